@@ -1,0 +1,55 @@
+"""Which video sizes a model accepts: pure arithmetic, so that a wrong size is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Compression and size rules of one checkpoint.
+
+    Attributes:
+        temporal: frames per latent frame; the first latent frame holds one frame, so F = temporal * k + 1.
+        spatial: pixels per latent cell, per side.
+        patch: latent cells per transformer token, per side.
+        patch_t: latent frames per transformer token (the model file pads where F' is not a multiple).
+        fps: the frame rate the model was trained at.
+    """
+
+    temporal: int
+    spatial: int
+    patch: int
+    patch_t: int
+    fps: float
+
+    @property
+    def size_multiple(self) -> int:
+        """Height and width must be multiples of this many pixels."""
+        return self.spatial * self.patch
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Latent `(T, H, W)` of a clip of `frames` x `height` x `width` pixels."""
+        return (frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial
+
+    def num_tokens(self, frames: int, height: int, width: int) -> int:
+        """Video tokens that the transformer sees for one clip."""
+        t, h, w = self.latent_shape(frames, height, width)
+        return -(-t // self.patch_t) * (h // self.patch) * (w // self.patch)
+
+    def problems(self, frames: int, height: int, width: int) -> list[str]:
+        """Why a size is not legal, one sentence each with the way out; empty when it is."""
+        found = []
+        if (frames - 1) % self.temporal:
+            below = (frames - 1) // self.temporal * self.temporal + 1
+            found.append(
+                f"{frames} frames is not {self.temporal}*k+1; use {below} or {below + self.temporal}"
+            )
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels % self.size_multiple:
+                below = max(pixels // self.size_multiple, 1) * self.size_multiple
+                found.append(
+                    f"{name} {pixels} is not a multiple of {self.size_multiple}; "
+                    f"use {below} or {below + self.size_multiple}"
+                )
+        return found

@@ -1,0 +1,272 @@
+"""Every option of a training run: its name, type, bounds, default and help are written here and nowhere else.
+
+The command line, TOML files, the Python API, the JSON schema and `docs/configuration.md` are derived from these
+classes. Field names are unique over all sections, so that each one is also a flat flag (`--batch_size`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from .values import ImageBucket, VideoBucket
+
+DType = Literal["fp32", "bf16", "fp16", "float8_e4m3fn", "float8_e5m2"]
+OptimizerName = Literal[
+    "adam", "adamw", "adafactor", "muon", "prodigy", "came", "lion",
+    "adam-bnb", "adamw-bnb", "adam-bnb-8bit", "adamw-bnb-8bit", "lion-bnb-8bit",
+    "adamw-bnb-paged", "adamw-bnb-8bit-paged",
+    "adamw-torchao-8bit", "adamw-torchao-4bit", "adamw-torchao-fp8",
+    "adamw-deepspeed-cpu",
+]  # fmt: skip
+
+
+class Section(BaseModel):
+    """A group of options; unknown keys are errors and values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which checkpoint is finetuned, and how its parts are loaded."""
+
+    model_name: str = Field(description="Model family: see `--list_models`.")
+    pretrained_model_name_or_path: str = Field(
+        description="Hub id or local directory of the base model, in diffusers layout."
+    )
+    revision: str | None = Field(None, description="Git revision of the hub repository.")
+    variant: str | None = Field(None, description="Weight file variant, for example `fp16`.")
+    cache_dir: Path | None = Field(None, description="Where downloads from the hub are kept.")
+    tokenizer_id: str | None = Field(None, description="Replacement for the tokenizer: hub id or directory.")
+    tokenizer_2_id: str | None = Field(None, description="Replacement for the second tokenizer.")
+    text_encoder_id: str | None = Field(None, description="Replacement for the text encoder.")
+    text_encoder_2_id: str | None = Field(None, description="Replacement for the second text encoder.")
+    transformer_id: str | None = Field(None, description="Replacement for the transformer.")
+    vae_id: str | None = Field(None, description="Replacement for the VAE.")
+    text_encoder_dtype: DType = Field("bf16", description="Weight dtype of the text encoder.")
+    text_encoder_2_dtype: DType = Field("bf16", description="Weight dtype of the second text encoder.")
+    text_encoder_3_dtype: DType | None = Field(
+        None, description="Weight dtype of a third text encoder; refused, since no supported family has one."
+    )
+    transformer_dtype: DType = Field(
+        "bf16",
+        description="Dtype of frozen transformer weights and of its inputs; trainable weights: `master_weights`.",
+    )
+    vae_dtype: DType = Field("bf16", description="Weight dtype of the VAE.")
+    enable_slicing: bool = Field(False, description="VAE slicing: encode and decode one clip at a time.")
+    enable_tiling: bool = Field(False, description="VAE tiling: less memory, slightly different latents.")
+    layerwise_upcasting_modules: list[Literal["transformer"]] = Field(
+        default=[], description="Store these frozen modules in 8 bits and compute in `transformer_dtype` (LoRA)."
+    )
+    layerwise_upcasting_storage_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = Field(
+        "float8_e4m3fn", description="Storage dtype for layerwise upcasting."
+    )
+    layerwise_upcasting_skip_modules_pattern: list[str] = Field(
+        default=["patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm"],
+        description="Regular expressions of module names that layerwise upcasting leaves alone.",
+    )  # fmt: skip
+
+
+class DataSection(Section):
+    """Where clips and captions come from, and what is cut from them."""
+
+    data_root: Path | None = Field(
+        None, description="Folder of the media; without `dataset_file`, it holds the data itself."
+    )
+    dataset_file: Path | None = Field(
+        None, description="Metadata as .csv, .json or .jsonl; media paths are relative to `data_root` or to this file."
+    )
+    video_column: str = Field(
+        "video", description="Metadata column of the media path, or a text file in `data_root` with one path a line."
+    )
+    caption_column: str = Field(
+        "text", description="Metadata column of the caption, or a text file in `data_root` with one caption a line."
+    )
+    id_token: str | None = Field(None, description="Trigger word put before every training caption.")
+    image_resolution_buckets: list[ImageBucket] = Field(
+        default=[], description="HxW sizes for images; they train as one-frame videos."
+    )
+    video_resolution_buckets: list[VideoBucket] = Field(
+        default=[], description="FxHxW sizes that clips are cut to, frames x height x width."
+    )
+    video_reshape_mode: Literal["center", "random", "none"] = Field(
+        "center",
+        description="How a clip meets its bucket: resize then centre crop, random crop, or plain resize (distorts).",
+    )
+    frame_selection: Literal["head", "middle", "random", "uniform"] = Field(
+        "head",
+        description="Which frames of a longer clip: first, middle, random start, or spread over the clip (`uniform`).",
+    )
+    target_fps: float | None = Field(
+        None, gt=0, description="Frame rate that clips are resampled to; default: the model's own rate."
+    )
+    caption_dropout_p: float = Field(0.0, ge=0, le=1, description="Probability, per sample, of dropping the caption.")
+    caption_dropout_technique: Literal["empty", "zero"] = Field(
+        "empty", description="A dropped caption becomes the empty prompt, or its embeddings become zero."
+    )
+    remove_common_llm_caption_prefixes: bool = Field(
+        False, description="Strip openings such as `This video shows` from captions."
+    )
+    precompute_conditions: bool = Field(
+        False, description="Encode all captions and clips once, before training, and cache them on disk."
+    )
+    precompute_dir: Path | None = Field(
+        None, description="Where the cache lies; default: `<output_dir>/precomputed`. Several runs may share one."
+    )
+    first_frame_conditioning_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Probability, per sample, of giving the clean first frame (image-to-video); default: by model.",
+    )
+    max_bad_samples: int = Field(
+        0, ge=0, description="How many unreadable or unusable files may be left out (each is named) before it is an error."
+    )
+    eval_num_items: int = Field(0, ge=0, description="Items held out of training for the evaluation loss.")
+
+
+class DataloaderSection(Section):
+    """How batches are put together."""
+
+    batch_size: int = Field(1, ge=1, description="Clips per device and micro-step.")
+    dataloader_num_workers: int = Field(0, ge=0, description="Processes that decode; 0 decodes in the main process.")
+    pin_memory: bool = Field(False, description="Page-locked host memory, for faster copies to the GPU.")
+
+
+class DiffusionSection(Section):
+    """Which noise levels are trained, and how they are weighted."""
+
+    flow_resolution_shifting: bool = Field(
+        False, description="Shift training noise levels by exp(mu), mu linear in the number of video tokens."
+    )
+    flow_base_seq_len: int | None = Field(
+        None, ge=1, description="Token count with `flow_base_shift`; default: the checkpoint's scheduler, else 256."
+    )
+    flow_max_seq_len: int | None = Field(
+        None, ge=2, description="Token count with `flow_max_shift`; default: the checkpoint's scheduler, else 4096."
+    )
+    flow_base_shift: float | None = Field(
+        None, description="mu at `flow_base_seq_len`; default: the checkpoint's scheduler, else 0.5."
+    )
+    flow_max_shift: float | None = Field(
+        None, description="mu at `flow_max_seq_len`; default: the checkpoint's scheduler, else 1.15."
+    )
+    flow_shift: float = Field(1.0, gt=0, description="Static shift s of training noise levels: s*x / (1 + (s-1)*x).")
+    flow_weighting_scheme: Literal["none", "uniform", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = Field(
+        "none", description="How noise levels are drawn (logit_normal, mode) or weighted (sigma_sqrt, cosmap)."
+    )
+    flow_logit_mean: float = Field(0.0, description="Mean of logit_normal; positive means more noise (SD3 paper).")
+    flow_logit_std: float = Field(1.0, gt=0, description="Standard deviation of logit_normal.")
+    flow_mode_scale: float = Field(1.29, ge=-1, le=1.75, description="Scale s of the `mode` distribution (SD3 paper).")
+    loss_weight_max: float = Field(10.0, gt=0, description="Upper bound of the loss weight of any sample.")
+
+
+class TrainingSection(Section):
+    """What is trained, and for how long."""
+
+    training_type: Literal["lora", "full-finetune"] = Field("lora", description="Train an adapter or every weight.")
+    method: str = Field("sft", description="Training method: `sft`, supervised finetuning on clips.")
+    seed: int = Field(42, ge=0, lt=2**31, description="Seed of everything random in the run.")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = Field(
+        None, description="Autocast dtype; default: what `accelerate launch` says, else `transformer_dtype`."
+    )
+    master_weights: Literal["fp32", "stochastic_rounding"] = Field(
+        "fp32",
+        description="Full finetuning keeps weights in fp32, or in bf16 updated with stochastic rounding (torchao).",
+    )
+    train_epochs: int = Field(1, ge=1, description="Passes over the data, when `train_steps` is not given.")
+    train_steps: int | None = Field(None, ge=1, description="Optimizer steps; overrides `train_epochs`.")
+    rank: int = Field(64, ge=1, description="Rank of the LoRA.")
+    lora_alpha: float = Field(64, gt=0, description="LoRA alpha; the update is scaled by alpha / rank.")
+    target_modules: list[str] = Field(
+        default=["to_k", "to_q", "to_v", "to_out.0"],
+        description="LoRA targets: module name suffixes, or one regular expression over full names.",
+    )
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA's input.")
+    use_rslora: bool = Field(False, description="Rank-stabilised LoRA: scale by alpha / sqrt(rank).")
+    use_dora: bool = Field(False, description="DoRA: weight-decomposed LoRA.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Micro-steps per optimizer step.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
+    checkpointing_steps: int = Field(
+        500, ge=0, description="Save the whole training state every N optimizer steps; 0: only at the end."
+    )
+    checkpointing_limit: int | None = Field(None, ge=1, description="Keep only the newest N checkpoints.")
+    resume_from_checkpoint: str | None = Field(
+        None, description="Continue from `latest`, a step number, or a checkpoint directory."
+    )
+    use_ema: bool = Field(False, description="Keep an exponential moving average of the trained weights.")
+    ema_decay: float = Field(0.999, ge=0, lt=1, description="Decay of the moving average.")
+    ema_update_after_step: int = Field(0, ge=0, description="Steps before the moving average starts.")
+
+
+class OptimizerSection(Section):
+    """How weights are updated."""
+
+    optimizer: OptimizerName = Field("adam", description="Optimizer; see `docs/optimizers.md`.")
+    use_8bit_bnb: bool = Field(False, description="Use bitsandbytes' 8-bit variant of `adam` or `adamw`.")
+    lr: float = Field(1e-4, ge=0, description="Learning rate.")
+    scale_lr: bool = Field(False, description="Multiply `lr` by accumulation x batch size x number of processes.")
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
+    ] = Field("constant", description="Learning rate schedule, over optimizer steps.")
+    lr_warmup_steps: int = Field(500, ge=0, description="Linear warm-up, in optimizer steps (not for `constant`).")
+    lr_num_cycles: int = Field(1, ge=1, description="Cycles of `cosine_with_restarts`.")
+    lr_power: float = Field(1.0, gt=0, description="Power of `polynomial`.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="First-moment decay.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Second-moment decay.")
+    beta3: float | None = Field(None, ge=0, lt=1, description="Third decay, of `prodigy` and `came`.")
+    weight_decay: float = Field(1e-4, ge=0, description="Weight decay.")
+    epsilon: float = Field(1e-8, gt=0, description="Epsilon of the Adam family.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Clip the gradient norm, once per optimizer step; 0: never.")
+    use_cpu_offload_optimizer: bool = Field(
+        False, description="Keep optimizer state and its step on the CPU (torchao; CUDA or XPU only, no clipping)."
+    )
+    offload_gradients: bool = Field(
+        False, description="With `use_cpu_offload_optimizer`, free gradients as they are made (no accumulation)."
+    )
+
+
+class ValidationSection(Section):
+    """Sample videos and evaluation loss during training."""
+
+    validation_prompts: str | None = Field(
+        None, description="`prompt@@@FxHxW:::prompt...`, or a .jsonl/.toml file of prompts."
+    )
+    validation_images: str | None = Field(
+        None, description="First-frame image of each prompt, joined by the separator (image-to-video)."
+    )
+    validation_videos: str | None = Field(
+        None, description="Video of each prompt, joined by the separator; its first frame conditions."
+    )
+    validation_separator: str = Field(":::", min_length=1, description="What separates validation entries.")
+    num_validation_videos: int = Field(1, ge=1, description="Videos per prompt.")
+    validation_epochs: int | None = Field(None, ge=1, description="Sample every N epochs.")
+    validation_steps: int | None = Field(None, ge=1, description="Sample every N optimizer steps.")
+    validation_frame_rate: float | None = Field(
+        None, gt=0, description="Frame rate of samples; default: the model's own rate."
+    )
+    validation_inference_steps: int = Field(50, ge=1, description="Denoising steps of a sample.")
+    validation_guidance_scale: float | None = Field(
+        None, ge=0, description="Guidance of a sample; default: the pipeline's own."
+    )
+    enable_model_cpu_offload: bool = Field(False, description="Sample with parts offloaded to the CPU (CUDA).")
+    eval_steps: int | None = Field(None, ge=1, description="Evaluation loss every N optimizer steps.")
+    eval_num_timesteps: int = Field(5, ge=1, le=100, description="Fixed noise levels of the evaluation loss.")
+
+
+class RunSection(Section):
+    """Where the run writes, and what it tells."""
+
+    output_dir: Path = Field(Path("finetrainers-training"), description="Run directory: everything is written here.")
+    logging_dir: str = Field("logs", description="Trackers' folder below `output_dir`.")
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = Field("none", description="Experiment tracker.")
+    tracker_name: str = Field("finetrainers", description="Project name at the tracker.")
+    logging_steps: int = Field(1, ge=1, description="Log metrics every N optimizer steps.")
+    push_to_hub: bool = Field(False, description="Upload the result when training ends.")
+    hub_token: SecretStr | None = Field(None, description="Hub token; default: the one you logged in with.")
+    hub_model_id: str | None = Field(None, description="Hub repository; default: the name of `output_dir`.")
+    allow_tf32: bool = Field(False, description="TF32 matrix products on CUDA.")
+    nccl_timeout: int = Field(600, ge=1, description="Seconds until a stuck collective fails the run.")
+    dry_run: bool = Field(False, description="Check everything, print the plan, and stop before training.")

@@ -1,0 +1,126 @@
+"""The model families: one entry each. Reading this file imports no torch; a family's code loads when it is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.sections import ModelSection
+from finetrainers.utils.text import nearest
+
+from . import geometries
+
+if TYPE_CHECKING:
+    from .spec import ModelSpec
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known about a family before any of its code is imported.
+
+    Attributes:
+        name: the value of `--model_name`.
+        spec: `module:Class` of its `ModelSpec`.
+        geometry: size rules of the published checkpoints.
+        read_geometry: size rules from a checkpoint's `vae/config.json` and `transformer/config.json`.
+        is_flow: whether the flow options mean something.
+        num_text_encoders: how many text encoders it has.
+        first_frame: see `ModelSpec.first_frame`; for "channels", whether a checkpoint takes it depends on its config.
+        tiny: `module:function` that builds a complete tiny random repository, or None.
+    """
+
+    name: str
+    spec: str
+    geometry: Geometry
+    read_geometry: Callable[[Json, Json], Geometry]
+    is_flow: bool
+    num_text_encoders: int
+    first_frame: str = "none"
+    tiny: str | None = None
+
+    def load(self, config: ModelSection) -> ModelSpec:
+        """The family's spec for one checkpoint (imports torch)."""
+        return _resolve(self.spec)(config)
+
+    def geometry_of(self, config: ModelSection) -> Geometry:
+        """Size rules of the configured checkpoint where it is a local directory, else of the published ones."""
+        vae = _component_config(config.vae_id or config.pretrained_model_name_or_path, "vae", config.vae_id)
+        transformer = _component_config(
+            config.transformer_id or config.pretrained_model_name_or_path, "transformer", config.transformer_id
+        )
+        if vae is None or transformer is None:
+            return self.geometry
+        return self.read_geometry(vae, transformer)
+
+
+def _resolve(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _component_config(root: str | Path, subfolder: str, replacement: str | None) -> Json | None:
+    """The component's config.json if it is on disk; a replacement may be the component folder itself."""
+    candidates = [Path(root) / subfolder / "config.json"]
+    if replacement:
+        candidates.append(Path(root) / "config.json")
+    for path in candidates:
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+    return None
+
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register_model(family: Family) -> None:
+    """Make a family available to `--model_name`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if family.name in _FAMILIES:
+        raise ValueError(f"model family {family.name!r} is registered already")
+    _FAMILIES[family.name] = family
+
+
+def families() -> dict[str, Family]:
+    """All registered families by name."""
+    return dict(_FAMILIES)
+
+
+def get_family(name: str) -> Family:
+    """The family with this name.
+
+    Raises:
+        KeyError: there is none; the message names the nearest.
+    """
+    if name not in _FAMILIES:
+        raise KeyError(f"unknown model family {name!r}{nearest(name, _FAMILIES)}")
+    return _FAMILIES[name]
+
+
+register_model(Family(
+    name="ltx_video", spec="finetrainers.models.ltx_video:LTXVideoSpec",
+    geometry=Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0),
+    read_geometry=geometries.ltx_video, is_flow=True, num_text_encoders=1, first_frame="tokens",
+    tiny="finetrainers.models.tiny:build_ltx_video",
+))  # fmt: skip
+register_model(Family(
+    name="hunyuan_video", spec="finetrainers.models.hunyuan_video:HunyuanVideoSpec",
+    geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24.0),
+    read_geometry=geometries.hunyuan_video, is_flow=True, num_text_encoders=2,
+    tiny="finetrainers.models.tiny:build_hunyuan_video",
+))  # fmt: skip
+register_model(Family(
+    name="cogvideox", spec="finetrainers.models.cogvideox:CogVideoXSpec",
+    geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=8.0),
+    read_geometry=geometries.cogvideox, is_flow=False, num_text_encoders=1, first_frame="channels",
+    tiny="finetrainers.models.tiny:build_cogvideox",
+))  # fmt: skip

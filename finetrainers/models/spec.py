@@ -1,0 +1,303 @@
+"""The seam between training methods and networks: what a model file must offer, and the batch types it speaks.
+
+Everything above `predict` sees latents `[B, C, T, H, W]` in the model's normalised latent space and one prediction
+of the same shape; token packing, rotary positions, guidance and padding live inside the model files.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.sections import ModelSection
+from finetrainers.diffusion.process import Process
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Text conditioning of a batch: named tensors, batch first. Never mutated; every method returns a new object."""
+
+    tensors: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __len__(self) -> int:
+        return next(iter(self.tensors.values())).shape[0]
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditions:
+        """Move to a device; floating tensors also to `dtype`, masks keep theirs."""
+        return Conditions(
+            {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in self.tensors.items()}
+        )
+
+    def rows(self, index: Sequence[int] | slice) -> Conditions:
+        """The given rows, as a batch."""
+        picked = index if isinstance(index, slice) else list(index)
+        return Conditions({k: v[picked] for k, v in self.tensors.items()})
+
+    def zeroed(self) -> Conditions:
+        """Embeddings replaced by zeros; masks stay, since a row that attends to nothing has no softmax."""
+        return Conditions(
+            {k: torch.zeros_like(v) if v.is_floating_point() else v for k, v in self.tensors.items()}
+        )
+
+    @staticmethod
+    def cat(parts: Sequence[Conditions]) -> Conditions:
+        """Join batches along the batch axis."""
+        return Conditions({k: torch.cat([p.tensors[k] for p in parts]) for k in parts[0].tensors})
+
+
+@dataclass(frozen=True)
+class TextEncoders:
+    """Tokenizers and text encoders of a model, by the names its pipeline gives them; removed from memory as one."""
+
+    modules: Mapping[str, Any]
+
+    def to(self, device: torch.device | str) -> TextEncoders:
+        """Move the encoders (in place, as modules do) and return self."""
+        for module in self.modules.values():
+            if isinstance(module, nn.Module):
+                module.to(device)
+        return self
+
+
+@dataclass(frozen=True)
+class VideoMeta:
+    """What a network may want to know about a batch besides latents and text.
+
+    Attributes:
+        fps: frame rate of each clip, `[B]`, in frames per second.
+        first_frame: normalised latent of the given first frame, `[B, C, 1, H, W]`, for models that take it on extra
+            channels (`ModelSpec.first_frame == "channels"`); rows that are not conditioned are zero.
+    """
+
+    fps: Tensor
+    first_frame: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, ready for a method.
+
+    Attributes:
+        moments: VAE moments, `[B, 2C, T, H, W]` (mean, then log-variance).
+        conditions: text conditioning of the captions.
+        meta: see `VideoMeta` (without `first_frame`: the method decides which rows are conditioned).
+        first_frame_moments: VAE moments of the first frame alone, `[B, 2C, 1, H, W]`; only for "channels" models.
+        sample_keys: per sample `(epoch, item)`, from which its random numbers are derived.
+        weight: this micro-batch's share of the optimizer step, so that the step's losses sum to its mean.
+    """
+
+    moments: Tensor
+    conditions: Conditions
+    meta: VideoMeta
+    sample_keys: Sequence[tuple[int, int]]
+    first_frame_moments: Tensor | None = None
+    weight: float = 1.0
+
+    def __len__(self) -> int:
+        return self.moments.shape[0]
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One validation sample: size in pixels and frames, and how to denoise."""
+
+    num_frames: int
+    height: int
+    width: int
+    frame_rate: float
+    num_inference_steps: int
+    guidance_scale: float | None = None
+    image: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ModelSpec(ABC):
+    """How one family's network is loaded, conditioned, called, decoded and saved. Holds no training state.
+
+    Loading happens in three phases (text encoders, VAE, transformer), so that they never have to share memory.
+    """
+
+    name: str
+    #: Modules that LoRA targets by default.
+    lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
+    #: Names of the transformer's repeated block lists: for checkpointing, wrapping, compiling.
+    blocks: tuple[str, ...] = ("transformer_blocks",)
+    #: How a given first frame reaches the network: not at all, as clean tokens with noise level 0, or as channels.
+    first_frame: str = "none"  # "none" | "tokens" | "channels"
+    #: Probability with which training conditions on the first frame when the user does not say.
+    first_frame_default_p: float = 0.0
+
+    def __init__(self, config: ModelSection) -> None:
+        self.config = config
+
+    # ---- loading -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load_text_encoders(self) -> TextEncoders:
+        """Tokenizers and text encoders, on the CPU, in eval mode, in the configured dtypes."""
+
+    @abstractmethod
+    def load_vae(self) -> nn.Module:
+        """The VAE, on the CPU, in eval mode, in `vae_dtype`, with slicing and tiling as configured."""
+
+    @abstractmethod
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        """The transformer, on the CPU, in `dtype`."""
+
+    @abstractmethod
+    def load_scheduler(self) -> Any:
+        """The checkpoint's own scheduler."""
+
+    @abstractmethod
+    def transformer_on_meta(self) -> nn.Module:
+        """The transformer without weights (meta device), for dry runs."""
+
+    # ---- description -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def process(self, scheduler: Any) -> Process:
+        """The noise process that the checkpoint was trained with."""
+
+    @abstractmethod
+    def geometry(self, vae: nn.Module, transformer: nn.Module) -> Geometry:
+        """Size rules of the loaded checkpoint."""
+
+    # ---- conditioning and latents ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def encode_text(self, encoders: TextEncoders, prompts: Sequence[str]) -> Conditions:
+        """Text conditioning of the prompts, equal to what the family's pipeline computes. Padded, batch first."""
+
+    def encode_video(self, vae: nn.Module, video_BCTHW: Tensor) -> Tensor:
+        """VAE moments `[B, 2C, T', H', W']` of videos in [-1, 1], `[B, 3, T, H, W]`."""
+        video = video_BCTHW.to(next(vae.parameters()).device, vae.dtype)  # type: ignore[arg-type]
+        with torch.no_grad():
+            return vae.encode(video).latent_dist.parameters  # type: ignore[operator]
+
+    def latents(self, moments: Tensor, noise: Tensor | None, vae_stats: VAEStats) -> Tensor:
+        """Sample latents from moments and normalise them, in fp32: `[B, C, T, H, W]`.
+
+        Args:
+            moments: `[B, 2C, T, H, W]`.
+            noise: standard normal `[B, C, T, H, W]`; None takes the mean.
+            vae_stats: normalisation constants of the VAE, so that the VAE itself need not stay loaded.
+        """
+        mean, logvar = moments.float().chunk(2, dim=1)
+        if noise is not None:
+            mean = mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise
+        return vae_stats.normalise(mean)
+
+    @abstractmethod
+    def vae_stats(self, vae: nn.Module) -> VAEStats:
+        """The constants that turn the VAE's latents into the model's normalised latents."""
+
+    @abstractmethod
+    def predict(
+        self,
+        transformer: nn.Module,
+        x_BCTHW: Tensor,
+        t: Tensor,
+        conditions: Conditions,
+        meta: VideoMeta,
+    ) -> Tensor:
+        """The network's output for noisy latents, same shape. Inputs are not changed; may be called repeatedly.
+
+        Args:
+            transformer: the network, possibly wrapped.
+            x_BCTHW: noisy latents in normalised space.
+            t: process time as the process draws it, `[B]`; "tokens" models also take one per latent frame, `[B, T]`.
+            conditions: from `encode_text`, on the transformer's device.
+            meta: frame rate and, for "channels" models, the first frame.
+        """
+
+    @abstractmethod
+    def decode(self, vae: nn.Module, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
+        """Videos in [0, 1], `[B, 3, T, H, W]`, of normalised latents."""
+
+    # ---- sampling ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def pipeline(
+        self,
+        transformer: nn.Module,
+        vae: nn.Module,
+        scheduler: Any,
+        encoders: TextEncoders | None = None,
+        *,
+        image_to_video: bool = False,
+    ) -> Any:
+        """diffusers' own pipeline around the given parts; without encoders it takes `pipeline_text` instead."""
+
+    @abstractmethod
+    def pipeline_call(
+        self, conditions: Conditions, negative: Conditions, request: SampleRequest
+    ) -> dict[str, Any]:
+        """Keyword arguments of the pipeline's call for one prompt (B = 1) given as encoded conditions."""
+
+    # ---- saving ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def save_lora(self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]) -> None:
+        """Write `pytorch_lora_weights.safetensors`, with alpha and rank, as `load_lora_weights` reads them."""
+
+    def load_lora(self, transformer: nn.Module, path: Path | str) -> None:
+        """Load a LoRA file in diffusers layout as the adapter `default`."""
+        transformer.load_lora_adapter(str(path), adapter_name="default", prefix="transformer", use_safetensors=True)  # type: ignore[operator]
+
+    def save_full(self, directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+        """Write the transformer to `directory/transformer` in diffusers layout, in the dtype of `state_dict`."""
+        transformer.save_pretrained(  # type: ignore[operator]
+            str(directory / "transformer"), state_dict=dict(state_dict), safe_serialization=True
+        )
+
+
+@dataclass(frozen=True)
+class VAEStats:
+    """Normalisation of latents: `(z - mean) * scale`, per channel `[C]` or scalar tensors, fp32."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def _shaped(self, value: Tensor, like: Tensor) -> Tensor:
+        return value.to(like.device).view(1, -1, 1, 1, 1) if value.ndim else value.to(like.device)
+
+    def normalise(self, z: Tensor) -> Tensor:
+        """VAE latents to the model's normalised space, in fp32."""
+        z = z.float()
+        return (z - self._shaped(self.mean, z)) * self._shaped(self.scale, z)
+
+    def denormalise(self, z: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        z = z.float()
+        return z / self._shaped(self.scale, z) + self._shaped(self.mean, z)
+
+
+def unwrap(module: nn.Module) -> Any:
+    """The network below DDP, DeepSpeed or compile wrappers, for reading its config."""
+    while True:
+        if hasattr(module, "_orig_mod"):
+            module = module._orig_mod  # type: ignore[assignment]
+        elif not hasattr(module, "config") and hasattr(module, "module"):
+            module = module.module  # type: ignore[assignment]
+        elif type(module).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
+            module = module.module  # type: ignore[assignment]
+        else:
+            return module

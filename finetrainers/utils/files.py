@@ -1,0 +1,39 @@
+"""Writing files so that a crash leaves either the old content or the new, never half of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write `text` under a temporary name, flush it to disk, and rename it to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """`write_text_atomic` of indented JSON."""
+    write_text_atomic(path, json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def append_jsonl(path: Path, record: dict[str, Any]) -> None:
+    """Append one JSON line."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def fsync_dir(path: Path) -> None:
+    """Flush a directory's entries (names of files in it) to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

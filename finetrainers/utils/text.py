@@ -1,0 +1,20 @@
+"""Text helpers for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A clause to append to an error: the nearest valid name, else the list of them if it is short."""
+    names = sorted(valid)
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; valid: {', '.join(names)}" if len(names) <= 12 else ""
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 clip`, `2 clips`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
