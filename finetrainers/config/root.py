@@ -44,10 +44,10 @@ class TrainConfig(Section):
 
         return build_config([("from_flat", options)])
 
-    def is_set(self, name: str) -> bool:
-        """Whether the user gave option `name`, rather than its default."""
-        section, _ = fields()[name]
-        return name in getattr(self, section).model_fields_set
+    def changed(self, name: str) -> bool:
+        """Whether option `name` differs from its default (giving the default explicitly asks for nothing)."""
+        field = fields()[name][1]
+        return field.is_required() or self.get(name) != field.get_default(call_default_factory=True)
 
     def get(self, name: str) -> Any:
         """The value of the option with flat name `name`."""

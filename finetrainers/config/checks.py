@@ -1,0 +1,165 @@
+"""Rules between options: what cannot work is refused, what has no effect is said. No torch, so answers are instant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .errors import Problem
+from .geometry import Geometry
+from .prompts import ValidationPrompt
+from .root import TrainConfig
+
+_FLOW_OPTIONS = (
+    "flow_resolution_shifting", "flow_base_seq_len", "flow_max_seq_len", "flow_base_shift", "flow_max_shift",
+    "flow_shift",
+)  # fmt: skip
+_RESOLUTION_SHIFT = ("flow_base_seq_len", "flow_max_seq_len", "flow_base_shift", "flow_max_shift")
+_LORA_OPTIONS = ("rank", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "use_dora")
+
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """What the rules need to know of a model family."""
+
+    name: str
+    is_flow: bool
+    num_text_encoders: int
+    first_frame: str
+
+
+@dataclass
+class Findings:
+    """Errors stop the run; warnings name a setting that does not do what it may seem to."""
+
+    errors: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def error(self, option: str, message: str) -> None:
+        """Record an error about an option."""
+        self.errors.append(Problem(f"--{option}", message))
+
+
+def check_config(
+    config: TrainConfig, *, family: FamilyFacts, geometry: Geometry, prompts: list[ValidationPrompt]
+) -> Findings:
+    """All cross-option findings of a configuration for a given model."""
+    found = Findings()
+    _check_sizes(config, geometry, prompts, found)
+    _check_model(config, family, found)
+    _check_diffusion(config, family, found)
+    _check_training(config, found)
+    _check_validation(config, family, prompts, found)
+    return found
+
+
+def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[ValidationPrompt], found: Findings) -> None:
+    for bucket in config.data.video_resolution_buckets:
+        for problem in geometry.problems(*bucket):
+            found.error("video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}")
+    for image in config.data.image_resolution_buckets:
+        for problem in geometry.problems(1, *image):
+            found.error("image_resolution_buckets", f"{'x'.join(map(str, image))}: {problem}")
+    for number, prompt in enumerate(prompts, start=1):
+        for problem in geometry.problems(*prompt.size) if prompt.size else ():
+            found.error("validation_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}")
+
+
+def _check_model(config: TrainConfig, family: FamilyFacts, found: Findings) -> None:
+    model = config.model
+    if model.text_encoder_3_dtype is not None:
+        found.error("text_encoder_3_dtype", "no supported model family has a third text encoder; remove it")
+    if family.num_text_encoders < 2:
+        for option in ("text_encoder_2_id", "tokenizer_2_id", "text_encoder_2_dtype"):
+            if config.changed(option):
+                found.error(option, f"{family.name} has one text encoder; remove it")
+    if model.layerwise_upcasting_modules and config.training.training_type != "lora":
+        found.error("layerwise_upcasting_modules", "stores frozen weights in 8 bits, so it needs --training_type lora")
+    if not model.layerwise_upcasting_modules:
+        for option in ("layerwise_upcasting_storage_dtype", "layerwise_upcasting_skip_modules_pattern"):
+            if config.changed(option):
+                found.warnings.append(f"--{option} has no effect without --layerwise_upcasting_modules transformer")
+    for option in ("transformer_dtype", "vae_dtype", "text_encoder_dtype", "text_encoder_2_dtype"):
+        if str(config.get(option)).startswith("float8"):
+            found.error(
+                option,
+                f"{config.get(option)} cannot compute; use bf16, and for the transformer "
+                "--layerwise_upcasting_modules transformer to store it in 8 bits",
+            )
+
+
+def _check_diffusion(config: TrainConfig, family: FamilyFacts, found: Findings) -> None:
+    diffusion = config.diffusion
+    if not family.is_flow:
+        for option in _FLOW_OPTIONS:
+            if config.changed(option):
+                found.error(option, f"{family.name} is not a flow-matching model, so shifting means nothing; remove it")
+        if diffusion.flow_weighting_scheme in ("sigma_sqrt", "cosmap"):
+            found.error(
+                "flow_weighting_scheme",
+                f"{diffusion.flow_weighting_scheme} weights flow-matching losses; {family.name} predicts v, "
+                "use none, logit_normal or mode",
+            )
+        return
+    if diffusion.flow_resolution_shifting and diffusion.flow_shift != 1.0:
+        found.error(
+            "flow_shift", f"{diffusion.flow_shift} and --flow_resolution_shifting both shift noise levels; choose one"
+        )
+    if not diffusion.flow_resolution_shifting:
+        for option in _RESOLUTION_SHIFT:
+            if config.changed(option):
+                found.warnings.append(f"--{option} has no effect without --flow_resolution_shifting")
+    base, top = diffusion.flow_base_seq_len, diffusion.flow_max_seq_len
+    if base is not None and top is not None and base >= top:
+        found.error("flow_max_seq_len", f"must be above --flow_base_seq_len {base}, got {top}")
+    scheme = diffusion.flow_weighting_scheme
+    for option, needs in (("flow_logit_mean", "logit_normal"), ("flow_logit_std", "logit_normal"), ("flow_mode_scale", "mode")):  # fmt: skip
+        if config.changed(option) and scheme != needs:
+            found.warnings.append(f"--{option} has no effect with --flow_weighting_scheme {scheme} (needs {needs})")
+
+
+def _check_training(config: TrainConfig, found: Findings) -> None:
+    training, data = config.training, config.data
+    if training.training_type == "full-finetune":
+        for option in _LORA_OPTIONS:
+            if config.changed(option):
+                found.warnings.append(f"--{option} has no effect with --training_type full-finetune")
+        if training.mixed_precision == "fp16" and training.master_weights == "stochastic_rounding":
+            found.error("mixed_precision", "fp16 cannot go with --master_weights stochastic_rounding; use bf16")
+    elif training.master_weights != "fp32":
+        found.error("master_weights", "stochastic_rounding is for --training_type full-finetune; LoRA weights are fp32")
+    if training.lora_dropout and training.use_dora:
+        found.warnings.append("--lora_dropout with --use_dora slows DoRA down: PEFT then computes the base twice")
+    for option in ("ema_decay", "ema_update_after_step"):
+        if config.changed(option) and not training.use_ema:
+            found.warnings.append(f"--{option} has no effect without --use_ema")
+    if config.changed("train_epochs") and training.train_steps is not None:
+        found.warnings.append(f"--train_epochs {training.train_epochs} is overridden by --train_steps")
+    if config.changed("caption_dropout_technique") and data.caption_dropout_p == 0:
+        found.warnings.append("--caption_dropout_technique has no effect while --caption_dropout_p is 0")
+    if data.precompute_dir is not None and not data.precompute_conditions:
+        found.warnings.append("--precompute_dir has no effect without --precompute_conditions")
+    random_cut = data.frame_selection == "random" or data.video_reshape_mode == "random"
+    if data.precompute_conditions and random_cut:
+        found.warnings.append("with --precompute_conditions a random crop or start is drawn once per clip, not per epoch")
+    if data.data_root is None and data.dataset_file is None:
+        found.error("data_root", "no data: give --data_root (a folder) or --dataset_file (.csv, .json, .jsonl)")
+
+
+def _check_validation(
+    config: TrainConfig, family: FamilyFacts, prompts: list[ValidationPrompt], found: Findings
+) -> None:
+    validation, data = config.validation, config.data
+    every = validation.validation_steps or validation.validation_epochs
+    if every and not prompts:
+        found.error("validation_prompts", "validation is scheduled but there are no prompts; give some")
+    conditioned = any(p.image or p.video for p in prompts)
+    if family.first_frame == "none" and conditioned:
+        found.error("validation_images", f"{family.name} takes no first frame; remove the images and videos")
+    if family.first_frame == "none" and data.first_frame_conditioning_p:
+        found.error("first_frame_conditioning_p", f"{family.name} takes no first frame; remove it")
+    if validation.eval_steps and not data.eval_num_items:
+        found.error("eval_steps", "the evaluation loss needs held-out items; set --eval_num_items")
+    if data.eval_num_items and not validation.eval_steps:
+        found.warnings.append(
+            f"--eval_num_items {data.eval_num_items} are held out, but evaluated only at the end; set --eval_steps"
+        )

@@ -1,0 +1,121 @@
+"""The command line: flags made from the schema, with every mistake reported at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from finetrainers.utils.text import nearest
+
+from .errors import ConfigError, Problem
+from .load import Source, build_config, file_source
+from .root import TrainConfig, fields
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors join the others instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([Problem("", message)])
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Whether the option takes several values."""
+    return get_origin(field.annotation) is list
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """Whether the option is a boolean flag."""
+    return field.annotation is bool
+
+
+def choices(annotation: Any) -> tuple[str, ...]:
+    """Allowed values of a Literal, of an optional Literal, or of a list of Literals."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return get_args(annotation)
+    if origin in (list, Union, UnionType, Annotated):
+        for argument in get_args(annotation):
+            found = choices(argument)
+            if found:
+                return found
+    return ()
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as a user would write it."""
+    if field.is_required():
+        return "required"
+    value = field.default
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of a training command, one argument group a section."""
+    parser = _Parser(
+        prog=prog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=(
+            "Finetune a video diffusion model. Options come from --config FILE.toml and from flags; flags win.\n"
+            f"Example: {prog} --config examples/ltx_video/lora.toml --data_root clips --output_dir run1"
+        ),
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; repeat flags to override it.")
+    parser.add_argument("--list_models", action="store_true", help="Print the model families and exit.")
+    groups: dict[str, Any] = {}
+    for name, (section, field) in fields().items():
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section, TrainConfig.model_fields[section].description)
+        help_text = f"{field.description} [{default_text(field)}]".replace("%", "%%")
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help_text}
+        if is_switch(field):
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            allowed = choices(field.annotation)
+            options["metavar"] = "{" + ",".join(allowed) + "}" if allowed else name.rsplit("_", 1)[-1].upper()
+            if is_list(field):
+                options["nargs"] = "*"
+        groups[section].add_argument(f"--{name}", **options)
+    return parser
+
+
+def parse_flags(argv: Sequence[str], *, prog: str = "train.py") -> tuple[TrainConfig | None, bool]:
+    """The configuration that the arguments describe, and whether only the model list was asked for.
+
+    Raises:
+        ConfigError: unknown flags (with the nearest valid name), wrong values, file errors; all at once.
+        SystemExit: after `--help`.
+    """
+    parser = make_parser(prog)
+    namespace, unknown = parser.parse_known_args(list(argv))
+    values = vars(namespace)
+    config_path = values.pop("config")
+    if values.pop("list_models"):
+        return None, True
+    problems = [_unknown(argument) for argument in unknown if argument.startswith("--")]
+    stray = [argument for argument in unknown if not argument.startswith("--")]
+    if stray and not problems:
+        problems.append(Problem("command line", f"unexpected {' '.join(map(repr, stray))}; values follow their flag"))
+    sources: list[Source] = []
+    if config_path is not None:
+        try:
+            sources.append(file_source(config_path))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    sources.append(Source(values, lambda name: f"--{name}", problems))
+    return build_config(sources), False
+
+
+def _unknown(argument: str) -> Problem:
+    flag = argument.split("=", 1)[0]
+    return Problem(flag, f"unknown flag{nearest(flag.lstrip('-').removeprefix('no-'), fields())}")

@@ -1,0 +1,162 @@
+"""From flags, TOML files and Python arguments to one checked `TrainConfig`, and back to TOML."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from finetrainers.utils.text import nearest
+
+from .errors import ConfigError, Problem
+from .root import TrainConfig, fields
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: Options that never go to disk.
+SECRETS = ("hub_token",)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Flat option values from one place, and how to name the place of each in a message."""
+
+    values: Mapping[str, Any]
+    where: Callable[[str], str]
+    problems: Sequence[Problem] = ()
+
+
+def load_config(path: str | Path | None = None, **options: Any) -> TrainConfig:
+    """A configuration from a TOML file (or none) with `options`, by flat name, taking precedence.
+
+    Raises:
+        ConfigError: anything unknown, missing or out of bounds; all of it at once.
+    """
+    sources = [file_source(Path(path))] if path is not None else []
+    return build_config([*sources, Source(options, lambda name: name)])
+
+
+def file_source(path: Path) -> Source:
+    """Read a TOML file; options stand in their section's table, or flat at the top level.
+
+    Raises:
+        ConfigError: the file is missing or is not TOML.
+    """
+    if not path.is_file():
+        raise ConfigError([Problem("--config", f"no such file: {path}")])
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([Problem(str(path), f"not valid TOML: {error}")]) from error
+
+    known = fields()
+    sections = set(TrainConfig.model_fields)
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+
+    def take(name: str, value: Any, section: str | None) -> None:
+        where = f"{path}:{_line_of(text, name, section)}"
+        if name not in known:
+            problems.append(Problem(where, f"unknown option {name!r}{nearest(name, known)}"))
+        elif section not in (None, known[name][0]):
+            problems.append(Problem(where, f"{name!r} belongs in [{known[name][0]}], not in [{section}]"))
+        elif name in values:
+            problems.append(Problem(where, f"{name!r} is given twice"))
+        else:
+            values[name] = value
+
+    for key, value in document.items():
+        if key in sections and isinstance(value, dict):
+            for name, inner in value.items():
+                take(name, inner, key)
+        elif isinstance(value, dict):
+            where = f"{path}:{_line_of(text, None, key)}"
+            problems.append(Problem(where, f"unknown table [{key}]{nearest(key, sections)}"))
+        else:
+            take(key, value, None)
+    return Source(values, lambda name: f"{path}:{_line_of(text, name, None)}", problems)
+
+
+def _line_of(text: str, name: str | None, section: str | None) -> int:
+    """Line number of `name = ` (in `[section]` if given), or of the table header; 1 when not found."""
+    inside = section is None
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = re.match(r"\s*\[+\s*([\w.-]+)\s*\]+", line)
+        if header:
+            if name is None and header[1] == section:
+                return number
+            inside = section is None or header[1] == section
+        elif name is not None and inside and re.match(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=", line):
+            return number
+    return 1
+
+
+def build_config(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> TrainConfig:
+    """Merge sources, later ones winning, and validate.
+
+    Raises:
+        ConfigError: all problems of all sources at once.
+    """
+    known = fields()
+    problems: list[Problem] = []
+    merged: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for item in sources:
+        source = item if isinstance(item, Source) else Source(item[1], lambda name: name)
+        problems.extend(source.problems)
+        for name, value in source.values.items():
+            if name not in known:
+                problems.append(Problem(source.where(name), f"unknown option {name!r}{nearest(name, known)}"))
+                continue
+            merged[name] = value
+            where[name] = source.where(name)
+
+    nested: dict[str, dict[str, Any]] = {"model": {}}
+    for name, value in merged.items():
+        nested.setdefault(known[name][0], {})[name] = value
+    try:
+        config = TrainConfig.model_validate(nested)
+    except ValidationError as error:
+        raise ConfigError(problems + _translate(error, where)) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _translate(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
+    """pydantic's errors as problems that name the option, its value and what is allowed."""
+    found: dict[str, Problem] = {}
+    for entry in error.errors():
+        name = str(entry["loc"][1]) if len(entry["loc"]) > 1 else str(entry["loc"][0])
+        if entry["type"] == "missing":
+            found[name] = Problem(f"--{name}", f"is required: {fields()[name][1].description}")
+            continue
+        message = entry["msg"].removeprefix("Value error, ")
+        message = message[0].lower() + message[1:] if not message.startswith(("'", '"')) else message
+        value = entry["input"]
+        hint = ""
+        if entry["type"] == "literal_error" and isinstance(value, str):
+            hint = nearest(value, re.findall(r"'([^']*)'", entry["ctx"]["expected"]))
+        if entry["type"] != "value_error":
+            message = f"{message}, got {value!r}{hint}"
+        found.setdefault(name, Problem(where.get(name, f"--{name}"), f"{name}: {message}"))
+    return list(found.values())
+
+
+def dump_toml(config: TrainConfig) -> str:
+    """The resolved configuration as TOML that loads back to an equal one; options that are None or secret are left out."""
+    dumped = config.model_dump(mode="json", exclude_none=True)
+    for section in dumped.values():
+        for secret in SECRETS:
+            section.pop(secret, None)
+    return tomli_w.dumps(dumped)

@@ -1,0 +1,112 @@
+"""Validation prompts: the `prompt@@@FxHxW:::...` syntax and prompt files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, Problem
+from .sections import ValidationSection
+from .values import parse_video_bucket
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_KEYS = ("prompt", "size", "image", "video")
+
+
+@dataclass(frozen=True)
+class ValidationPrompt:
+    """One prompt to sample.
+
+    Attributes:
+        prompt: the text.
+        size: `(frames, height, width)`, or None for the first training bucket.
+        image: path or URL of a first-frame image.
+        video: path or URL of a video whose first frame conditions.
+    """
+
+    prompt: str
+    size: tuple[int, int, int] | None = None
+    image: str | None = None
+    video: str | None = None
+
+
+def parse_validation_prompts(section: ValidationSection) -> list[ValidationPrompt]:
+    """All validation prompts of a run; empty when none are configured.
+
+    The text after the last `@@@` of an entry is its size; without `@@@`, or with nothing after it, the size is open.
+
+    Raises:
+        ConfigError: a malformed size, an unreadable file, or a count of images or videos that differs.
+    """
+    text = section.validation_prompts
+    separator = section.validation_separator
+    if text is None:
+        given = [n for n in ("validation_images", "validation_videos") if getattr(section, n) is not None]
+        if given:
+            raise ConfigError([Problem(f"--{given[0]}", "needs --validation_prompts, one prompt per entry")])
+        return []
+    if text.endswith((".jsonl", ".toml")) and separator not in text:
+        prompts = _from_file(Path(text))
+    else:
+        prompts = [_from_entry(entry) for entry in text.split(separator)]
+    images = _media(section.validation_images, "validation_images", separator, len(prompts))
+    videos = _media(section.validation_videos, "validation_videos", separator, len(prompts))
+    return [
+        ValidationPrompt(p.prompt, p.size, image or p.image, video or p.video)
+        for p, image, video in zip(prompts, images, videos, strict=True)
+    ]
+
+
+def _from_entry(entry: str) -> ValidationPrompt:
+    text, mark, size = entry.rpartition("@@@")
+    if not mark:
+        text, size = size, ""
+    return _prompt({"prompt": text.strip(), **({"size": size.strip()} if size.strip() else {})}, "--validation_prompts")
+
+
+def _from_file(path: Path) -> list[ValidationPrompt]:
+    if not path.is_file():
+        raise ConfigError([Problem("--validation_prompts", f"no such file: {path}")])
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        if path.suffix == ".toml":
+            entries = tomllib.loads(text).get("prompts", [])
+        else:
+            entries = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError([Problem(str(path), f"cannot be read: {error}")]) from error
+    if not entries:
+        raise ConfigError([Problem(str(path), "holds no prompts; TOML files need [[prompts]] tables with `prompt`")])
+    return [_prompt(entry, f"{path} entry {number}") for number, entry in enumerate(entries, start=1)]
+
+
+def _prompt(entry: Any, where: str) -> ValidationPrompt:
+    entry = {"prompt": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict) or not entry.get("prompt"):
+        raise ConfigError([Problem(where, "has no prompt text")])
+    unknown = sorted(set(entry) - set(_KEYS))
+    if unknown:
+        raise ConfigError([Problem(where, f"unknown key {unknown[0]!r}; valid: {', '.join(_KEYS)}")])
+    size = entry.get("size")
+    if size is not None:
+        try:
+            size = parse_video_bucket(size)
+        except ValueError as error:
+            raise ConfigError([Problem(where, str(error))]) from None
+    return ValidationPrompt(entry["prompt"], size, entry.get("image"), entry.get("video"))
+
+
+def _media(text: str | None, name: str, separator: str, count: int) -> list[str | None]:
+    if text is None:
+        return [None] * count
+    parts: list[str | None] = [part.strip() or None for part in text.split(separator)]
+    if len(parts) != count:
+        raise ConfigError([Problem(f"--{name}", f"has {len(parts)} entries for {count} prompts; give one per prompt")])
+    return parts

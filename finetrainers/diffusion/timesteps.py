@@ -1,0 +1,122 @@
+"""Which noise levels are trained: distributions over [0, 1], shifts towards noise, and loss weights.
+
+`u` is a noise-level quantile, 1 being pure noise. Formulae: Esser et al. 2024 (SD3), section 3.1, with their t as u:
+logit-normal u = sigmoid(N(m, s)), so that a positive mean trains noisier levels; mode
+u = 1 - v - k (cos^2(pi v / 2) - 1 + v) for uniform v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finetrainers.config.sections import DiffusionSection
+
+
+def sample_quantiles(
+    generators: Sequence[torch.Generator], scheme: str, *, logit_mean: float, logit_std: float, mode_scale: float
+) -> Tensor:
+    """One quantile per generator, `[B]` fp32 on the generators' device."""
+    device = generators[0].device
+    if scheme == "logit_normal":
+        draws = [torch.randn((), generator=g, device=device) for g in generators]
+        return torch.sigmoid(logit_mean + logit_std * torch.stack(draws))
+    v = torch.stack([torch.rand((), generator=g, device=device) for g in generators])
+    if scheme == "mode":
+        return 1 - v - mode_scale * (torch.cos(math.pi * v / 2) ** 2 - 1 + v)
+    return v
+
+
+def shift_noise_level(sigma: Tensor, shift: float) -> Tensor:
+    """s x / (1 + (s - 1) x): towards noise for s > 1; keeps 0 and 1 (SD3, equation 23)."""
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def resolution_mu(num_tokens: int, *, base_len: int, max_len: int, base_shift: float, max_shift: float) -> float:
+    """mu, linear in the token count, as `calculate_shift` of the diffusers pipelines; the shift is exp(mu)."""
+    slope = (max_shift - base_shift) / (max_len - base_len)
+    return slope * num_tokens + base_shift - slope * base_len
+
+
+def loss_weight(sigma: Tensor, scheme: str, *, maximum: float) -> Tensor:
+    """Weight of a flow-matching loss at noise level sigma, bounded by `maximum`, shaped like sigma.
+
+    sigma_sqrt: sigma^-2; cosmap: 2 / (pi (1 - 2 sigma + 2 sigma^2)) (diffusers' names and forms); else 1.
+    """
+    if scheme == "sigma_sqrt":
+        return sigma.clamp_min(maximum**-0.5) ** -2.0
+    if scheme == "cosmap":
+        return (2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))).clamp_max(maximum)
+    return torch.ones_like(sigma).clamp_max(maximum)
+
+
+@dataclass(frozen=True)
+class ResolutionShift:
+    """Parameters of the resolution-dependent shift."""
+
+    base_len: int
+    max_len: int
+    base_shift: float
+    max_shift: float
+
+    @classmethod
+    def resolve(cls, config: DiffusionSection, scheduler_config: dict[str, object]) -> ResolutionShift:
+        """The user's values, else the checkpoint scheduler's, else the flags' documented fallbacks."""
+
+        def pick(option: object, key: str, fallback: float) -> float:
+            value = option if option is not None else scheduler_config.get(key)
+            return float(fallback if value is None else value)  # type: ignore[arg-type]
+
+        return cls(
+            base_len=int(pick(config.flow_base_seq_len, "base_image_seq_len", 256)),
+            max_len=int(pick(config.flow_max_seq_len, "max_image_seq_len", 4096)),
+            base_shift=pick(config.flow_base_shift, "base_shift", 0.5),
+            max_shift=pick(config.flow_max_shift, "max_shift", 1.15),
+        )
+
+
+class NoiseLevels:
+    """Draws the noise-level quantiles of a batch as configured."""
+
+    def __init__(self, config: DiffusionSection, *, is_flow: bool, scheduler_config: dict[str, object]) -> None:
+        self.config = config
+        self.is_flow = is_flow
+        self.resolution = (
+            ResolutionShift.resolve(config, scheduler_config) if config.flow_resolution_shifting else None
+        )
+
+    def shift(self, num_tokens: int) -> float:
+        """The shift that applies to clips of `num_tokens` video tokens."""
+        if self.resolution is None:
+            return self.config.flow_shift
+        r = self.resolution
+        return math.exp(
+            resolution_mu(
+                num_tokens,
+                base_len=r.base_len,
+                max_len=r.max_len,
+                base_shift=r.base_shift,
+                max_shift=r.max_shift,
+            )
+        )
+
+    def sample(self, generators: Sequence[torch.Generator], num_tokens: int) -> Tensor:
+        """Quantiles `[B]` for one generator per sample."""
+        u = sample_quantiles(
+            generators,
+            self.config.flow_weighting_scheme,
+            logit_mean=self.config.flow_logit_mean,
+            logit_std=self.config.flow_logit_std,
+            mode_scale=self.config.flow_mode_scale,
+        )
+        return shift_noise_level(u, self.shift(num_tokens)) if self.is_flow else u
+
+    def weight(self, t: Tensor) -> Tensor:
+        """Loss weight per sample at process time t, `[B]`."""
+        if not self.is_flow:
+            return torch.ones(t.shape, device=t.device)
+        return loss_weight(t, self.config.flow_weighting_scheme, maximum=self.config.loss_weight_max)

@@ -1,0 +1,130 @@
+"""Supervised finetuning: regress the network's output on the target of the noise process.
+
+All randomness of a sample (posterior, noise, noise level, conditioning coin) comes from generators seeded by
+(seed, purpose, epoch, item). A step is thus the same whatever the world size or accumulation, every rank sees
+different noise, and resuming needs nothing but the step number.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.diffusion.process import Process
+from finetrainers.diffusion.timesteps import NoiseLevels
+from finetrainers.models.spec import Batch, ModelSpec, VAEStats
+from finetrainers.utils.seeding import derive_seed, generator
+
+from .base import Metrics, standard_normal
+
+
+class SFT:
+    """Supervised finetuning of any registered model."""
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        process: Process,
+        vae_stats: VAEStats,
+        noise_levels: NoiseLevels,
+        tokens_per_latent: float,
+        first_frame_p: float,
+        seed: int,
+        batches: Any,
+        accumulation: int,
+    ) -> None:
+        """Args:
+        spec, process, vae_stats: the model's description.
+        noise_levels: the configured distribution of noise levels.
+        tokens_per_latent: transformer tokens per latent cell (1 / patch volume), for resolution-dependent shifts.
+        first_frame_p: probability, per sample, of conditioning on the clean first frame.
+        seed: seed of the run.
+        batches: object with `steps(start) -> Iterator[Sequence[Batch]]`.
+        accumulation: micro-batches per step.
+        """
+        self.spec = spec
+        self.process = process
+        self.vae_stats = vae_stats
+        self.noise_levels = noise_levels
+        self.tokens_per_latent = tokens_per_latent
+        self.first_frame_p = first_frame_p
+        self.seed = seed
+        self.batches = batches
+        self.accumulation = accumulation
+
+    def steps(self, start: int) -> Iterator[Sequence[Batch]]:
+        return self.batches.steps(start)
+
+    def loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        per_sample, t = self._per_sample(transformer, batch, purpose="train", quantile=None)
+        weight = self.noise_levels.weight(t)
+        loss = (weight * per_sample).mean() * batch.weight
+        return loss, {"loss": loss.detach()}
+
+    def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
+        return self._per_sample(transformer, batch, purpose="eval", quantile=quantile)[0]
+
+    def _per_sample(
+        self, transformer: nn.Module, batch: Batch, *, purpose: str, quantile: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean squared error per sample `[B]`, over the latents that are not given, and the noise level `[B]`."""
+        device = batch.moments.device
+        generators = [generator(device, self.seed, purpose, *key) for key in batch.sample_keys]
+        shape = (batch.moments.shape[1] // 2, *batch.moments.shape[2:])
+        posterior_noise = standard_normal(generators, shape)
+        eps = standard_normal(generators, shape)
+        if quantile is None:
+            quantiles = self.noise_levels.sample(generators, round(shape[1] * shape[2] * shape[3] * self.tokens_per_latent))
+        else:
+            quantiles = torch.full((len(batch),), quantile, device=device)
+        t = self.process.time_from_quantile(quantiles)
+        x0 = self.spec.latents(batch.moments, posterior_noise, self.vae_stats)
+
+        given = self._given_first_frame(batch, purpose)
+        meta, frame_t = batch.meta, t
+        if self.spec.first_frame == "channels":
+            meta = replace(meta, first_frame=self._first_frame_latents(batch, given))
+        elif any(given):
+            frame_t = t[:, None].repeat(1, shape[1])
+            frame_t[given, 0] = 0.0
+
+        x_t = self.process.add_noise(x0, eps, frame_t)
+        prediction = self.spec.predict(transformer, x_t, frame_t, batch.conditions, meta)
+        error = (prediction.float() - self.process.target(x0, eps, t)) ** 2
+        if frame_t.ndim == 1:
+            return error.flatten(1).mean(1), t
+        # A given frame is an input, not something to predict: it leaves the loss and the mean.
+        trained = torch.ones(len(batch), shape[1], device=device)
+        trained[given, 0] = 0.0
+        return (error.mean(dim=(1, 3, 4)) * trained).sum(1) / trained.sum(1), t
+
+    def _given_first_frame(self, batch: Batch, purpose: str) -> list[bool]:
+        """Which samples see their clean first frame; a coin per sample, on the host, so that nothing waits."""
+        if self.first_frame_p == 0.0 or self.spec.first_frame == "none":
+            return [False] * len(batch)
+        if self.spec.first_frame == "tokens" and batch.moments.shape[2] == 1:
+            return [False] * len(batch)  # an image has nothing left to predict
+        return [
+            random.Random(derive_seed(self.seed, purpose, "first_frame", *key)).random() < self.first_frame_p
+            for key in batch.sample_keys
+        ]
+
+    def _first_frame_latents(self, batch: Batch, given: list[bool]) -> Tensor:
+        """Normalised latents of the first frame, `[B, C, 1, H, W]`; zero where it is not given."""
+        assert batch.first_frame_moments is not None, "this model takes a first frame; the loader must encode it"
+        latents = self.spec.latents(batch.first_frame_moments, None, self.vae_stats)
+        mask = torch.tensor(given, device=latents.device).view(-1, 1, 1, 1, 1)
+        return latents * mask
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise ValueError(f"supervised finetuning has no state to restore, got {sorted(state)}")

@@ -1,0 +1,191 @@
+"""Processes and wrapping: the few things a trainer asks of accelerate, whatever engine runs underneath."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+)
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class Parallel:
+    """This process's place among all, and the wrapped network and optimizer.
+
+    Raises:
+        RuntimeError: the launcher started several processes that do not see each other.
+    """
+
+    def __init__(
+        self, *, mixed_precision: str | None, accumulation: int, batch_size: int, max_grad_norm: float, timeout_s: int
+    ) -> None:
+        on_cpu = not (torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()))
+        # These are the launcher's messages to accelerate; with them a CPU run needs gloo spelled out, because
+        # accelerate would otherwise leave each process alone in a world of one.
+        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
+        if on_cpu and deepspeed:
+            group = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.accelerator = Accelerator(
+            mixed_precision=mixed_precision,
+            cpu=on_cpu and not deepspeed,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+            kwargs_handlers=[group],
+        )
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.accelerator.num_processes != world_size:
+            raise RuntimeError(
+                f"the launcher started {world_size} processes, but this one sees {self.accelerator.num_processes}: "
+                "they would train separately. Launch with a file from accelerate_configs/; on CPUs set "
+                "ACCELERATE_USE_CPU=true"
+            )
+        self.accumulation = accumulation
+        self.max_grad_norm = max_grad_norm
+        self._parameters: list[nn.Parameter] = []
+        if self.is_deepspeed:
+            self._configure_deepspeed(batch_size)
+
+    # ---- who am I ----------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among all."""
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks."""
+        return self.accelerator.is_main_process
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self.accelerator.device
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed runs underneath."""
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP runs underneath."""
+        return self.accelerator.distributed_type == DistributedType.FSDP
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward pass needs all ranks, because none holds all weights."""
+        zero_stage = self.accelerator.deepspeed_plugin.zero_stage if self.is_deepspeed else 0
+        return self.is_fsdp or zero_stage == 3
+
+    def describe(self) -> str:
+        """One line on engine, ranks, device and precision."""
+        kind = self.accelerator.distributed_type.value.lower()
+        engine = f"deepspeed zero-{self.accelerator.deepspeed_plugin.zero_stage}" if self.is_deepspeed else kind
+        return (
+            f"{self.world_size} process{'es' if self.world_size > 1 else ''} ({engine}), {self.device}, "
+            f"mixed precision {self.accelerator.mixed_precision}"
+        )
+
+    # ---- wrapping and stepping ---------------------------------------------------------------------------------
+
+    def _configure_deepspeed(self, batch_size: int) -> None:
+        """Fill what accelerate would read from a data loader; gradients are averaged by the trainer's weights."""
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = batch_size
+        config["gradient_accumulation_steps"] = self.accumulation
+        config["train_batch_size"] = batch_size * self.accumulation * self.world_size
+        config["gradient_clipping"] = self.max_grad_norm
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> tuple[nn.Module, Any]:
+        """Wrap a network and the optimizer over its trainable weights."""
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        model, prepared = self.accelerator.prepare(model, optimizer)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        return model, prepared
+
+    def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around one micro-batch: ranks exchange gradients on the last of a step only."""
+        return self.accelerator.accumulate(model)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backpropagate; losses of a step's micro-batches add up (accelerate's division is undone)."""
+        self.accelerator.backward(loss * self.accumulation)
+
+    def clip(self) -> Tensor | None:
+        """Clip the whole step's gradients, if asked to; their norm before clipping, or None if nothing computed it."""
+        if self.is_deepspeed:  # the engine has clipped and stepped within backward
+            norm = self.accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
+            return None if norm is None else torch.as_tensor(norm, device=self.device)
+        if self.max_grad_norm > 0:
+            return self.accelerator.clip_grad_norm_(self._parameters, self.max_grad_norm)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients) if gradients else None
+
+    def unwrap(self, model: nn.Module) -> Any:
+        """The network itself."""
+        return self.accelerator.unwrap_model(model)
+
+    def full_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """All weights by name, gathered over ranks; every rank must call it."""
+        return self.accelerator.get_state_dict(model)
+
+    # ---- talking to the other ranks ----------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.accelerator.wait_for_everyone()
+
+    def mean(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """Averages over ranks, as numbers: the one place where a step waits for the device."""
+        names = sorted(values)
+        stacked = torch.stack([values[n].detach().float().reshape(()).to(self.device) for n in names])
+        return dict(zip(names, self.accelerator.reduce(stacked, reduction="mean").tolist(), strict=True))
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum over ranks."""
+        return self.accelerator.reduce(value.to(self.device), reduction="sum")
+
+    def gather_objects(self, items: list[T]) -> list[T]:
+        """All ranks' lists, joined in rank order."""
+        return gather_object(items)
+
+    def same_on_all(self, value: T) -> T:
+        """Rank 0's value on every rank."""
+        return broadcast_object_list([value])[0]
+
+    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
+        """Turn a failure on one rank into a failure on all, so that none waits for ever.
+
+        Raises:
+            RuntimeError: naming the ranks and their errors (the local error itself on the rank that has it).
+        """
+        failures = self.gather_objects([f"rank {self.rank}: {error}"] if error else [])
+        if error is not None:
+            raise error
+        if failures:
+            raise RuntimeError(f"{what} failed on another rank: {'; '.join(failures)}")
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.accelerator.end_training()
