@@ -1,0 +1,58 @@
+"""Shared test set-up: offline, one thread, quiet libraries, and tiny model repositories built once per session."""
+
+from __future__ import annotations
+
+import os
+
+# Read once by the libraries, so they must be set before the first import of any of them.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads slow every other process of the machine down
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No progress bars in test output."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` skip where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def tiny_repo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_repo(family, **options)`: path of the family's tiny random repository; do not write into it."""
+    from finetrainers.models.registry import get_family
+
+    built: dict[tuple[object, ...], Path] = {}
+
+    def build(family: str, **options: object) -> Path:
+        key = (family, *sorted(options.items()))
+        if key not in built:
+            module, _, function = get_family(family).tiny.partition(":")
+            directory = tmp_path_factory.mktemp(family) / "repo"
+            getattr(import_module(module), function)(directory, **options)
+            built[key] = directory
+        return built[key]
+
+    return build
