@@ -1,0 +1,92 @@
+"""Small tokenizers of the stock classes with hand-written vocabularies, the same in every process.
+
+Trained vocabularies depend on hash order and differ between runs; these are lists. Common words are one token each,
+anything else printable falls back to characters, so that different prompts always give different tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Sequence
+
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import CLIPTokenizer, LlamaTokenizerFast, T5TokenizerFast
+
+_WORDS = """
+a an the and or of in on at to from with over under behind left right up down through into across
+is are it its one two three small large big slow slowly fast quickly still moving
+red green blue yellow orange purple pink white black gray brown dark bright
+circle square triangle ball box ring star cross line stripes shape background
+moves slides falls rises spins turns grows shrinks bounces fades appears walks walking runs running jumps
+dog cat bird horse rabbit bunny fish man woman child person car train boat tree flower flowers grass
+sky sea water river mountain city street house field forest snow rain sun night day
+video clip scene camera shot close view style cinematic motion light shadow
+"""
+WORDS = tuple(_WORDS.split())
+_CHARACTERS = tuple(c for c in string.printable[:95] if c != " ")
+_SPACE = "▁"  # how sentencepiece writes a space
+
+
+def t5_tokenizer(*, model_max_length: int = 512, extra_ids: int = 10) -> T5TokenizerFast:
+    """A T5 (unigram) tokenizer: the cheaper a piece's score, the rather it is used, so whole words win."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (_SPACE, -2.0)]  # ids 0, 1, 2 are fixed in the class
+    pieces += [(_SPACE + word, -3.0 - 0.001 * i) for i, word in enumerate(WORDS)]
+    pieces += [(character, -6.0) for character in _CHARACTERS]
+    pieces += [(f"<extra_id_{i}>", 0.0) for i in reversed(range(extra_ids))]
+    return T5TokenizerFast(vocab=pieces, extra_ids=extra_ids, model_max_length=model_max_length)
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """A CLIP (byte-level BPE) tokenizer with its 77 positions."""
+    alphabet = sorted(ByteLevel.alphabet())
+    merges, merged = _merge_chains([*word[:-1], f"{word[-1]}</w>"] for word in WORDS)
+    tokens = _unique([*alphabet, *(f"{c}</w>" for c in alphabet), *merged, "<|startoftext|>", "<|endoftext|>"])
+    return CLIPTokenizer(vocab=_numbered(tokens), merges=merges, model_max_length=77)
+
+
+def llama_tokenizer(*, model_max_length: int = 512) -> LlamaTokenizerFast:
+    """A Llama (BPE) tokenizer under which HunyuanVideo's prompt template is as long as under the real one.
+
+    The pipeline cuts off the first 95 tokens (`crop_start`), which is the template's text before the prompt. All its
+    words, and the line breaks after headers, are single tokens here, and that makes 95 as well; so the cut falls right
+    before the prompt.
+    """
+    special = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    template = re.sub(r"<\|\w+\|>", " ", DEFAULT_PROMPT_TEMPLATE["template"])
+    template_words = re.findall(r"[A-Za-z]+", template)
+    spaced = [[_SPACE, *word] for word in _unique([*template_words, *WORDS])]
+    # Words after a header follow no space. They come last, as their merges would split others: "user" splits " used".
+    headless = [list(word) for word in ("system", "Describe", "user")]
+    merges, merged = _merge_chains([*spaced, *headless, ["\n", "\n"]])
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = _unique(["<unk>", "<s>", "</s>", "<pad>", *special, *fallback, _SPACE, "\n", *_CHARACTERS, *merged])
+    return LlamaTokenizerFast(
+        vocab=_numbered(tokens),
+        merges=merges,
+        pad_token="<pad>",
+        padding_side="right",  # the class default is left; HunyuanVideo pads right
+        add_bos_token=True,
+        model_max_length=model_max_length,
+        additional_special_tokens=list(special),
+    )
+
+
+def _merge_chains(words: Iterable[Sequence[str]]) -> tuple[list[tuple[str, str]], list[str]]:
+    """BPE merges that build each word from its symbols, left to right, and the tokens that they make."""
+    merges: dict[tuple[str, str], None] = {}
+    for symbols in words:
+        current = symbols[0]
+        for symbol in symbols[1:]:
+            merges.setdefault((current, symbol))
+            current += symbol
+    return list(merges), _unique(left + right for left, right in merges)
+
+
+def _unique(tokens: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(tokens))
+
+
+def _numbered(tokens: Sequence[str]) -> dict[str, int]:
+    return {token: i for i, token in enumerate(tokens)}

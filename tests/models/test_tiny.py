@@ -1,0 +1,155 @@
+"""The tiny repositories: they load, are the same in every process, and their text conditioning tells prompts apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, HunyuanVideoPipeline
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.models import tiny
+from finetrainers.models.registry import families, get_family
+from finetrainers.models.tiny_tokenizers import clip_tokenizer, llama_tokenizer, t5_tokenizer
+
+REPOSITORIES = {
+    "ltx": ("ltx_video", {}),
+    "hunyuan": ("hunyuan_video", {}),
+    **{f"cogvideox-{v}": ("cogvideox", {"version": v}) for v in ("2b", "5b", "1.5", "i2v")},
+}
+
+WRITE_ALL = """
+import sys
+from pathlib import Path
+from finetrainers.models import tiny
+root = Path(sys.argv[1])
+tiny.build_ltx_video(root / "ltx")
+tiny.build_hunyuan_video(root / "hunyuan")
+for version in ("2b", "5b", "1.5", "i2v"):
+    tiny.build_cogvideox(root / f"cogvideox-{version}", version=version)
+"""
+
+
+def digest(directory: Path) -> dict[str, str]:
+    return {
+        str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(directory.rglob("*"))
+        if p.is_file()
+    }
+
+
+@pytest.fixture(params=REPOSITORIES)
+def pipeline(request, tiny_repo):
+    family, options = REPOSITORIES[request.param]
+    return DiffusionPipeline.from_pretrained(tiny_repo(family, **options), torch_dtype=torch.float32)
+
+
+@pytest.fixture
+def call():
+    """Arguments of the smallest sampling call."""
+    return {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2, "output_type": "pt"}
+
+
+def test_every_family_has_a_tiny_repository():
+    assert all(family.tiny for family in families().values())
+
+
+def test_the_stock_pipeline_samples(pipeline, call):
+    if "ImageToVideo" in type(pipeline).__name__:
+        call["image"] = torch.rand(1, 3, 64, 64)
+    pipeline.set_progress_bar_config(disable=True)
+    frames = pipeline(prompt="a red ball", generator=torch.Generator().manual_seed(0), **call).frames
+    assert frames.shape == (1, 9, 3, 64, 64)
+    assert torch.isfinite(frames).all()
+
+
+def test_prompts_are_told_apart(pipeline):
+    def embed(prompt):
+        with torch.no_grad():
+            return pipeline.encode_prompt(prompt)[0]
+
+    one, same, other = embed("a red ball moves left"), embed("a red ball moves left"), embed("a red ball moves right")
+    assert torch.equal(one, same)
+    assert (one - other).abs().max() > 1e-2
+
+
+def test_same_bytes_in_another_process(tiny_repo, tmp_path):
+    subprocess.run(
+        [sys.executable, "-c", WRITE_ALL, str(tmp_path)], check=True, env={**os.environ, "PYTHONHASHSEED": "1"}
+    )
+    for name, (family, options) in REPOSITORIES.items():
+        here = digest(tiny_repo(family, **options))
+        assert any(file.endswith(".safetensors") for file in here)
+        assert here == digest(tmp_path / name), name
+
+
+def test_seed_changes_weights_only_and_leaves_the_global_generator_alone(tmp_path, tiny_repo):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    start = time.perf_counter()
+    tiny.build_ltx_video(tmp_path / "other", seed=1)
+    assert time.perf_counter() - start < 2.0
+    assert torch.equal(torch.rand(3), expected)
+    ours, other = digest(tiny_repo("ltx_video")), digest(tmp_path / "other")
+    changed = {name for name in ours if ours[name] != other[name]}
+    assert changed
+    assert all(name.endswith(".safetensors") for name in changed)
+
+
+@pytest.mark.parametrize("name", REPOSITORIES)
+def test_compression_is_that_of_the_published_checkpoint(name, tiny_repo):
+    family_name, options = REPOSITORIES[name]
+    family = get_family(family_name)
+    config = ModelSection(model_name=family_name, pretrained_model_name_or_path=str(tiny_repo(family_name, **options)))
+    read = family.geometry_of(config)
+    published = family.geometry
+    assert (read.temporal, read.spatial, read.patch) == (published.temporal, published.spatial, published.patch)
+    assert read.patch_t == (2 if options.get("version") == "1.5" else 1)
+
+
+def test_the_prompt_template_is_cut_exactly_before_the_prompt(tiny_repo):
+    pipe = HunyuanVideoPipeline.from_pretrained(tiny_repo("hunyuan_video"), torch_dtype=torch.float32)
+    prompt = "a dog runs"
+    with torch.no_grad():
+        embeds, _, mask = pipe.encode_prompt(prompt)
+    kept = pipe.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert mask.sum() == len(kept) + 1  # the prompt and <|eot_id|>
+    assert mask[0, : len(kept) + 1].all()
+    assert embeds.shape[1] == 256
+
+
+@pytest.mark.parametrize("make", [t5_tokenizer, clip_tokenizer, llama_tokenizer])
+def test_tokenizers_survive_saving_and_keep_whole_words(make, tmp_path):
+    tokenizer = make()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = type(tokenizer).from_pretrained(tmp_path)
+    text = "the dog runs, xyzzy 42"
+    ids = tokenizer(text, padding="max_length", max_length=40, truncation=True)["input_ids"]
+    assert ids == loaded(text, padding="max_length", max_length=40, truncation=True)["input_ids"]
+    assert tokenizer("xyzzy")["input_ids"] != tokenizer("xyzzz")["input_ids"]  # unknown words are spelt
+    assert sum("dog" in token for token in tokenizer.convert_ids_to_tokens(ids)) == 1
+
+
+def test_published_scheduler_facts(tiny_repo):
+    def scheduler(family, **options):
+        path = tiny_repo(family, **options) / "scheduler" / "scheduler_config.json"
+        return json.loads(path.read_text())
+
+    assert scheduler("ltx_video")["shift_terminal"] == 0.1
+    assert scheduler("hunyuan_video")["shift"] == 7.0
+    assert scheduler("cogvideox", version="2b")["snr_shift_scale"] == 3.0
+    assert scheduler("cogvideox", version="2b")["_class_name"] == "CogVideoXDDIMScheduler"
+    assert scheduler("cogvideox", version="5b")["_class_name"] == "CogVideoXDPMScheduler"
+
+
+def test_unknown_version_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown CogVideoX version '7b'; valid: 2b, 5b, 1.5, i2v"):
+        tiny.build_cogvideox(tmp_path, version="7b")
