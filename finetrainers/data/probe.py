@@ -1,0 +1,108 @@
+"""Reads what a media file says about itself: size, frames, rate. Only its first frame is decoded."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import av
+from PIL import Image, UnidentifiedImageError
+
+from .manifest import Kind
+
+# A few kilobytes can declare a picture that fills the memory; PIL's own limit, used for videos too.
+MAX_PIXELS = 89_478_485
+
+
+class ProbeError(ValueError):
+    """A media file that cannot be read; the message is the reason, without the file's name."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a clip is before anything is done to it.
+
+    Attributes:
+        frames: number of frames; 1 for images.
+        fps: average frame rate; 0 for images.
+        width: displayed width in pixels, after rotation and with square pixels.
+        height: displayed height in pixels.
+        duration: seconds; 0 for images.
+    """
+
+    frames: int
+    fps: float
+    width: int
+    height: int
+    duration: float
+
+
+def probe(path: Path, *, kind: Kind = "video") -> Probe:
+    """Probe a video or an image.
+
+    Raises:
+        ProbeError: the file cannot be read, or is visibly cut off.
+    """
+    if path.stat().st_size == 0:
+        raise ProbeError("the file is empty")
+    return _probe_image(path) if kind == "image" else _probe_video(path)
+
+
+def _probe_image(path: Path) -> Probe:
+    try:
+        with warnings.catch_warnings(), Image.open(path) as image:
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            width, height = reversed(image.size) if turned else image.size
+    except UnidentifiedImageError as error:
+        raise ProbeError("not an image that PIL can read") from error
+    except (OSError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ProbeError(f"cannot read the image: {error}") from error
+    return Probe(frames=1, fps=0.0, width=width, height=height, duration=0.0)
+
+
+def _probe_video(path: Path) -> Probe:
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise ProbeError("no video stream")
+            stream = container.streams.video[0]
+            rate = stream.average_rate or stream.guessed_rate
+            if not rate or rate <= 0:
+                raise ProbeError("no frame rate in the header")
+            if stream.width * stream.height > MAX_PIXELS:
+                raise ProbeError(f"{stream.width}x{stream.height} pixels is over the limit of {MAX_PIXELS}")
+            frames = _declared_frames(stream, size=path.stat().st_size)
+            # The rotation is only readable on a decoded frame; decoding one also proves that the codec is known.
+            first = next(container.decode(stream), None)
+            if first is None:
+                raise ProbeError("no frame can be decoded")
+            width, height = first.width, first.height
+            if stream.sample_aspect_ratio:
+                width = max(round(width * stream.sample_aspect_ratio), 1)
+            if round(first.rotation / 90) % 2:
+                width, height = height, width
+            if frames is None:
+                container.seek(0)
+                frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
+    except (av.FFmpegError, OSError) as error:
+        raise ProbeError(f"cannot read the video: {error.strerror or error}") from error
+    return Probe(frames=frames, fps=float(rate), width=width, height=height, duration=frames / float(rate))
+
+
+def _declared_frames(stream: av.VideoStream, *, size: int) -> int | None:
+    """The exact number of frames according to the container's index, or None when it has no complete one.
+
+    A guess from the duration will not do: a clip that turns out one frame shorter would stop the training.
+    """
+    entries = list(stream.index_entries)
+    if not entries or len(entries) < stream.frames:
+        return None
+    if stream.frames == 0:  # Matroska indexes key frames only
+        return None
+    inside = sum(entry.pos + entry.size <= size for entry in entries)
+    if inside < len(entries):
+        # Such files play without any error, just shorter.
+        raise ProbeError(f"cut off: its index lists {len(entries)} frames, but only {inside} are in the file")
+    return sum(not entry.is_discard for entry in entries)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.data.buckets import choose_bucket, cover_size, default_buckets
+from finetrainers.data.frames import is_slower, num_available, playback_fps, select_frames
+
+BUCKETS = [(17, 256, 256), (49, 512, 768), (49, 256, 384), (49, 768, 512), (1, 256, 256)]
+
+
+def test_half_rate_takes_every_second_frame() -> None:
+    assert select_frames(10, source_fps=50, fps=25, length=4, mode="head") == ([0, 2, 4, 6], 25)
+    assert select_frames(10, source_fps=50, fps=25, length=3, mode="middle") == ([2, 4, 6], 25)
+
+
+def test_thirty_to_twenty_four_keeps_the_speed() -> None:
+    indices, _ = select_frames(120, source_fps=30, fps=24, length=96, mode="head")
+    assert indices == [math.floor(k * 1.25 + 0.5) for k in range(96)]
+    assert num_available(120, source_fps=30, fps=24) == 96
+
+
+def test_random_start_covers_every_position_and_nothing_else() -> None:
+    starts = {select_frames(10, source_fps=8, fps=8, length=7, mode="random", draw=d)[0][0] for d in range(50)}
+    assert starts == {0, 1, 2, 3}
+
+
+def test_uniform_spans_the_clip_and_says_its_rate() -> None:
+    indices, fps = select_frames(101, source_fps=25, fps=8, length=5, mode="uniform")
+    assert indices == [0, 25, 50, 75, 100]
+    assert fps == 1.0
+    assert select_frames(9, source_fps=25, fps=8, length=1, mode="uniform") == ([4], 25)
+
+
+def test_too_short_is_an_error_with_numbers() -> None:
+    with pytest.raises(ValueError, match="9 frames wanted, but only 5 of 10"):
+        select_frames(10, source_fps=50, fps=25, length=9, mode="head")
+
+
+def test_rates() -> None:
+    assert playback_fps(30, 24) == 24
+    assert playback_fps(12, 24) == 12
+    assert playback_fps(24, 23.976) == 24  # the same rate in practice: nothing is dropped
+    assert is_slower(12, 24)
+    assert not is_slower(23.976, 24)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_frames=st.integers(1, 400),
+    source=st.sampled_from([8, 12.5, 24, 25, 30000 / 1001, 30, 50, 60, 120]),
+    target=st.sampled_from([8, 16, 24, 25, 30]),
+    mode=st.sampled_from(["head", "middle", "random", "uniform"]),
+    draw=st.integers(0, 10**9),
+    data=st.data(),
+)
+def test_selected_frames_exist_and_rise(num_frames, source, target, mode, draw, data) -> None:
+    fps = playback_fps(source, target)
+    available = num_available(num_frames, source_fps=source, fps=fps)
+    # The definition, counted by hand.
+    assert available == sum(math.floor(k * source / fps + 0.5) <= num_frames - 1 for k in range(num_frames + 1))
+    length = data.draw(st.integers(1, available))
+    indices, effective = select_frames(num_frames, source_fps=source, fps=fps, length=length, mode=mode, draw=draw)
+    assert len(indices) == length
+    assert indices == sorted(set(indices))
+    assert indices[0] >= 0
+    assert indices[-1] < num_frames
+    if length > 1:  # the frames really are 1 / effective seconds apart, up to rounding to a source frame
+        span = (indices[-1] - indices[0]) / source
+        assert abs(span - (length - 1) / effective) <= 1.0 / source + 1e-9
+
+
+def test_longest_frames_first_then_aspect_ratio() -> None:
+    assert choose_bucket(60, 480, 720, BUCKETS) == (49, 512, 768)  # ties with 256x384: the larger
+    assert choose_bucket(60, 720, 480, BUCKETS) == (49, 768, 512)
+    assert choose_bucket(48, 480, 720, BUCKETS) == (17, 256, 256)  # a mixed list: never a bucket that does not exist
+    assert choose_bucket(3, 480, 720, BUCKETS) == (1, 256, 256)
+    assert choose_bucket(10, 480, 720, [(17, 256, 256)]) is None
+
+
+def test_aspect_ratio_distance_is_a_factor() -> None:
+    # 1:1 is a factor 1.9 from 1.9:1 and 1:1.9; with plain differences of ratios the tall one would look nearer.
+    buckets = [(1, 100, 200), (1, 190, 100)]
+    assert choose_bucket(1, 100, 100, buckets) == (1, 190, 100)
+    assert choose_bucket(1, 100, 100, [(1, 100, 180), (1, 190, 100)]) == (1, 100, 180)
+
+
+def test_default_buckets_are_legal_and_fit_every_clip() -> None:
+    geometry = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25)
+    clips = [(20, 720, 1280), (100, 720, 1280), (120, 720, 1280)]
+    buckets = default_buckets(clips, geometry)
+    assert buckets == [(49, 448, 832), (17, 448, 832)]
+    assert all(not geometry.problems(*bucket) for bucket in buckets)
+    assert all(choose_bucket(*clip, buckets) for clip in clips)
+    assert default_buckets([(1, 40, 40)], geometry) == [(1, 32, 32)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(*[st.integers(1, 2000)] * 4)
+def test_cover_size_covers(height, width, bucket_height, bucket_width) -> None:
+    h, w = cover_size(height, width, bucket_height, bucket_width)
+    assert h >= bucket_height
+    assert w >= bucket_width
+    assert h == bucket_height or w == bucket_width

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetrainers.config.sections import DataSection
+from finetrainers.data.manifest import DataError, clean_caption, read_items
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("a.mp4", "b.mov", "c.PNG"):
+        (tmp_path / name).write_bytes(b"x")
+    return tmp_path
+
+
+def listed(data: DataSection) -> list[tuple[str, str, str]]:
+    items = read_items(data)
+    assert [item.index for item in items] == list(range(len(items)))
+    return [(item.path.name, item.caption, item.kind) for item in items]
+
+
+ALL = [("a.mp4", "first", "video"), ("b.mov", "", "video"), ("c.PNG", "third, with comma", "image")]
+
+
+def two_files(root: Path, media: str, captions: str) -> DataSection:
+    (root / "videos.txt").write_bytes(media.encode())
+    (root / "prompts.txt").write_bytes(captions.encode())
+    return DataSection(data_root=root, video_column="videos.txt", caption_column="prompts.txt")
+
+
+def test_two_files_pair_by_line_even_with_a_blank_caption(root: Path) -> None:
+    assert listed(two_files(root, "a.mp4\nb.mov\nc.PNG\n", "first\n\nthird, with comma\n")) == ALL
+
+
+def test_two_files_take_bom_crlf_and_trailing_blank_lines(root: Path) -> None:
+    data = two_files(root, "\ufeffa.mp4\r\nb.mov\r\nc.PNG\r\n\r\n", "\ufefffirst\r\n\r\nthird, with comma\r\n\r\n\r\n")
+    assert listed(data) == ALL
+
+
+def test_a_caption_with_a_unicode_line_separator_stays_one_line(root: Path) -> None:
+    assert listed(two_files(root, "a.mp4\nb.mov", "one\u2028two\nthree"))[0][1] == "one\u2028two"
+
+
+def test_count_mismatch_names_both_counts(root: Path) -> None:
+    with pytest.raises(DataError, match=r"videos\.txt has 3 lines but .*prompts\.txt has 2 lines"):
+        read_items(two_files(root, "a.mp4\nb.mov\nc.PNG", "one\ntwo\n"))
+
+
+def test_a_blank_media_line_with_a_caption_is_named(root: Path) -> None:
+    with pytest.raises(DataError, match=r"videos\.txt line 2 is empty"):
+        read_items(two_files(root, "a.mp4\n\nc.PNG", "one\ntwo\nthree"))
+    assert len(read_items(two_files(root, "a.mp4\n\nc.PNG", "one\n\nthree"))) == 2
+
+
+def test_one_of_two_files_missing_suggests_the_nearest(root: Path) -> None:
+    (root / "videos.txt").write_text("a.mp4")
+    (root / "prompt.txt").write_text("one")
+    with pytest.raises(DataError, match=r"not 'prompts.txt'; did you mean 'prompt.txt'"):
+        read_items(DataSection(data_root=root, video_column="videos.txt", caption_column="prompts.txt"))
+
+
+def records() -> list[dict[str, str]]:
+    return [{"video": name, "text": caption} for name, caption, _ in ALL]
+
+
+@pytest.mark.parametrize("with_root", [True, False])
+def test_json(root: Path, with_root: bool) -> None:
+    file = (root.parent if with_root else root) / f"{root.name}.json"
+    file.write_text(json.dumps(records()), encoding="utf-8-sig")
+    assert listed(DataSection(dataset_file=file, data_root=root if with_root else None)) == ALL
+
+
+def test_jsonl_skips_blank_lines(root: Path) -> None:
+    file = root / "meta.jsonl"
+    file.write_text("\n".join(json.dumps(record) + "\n" for record in records()))
+    assert listed(DataSection(dataset_file=file)) == ALL
+
+
+def test_csv_quotes_commas(root: Path) -> None:
+    file = root / "meta.csv"
+    file.write_bytes(b'video,text\r\na.mp4,first\r\nb.mov,\r\nc.PNG,"third, with comma"\r\n')
+    assert listed(DataSection(dataset_file=file)) == ALL
+
+
+def test_csv_with_an_unquoted_comma_or_a_short_row_is_named(root: Path) -> None:
+    file = root / "meta.csv"
+    file.write_text("video,text\na.mp4,first, second\nb.mov\n")
+    with pytest.raises(DataError) as caught:
+        read_items(DataSection(dataset_file=file))
+    assert len(caught.value.problems) == 2
+    assert "line 2: more fields" in str(caught.value)
+    assert "line 3: fewer fields" in str(caught.value)
+
+
+def test_missing_columns_name_those_that_exist(root: Path) -> None:
+    file = root / "meta.csv"
+    file.write_text("videos,caption\na.mp4,x\nb.mov,y\n")
+    with pytest.raises(DataError, match=r"no column 'video' and 'text'.*videos, caption; did you mean 'videos'"):
+        read_items(DataSection(dataset_file=file))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("m.json", '{"video": "a.mp4"}', "must hold a list"),
+        ("m.json", "[", "is not JSON"),
+        ("m.json", '["a.mp4"]', "entry 0: must be an object"),
+        ("m.json", '[{"video": 3, "text": "x"}]', "must be a path, got 3"),
+        ("m.json", '[{"video": "a.mp4", "text": null}]', "must be text, got None"),
+        ("m.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video"', "m.jsonl line 2 is not JSON"),
+        ("m.parquet", "", "must end in .csv, .json or .jsonl"),
+        ("m.csv", "video,text\n", "no items"),
+        ("m.csv", "video,text\n.,x\n", "is not a regular file"),
+    ],
+)
+def test_bad_metadata(root: Path, name: str, content: str, message: str) -> None:
+    (root / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_items(DataSection(dataset_file=root / name))
+
+
+def test_all_missing_files_are_collected_and_twenty_shown(root: Path) -> None:
+    names = [f"missing{k}.mp4" for k in range(25)]
+    with pytest.raises(DataError) as caught:
+        read_items(two_files(root, "\n".join(names), "\n".join(["x"] * 25)))
+    assert len(caught.value.problems) == 25
+    assert "missing19.mp4" in str(caught.value)
+    assert "missing20.mp4" not in str(caught.value)
+    assert "and 5 more (25 problems)" in str(caught.value)
+
+
+def test_latin1_text_names_the_byte(root: Path) -> None:
+    data = two_files(root, "a.mp4", "x")
+    (root / "prompts.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"prompts\.txt is not UTF-8 text: byte 3 is 0xe9"):
+        read_items(data)
+
+
+def test_folder_with_sidecars(tmp_path: Path) -> None:
+    odd = '\u65e5\u672c \u8a9e\'; $(rm) "q".mp4'
+    for name in ("z.mp4", f"sub/{odd}", "sub/b.jpg", ".hidden/x.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "z.txt").write_text("a cat\nruns \n")
+    (tmp_path / "sub" / odd).with_suffix(".txt").write_text("odd name")
+    with pytest.raises(DataError, match=r"b\.jpg: no caption; expected it in sub/b\.txt"):
+        read_items(DataSection(data_root=tmp_path))
+    (tmp_path / "sub" / "b.txt").write_text("")
+    assert listed(DataSection(data_root=tmp_path)) == [
+        ("b.jpg", "", "image"),
+        (odd, "odd name", "video"),
+        ("z.mp4", "a cat runs", "video"),
+    ]
+
+
+def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"text files 'video' and 'text'.*nor media files"):
+        read_items(DataSection(data_root=tmp_path))
+    with pytest.raises(DataError, match="is not a folder"):
+        read_items(DataSection(data_root=tmp_path / "absent"))
+    with pytest.raises(DataError, match="give `data_root`"):
+        read_items(DataSection())
+
+
+@pytest.mark.parametrize(
+    ("caption", "cleaned"),
+    [
+        ("This video shows a cat.", "a cat."),
+        ("The clip depicts two dogs", "two dogs"),
+        ("  the short video features rain", "rain"),
+        ("The scene opens with a door", "a door"),
+        ("The image captures the sea", "the sea"),
+        ("In this video, a man runs", "a man runs"),
+        ("The video showsomething", "The video showsomething"),
+        ("A video shows a cat", "A video shows a cat"),
+        ("The footage is old", "The footage is old"),
+        ("This video shows ", "This video shows"),
+    ],
+)
+def test_llm_prefixes(caption: str, cleaned: str) -> None:
+    assert clean_caption(caption, remove_prefixes=True) == cleaned
+    assert clean_caption(caption) == caption.strip()
+
+
+def test_id_token_comes_first_with_one_space() -> None:
+    assert clean_caption("This video shows a cat", id_token=" BW ", remove_prefixes=True) == "BW a cat"
+    assert clean_caption("", id_token="BW") == "BW"

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from finetrainers.data.probe import ProbeError, probe
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "fps", "width", "height"),
+    [
+        ("bigbuckbunny.mp4", 132, 25, 1280, 720),
+        ("bikes.mp4", 250, 25, 640, 272),
+        ("carphone_pristine.mp4", 120, 30000 / 1001, 193, 144),  # 176 stored, with pixels 128:117 wide
+    ],
+)
+def test_real_clips(real_clips: Path, name: str, frames: int, fps: float, width: int, height: int) -> None:
+    found = probe(real_clips / name)
+    assert (found.frames, found.width, found.height) == (frames, width, height)
+    assert found.fps == pytest.approx(fps)
+    assert found.duration == pytest.approx(frames / fps)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [(".mp4", "libx264"), (".mkv", "libx264"), (".avi", "mpeg4"), (".mpg", "mpeg2video")]
+)
+def test_frames_are_exact_in_every_container(tmp_path: Path, make_video, suffix: str, codec: str) -> None:
+    path = make_video(tmp_path / f"clip{suffix}", frames=37, fps=25, codec=codec)
+    with av.open(str(path)) as container:
+        decoded = sum(1 for _ in container.decode(video=0))
+    assert probe(path).frames == decoded == 37
+    assert probe(path).fps == pytest.approx(25)
+
+
+def test_rotation_swaps_the_sides(tmp_path: Path, make_video) -> None:
+    path = make_video(tmp_path / "phone.mp4", height=32, width=48, rotation=90)
+    assert (probe(path).height, probe(path).width) == (48, 32)
+
+
+def test_images_with_and_without_exif_rotation(tmp_path: Path, make_image) -> None:
+    found = probe(make_image(tmp_path / "a.png", height=20, width=30), kind="image")
+    assert (found.frames, found.height, found.width) == (1, 20, 30)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (30, 20)).save(tmp_path / "b.jpg", exif=exif)
+    found = probe(tmp_path / "b.jpg", kind="image")
+    assert (found.height, found.width) == (30, 20)
+
+
+def test_a_truncated_file_is_found_without_decoding_it(tmp_path: Path, make_video) -> None:
+    # With the index in front the file opens, declares all of its frames.
+    whole = make_video(
+        tmp_path / "whole.mp4", frames=32, height=128, width=128, container_options={"movflags": "faststart"}
+    )
+    cut = tmp_path / "cut.mp4"
+    cut.write_bytes(whole.read_bytes()[: whole.stat().st_size * 2 // 3])
+    with av.open(str(cut)) as container:
+        assert container.streams.video[0].frames == 32
+    with pytest.raises(ProbeError, match=r"cut off: its index lists 32 frames, but only \d+ are in the file"):
+        probe(cut)
+
+
+def test_broken_files(tmp_path: Path, make_video) -> None:
+    whole = make_video(tmp_path / "whole.mp4")
+    (tmp_path / "half.mp4").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    (tmp_path / "text.mp4").write_text("not a video at all\n" * 50)
+    (tmp_path / "text.png").write_text("not a picture\n")
+    for name, reason in [
+        ("half.mp4", "cannot read the video"),
+        ("empty.mp4", "the file is empty"),
+        ("text.mp4", "cannot read the video|no video stream"),
+    ]:
+        with pytest.raises(ProbeError, match=reason):
+            probe(tmp_path / name)
+    with pytest.raises(ProbeError, match="not an image"):
+        probe(tmp_path / "text.png", kind="image")
+
+
+def test_sound_only_has_no_video_stream(tmp_path: Path) -> None:
+    path = tmp_path / "sound.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.rate = 8000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(ProbeError, match="no video stream"):
+        probe(path)
