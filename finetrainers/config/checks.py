@@ -78,13 +78,12 @@ def _check_model(config: TrainConfig, family: FamilyFacts, found: Findings) -> N
         for option in ("layerwise_upcasting_storage_dtype", "layerwise_upcasting_skip_modules_pattern"):
             if config.changed(option):
                 found.warnings.append(f"--{option} has no effect without --layerwise_upcasting_modules transformer")
-    for option in ("transformer_dtype", "vae_dtype", "text_encoder_dtype", "text_encoder_2_dtype"):
-        if str(config.get(option)).startswith("float8"):
-            found.error(
-                option,
-                f"{config.get(option)} cannot compute; use bf16, and for the transformer "
-                "--layerwise_upcasting_modules transformer to store it in 8 bits",
-            )
+    if model.transformer_dtype.startswith("float8"):
+        found.error(
+            "transformer_dtype",
+            f"{model.transformer_dtype} cannot compute; use bf16 and --layerwise_upcasting_modules transformer, "
+            "which stores the frozen weights in 8 bits",
+        )
 
 
 def _check_diffusion(config: TrainConfig, family: FamilyFacts, found: Findings) -> None:

@@ -106,6 +106,18 @@ def get_family(name: str) -> Family:
     return _FAMILIES[name]
 
 
+def build_tiny(name: str, directory: Path, *, seed: int = 0) -> None:
+    """Write a complete tiny random repository of a family, in diffusers layout.
+
+    Raises:
+        KeyError: unknown family, or one that brings no tiny model.
+    """
+    family = get_family(name)
+    if family.tiny is None:
+        raise KeyError(f"model family {name!r} brings no tiny model")
+    _resolve(family.tiny)(directory, seed=seed)
+
+
 register_model(Family(
     name="ltx_video", spec="finetrainers.models.ltx_video:LTXVideoSpec",
     geometry=Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0),

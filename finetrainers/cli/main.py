@@ -1,0 +1,134 @@
+"""The `finetrainers` command and its subcommands; torch is imported only by those that need it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetrainers import __version__
+from finetrainers.config.errors import ConfigError
+
+_EPILOG = """examples:
+  finetrainers quickstart                         train a tiny model on real clips, on any CPU, in minutes
+  finetrainers train --config run.toml --lr 5e-5  train; flags override the file
+  finetrainers train --config run.toml --dry_run  check everything, print the plan, stop
+  finetrainers models                             list the model families
+  finetrainers tiny ltx_video /tmp/ltx            write a tiny random model, for trying things out
+
+Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml train.py --config run.toml
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console command; the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["train"]:
+        return train_command(argv[1:], prog="finetrainers train")
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return arguments.run(arguments)
+    except (ConfigError, KeyError) as error:
+        print(f"error: {error.args[0] if error.args else error}", file=sys.stderr)
+        return 2
+
+
+def train_command(argv: Sequence[str], *, prog: str) -> int:
+    """Train as the flags say. Exit code 0, or 2 for a configuration that cannot run; other failures raise."""
+    from finetrainers.config.flags import parse_flags
+    from finetrainers.engine.preflight import preflight
+
+    try:
+        config, list_models = parse_flags(argv, prog=prog)
+        if list_models or config is None:
+            return _models(None)
+        checked = preflight(config)
+        from finetrainers.engine.run import run
+
+        run(checked)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="finetrainers",
+        description="LoRA and full finetuning of video diffusion models.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"finetrainers {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    commands.add_parser("train", help="train a model (`finetrainers train --help` lists every option)", add_help=False)
+
+    quickstart = commands.add_parser("quickstart", help="train a tiny model on real clips, on any CPU, in minutes")
+    quickstart.add_argument("directory", type=Path, nargs="?", default=Path("quickstart"), help="where everything goes")
+    quickstart.add_argument("--steps", type=int, default=None, help="optimizer steps [a good number for two minutes]")
+    quickstart.set_defaults(run=_quickstart)
+
+    models = commands.add_parser("models", help="list the model families")
+    models.set_defaults(run=_models)
+
+    tiny = commands.add_parser("tiny", help="write a tiny random model of a family, offline")
+    tiny.add_argument("family", help="a name from `finetrainers models`")
+    tiny.add_argument("directory", type=Path)
+    tiny.add_argument("--seed", type=int, default=0)
+    tiny.set_defaults(run=_tiny)
+
+    schema = commands.add_parser("schema", help="print the JSON schema of config files, for editors")
+    schema.set_defaults(run=_schema)
+
+    docs = commands.add_parser("docs", help="print docs/configuration.md, generated from the options")
+    docs.set_defaults(run=_docs)
+    return parser
+
+
+def _quickstart(arguments: argparse.Namespace) -> int:
+    from finetrainers.demo.quickstart import quickstart
+
+    quickstart(arguments.directory, steps=arguments.steps)
+    return 0
+
+
+def _models(_: argparse.Namespace | None) -> int:
+    from finetrainers.models.registry import families
+
+    print(f"{'name':<16}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}first frame")
+    for name, family in families().items():
+        g = family.geometry
+        process = "flow matching" if family.is_flow else "v-prediction"
+        first = {"none": "no", "tokens": "yes", "channels": "with I2V weights"}[family.first_frame]
+        print(f"{name:<16}{f'{g.temporal}k+1':<10}{g.size_multiple:<15}{g.fps:<6g}{process:<16}{first}")
+    return 0
+
+
+def _tiny(arguments: argparse.Namespace) -> int:
+    from finetrainers.models.registry import build_tiny
+
+    build_tiny(arguments.family, arguments.directory, seed=arguments.seed)
+    print(f"wrote a tiny random {arguments.family} to {arguments.directory}")
+    return 0
+
+
+def _schema(_: argparse.Namespace) -> int:
+    import json
+
+    from finetrainers.config.document import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _docs(_: argparse.Namespace) -> int:
+    from finetrainers.config.document import configuration_page
+
+    print(configuration_page(), end="")
+    return 0

@@ -1,0 +1,131 @@
+"""Sample videos during training, with diffusers' own pipeline, spread over ranks that never wait for each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from diffusers.training_utils import free_memory
+from torch import nn
+
+from finetrainers.config.prompts import ValidationPrompt
+from finetrainers.config.sections import ValidationSection
+from finetrainers.models.spec import Conditions, SampleRequest
+from finetrainers.utils.seeding import generator
+from finetrainers.utils.video import contact_sheet, slug, write_mp4
+
+from .base import Callback
+
+if TYPE_CHECKING:
+    from finetrainers.engine.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A validation prompt whose text is encoded already, so that no text encoder is needed while sampling."""
+
+    prompt: ValidationPrompt
+    conditions: Conditions
+    size: tuple[int, int, int]
+    image: Any = None
+
+
+class Validation(Callback):
+    """Samples every prompt when `due(step)`; the same prompt always starts from the same noise."""
+
+    def __init__(
+        self,
+        *,
+        prompts: Sequence[EncodedPrompt],
+        negative: Conditions,
+        section: ValidationSection,
+        frame_rate: float,
+        seed: int,
+        scheduler: Any,
+        load_vae: Callable[[], nn.Module],
+        due: Callable[[int], bool],
+    ) -> None:
+        """Args:
+        prompts: what to sample.
+        negative: conditions of the empty prompt, for guidance.
+        section: number of videos, steps, guidance, offloading.
+        frame_rate: of the samples, frames per second.
+        seed: seed of the run.
+        scheduler: the checkpoint's scheduler.
+        load_vae: gives the VAE: the one in use, or a fresh one where latents are precomputed.
+        due: whether to sample after this step.
+        """
+        self.prompts = prompts
+        self.negative = negative
+        self.section = section
+        self.frame_rate = frame_rate
+        self.seed = seed
+        self.scheduler = scheduler
+        self.load_vae = load_vae
+        self.due = due
+
+    def on_step(self, trainer: Trainer) -> None:
+        if self.due(trainer.step):
+            self.sample(trainer)
+
+    def sample(self, trainer: Trainer) -> list[Path]:
+        """Sample this rank's share of the prompts into `samples/step-N/`; the files written."""
+        parallel = trainer.parallel
+        jobs = [(i, j) for i in range(len(self.prompts)) for j in range(self.section.num_validation_videos)]
+        mine = jobs[parallel.rank :: parallel.world_size]
+        if parallel.is_sharded:  # a forward pass is collective: every rank must make as many as the busiest one
+            mine += [jobs[0]] * (-(-len(jobs) // parallel.world_size) - len(mine))
+        directory = trainer.run_dir.root / "samples" / f"step-{trainer.step:06d}"
+        written: list[Path] = []
+        if not mine:
+            return written
+
+        transformer = trainer.transformer if parallel.is_sharded else parallel.unwrap(trainer.transformer)
+        transformer.eval()
+        vae = self.load_vae().to(parallel.device)
+        use_ema = trainer.ema.applied() if trainer.ema is not None else contextlib.nullcontext()
+        with use_ema, torch.no_grad(), parallel.accelerator.autocast():
+            for prompt_index, video_index in mine:
+                frames = self._one(trainer, transformer, vae, prompt_index, video_index)
+                name = f"{prompt_index:02d}-{slug(self.prompts[prompt_index].prompt.prompt)}-{video_index}"
+                write_mp4(directory / f"{name}.mp4", frames, fps=self.frame_rate)
+                contact_sheet([(self.prompts[prompt_index].prompt.prompt[:100], frames)]).save(directory / f"{name}.png")
+                written.append(directory / f"{name}.mp4")
+        transformer.train()
+        del vae
+        free_memory()
+        trainer.run_dir.event("samples", step=trainer.step, path=str(directory))
+        return written
+
+    def _one(self, trainer: Trainer, transformer: nn.Module, vae: nn.Module, prompt: int, video: int) -> np.ndarray:
+        """Frames `[T, H, W, 3]` uint8 of one sample."""
+        entry, device = self.prompts[prompt], trainer.parallel.device
+        pipeline = trainer.spec.pipeline(transformer, vae, self.scheduler, image_to_video=entry.image is not None)
+        pipeline.set_progress_bar_config(disable=True)
+        offload = self.section.enable_model_cpu_offload and device.type != "cpu"
+        if offload:
+            pipeline.enable_model_cpu_offload(device=device)
+        frames, height, width = entry.size
+        request = SampleRequest(
+            num_frames=frames,
+            height=height,
+            width=width,
+            frame_rate=self.frame_rate,
+            num_inference_steps=self.section.validation_inference_steps,
+            guidance_scale=self.section.validation_guidance_scale,
+            image=entry.image,
+        )
+        call = trainer.spec.pipeline_call(entry.conditions.to(device), self.negative.to(device), request)
+        noise = generator("cpu", self.seed, "validation", prompt, video)
+        try:
+            result = pipeline(**call, generator=noise, output_type="np").frames[0]
+        finally:
+            if offload:  # hooks would pull the transformer off the device in the next training step
+                pipeline.remove_all_hooks()
+                transformer.to(device)
+        return (np.asarray(result) * 255).round().clip(0, 255).astype(np.uint8)

@@ -1,0 +1,89 @@
+"""Everything that can be refused before a weight is loaded, checked in one go. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from finetrainers.config.checks import FamilyFacts, check_config
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
+from finetrainers.config.root import TrainConfig
+from finetrainers.data.manifest import DataError
+from finetrainers.data.plan import DatasetPlan, plan_dataset
+from finetrainers.methods.registry import method_names
+from finetrainers.models.registry import Family, get_family
+from finetrainers.utils.text import nearest
+
+from .resume import find_checkpoint
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A configuration that passed, with what was learnt on the way."""
+
+    config: TrainConfig
+    family: Family
+    geometry: Geometry
+    prompts: list[ValidationPrompt]
+    plan: DatasetPlan
+    resume_from: Path | None
+    warnings: list[str] = field(default_factory=list)
+
+
+def preflight(config: TrainConfig) -> Preflight:
+    """Check a configuration against its model's rules and its data.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    problems: list[Problem] = []
+    try:
+        family = get_family(config.model.model_name)
+    except KeyError as error:
+        raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
+    problems += _check_paths(config)
+    if config.training.method not in method_names():
+        problems.append(
+            Problem("--method", f"unknown method {config.training.method!r}{nearest(config.training.method, method_names())}")
+        )
+    try:
+        prompts = parse_validation_prompts(config.validation)
+    except ConfigError as error:
+        problems += error.problems
+        prompts = []
+    geometry = family.geometry_of(config.model)
+    facts = FamilyFacts(family.name, family.is_flow, family.num_text_encoders, family.first_frame)
+    found = check_config(config, family=facts, geometry=geometry, prompts=prompts)
+    problems += found.errors
+
+    resume_from = None
+    try:
+        resume_from = find_checkpoint(config.training.resume_from_checkpoint, config.run.output_dir)
+    except ValueError as error:
+        problems.append(Problem("--resume_from_checkpoint", str(error)))
+
+    sizes_are_wrong = any(p.where.endswith("_resolution_buckets") for p in problems)
+    plan = None
+    if not sizes_are_wrong and (config.data.data_root or config.data.dataset_file):
+        try:
+            plan = plan_dataset(config, geometry)
+        except DataError as error:
+            problems.append(Problem("data", str(error)))
+    if problems or plan is None:
+        raise ConfigError(problems)
+    return Preflight(config, family, geometry, prompts, plan, resume_from, found.warnings + list(plan.warnings))
+
+
+def _check_paths(config: TrainConfig) -> list[Problem]:
+    """Paths that cannot be right. A model that looks like a path must exist; other names are hub ids."""
+    problems = []
+    for option in ("pretrained_model_name_or_path", "transformer_id", "vae_id", "text_encoder_id", "text_encoder_2_id"):
+        value = config.get(option)
+        if value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
+            problems.append(Problem(f"--{option}", f"no such directory: {value}"))
+    output = config.run.output_dir
+    if output.exists() and not output.is_dir():
+        problems.append(Problem("--output_dir", f"{output} is a file; give a directory"))
+    return problems

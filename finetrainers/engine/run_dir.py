@@ -1,0 +1,80 @@
+"""The run directory: the resolved configuration, the environment, metrics and events of a run."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.load import dump_toml
+from finetrainers.config.root import TrainConfig
+from finetrainers.utils.files import append_jsonl, write_json_atomic, write_text_atomic
+
+_PACKAGES = ("finetrainers", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "deepspeed",
+             "bitsandbytes", "torchao")  # fmt: skip
+
+
+class RunDirectory:
+    """Paths and records of one run. Only the main process writes."""
+
+    def __init__(self, root: Path, *, writes: bool) -> None:
+        self.root = root
+        self.writes = writes
+        self.metrics_file = root / "metrics.jsonl"
+        self.events_file = root / "events.jsonl"
+
+    def start(self, config: TrainConfig, *, resumed_step: int) -> None:
+        """Write the resolved configuration and the environment; drop metrics of steps that will be redone."""
+        if not self.writes:
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(self.root / "config.toml", dump_toml(config))
+        write_json_atomic(self.root / "env.json", environment())
+        if self.metrics_file.is_file():
+            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= resumed_step] if resumed_step else []
+            write_text_atomic(self.metrics_file, "".join(line + "\n" for line in kept))
+        self.event("start", step=resumed_step)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Append one line of metrics."""
+        if self.writes:
+            append_jsonl(self.metrics_file, record)
+
+    def event(self, kind: str, **details: Any) -> None:
+        """Append something that happened: a start, a checkpoint, a sample, a tracker that failed."""
+        if self.writes:
+            append_jsonl(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for reproducing a run."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "command": sys.argv,
+        "packages": versions,
+        "git": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout that the code runs from, if it is one."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=5, check=False
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None

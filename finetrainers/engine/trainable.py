@@ -1,0 +1,130 @@
+"""What is trained: an adapter or every weight. Attaching, saving and loading it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from finetrainers.config.sections import TrainingSection
+from finetrainers.models.spec import ModelSpec
+from finetrainers.utils.seeding import derive_seed
+from finetrainers.utils.text import nearest
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+_REGEX_CHARACTERS = re.compile(r"[*+?^$|()\[\]\\]")
+
+
+def attach(transformer: nn.Module, training: TrainingSection) -> None:
+    """Make the weights that `training_type` names trainable, and only those; LoRA weights are fp32.
+
+    Raises:
+        ValueError: a LoRA target matches no module.
+    """
+    if training.training_type == "full-finetune":
+        transformer.requires_grad_(True)
+        return
+    transformer.requires_grad_(False)
+    targets = lora_targets(transformer, training.target_modules)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(training.seed, "lora"))  # PEFT draws A from the global generator
+        transformer.add_adapter(  # type: ignore[operator]
+            LoraConfig(
+                r=training.rank,
+                lora_alpha=training.lora_alpha,  # type: ignore[arg-type]
+                target_modules=targets,
+                lora_dropout=training.lora_dropout,
+                use_rslora=training.use_rslora,
+                use_dora=training.use_dora,
+                init_lora_weights=True,
+            )
+        )
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
+    """PEFT's `target_modules`: a list of name suffixes, or one regular expression.
+
+    Raises:
+        ValueError: a suffix or the expression matches no linear or convolution layer.
+    """
+    names = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    if len(targets) == 1 and _REGEX_CHARACTERS.search(targets[0]):
+        if not any(re.fullmatch(targets[0], name) for name in names):
+            raise ValueError(
+                f"--target_modules: the expression {targets[0]!r} matches no layer in full; names look like {names[:3]}"
+            )
+        return targets[0]
+    suffixes = {name.split(".", 2)[-1] for name in names} | {name.rsplit(".", 1)[-1] for name in names}
+    for target in targets:
+        if not any(name == target or name.endswith("." + target) for name in names):
+            raise ValueError(f"--target_modules: {target!r} matches no layer{nearest(target, suffixes)}")
+    return targets
+
+
+def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """Trained weights by name."""
+    return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+
+
+def save_weights(
+    directory: Path,
+    *,
+    spec: ModelSpec,
+    transformer: Any,
+    state_dict: Mapping[str, Tensor],
+    training: TrainingSection,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write the trained weights in diffusers layout.
+
+    Args:
+        directory: gets `pytorch_lora_weights.safetensors` or `transformer/`.
+        spec: the model.
+        transformer: the unwrapped network.
+        state_dict: its full state, gathered.
+        training: what is trained.
+        dtype: dtype on disk; None keeps the trained one.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if training.training_type == "lora":
+        adapter = get_peft_model_state_dict(transformer, state_dict=dict(state_dict))
+        adapter = {k: v.detach().cpu().to(dtype or v.dtype).contiguous() for k, v in adapter.items()}
+        spec.save_lora(directory, adapter, _json_safe(transformer.peft_config["default"].to_dict()))
+        return
+    weights = {k: v.detach().cpu().to(dtype or v.dtype).contiguous() for k, v in state_dict.items()}
+    spec.save_full(directory, transformer, weights)
+
+
+def _json_safe(metadata: dict[str, Any]) -> dict[str, Any]:
+    """PEFT's config holds sets and enums; the file's metadata is JSON."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, set | frozenset):
+            return sorted(value)
+        return getattr(value, "value", value)
+
+    return {key: convert(value) for key, value in metadata.items()}
+
+
+def load_lora_weights(directory: Path, transformer: nn.Module) -> None:
+    """Load a saved LoRA into the attached adapter, exactly.
+
+    Raises:
+        ValueError: the file does not fit the adapter.
+    """
+    state = load_file(directory / LORA_FILE)
+    state = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+    expected = set(get_peft_model_state_dict(transformer))
+    if set(state) != expected:
+        odd = sorted(set(state) ^ expected)
+        raise ValueError(f"{directory / LORA_FILE} does not fit this adapter: {len(odd)} names differ, e.g. {odd[0]}")
+    set_peft_model_state_dict(transformer, state)

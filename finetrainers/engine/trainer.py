@@ -1,0 +1,131 @@
+"""The loop: when to step, log, save and stop. It knows no loss and no model family."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.methods.base import Method
+from finetrainers.models.spec import Batch, ModelSpec
+from finetrainers.optim.ema import EMA
+from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.seeding import derive_seed
+
+from .callbacks.base import Callback, Record
+from .checkpoint import save_checkpoint
+from .run_dir import RunDirectory
+
+
+class Trainer:
+    """Trains a wrapped network with a method for a number of optimizer steps."""
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        spec: ModelSpec,
+        method: Method,
+        parallel: Parallel,
+        transformer: nn.Module,
+        optimizer: Any,
+        lr_at: Callable[[int], float],
+        total_steps: int,
+        run_dir: RunDirectory,
+        critical: dict[str, Any],
+        ema: EMA | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        """Args:
+        config: the resolved configuration.
+        spec: the model's description.
+        method: what loss.
+        parallel: ranks and gradient exchange.
+        transformer, optimizer: as `parallel.prepare` returned them.
+        lr_at: learning rate of optimizer step n, from 0.
+        total_steps: optimizer steps in all.
+        run_dir: where records go.
+        critical: settings that a checkpoint must share.
+        ema: moving average of the trained weights.
+        callbacks: watchers, in order.
+        """
+        self.config = config
+        self.spec = spec
+        self.method = method
+        self.parallel = parallel
+        self.transformer = transformer
+        self.optimizer = optimizer
+        self.lr_at = lr_at
+        self.total_steps = total_steps
+        self.run_dir = run_dir
+        self.critical = critical
+        self.ema = ema
+        self.callbacks = list(callbacks)
+        self.step = 0
+        self.steps_done_here = 0
+
+    def run(self) -> None:
+        """Train from the current step to the last, then save."""
+        self.transformer.train()
+        for callback in self.callbacks:
+            callback.on_start(self)
+        remaining = self.total_steps - self.step
+        started = time.perf_counter()
+        for micro_batches in islice(self.method.steps(self.step), remaining):
+            metrics = self.train_step(micro_batches)
+            if self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps:
+                record = self.parallel.mean(metrics)
+                elapsed, started = time.perf_counter() - started, time.perf_counter()
+                self.log({**record, "lr": self.lr_at(self.step - 1), "step_s": elapsed / self._steps_since_log()})
+            for callback in self.callbacks:
+                callback.on_step(self)
+            if self._is_checkpoint_step():
+                save_checkpoint(self)
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """One optimizer step; its metrics, still on the device."""
+        # Dropout is the only user of the global generator; seeding it per step makes it resumable.
+        torch.manual_seed(derive_seed(self.config.training.seed, "step", self.step, self.parallel.rank))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr_at(self.step)
+        totals: dict[str, Tensor] = {}
+        for batch in micro_batches:
+            with self.parallel.accumulate(self.transformer):
+                loss, metrics = self.method.loss(self.transformer, batch)
+                self.parallel.backward(loss)
+            for name, value in metrics.items():
+                totals[name] = totals[name] + value if name in totals else value
+        grad_norm = self.parallel.clip()
+        if grad_norm is not None:
+            totals["grad_norm"] = grad_norm
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.steps_done_here += 1
+        if self.ema is not None:
+            self.ema.update()
+        return totals
+
+    def log(self, record: Record) -> None:
+        """Hand numbers of the current step to all callbacks; every rank must call it with the same names."""
+        record = {"step": self.step, **record}
+        for callback in self.callbacks:
+            callback.on_log(self, record)
+
+    def finish(self) -> None:
+        """Tell the callbacks that the results are on disk."""
+        for callback in self.callbacks:
+            callback.on_end(self)
+
+    def _steps_since_log(self) -> int:
+        every = self.config.run.logging_steps
+        return min(self.steps_done_here, (self.step - 1) % every + 1)
+
+    def _is_checkpoint_step(self) -> bool:
+        every = self.config.training.checkpointing_steps
+        return self.step == self.total_steps or (every > 0 and self.step % every == 0)

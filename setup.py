@@ -1,0 +1,52 @@
+"""Packaging; tool settings are in pyproject.toml, the tested versions in requirements.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+OPTIMIZERS = ["prodigyopt>=1.1", "came-pytorch>=0.1.3"]
+DEEPSPEED = ["deepspeed>=0.17"]
+TRACKERS = ["tensorboard", "wandb", "trackio"]
+DEMO = ["scikit-video>=1.1.11", "matplotlib"]
+TEST = [*OPTIMIZERS, *DEEPSPEED, *DEMO, "ninja", "tensorboard", "pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff", "mypy", "jsonschema"]
+
+setup(
+    name="finetrainers",
+    version="0.1.0",
+    description="LoRA and full finetuning of video diffusion models",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["finetrainers", "finetrainers.*"]),
+    install_requires=[
+        "torch>=2.6",
+        "diffusers>=0.37",
+        "transformers>=4.57",
+        "peft>=0.17",
+        "accelerate>=1.10",
+        "safetensors>=0.5",
+        "huggingface_hub",
+        "pydantic>=2.8",
+        "rich>=13",
+        "jinja2>=3",
+        "av>=13",
+        "decord>=0.6; platform_system == 'Linux' and platform_machine == 'x86_64'",
+        "bitsandbytes>=0.45",
+        "torchao>=0.12",
+        "sentencepiece",
+        "protobuf",
+        "numpy",
+        "pillow",
+        "tomli-w>=1.0",
+        "tomli>=2; python_version < '3.11'",
+    ],
+    extras_require={
+        "optimizers": OPTIMIZERS,
+        "deepspeed": DEEPSPEED,
+        "trackers": TRACKERS,
+        "demo": DEMO,
+        "test": TEST,
+    },
+    entry_points={"console_scripts": ["finetrainers=finetrainers.cli.main:main"]},
+)
