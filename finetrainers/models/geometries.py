@@ -10,11 +10,14 @@ Json = dict[str, Any]
 
 
 def ltx_video(vae: Json, transformer: Json) -> Geometry:
-    """Each scaling stage halves space and time, on top of the VAE's patch (`AutoencoderKLLTXVideo.__init__`)."""
+    """Each scaling stage halves space and time, on top of the VAE's patch, unless the config says what comes of it.
+
+    That is `AutoencoderKLLTXVideo.__init__`; from version 0.9.5 on stages differ and the config has the ratios.
+    """
     stages = sum(bool(s) for s in vae.get("spatio_temporal_scaling", (True, True, True, False)))
     return Geometry(
-        temporal=vae.get("patch_size_t", 1) * 2**stages,
-        spatial=vae.get("patch_size", 4) * 2**stages,
+        temporal=vae.get("temporal_compression_ratio") or vae.get("patch_size_t", 1) * 2**stages,
+        spatial=vae.get("spatial_compression_ratio") or vae.get("patch_size", 4) * 2**stages,
         patch=transformer.get("patch_size", 1),
         patch_t=transformer.get("patch_size_t", 1),
         fps=25.0,

@@ -1,0 +1,275 @@
+"""HunyuanVideo (text to video): flow matching, two text encoders, guidance as an embedding.
+
+Attention without masks: prompts have different lengths, so diffusers masks the padding of the text in every attention
+of the network, and fast kernels refuse masks. Padding changes nothing else, so `load_transformer` makes the network cut
+the text to the longest prompt of the batch first (`_trim_text`). A batch of one then has no padding left, and its
+masks, all ones by then, are dropped (`_UnmaskedAtBatchOne`, `_drop_refiner_mask`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTokenizer, LlamaModel, LlamaTokenizerFast
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.diffusion.process import FlowMatching, Process
+
+from . import common, geometries
+from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, unwrap
+
+#: Guidance-distilled checkpoints take their guidance scale as an input; the unguided network is the one at 1.
+TRAINING_GUIDANCE = 1.0
+
+#: Both embedders expect their scalars, the noise level and the guidance scale, in thousandths.
+EMBEDDING_SCALE = 1000.0
+
+
+class HunyuanVideoSpec(ModelSpec):
+    """HunyuanVideo as `HunyuanVideoPipeline` runs it. Conditions: `prompt_embeds`, `prompt_attention_mask`, `pooled_prompt_embeds`."""
+
+    name = "hunyuan_video"
+    blocks = ("transformer_blocks", "single_transformer_blocks")
+
+    # ---- loading -----------------------------------------------------------------------------------------------
+
+    def load_text_encoders(self) -> TextEncoders:
+        """LLaMA and CLIP with their tokenizers.
+
+        Raises:
+            ValueError: the LLaMA tokenizer pads on the left, so that cropping the prompt template would cut the prompt.
+        """
+        config = self.config
+        tokenizer = common.load_tokenizer(LlamaTokenizerFast, config, "tokenizer", replacement=config.tokenizer_id)
+        if tokenizer.padding_side != "right":
+            raise ValueError(
+                "the tokenizer pads prompts on the left, but HunyuanVideo crops its prompt template from the left; "
+                'set "padding_side": "right" in its tokenizer_config.json'
+            )
+        return TextEncoders(
+            {
+                "tokenizer": tokenizer,
+                "tokenizer_2": common.load_tokenizer(
+                    CLIPTokenizer, config, "tokenizer_2", replacement=config.tokenizer_2_id
+                ),
+                "text_encoder": common.load_encoder(
+                    LlamaModel,
+                    config,
+                    "text_encoder",
+                    dtype=config.text_encoder_dtype,
+                    replacement=config.text_encoder_id,
+                ),
+                "text_encoder_2": common.load_encoder(
+                    CLIPTextModel,
+                    config,
+                    "text_encoder_2",
+                    dtype=config.text_encoder_2_dtype,
+                    replacement=config.text_encoder_2_id,
+                ),
+            }
+        )
+
+    def load_vae(self) -> nn.Module:
+        return common.load_vae(AutoencoderKLHunyuanVideo, self.config)
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        """The transformer, set up to run without attention masks where it can.
+
+        Raises:
+            ValueError: the checkpoint is an image-to-video one.
+        """
+        transformer = common.load_transformer(HunyuanVideoTransformer3DModel, self.config, dtype)
+        _refuse_image_to_video(transformer)
+        run_without_masks(transformer)
+        return transformer
+
+    def load_scheduler(self) -> Any:
+        return common.load_scheduler(self.config)
+
+    def transformer_on_meta(self) -> nn.Module:
+        transformer = common.transformer_on_meta(HunyuanVideoTransformer3DModel, self.config)
+        _refuse_image_to_video(transformer)
+        return transformer
+
+    # ---- description -------------------------------------------------------------------------------------------
+
+    def process(self, scheduler: Any) -> Process:
+        """Rectified flow; the shift of noise levels is a training option, not part of the process."""
+        return FlowMatching()
+
+    def geometry(self, vae: nn.Module, transformer: nn.Module) -> Geometry:
+        return geometries.hunyuan_video(vae.config, unwrap(transformer).config)  # type: ignore[arg-type]
+
+    # ---- conditioning and latents ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode_text(self, encoders: TextEncoders, prompts: Sequence[str]) -> Conditions:
+        """The pipeline's encoding: LLaMA states `[B, 256, D]` after its prompt template, their mask, CLIP's pooled `[B, D2]`."""
+        embeds, pooled, mask = common.build_pipeline(HunyuanVideoPipeline, encoders.modules).encode_prompt(
+            prompt=list(prompts), device=common.encoder_device(encoders)
+        )
+        return Conditions(
+            {"prompt_embeds": embeds, "prompt_attention_mask": mask.bool(), "pooled_prompt_embeds": pooled}
+        )
+
+    def vae_stats(self, vae: nn.Module) -> VAEStats:
+        return VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(vae.config.scaling_factor, dtype=torch.float32))  # type: ignore[union-attr]
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        x_BCTHW: Tensor,
+        t: Tensor,
+        conditions: Conditions,
+        meta: VideoMeta,
+    ) -> Tensor:
+        network = unwrap(transformer)
+        dtype = network.dtype
+        guidance = None
+        if network.config.guidance_embeds:
+            guidance = torch.full_like(t, TRAINING_GUIDANCE * EMBEDDING_SCALE, dtype=dtype)
+        return transformer(
+            hidden_states=x_BCTHW.to(dtype),
+            # In fp32, like the pipeline's: bf16 would round noise levels to 1/256.
+            timestep=t.float() * EMBEDDING_SCALE,
+            encoder_hidden_states=conditions["prompt_embeds"].to(dtype),
+            encoder_attention_mask=conditions["prompt_attention_mask"],
+            pooled_projections=conditions["pooled_prompt_embeds"].to(dtype),
+            guidance=guidance,
+            return_dict=False,
+        )[0]
+
+    def decode(self, vae: nn.Module, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
+        with torch.no_grad():
+            z = vae_stats.denormalise(latents_BCTHW).to(next(vae.parameters()).device, vae.dtype)  # type: ignore[call-overload]
+            video = vae.decode(z, return_dict=False)[0]  # type: ignore[operator]
+        return (video.float() / 2 + 0.5).clamp(0.0, 1.0)
+
+    # ---- sampling ----------------------------------------------------------------------------------------------
+
+    def pipeline(
+        self,
+        transformer: nn.Module,
+        vae: nn.Module,
+        scheduler: Any,
+        encoders: TextEncoders | None = None,
+        *,
+        image_to_video: bool = False,
+    ) -> Any:
+        """`HunyuanVideoPipeline` around the given parts.
+
+        Raises:
+            ValueError: image-to-video is asked for, which this family cannot do.
+        """
+        if image_to_video:
+            raise ValueError("hunyuan_video cannot start from an image; remove validation_images and validation_videos")
+        return common.build_pipeline(
+            HunyuanVideoPipeline,
+            {
+                **(encoders.modules if encoders else {}),
+                "transformer": unwrap(transformer),
+                "vae": vae,
+                "scheduler": scheduler,
+            },
+        )
+
+    def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
+        """`guidance_scale` is the embedded guidance; the negative prompt counts only if `true_cfg_scale` > 1 in `extra`.
+
+        Raises:
+            ValueError: the request has an image.
+        """
+        if request.image is not None:
+            raise ValueError("hunyuan_video cannot start from an image; remove validation_images and validation_videos")
+        call: dict[str, Any] = {
+            **conditions.tensors,
+            **{f"negative_{name}": tensor for name, tensor in negative.tensors.items()},
+            "height": request.height,
+            "width": request.width,
+            "num_frames": request.num_frames,
+            "num_inference_steps": request.num_inference_steps,
+        }
+        if request.guidance_scale is not None:
+            call["guidance_scale"] = request.guidance_scale
+        return call | dict(request.extra)
+
+    # ---- saving ------------------------------------------------------------------------------------------------
+
+    def save_lora(self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]) -> None:
+        common.save_lora(HunyuanVideoPipeline, directory, state_dict, adapter_metadata)
+
+
+def _refuse_image_to_video(transformer: Any) -> None:
+    config = transformer.config
+    if config.image_condition_type is not None or config.in_channels != config.out_channels:
+        raise ValueError(
+            "this is an image-to-video transformer (image_condition_type "
+            f"{config.image_condition_type!r}, {config.in_channels} input channels for {config.out_channels} output "
+            "channels); hunyuan_video trains text-to-video checkpoints such as hunyuanvideo-community/HunyuanVideo"
+        )
+
+
+# ---- attention without masks -----------------------------------------------------------------------------------------
+
+#: Order of `HunyuanVideoTransformer3DModel.forward`'s arguments, for callers that pass them by position.
+_FORWARD_ARGUMENTS = (
+    "hidden_states",
+    "timestep",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "pooled_projections",
+    "guidance",
+)
+
+
+class _UnmaskedAtBatchOne(HunyuanVideoAttnProcessor2_0):
+    """diffusers' attention, which never masks a batch of one: `_trim_text` has cut its padding off."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Tensor | None = None,
+    ) -> Tensor:
+        if hidden_states.shape[0] == 1:
+            attention_mask = None
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+
+
+def run_without_masks(transformer: Any) -> None:
+    """Make a `HunyuanVideoTransformer3DModel` trim its text and pass no mask to attention at batch size 1.
+
+    Every way of calling it is covered (training, the pipeline, wrappers, recomputation in gradient checkpointing),
+    since the parts are a forward hook of the network, one of its text refiner, and attention processors.
+    """
+    transformer.register_forward_pre_hook(_trim_text, with_kwargs=True)
+    transformer.context_embedder.register_forward_pre_hook(_drop_refiner_mask)
+    for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks):
+        block.attn.set_processor(_UnmaskedAtBatchOne())
+
+
+def _trim_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Cut text and mask to the longest prompt of the batch; prompts are padded on the right."""
+    call = {**dict(zip(_FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
+    mask = call["encoder_attention_mask"]
+    lengths = mask.bool().sum(dim=1).tolist()
+    if min(lengths) == 0:
+        raise ValueError(f"row {lengths.index(0)} of the batch has no text tokens: its attention mask is all zero")
+    call["encoder_hidden_states"] = call["encoder_hidden_states"][:, : max(lengths)]
+    call["encoder_attention_mask"] = mask[:, : max(lengths)]
+    return (), call
+
+
+def _drop_refiner_mask(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The text refiner's arguments (text, timestep, mask), without the mask at batch size 1."""
+    text, timestep, mask = args
+    return text, timestep, None if text.shape[0] == 1 else mask
