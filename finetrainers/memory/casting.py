@@ -1,0 +1,83 @@
+"""Weight dtypes: 8-bit storage of frozen weights, and the dtype of trainable ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from diffusers.hooks import apply_layerwise_casting
+from diffusers.training_utils import cast_training_params
+from torch import nn
+
+_LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def enable_layerwise_upcasting(
+    transformer: nn.Module,
+    *,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: Sequence[str],
+) -> list[str]:
+    """Store frozen layers in `storage_dtype` and cast each to `compute_dtype` while it computes.
+
+    Call it after the adapter is added: adapter weights then start from unrounded values and keep their dtype. Diffusers
+    casts layer by layer (`apply_layerwise_casting`); its own walk over a model, `enable_layerwise_casting`, is not
+    used, since it also stops PEFT from casting activations to the adapter's dtype, so that fp32 adapters fail outside
+    of autocast. A cast weight stays alive until backward has used it: memory is saved only together with gradient
+    checkpointing, which casts again.
+
+    Args:
+        transformer: a network whose frozen weights are in `compute_dtype`.
+        storage_dtype: a float8 dtype.
+        compute_dtype: dtype of the computation.
+        skip_modules_pattern: regular expressions, searched in module names, of what keeps its dtype; patterns that
+            the model class itself names are added.
+
+    Returns:
+        The names of the layers now stored in `storage_dtype`.
+
+    Raises:
+        ValueError: the patterns leave no layer to cast.
+    """
+    patterns = [
+        *skip_modules_pattern,
+        *(getattr(transformer, "_skip_layerwise_casting_patterns", None) or ()),
+        *(getattr(transformer, "_keep_in_fp32_modules", None) or ()),
+    ]
+    chosen = list(_frozen_layers(transformer, [re.compile(p) for p in patterns]))
+    if not chosen:
+        raise ValueError(
+            "layerwise upcasting found no frozen layer to store in 8 bits: it works with training_type lora, and "
+            f"layerwise_upcasting_skip_modules_pattern must leave some layer out; it is {list(skip_modules_pattern)}"
+        )
+    for _, layer in chosen:
+        apply_layerwise_casting(layer, storage_dtype, compute_dtype, skip_modules_pattern=None)
+    return [name for name, _ in chosen]
+
+
+def _frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Layers below `module` that no pattern matches; a match leaves out everything below it too."""
+    if any(pattern.search(prefix) for pattern in skip):
+        return []
+    if isinstance(module, _LAYERS):
+        return [] if any(p.requires_grad for p in module.parameters()) else [(prefix, module)]
+    return [
+        found
+        for name, child in module.named_children()
+        for found in _frozen_layers(child, skip, f"{prefix}.{name}" if prefix else name)
+    ]
+
+
+def cast_trainable(model: nn.Module, dtype: torch.dtype) -> int:
+    """Cast the trainable weights in place and return how many numbers they hold.
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if not count:
+        raise ValueError("no trainable parameters: add the adapter before casting")
+    cast_training_params(model, dtype=dtype)
+    return count

@@ -1,0 +1,147 @@
+"""Build the optimizer that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from finetrainers.config.sections import OptimizerSection
+
+from .table import OFFLOADABLE, RECIPES, Recipe, missing_library, resolve_name
+
+
+def create_optimizer(
+    parameters: Iterable[Parameter],
+    *,
+    config: OptimizerSection,
+    lr: float,
+    device_type: str,
+    stochastic_rounding: bool = False,
+) -> Optimizer:
+    """The configured optimizer over `parameters`, as one group.
+
+    Args:
+        parameters: the trainable weights.
+        config: the optimizer section.
+        lr: learning rate, after any scaling.
+        device_type: where the weights are trained: `cpu`, `cuda`, `xpu`.
+        stochastic_rounding: the weights are bf16 and each update is rounded up or down at random, so that updates
+            smaller than half a bf16 step are right on average (torchao). It draws from torch's global generators,
+            whose state a checkpoint must therefore hold.
+
+    Raises:
+        ValueError: the optimizer cannot update these parameters, or not in this way.
+        ImportError: its package is not installed; the message names the pip extra.
+    """
+    weights = [p for p in parameters if p.requires_grad]
+    if not weights:
+        raise ValueError("no trainable parameters: check target_modules and training_type")
+    name = resolve_name(config)
+    recipe = RECIPES[name]
+    _check_weights(name, recipe, weights, stochastic_rounding=stochastic_rounding)
+    if config.use_cpu_offload_optimizer:
+        return _create_offloaded(name, recipe, weights, config=config, lr=lr, device_type=device_type)
+
+    arguments = recipe.arguments(config)
+    target = recipe.target
+    if stochastic_rounding:
+        assert recipe.stochastic is not None
+        target = recipe.stochastic
+        arguments["bf16_stochastic_round"] = True
+    elif recipe.fused and device_type == "cuda":
+        arguments["fused"] = True
+    optimizer = _import_class(name, recipe, target)(weights, lr=lr, **arguments)
+    if recipe.keeps_fp32_state:
+        _load_state_in_saved_dtype(optimizer)
+    return optimizer
+
+
+def safe_globals() -> list[type]:
+    """Classes that `torch.load(weights_only=True)` must allow to read optimizer states: torchao's state tensors.
+
+    Use as `with torch.serialization.safe_globals(safe_globals()): torch.load(...)`. Empty without torchao.
+    """
+    if find_spec("torchao") is None:
+        return []
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    return [OptimState4bit, OptimState8bit, OptimStateFp8]
+
+
+def _check_weights(name: str, recipe: Recipe, weights: list[Parameter], *, stochastic_rounding: bool) -> None:
+    if recipe.matrices_only:
+        others = sum(p.ndim != 2 for p in weights)
+        if others:
+            raise ValueError(
+                f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
+                "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"
+            )
+    if not stochastic_rounding:
+        return
+    if recipe.stochastic is None:
+        valid = ", ".join(n for n, r in RECIPES.items() if r.stochastic)
+        raise ValueError(
+            f"optimizer {name!r} has no stochastic rounding; choose one of {valid}, or master_weights fp32"
+        )
+    if not any(p.dtype == torch.bfloat16 for p in weights):
+        raise ValueError(f"stochastic rounding is for bf16 weights; these are {weights[0].dtype}")
+
+
+def _create_offloaded(
+    name: str, recipe: Recipe, weights: list[Parameter], *, config: OptimizerSection, lr: float, device_type: str
+) -> Optimizer:
+    if name not in OFFLOADABLE:
+        raise ValueError(f"use_cpu_offload_optimizer works with {' or '.join(OFFLOADABLE)}, got {name!r}")
+    if device_type not in ("cuda", "xpu"):
+        raise ValueError(f"use_cpu_offload_optimizer needs a CUDA or XPU device, this run is on {device_type!r}")
+    offloader = _import_class(name, recipe, "torchao.optim:CPUOffloadOptimizer")
+    return offloader(
+        weights,
+        _import_class(name, recipe, recipe.target),
+        offload_gradients=config.offload_gradients,
+        fused=True,
+        lr=lr,
+        **recipe.arguments(config),
+    )
+
+
+def _import_class(name: str, recipe: Recipe, target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # the package is there and lacks something of its own
+        raise ImportError(missing_library(name, recipe)) from error
+
+
+def _load_state_in_saved_dtype(optimizer: Optimizer) -> None:
+    """Let `load_state_dict` keep each state tensor's dtype.
+
+    Torch casts loaded state to the weight's dtype, which rounds the fp32 state of bf16 weights: a resumed run would
+    differ from an uninterrupted one.
+    """
+    saved: dict[int, dict[str, Any]] = {}
+
+    def before(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        saved.update(state_dict["state"])
+
+    def after(loaded: Optimizer) -> None:
+        weights = [p for group in loaded.param_groups for p in group["params"]]
+        for index, values in saved.items():
+            weight = weights[index]
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    loaded.state[weight][key] = value.to(weight.device, copy=True)
+        saved.clear()
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)

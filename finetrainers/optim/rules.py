@@ -1,0 +1,148 @@
+"""Which optimizer and schedule options go together; checked before anything is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from finetrainers.config.errors import Problem
+from finetrainers.config.root import TrainConfig
+
+from .table import OFFLOADABLE, RECIPES, Recipe, missing_library, resolve_name
+
+
+def optimizer_problems(
+    config: TrainConfig, *, device_type: str, num_processes: int = 1
+) -> tuple[list[Problem], list[str]]:
+    """What is wrong with the optimizer options and their schedule, each with the way out.
+
+    Args:
+        config: the whole run.
+        device_type: where it will train: `cpu`, `cuda`, `xpu`.
+        num_processes: how many processes train together.
+
+    Returns:
+        Errors, which make the run impossible or its result not what was asked for; and warnings, which name options
+        that have no effect or are likely mistakes.
+    """
+    try:
+        name = resolve_name(config.optimizer)
+    except ValueError as error:
+        return [Problem("--use_8bit_bnb", str(error))], []
+    recipe = RECIPES[name]
+    errors = [
+        *_recipe_errors(config, name, recipe, device_type),
+        *_stochastic_rounding_errors(config, name, recipe),
+        *_offload_errors(config, device_type, num_processes),
+    ]
+    warnings = [*_recipe_warnings(config, name, recipe, device_type), *_schedule_warnings(config)]
+    return errors, warnings
+
+
+def _recipe_errors(config: TrainConfig, name: str, recipe: Recipe, device_type: str) -> Iterator[Problem]:
+    options = config.optimizer
+    if not recipe.is_installed:
+        yield Problem("--optimizer", missing_library(name, recipe))
+    if options.beta3 is not None and "beta3" not in recipe.reads:
+        takers = ", ".join(n for n, r in RECIPES.items() if "beta3" in r.reads)
+        yield Problem("--beta3", f"{options.beta3:g} means nothing to optimizer {name}; drop it or use one of {takers}")
+    if recipe.needs_positive_lr and options.lr == 0:
+        yield Problem("--lr", f"optimizer {name} refuses 0; give a positive learning rate")
+    if recipe.matrices_only and config.training.training_type == "full-finetune":
+        yield Problem(
+            "--optimizer",
+            f"{name} updates matrices only, and full-finetune also trains biases and norms; use --training_type lora "
+            "or another optimizer",
+        )
+    if recipe.matrices_only and config.training.use_dora:
+        yield Problem("--optimizer", f"{name} updates matrices only, and --use_dora trains vectors; drop one of them")
+    if recipe.on_host and device_type != "cpu":
+        yield Problem(
+            "--optimizer",
+            f"{name} updates weights that lie on the CPU, and this run trains on {device_type}; use adamw with "
+            "accelerate_configs/deepspeed_zero2_offload.yaml, which puts DeepSpeed's CPU Adam in its place",
+        )
+
+
+def _stochastic_rounding_errors(config: TrainConfig, name: str, recipe: Recipe) -> Iterator[Problem]:
+    """That it needs full finetuning is a rule of the training options, not of the optimizer's."""
+    if config.training.master_weights != "stochastic_rounding":
+        return
+    if recipe.stochastic is None:
+        valid = ", ".join(n for n, r in RECIPES.items() if r.stochastic)
+        yield Problem("--master_weights", f"stochastic_rounding needs one of {valid}, got --optimizer {name}")
+    if config.model.transformer_dtype != "bf16":
+        yield Problem(
+            "--master_weights",
+            f"stochastic_rounding keeps bf16 weights, got --transformer_dtype {config.model.transformer_dtype}; "
+            "use --transformer_dtype bf16",
+        )
+    if config.optimizer.use_cpu_offload_optimizer:
+        yield Problem(
+            "--master_weights",
+            "stochastic_rounding does not go with --use_cpu_offload_optimizer; use fp32 or drop the latter",
+        )
+
+
+def _offload_errors(config: TrainConfig, device_type: str, num_processes: int) -> Iterator[Problem]:
+    options, training = config.optimizer, config.training
+    offload, gradients = "--use_cpu_offload_optimizer", "--offload_gradients"
+    if not options.use_cpu_offload_optimizer:
+        if options.offload_gradients:
+            yield Problem(gradients, f"needs {offload}; add it or drop {gradients}")
+        return
+    if device_type not in ("cuda", "xpu"):
+        yield Problem(offload, f"needs a CUDA or XPU device, and this run is on {device_type}; drop it")
+    if num_processes > 1:
+        yield Problem(
+            offload,
+            f"copies gradients before processes exchange them, so it is for one process, got {num_processes}; "
+            "use accelerate_configs/deepspeed_zero2_offload.yaml instead",
+        )
+    if options.optimizer not in OFFLOADABLE or options.use_8bit_bnb:
+        what = "--use_8bit_bnb" if options.use_8bit_bnb else f"--optimizer {options.optimizer}"
+        yield Problem(offload, f"works with plain {' or '.join(OFFLOADABLE)}, got {what}")
+    if options.max_grad_norm > 0:
+        yield Problem(
+            offload,
+            "copies gradients to the host as backward makes them, before their norm is known, so "
+            f"--max_grad_norm {options.max_grad_norm:g} cannot clip them; use --max_grad_norm 0",
+        )
+    if training.mixed_precision == "fp16":
+        yield Problem(offload, "copies gradients before fp16 loss scaling is undone; use --mixed_precision bf16")
+    if options.offload_gradients and training.gradient_accumulation_steps > 1:
+        yield Problem(
+            gradients,
+            "frees each gradient as it is made, so "
+            f"--gradient_accumulation_steps {training.gradient_accumulation_steps} cannot add them up; "
+            f"use 1 or drop {gradients}",
+        )
+
+
+def _recipe_warnings(config: TrainConfig, name: str, recipe: Recipe, device_type: str) -> Iterator[str]:
+    for option in ("beta1", "beta2", "epsilon"):
+        if option not in recipe.reads and config.changed(option):
+            yield f"--{option} has no effect with --optimizer {name}"
+    if name == "prodigy" and not 0.5 <= config.optimizer.lr <= 2:
+        yield f"--lr {config.optimizer.lr:g} multiplies the step size that prodigy finds by itself; 1.0 is usual"
+    if name.endswith("-paged") and device_type == "cpu":
+        yield f"--optimizer {name} pages nothing on the CPU; it equals {name.removesuffix('-paged')} there"
+
+
+def _schedule_warnings(config: TrainConfig) -> Iterator[str]:
+    options = config.optimizer
+    schedule, train_steps = options.lr_scheduler, config.training.train_steps
+    if schedule == "constant":
+        if config.changed("lr_warmup_steps") and options.lr_warmup_steps:
+            yield (
+                f"--lr_warmup_steps {options.lr_warmup_steps} has no effect with --lr_scheduler constant; "
+                "constant_with_warmup warms up"
+            )
+    elif train_steps is not None and options.lr_warmup_steps >= train_steps:
+        yield (
+            f"--lr_warmup_steps {options.lr_warmup_steps} is not below --train_steps {train_steps}: "
+            "the learning rate never reaches --lr"
+        )
+    if schedule != "cosine_with_restarts" and config.changed("lr_num_cycles"):
+        yield f"--lr_num_cycles {options.lr_num_cycles} has no effect with --lr_scheduler {schedule}"
+    if schedule != "polynomial" and config.changed("lr_power"):
+        yield f"--lr_power {options.lr_power:g} has no effect with --lr_scheduler {schedule}"

@@ -1,0 +1,85 @@
+"""Learning rate schedules, counted in optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from diffusers.optimization import get_scheduler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def lr_factor(
+    *, name: str, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, power: float = 1.0
+) -> Callable[[int], float]:
+    """The factor on the learning rate as a function of the optimizer step, counted from 0.
+
+    With W warm-up steps, N training steps and p = (k - W) / (N - W), for k < W the factor is k / W, and from then on
+    `constant_with_warmup` 1; `linear` 1 - p; `cosine` (1 + cos(pi p)) / 2; `cosine_with_restarts` with C cycles
+    (1 + cos(pi (C p mod 1))) / 2; `polynomial` (1 - p)^power. All but the first are 0 at k = N, which is one past the
+    last step. `constant` is 1 and ignores the warm-up.
+
+    Diffusers computes all but `polynomial`: its version ends at an absolute 1e-7 (refusing smaller learning rates),
+    and divides by zero for W = N.
+
+    Raises:
+        ValueError: unknown name, or fewer than one training step.
+    """
+    if num_training_steps < 1:
+        raise ValueError(f"num_training_steps must be at least 1, got {num_training_steps}")
+    if name == "polynomial":
+        return _polynomial(num_warmup_steps, num_training_steps, power)
+    # The library hands its formula out only as part of a scheduler, so one is made for an optimizer of nothing.
+    # `num_cycles` means restarts to it; its cosine keeps the half period that ends at zero.
+    nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = get_scheduler(
+        name,
+        optimizer=nothing,
+        num_warmup_steps=num_warmup_steps,
+        num_training_steps=num_training_steps,
+        num_cycles=num_cycles,
+    )
+    return schedule.lr_lambdas[0]
+
+
+def create_scheduler(
+    optimizer: Optimizer,
+    *,
+    name: str,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_cycles: int = 1,
+    power: float = 1.0,
+) -> LambdaLR:
+    """`lr_factor` as a torch scheduler; call its `step()` once after each optimizer step.
+
+    Its state dict holds no function: build the scheduler again, then load.
+    """
+    factor = lr_factor(
+        name=name,
+        num_warmup_steps=num_warmup_steps,
+        num_training_steps=num_training_steps,
+        num_cycles=num_cycles,
+        power=power,
+    )
+    return LambdaLR(optimizer, factor)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every group. Torchao keeps it in a tensor, which must stay the same tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _polynomial(num_warmup_steps: int, num_training_steps: int, power: float) -> Callable[[int], float]:
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return step / num_warmup_steps
+        remaining = (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps)
+        return max(0.0, remaining) ** power
+
+    return factor

@@ -1,0 +1,94 @@
+"""The moving average against float64, its swap, and its resume."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from finetrainers.optim.ema import EMA
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(7, 5).to(dtype)
+
+
+def walk(network: nn.Module, ema: EMA, count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Random weight changes, each followed by an update; the weights after each, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    history = []
+    for _ in range(count):
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += torch.randn(parameter.shape, generator=generator)
+        ema.update()
+        history.append({n: p.detach().double().clone() for n, p in network.named_parameters()})
+    return history
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("decay", "start"), [(0.999, 0), (0.5, 0), (0.9, 12), (0.0, 0)])
+def test_average_is_the_formula(decay: float, start: int, dtype: torch.dtype) -> None:
+    network = model(dtype)
+    ema = EMA(dict(network.named_parameters()), decay=decay, update_after_step=start)
+    average: dict[str, torch.Tensor] = {}
+    for n, weights in enumerate(walk(network, ema, 40), start=1):
+        s = n - start - 1
+        d = 0.0 if s <= 0 else min((1 + s) / (10 + s), decay)
+        average = {k: d * average.get(k, 0) + (1 - d) * w for k, w in weights.items()}
+    for name, value in ema.weights.items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), average[name], rtol=0, atol=2e-5)
+
+
+def test_applied_swaps_and_restores_bit_for_bit() -> None:
+    network = model(torch.bfloat16)
+    ema = EMA(dict(network.named_parameters()), decay=0.9)
+    walk(network, ema, 5)
+    before = {n: p.detach().clone() for n, p in network.named_parameters()}
+    pointers = [p.data_ptr() for p in network.parameters()]
+    with pytest.raises(RuntimeError, match="inside"), ema.applied():
+        for name, parameter in network.named_parameters():
+            assert torch.equal(parameter, ema.weights[name].bfloat16())
+            assert not torch.equal(parameter, before[name])
+        raise RuntimeError("inside")
+    for name, parameter in network.named_parameters():
+        assert torch.equal(parameter, before[name])
+    assert [p.data_ptr() for p in network.parameters()] == pointers
+    with ema.applied(), pytest.raises(AssertionError):
+        ema.update()
+
+
+def test_resume_is_exact() -> None:
+    straight = model()
+    ema = EMA(dict(straight.named_parameters()), decay=0.9, update_after_step=3)
+    walk(straight, ema, 6)
+    saved = io.BytesIO()
+    torch.save({"model": straight.state_dict(), "ema": ema.state_dict()}, saved)
+    walk(straight, ema, 6, seed=2)
+
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    resumed = model()
+    resumed.load_state_dict(state["model"])
+    again = EMA(dict(resumed.named_parameters()), decay=0.9, update_after_step=3)
+    again.load_state_dict(state["ema"])
+    walk(resumed, again, 6, seed=2)
+    assert again.state_dict()["num_updates"] == 12
+    for name, value in ema.weights.items():
+        assert torch.equal(value, again.weights[name])
+
+
+def test_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        EMA({}, decay=0.9)
+    network = model()
+    ema = EMA(dict(network.named_parameters()), decay=0.9)
+    state = ema.state_dict()
+    with pytest.raises(ValueError, match="1 names differ, the first is 'bias'"):
+        ema.load_state_dict({**state, "shadow": {"weight": state["shadow"]["weight"]}})
+    with pytest.raises(ValueError, match=r"'bias' has shape \(1,\), the weight \(5,\)"):
+        ema.load_state_dict({**state, "shadow": {**state["shadow"], "bias": torch.zeros(1)}})

@@ -1,0 +1,283 @@
+"""Every optimizer steps, learns, and resumes bit for bit; state sizes are what the table says."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from finetrainers.config.sections import OptimizerName, OptimizerSection
+from finetrainers.optim import factory, table
+from finetrainers.optim.factory import create_optimizer, safe_globals
+from finetrainers.optim.schedules import create_scheduler, set_lr
+from finetrainers.optim.table import RECIPES
+
+COMPILED = ("adamw-torchao-8bit", "adamw-torchao-4bit", "adamw-torchao-fp8", "adamw-deepspeed-cpu")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++")
+LR = {"prodigy": 1.0, "adafactor": 3e-2, "muon": 1e-2}
+
+
+def names(*, quick: tuple[str, ...] = ()) -> list[object]:
+    """All names; those that compile C++ (torchao for each kind of state, DeepSpeed once) are slow unless `quick`."""
+    slow = [needs_compiler, pytest.mark.slow]
+    return [
+        name if name not in COMPILED else pytest.param(name, marks=needs_compiler if name in quick else slow)
+        for name in RECIPES
+    ]
+
+
+class LowRank(nn.Module):
+    """Two matrices of a LoRA's shape, alike so that torchao compiles once; 8-bit state starts at 4096 weights."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.a = nn.Parameter((torch.randn(256, 32, generator=generator) / 16).to(dtype))
+        self.b = nn.Parameter((torch.randn(256, 32, generator=generator) / 6).to(dtype))
+
+    def loss(self) -> torch.Tensor:
+        """How far b a^T is from a fixed matrix of rank 32; a quadratic in each factor."""
+        generator = torch.Generator().manual_seed(1)
+        target = torch.randn(256, 32, generator=generator) @ torch.randn(32, 256, generator=generator) / 32
+        return (self.b.float() @ self.a.float().T - target).square().mean()
+
+
+def build(model: nn.Module, name: str, *, sr: bool = False, **options: object) -> torch.optim.Optimizer:
+    config = OptimizerSection(optimizer=name, lr=LR.get(name, 3e-3), **options)
+    return create_optimizer(model.parameters(), config=config, lr=config.lr, device_type="cpu", stochastic_rounding=sr)
+
+
+def steps(model: LowRank, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = model.loss()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def tensors_of(value: torch.Tensor) -> list[torch.Tensor]:
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    return [tensor for name in value.__tensor_flatten__()[0] for tensor in tensors_of(getattr(value, name))]
+
+
+def check_learns_and_resumes(name: str, dtype: torch.dtype, *, sr: bool = False) -> None:
+    model = LowRank(dtype)
+    optimizer = build(model, name, sr=sr)
+    torch.manual_seed(0)
+    losses = steps(model, optimizer, 6)
+    # Prodigy's first steps are tiny while it estimates the distance to go.
+    assert model.loss().item() < losses[0] * (1.0 if name == "prodigy" else 0.98)
+
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    random_state = torch.get_rng_state()
+    steps(model, optimizer, 2)
+
+    saved.seek(0)
+    with torch.serialization.safe_globals(safe_globals()):
+        state = torch.load(saved, weights_only=True)
+    resumed = LowRank(dtype)
+    resumed.load_state_dict(state["model"])
+    again = build(resumed, name, sr=sr)
+    again.load_state_dict(state["optimizer"])
+    torch.set_rng_state(random_state)
+    steps(resumed, again, 2)
+    for (key, value), other in zip(model.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(value, other), key
+        assert torch.isfinite(value).all()
+
+
+def test_table_has_every_name() -> None:
+    assert set(RECIPES) == set(get_args(OptimizerName))
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("name", names(quick=("adamw-torchao-8bit",)))
+def test_learns_and_resumes_exactly_in_fp32(name: str) -> None:
+    check_learns_and_resumes(name, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("name", [n for n in names() if n not in ("adafactor", "prodigy")])
+def test_learns_and_resumes_exactly_in_bf16(name: str) -> None:
+    """Adafactor and Prodigy make first steps that bf16 rounds away; fp32 weights are what they need."""
+    check_learns_and_resumes(name, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("name", names())
+def test_state_size_is_what_the_table_says(name: str) -> None:
+    weight = nn.Parameter(torch.ones(1024, 512))
+    optimizer = build(nn.ParameterList([weight]), name)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = [v for k, v in optimizer.state[weight].items() if isinstance(v, torch.Tensor) and "qmap" not in k]
+    size = sum(t.numel() * t.element_size() for value in state for t in tensors_of(value))
+    assert size / weight.numel() == pytest.approx(RECIPES[name].state_bytes, abs=0.05)
+
+
+@needs_compiler
+def test_stochastic_rounding_resumes_exactly() -> None:
+    check_learns_and_resumes("adamw", torch.bfloat16, sr=True)
+
+
+@needs_compiler
+def test_stochastic_rounding_keeps_small_updates_on_average() -> None:
+    """Updates of 1/64 of a bf16 step vanish in plain bf16; rounded stochastically they add up."""
+
+    def train(*, sr: bool) -> float:
+        weight = nn.Parameter(torch.ones(256, 256, dtype=torch.bfloat16))
+        config = OptimizerSection(optimizer="adamw", weight_decay=0.0)
+        lr = 2.0**-14  # Adam's first steps have size lr; below 1, bf16 steps by 2^-8
+        optimizer = create_optimizer([weight], config=config, lr=lr, device_type="cpu", stochastic_rounding=sr)
+        torch.manual_seed(0)
+        for _ in range(8):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return weight.float().mean().item()
+
+    assert train(sr=False) == 1.0
+    assert train(sr=True) == pytest.approx(1 - 8 * 2.0**-14, abs=5e-5)
+
+
+def test_first_step_matches_the_formulas() -> None:
+    """The options reach the libraries: one step from w = 1 with gradient 0.5, against each paper's formula."""
+    options = {"beta1": 0.8, "beta2": 0.9, "weight_decay": 0.1, "epsilon": 0.25}
+
+    def step(name: str) -> float:
+        weight = nn.Parameter(torch.ones(8, 8))
+        config = OptimizerSection(optimizer=name, **options)
+        create = create_optimizer([weight], config=config, lr=0.01, device_type="cpu")
+        weight.grad = torch.full_like(weight, 0.5)
+        create.step()
+        return weight[0, 0].item()
+
+    adamw = 1 - 0.01 * 0.1 - 0.01 * 0.5 / (0.5 + 0.25)  # bias correction makes both moments exact at once
+    coupled = 0.5 + 0.1 * 1.0
+    assert step("adamw") == pytest.approx(adamw, abs=1e-6)
+    assert step("adamw-bnb") == pytest.approx(adamw, abs=1e-6)
+    assert step("adam") == pytest.approx(1 - 0.01 * coupled / (coupled + 0.25), abs=1e-6)
+    assert step("lion") == pytest.approx(1 - 0.01 * 0.1 - 0.01, abs=1e-6)
+    # Muon: the update of a constant matrix is u v^T / 8 = 1/8 each (up to its iteration), times 0.2 sqrt(8).
+    assert step("muon") == pytest.approx(1 - 0.01 * 0.1 - 0.01 * 0.2 * 8**0.5 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_use_8bit_bnb_maps(name: str) -> None:
+    from bitsandbytes.optim import Adam8bit, AdamW8bit
+
+    optimizer = build(LowRank(torch.float32), name, use_8bit_bnb=True)
+    assert type(optimizer) is {"adam": Adam8bit, "adamw": AdamW8bit}[name]
+
+
+def test_use_8bit_bnb_refuses_others() -> None:
+    with pytest.raises(ValueError, match="use_8bit_bnb works with optimizer adam or adamw, got 'lion'"):
+        build(LowRank(torch.float32), "lion", use_8bit_bnb=True)
+
+
+def test_muon_counts_what_it_cannot_train() -> None:
+    with pytest.raises(ValueError, match="2 of 3 trainable parameters are not two-dimensional"):
+        build(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, bias=False)), "muon")
+
+
+def test_frozen_parameters_are_left_out_and_none_is_an_error() -> None:
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    assert build(model, "adamw").param_groups[0]["params"] == [model.weight]
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        build(model.requires_grad_(False), "adamw")
+
+
+def test_stochastic_rounding_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"'adam' has no stochastic rounding; choose one of adamw, adamw-torchao-8bit"):
+        build(LowRank(torch.bfloat16), "adam", sr=True)
+    with pytest.raises(ValueError, match=r"for bf16 weights; these are torch\.float32"):
+        build(LowRank(torch.float32), "adamw", sr=True)
+
+
+def test_cpu_offload_needs_an_accelerator() -> None:
+    with pytest.raises(ValueError, match="needs a CUDA or XPU device, this run is on 'cpu'"):
+        build(LowRank(torch.float32), "adamw", use_cpu_offload_optimizer=True)
+    with pytest.raises(ValueError, match="works with adam or adamw, got 'lion'"):
+        build(LowRank(torch.float32), "lion", use_cpu_offload_optimizer=True)
+
+
+def test_cpu_offload_passes_the_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for a GPU: only what torchao's class is called with is seen."""
+    seen: dict[str, object] = {}
+
+    def record(params: list[nn.Parameter], optimizer_class: type, **options: object) -> torch.optim.Optimizer:
+        seen.update(options, optimizer_class=optimizer_class)
+        options.pop("offload_gradients")
+        return optimizer_class(params, **options)
+
+    monkeypatch.setattr("torchao.optim.CPUOffloadOptimizer", record)
+    config = OptimizerSection(optimizer="adamw", use_cpu_offload_optimizer=True, offload_gradients=True)
+    create_optimizer(LowRank(torch.float32).parameters(), config=config, lr=1e-3, device_type="cuda")
+    assert seen == {
+        "optimizer_class": torch.optim.AdamW, "offload_gradients": True, "fused": True, "lr": 1e-3,
+        "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-4,
+    }  # fmt: skip
+
+
+def test_fused_on_cuda_only() -> None:
+    weights = list(LowRank(torch.float32).parameters())
+    config = OptimizerSection(optimizer="adamw")
+    on_cuda = create_optimizer(weights, config=config, lr=1e-3, device_type="cuda")
+    on_cpu = create_optimizer(weights, config=config, lr=1e-3, device_type="cpu")
+    assert on_cuda.defaults["fused"] is True
+    assert not on_cpu.defaults["fused"]
+
+
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(module: str) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(factory, "import_module", missing)
+    with pytest.raises(ImportError, match=r"'prodigy' needs the package 'prodigyopt'.*finetrainers\[optimizers\]"):
+        build(LowRank(torch.float32), "prodigy")
+
+
+def test_a_package_that_lacks_something_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(module: str) -> None:
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+    monkeypatch.setattr(factory, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="other"):
+        build(LowRank(torch.float32), "prodigy")
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["adamw", "adamw-torchao-8bit"])
+def test_learning_rate_reaches_the_step(name: str) -> None:
+    """Torchao compiles its step around a learning rate tensor: neither way of setting it may replace that."""
+    model = LowRank(torch.float32)
+    optimizer = build(model, name)
+    schedule = create_scheduler(optimizer, name="linear", num_warmup_steps=0, num_training_steps=4)
+    for expected in (1.0, 0.75, 0.5, 0.25, 0.0):
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(3e-3 * expected)
+        before = model.a.detach().clone()
+        steps(model, optimizer, 1)
+        assert torch.equal(model.a, before) == (expected == 0)
+        schedule.step()
+    set_lr(optimizer, 1e-2)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-2)
+    steps(model, optimizer, 1)
+
+
+def test_table_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, finetrainers.optim.rules, finetrainers.memory.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert table.RECIPES["came"].library == "came_pytorch"

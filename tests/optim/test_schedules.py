@@ -1,0 +1,85 @@
+"""Every schedule, at every step, against its formula in float64."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from finetrainers.optim.schedules import create_scheduler, lr_factor
+
+STEPS = 100
+SHAPES = {
+    "constant_with_warmup": lambda p, cycles, power: np.ones_like(p),
+    "linear": lambda p, cycles, power: 1 - p,
+    "cosine": lambda p, cycles, power: (1 + np.cos(np.pi * p)) / 2,
+    "cosine_with_restarts": lambda p, cycles, power: np.where(p < 1, (1 + np.cos(np.pi * (cycles * p % 1))) / 2, 0),
+    "polynomial": lambda p, cycles, power: (1 - p) ** power,
+}
+
+
+def expected(name: str, warmup: int, cycles: int, power: float) -> np.ndarray:
+    """f(0), ..., f(STEPS), in float64."""
+    k = np.arange(STEPS + 1, dtype=np.float64)
+    if name == "constant":
+        return np.ones_like(k)
+    p = np.clip((k - warmup) / max(STEPS - warmup, 1), 0, 1)
+    return np.where(k < warmup, k / max(warmup, 1), SHAPES[name](p, cycles, power))
+
+
+@pytest.mark.parametrize("name", ["constant", *SHAPES])
+@pytest.mark.parametrize("warmup", [0, 1, 37])
+@pytest.mark.parametrize(("cycles", "power"), [(1, 1.0), (4, 2.5)])
+def test_factor(name: str, warmup: int, cycles: int, power: float) -> None:
+    factor = lr_factor(name=name, num_warmup_steps=warmup, num_training_steps=STEPS, num_cycles=cycles, power=power)
+    found = [factor(k) for k in range(STEPS + 1)]
+    np.testing.assert_allclose(found, expected(name, warmup, cycles, power), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
+@pytest.mark.parametrize("warmup", [0, 50, STEPS - 1])
+def test_ends_at_zero(name: str, warmup: int) -> None:
+    factor = lr_factor(name=name, num_warmup_steps=warmup, num_training_steps=STEPS)
+    assert factor(STEPS) == pytest.approx(0, abs=1e-12)
+
+
+def test_scheduler_steps_and_resumes() -> None:
+    def make() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+        return optimizer, create_scheduler(optimizer, name="cosine", num_warmup_steps=3, num_training_steps=20)
+
+    def run(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR, count: int) -> list[float]:
+        rates = []
+        for _ in range(count):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return rates
+
+    optimizer, scheduler = make()
+    factor = lr_factor(name="cosine", num_warmup_steps=3, num_training_steps=20)
+    assert run(optimizer, scheduler, 8) == [0.5 * factor(k) for k in range(8)]
+    saved = io.BytesIO()
+    torch.save({"scheduler": scheduler.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    rest = run(optimizer, scheduler, 12)
+
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    optimizer, scheduler = make()
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    assert run(optimizer, scheduler, 12) == rest
+
+
+def test_warm_up_may_fill_the_run() -> None:
+    factor = lr_factor(name="polynomial", num_warmup_steps=STEPS, num_training_steps=STEPS)
+    assert [factor(k) for k in range(STEPS + 1)] == [*(k / STEPS for k in range(STEPS)), 0]
+
+
+def test_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        lr_factor(name="linear", num_warmup_steps=0, num_training_steps=0)
+    with pytest.raises(ValueError, match="sine"):
+        lr_factor(name="sine", num_warmup_steps=0, num_training_steps=10)
