@@ -68,8 +68,8 @@ def _probe_video(path: Path) -> Probe:
             if not container.streams.video:
                 raise ProbeError("no video stream")
             stream = container.streams.video[0]
-            rate = stream.average_rate or stream.guessed_rate
-            if not rate or rate <= 0:
+            rate = float(stream.average_rate or stream.guessed_rate or 0)
+            if rate <= 0:
                 raise ProbeError("no frame rate in the header")
             if stream.width * stream.height > MAX_PIXELS:
                 raise ProbeError(f"{stream.width}x{stream.height} pixels is over the limit of {MAX_PIXELS}")
@@ -80,7 +80,7 @@ def _probe_video(path: Path) -> Probe:
                 raise ProbeError("no frame can be decoded")
             width, height = first.width, first.height
             if stream.sample_aspect_ratio:
-                width = max(round(width * stream.sample_aspect_ratio), 1)
+                width = max(round(width * float(stream.sample_aspect_ratio)), 1)
             if round(first.rotation / 90) % 2:
                 width, height = height, width
             if frames is None:
@@ -88,7 +88,7 @@ def _probe_video(path: Path) -> Probe:
                 frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
     except (av.FFmpegError, OSError) as error:
         raise ProbeError(f"cannot read the video: {error.strerror or error}") from error
-    return Probe(frames=frames, fps=float(rate), width=width, height=height, duration=frames / float(rate))
+    return Probe(frames=frames, fps=rate, width=width, height=height, duration=frames / rate)
 
 
 def _declared_frames(stream: av.VideoStream, *, size: int) -> int | None:
@@ -96,7 +96,7 @@ def _declared_frames(stream: av.VideoStream, *, size: int) -> int | None:
 
     A guess from the duration will not do: a clip that turns out one frame shorter would stop the training.
     """
-    entries = list(stream.index_entries)
+    entries = list(getattr(stream, "index_entries", ()))  # older PyAV has no access to the index
     if not entries or len(entries) < stream.frames:
         return None
     if stream.frames == 0:  # Matroska indexes key frames only

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from finetrainers.data import decode
+from finetrainers.data.decode import DecodeError, load_clip, read_frames, read_image, resize
+from finetrainers.data.plan import Clip
+from finetrainers.data.probe import probe
+from finetrainers.utils.seeding import generator
+
+
+def full_decode(path: Path) -> np.ndarray:
+    """The independent reference: every frame, in order, unscaled."""
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def clip_of(path: Path, bucket: tuple[int, int, int], *, fps: float | None = None, kind: str = "video") -> Clip:
+    found = probe(path, kind=kind)
+    return Clip(0, path, "", kind, bucket, fps or found.fps, found.frames, found.fps, found.width, found.height)
+
+
+@pytest.mark.parametrize("first", [0, 3, 30, 117, 200, 249])
+def test_frames_equal_a_full_decode_wherever_they_start(real_clips: Path, first: int) -> None:
+    path = real_clips / "bikes.mp4"  # six key frames and B-frames
+    indices = [i for i in range(first, first + 40, 7) if i < 250]
+    frames = read_frames(path, indices, height=272, width=640)
+    assert np.array_equal(frames.numpy(), full_decode(path)[indices])
+
+
+def test_a_late_start_does_not_decode_from_the_beginning(real_clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = []
+    original = decode._numbered
+
+    def spy(*args, **kwargs):
+        for number, frame in original(*args, **kwargs):
+            numbers.append(number)
+            yield number, frame
+
+    monkeypatch.setattr(decode, "_numbered", spy)
+    read_frames(real_clips / "bikes.mp4", [240, 242], height=34, width=80)
+    assert 0 < numbers[0] <= 240
+    assert numbers[-1] == 242
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "options"),
+    [
+        (".mp4", "libx264", {"g": "10", "bf": "3"}),
+        (".mkv", "libx264", {"g": "10", "x264-params": "open-gop=1"}),
+        (".avi", "mpeg4", {"g": "12"}),  # no display times
+        (".mpg", "mpeg2video", {"g": "12", "bf": "2"}),
+        (".webm", "libvpx", {"g": "15"}),
+    ],
+)
+def test_every_container_gives_the_right_frames(tmp_path: Path, make_video, suffix, codec, options) -> None:
+    path = make_video(tmp_path / f"clip{suffix}", frames=60, fps=25, codec=codec, options=options)
+    reference = full_decode(path)
+    for indices in ([0, 5], [30, 31, 32], [41, 59], [59]):
+        assert np.array_equal(read_frames(path, indices, height=32, width=48).numpy(), reference[indices])
+
+
+def test_variable_frame_rate_keeps_frame_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "vfr.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, options={"g": "8", "bf": "0"})
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for k in range(50):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 5 * k, np.uint8), format="rgb24")
+            frame.pts = k if k < 20 else 20 + 7 * (k - 20)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    assert np.array_equal(read_frames(path, [26, 40], height=32, width=48).numpy(), full_decode(path)[[26, 40]])
+
+
+@pytest.mark.parametrize("rotation", [90, 180, -90])
+def test_rotated_clips_come_out_upright(tmp_path: Path, make_video, rotation: int) -> None:
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 255, (3, 4, 6, 3)).repeat(16, axis=1).repeat(16, axis=2)
+    path = make_video(tmp_path / "phone.mp4", frames=3, height=64, width=96, rotation=rotation, pictures=pictures)
+    found = probe(path)
+    upright = read_frames(path, [1], height=found.height, width=found.width)[0].numpy().astype(int)
+    # A player turns the stored picture counterclockwise by the angle.
+    expected = np.rot90(pictures[1], k=rotation // 90)
+    assert np.abs(upright - expected).mean() < 12
+    assert np.abs(upright - np.rot90(expected, k=2)).mean() > 40
+
+
+def test_resize_is_pils_antialiased_bicubic(real_clips: Path) -> None:
+    frame = full_decode(real_clips / "carphone_pristine.mp4")[5]
+    ours = resize(torch.from_numpy(frame), 60, 88).numpy().astype(int)
+    pils = np.asarray(Image.fromarray(frame).resize((88, 60), Image.Resampling.BICUBIC)).astype(int)
+    assert np.abs(ours - pils).max() <= 1
+
+
+def test_center_crop_keeps_the_aspect_ratio(tmp_path: Path) -> None:
+    pixels = np.zeros((40, 100, 3), np.uint8)
+    pixels[:, 40:60] = 255  # a white square's width of 20 in the middle
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    clip = clip_of(tmp_path / "a.png", (1, 20, 20), kind="image")
+    cut = load_clip(clip, reshape_mode="center", frame_selection="head", generator=generator("cpu", 0))
+    assert cut.shape == (3, 1, 20, 20)
+    assert (cut > 0).float().mean() == pytest.approx(0.5)  # the middle 40 of 100 columns, half of them white
+    plain = load_clip(clip, reshape_mode="none", frame_selection="head", generator=generator("cpu", 0))
+    assert (plain > 0).float().mean() == pytest.approx(0.2)
+
+
+def test_random_crop_depends_on_the_generator_only(tmp_path: Path) -> None:
+    Image.fromarray(np.arange(100, dtype=np.uint8)[None, :, None].repeat(20, 0).repeat(3, 2)).save(tmp_path / "a.png")
+    clip = clip_of(tmp_path / "a.png", (1, 20, 20), kind="image")
+
+    def left(seed: int) -> float:
+        cut = load_clip(clip, reshape_mode="random", frame_selection="head", generator=generator("cpu", seed))
+        return round(((cut[0, 0, 0, 0] + 1) * 127.5).item())
+
+    found = [left(seed) for seed in range(40)]
+    assert found == [left(seed) for seed in range(40)]
+    assert min(found) < 15
+    assert max(found) > 65
+    assert max(found) <= 80
+
+
+def test_values_and_layout(tmp_path: Path, make_video) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=20, fps=16)
+    cut = load_clip(
+        clip_of(path, (9, 32, 48), fps=8), reshape_mode="center", frame_selection="head", generator=generator("cpu", 0)
+    )
+    assert cut.dtype == torch.float32
+    expected = torch.from_numpy(full_decode(path)[0:18:2]).permute(3, 0, 1, 2) / 127.5 - 1
+    torch.testing.assert_close(cut, expected)
+
+
+def test_random_start_moves_between_generators(tmp_path: Path, make_video) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=40)
+    clip = clip_of(path, (9, 32, 48))
+    cuts = [
+        load_clip(clip, reshape_mode="center", frame_selection="random", generator=generator("cpu", seed)).mean().item()
+        for seed in range(5)
+    ]
+    assert len(set(cuts)) > 1
+
+
+def test_uniform_ignores_the_rate(tmp_path: Path, make_video) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=17)
+    clip = clip_of(path, (9, 32, 48), fps=4.0)
+    cut = load_clip(clip, reshape_mode="center", frame_selection="uniform", generator=generator("cpu", 0))
+    expected = torch.from_numpy(full_decode(path)[0:17:2]).permute(3, 0, 1, 2) / 127.5 - 1
+    torch.testing.assert_close(cut, expected)
+
+
+def test_a_file_that_ends_early_says_how_far_it_got(tmp_path: Path, make_video) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=9)
+    with pytest.raises(DecodeError, match=r"a\.mp4 ends early: 2 of 3 wanted frames.*number 12"):
+        read_frames(path, [0, 4, 12], height=32, width=48)
+    with pytest.raises(DecodeError, match="ends early: 0 of 1"):
+        read_frames(path, [99], height=32, width=48)
+
+
+def test_damaged_files_name_the_file(tmp_path: Path, make_video) -> None:
+    whole = make_video(tmp_path / "whole.mp4", frames=32, container_options={"movflags": "faststart"})
+    (tmp_path / "cut.mp4").write_bytes(whole.read_bytes()[: whole.stat().st_size * 2 // 3])
+    (tmp_path / "text.mp4").write_text("text")
+    (tmp_path / "empty.png").write_bytes(b"")
+    for name in ("cut.mp4", "text.mp4", "absent.mp4"):
+        with pytest.raises(DecodeError, match=name):
+            read_frames(tmp_path / name, range(32), height=32, width=48)
+    with pytest.raises(DecodeError, match=r"empty\.png"):
+        read_image(tmp_path / "empty.png", height=8, width=8)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import DataSection, ModelSection
+from finetrainers.data.manifest import DataError
+from finetrainers.data.plan import DatasetPlan, plan_dataset
+
+GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)
+
+
+def plan(root: Path, **options: object) -> DatasetPlan:
+    model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path="x")
+    return plan_dataset(TrainConfig(model=model, data=DataSection(data_root=root, **options)), GEOMETRY)
+
+
+@pytest.fixture
+def root(tmp_path: Path, make_video, make_image) -> Path:
+    make_video(tmp_path / "long.mp4", frames=40, fps=8)
+    make_video(tmp_path / "fast.mp4", frames=36, fps=16)
+    make_video(tmp_path / "slow.mp4", frames=17, fps=4, height=48, width=32)
+    make_image(tmp_path / "still.png")
+    for name in ("long", "fast", "slow", "still"):
+        (tmp_path / f"{name}.txt").write_text(f"a {name} clip")
+    return tmp_path
+
+
+BUCKETS = {"video_resolution_buckets": ["17x32x48", "17x48x32", "9x16x16"], "image_resolution_buckets": ["16x32"]}
+
+
+def test_every_item_gets_its_bucket_and_rate(root: Path) -> None:
+    made = plan(root, **BUCKETS)
+    assert {clip.path.name: (clip.bucket, clip.fps) for clip in made.clips} == {
+        "long.mp4": ((17, 32, 48), 8),
+        "fast.mp4": ((17, 32, 48), 8),  # 36 frames at 16 fps give 18 at 8
+        "slow.mp4": ((17, 48, 32), 4),
+        "still.png": ((1, 16, 32), 8),
+    }
+    assert made.notes == ()
+    assert made.warnings == ("1 item slower than 8 fps and trained at their own rate: slow.mp4 (4 fps)",)
+    assert made.table() == [("17x48x32", "1", "0", "4"), ("17x32x48", "2", "0", "8"), ("1x16x32", "1", "0", "8")]
+
+
+def test_target_fps_and_uniform(root: Path) -> None:
+    made = plan(root, **BUCKETS, target_fps=4)
+    assert {c.path.name: c.bucket[0] for c in made.clips} == {
+        "long.mp4": 17, "fast.mp4": 9, "slow.mp4": 17, "still.png": 1,
+    }  # fmt: skip
+    uniform = {c.path.name: c for c in plan(root, **BUCKETS, frame_selection="uniform").clips}
+    assert uniform["fast.mp4"].fps == pytest.approx(16 * 16 / 35)
+
+
+def test_too_short_clips_are_an_error_or_a_named_warning(root: Path) -> None:
+    options = {"video_resolution_buckets": ["33x32x48"]}
+    with pytest.raises(DataError) as caught:
+        plan(root, **options)
+    assert len(caught.value.problems) == 3
+    assert "fast.mp4: too short: 36 frames at 16 fps give 18 at 8 fps, and the shortest bucket needs 33" in str(
+        caught.value
+    )
+    assert "still.png: there is no bucket for images" in str(caught.value)
+    made = plan(root, **options, max_bad_samples=3)
+    assert [c.path.name for c in made.clips] == ["long.mp4"]
+    assert made.warnings[0].startswith("3 items cannot be used and left out: fast.mp4: too short")
+    assert [v.use for v in made.verdicts].count("rejected") == 3
+
+
+def test_unreadable_files_carry_their_reason(root: Path) -> None:
+    (root / "bad.mp4").write_text("text")
+    (root / "bad.txt").write_text("a caption")
+    with pytest.raises(DataError, match=r"1 of 5 items cannot be used.*\n.*bad\.mp4: cannot read the video"):
+        plan(root, **BUCKETS)
+
+
+def test_default_buckets_are_noted_and_reject_nothing(root: Path) -> None:
+    made = plan(root)
+    assert len(made.clips) == 4
+    assert made.buckets == ((17, 32, 48), (1, 32, 48))
+    assert made.notes[0] == "no buckets were given; chose 17x32x48 from the sizes of 3 videos"
+    assert all(not GEOMETRY.problems(*bucket) for bucket in made.buckets)
+
+
+def test_illegal_buckets_are_refused(root: Path) -> None:
+    with pytest.raises(DataError, match="16x32x48: 16 frames is not 8"):
+        plan(root, video_resolution_buckets=["16x32x48"])
+
+
+def test_held_out_items_are_stable_and_leave_something(root: Path, make_video) -> None:
+    made = plan(root, **BUCKETS, eval_num_items=2)
+    names = {clip.path.name for clip in made.eval_clips}
+    assert len(names) == 2
+    assert names.isdisjoint(clip.path.name for clip in made.clips)
+    assert {c.path.name for c in plan(root, **BUCKETS, eval_num_items=2).eval_clips} == names
+    assert {c.path.name for c in plan(root, **BUCKETS, eval_num_items=1).eval_clips} < names
+    with pytest.raises(DataError, match="leaves nothing to train on: there are 4 usable items"):
+        plan(root, **BUCKETS, eval_num_items=4)
+
+
+def test_fingerprint_follows_the_data_not_the_place(root: Path, tmp_path_factory) -> None:
+    before = plan(root, **BUCKETS).fingerprint
+    moved = tmp_path_factory.mktemp("moved")
+    for file in root.iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    assert plan(moved, **BUCKETS).fingerprint == before
+    (moved / "long.txt").write_text("another caption")
+    assert plan(moved, **BUCKETS).fingerprint != before
+    assert plan(root, **BUCKETS, eval_num_items=1).fingerprint != before
+    assert plan(root, **BUCKETS, video_reshape_mode="none").fingerprint == before
+
+
+def test_manifest_has_a_line_for_every_item(root: Path, tmp_path: Path) -> None:
+    (root / "caf\u00e9.mp4").write_bytes(b"")
+    (root / "caf\u00e9.txt").write_text("empty")
+    plan(root, **BUCKETS, max_bad_samples=1, eval_num_items=1).write(tmp_path / "run" / "manifest.jsonl")
+    lines = (tmp_path / "run" / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
+    records = {record["name"]: record for record in map(json.loads, lines)}
+    assert len(records) == 5
+    assert records["caf\u00e9.mp4"]["reason"] == "the file is empty"
+    assert records["long.mp4"]["bucket"] == "17x32x48"
+    assert {record["use"] for record in records.values()} == {"train", "eval", "rejected"}
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, finetrainers.data.plan, finetrainers.data.stream; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
