@@ -122,10 +122,6 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
         for option in _LORA_OPTIONS:
             if config.changed(option):
                 found.warnings.append(f"--{option} has no effect with --training_type full-finetune")
-        if training.mixed_precision == "fp16" and training.master_weights == "stochastic_rounding":
-            found.error("mixed_precision", "fp16 cannot go with --master_weights stochastic_rounding; use bf16")
-    elif training.master_weights != "fp32":
-        found.error("master_weights", "stochastic_rounding is for --training_type full-finetune; LoRA weights are fp32")
     if training.lora_dropout and training.use_dora:
         found.warnings.append("--lora_dropout with --use_dora slows DoRA down: PEFT then computes the base twice")
     for option in ("ema_decay", "ema_update_after_step"):

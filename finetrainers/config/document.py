@@ -93,7 +93,10 @@ def json_schema() -> dict[str, Any]:
         options = info.annotation.model_json_schema()  # type: ignore[union-attr]
         schema.setdefault("$defs", {}).update(options.get("$defs", {}))
         for name, option in options["properties"].items():
-            schema["properties"][name] = {**option, "description": f"[{section}] {option.get('description', '')}"}
+            flat = {**option, "description": f"[{section}] {option.get('description', '')}"}
+            # `optimizer` is a section and an option: a table or a text, in the same place of a file.
+            taken = schema["properties"].get(name)
+            schema["properties"][name] = {"anyOf": [taken, flat]} if taken else flat
     schema["required"] = []
     schema["$defs"]["ModelSection"]["required"] = []
     schema["title"] = "finetrainers training configuration"

@@ -14,6 +14,8 @@ from finetrainers.data.manifest import DataError
 from finetrainers.data.plan import DatasetPlan, plan_dataset
 from finetrainers.methods.registry import method_names
 from finetrainers.models.registry import Family, get_family
+from finetrainers.optim.rules import optimizer_problems
+from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.text import nearest
 
 from .resume import find_checkpoint
@@ -58,6 +60,9 @@ def preflight(config: TrainConfig) -> Preflight:
     found = check_config(config, family=facts, geometry=geometry, prompts=prompts)
     problems += found.errors
 
+    errors, optimizer_warnings = optimizer_problems(config, device_type=likely_device_type())
+    problems += [Problem("optimizer", message) for message in errors]
+
     resume_from = None
     try:
         resume_from = find_checkpoint(config.training.resume_from_checkpoint, config.run.output_dir)
@@ -73,7 +78,7 @@ def preflight(config: TrainConfig) -> Preflight:
             problems.append(Problem("data", str(error)))
     if problems or plan is None:
         raise ConfigError(problems)
-    return Preflight(config, family, geometry, prompts, plan, resume_from, found.warnings + list(plan.warnings))
+    return Preflight(config, family, geometry, prompts, plan, resume_from, [*found.warnings, *optimizer_warnings, *plan.warnings])
 
 
 def _check_paths(config: TrainConfig) -> list[Problem]:

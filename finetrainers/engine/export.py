@@ -1,0 +1,157 @@
+"""What a run leaves for others: the weights in diffusers layout, a model card, and optionally a hub repository."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jinja2
+import torch
+from huggingface_hub import HfApi
+
+from finetrainers import __version__
+from finetrainers.models.spec import DTYPES
+
+from .preflight import Preflight
+from .trainable import LORA_FILE, save_weights
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_CARD = """---
+base_model: {{ base_model }}
+library_name: diffusers
+tags: [finetrainers, text-to-video, {{ "lora" if is_lora else "full-finetune" }}]
+{%- if prompts %}
+widget:
+{%- for prompt, video in prompts %}
+  - text: {{ prompt | tojson }}
+{%- if video %}
+    output: {url: {{ video }}}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+---
+
+# {{ name }}
+
+{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ base_model }}`, trained with finetrainers {{ version }} for
+{{ steps }} steps on {{ num_clips }} clips.
+{%- if id_token %} Put `{{ id_token }}` before your prompt.{% endif %}
+
+## Use
+
+```python
+import torch
+from diffusers import {{ pipeline }}{% if not is_lora %}, {{ transformer }}{% endif %}
+{% if is_lora %}
+pipe = {{ pipeline }}.from_pretrained({{ base_model | tojson }}, torch_dtype=torch.bfloat16)
+pipe.load_lora_weights({{ location | tojson }})
+{% else %}
+transformer = {{ transformer }}.from_pretrained({{ location | tojson }}, subfolder="transformer", torch_dtype=torch.bfloat16)
+pipe = {{ pipeline }}.from_pretrained({{ base_model | tojson }}, transformer=transformer, torch_dtype=torch.bfloat16)
+{% endif %}video = pipe({{ example | tojson }}).frames[0]
+```
+
+## Training
+{% if prompts %}
+Samples of the last validation:
+{% for prompt, video in prompts %}
+- {{ prompt }}{% if video %} ([video]({{ video }})){% endif %}
+{%- endfor %}
+{% endif %}
+Every setting: [config.toml](config.toml). Changed from the defaults:
+
+| option | value |
+|---|---|
+{%- for option, value in settings %}
+| `{{ option }}` | {{ value }} |
+{%- endfor %}
+"""
+
+#: Options that say where a run was, not what it was.
+_LOCAL = ("output_dir", "data_root", "dataset_file", "cache_dir", "hub_token", "precompute_dir", "validation_prompts",
+          "resume_from_checkpoint", "logging_dir", "dataloader_num_workers")  # fmt: skip
+
+
+def export(trainer: Trainer, checked: Preflight) -> None:
+    """Write weights and model card into the run directory, and upload them if asked; every rank must call it."""
+    config, parallel = trainer.config, trainer.parallel
+    use_ema = trainer.ema.applied() if trainer.ema is not None else contextlib.nullcontext()
+    with use_ema:
+        state = parallel.full_state(trainer.transformer)
+    error: Exception | None = None
+    if parallel.is_main:
+        try:
+            is_lora = config.training.training_type == "lora"
+            save_weights(
+                trainer.run_dir.root,
+                spec=trainer.spec,
+                transformer=parallel.unwrap(trainer.transformer),
+                state_dict=state,
+                training=config.training,
+                dtype=torch.float32 if is_lora else DTYPES[config.model.transformer_dtype],
+            )
+            (trainer.run_dir.root / "README.md").write_text(model_card(trainer, checked), encoding="utf-8")
+            if config.run.push_to_hub:
+                push(trainer)
+        except Exception as caught:
+            error = caught
+    parallel.raise_if_any_failed(error, "writing the results")
+
+
+def model_card(trainer: Trainer, checked: Preflight) -> str:
+    """The README of the results: base model, how to use it, prompts with their samples, settings."""
+    config = trainer.config
+    is_lora = config.training.training_type == "lora"
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    token = config.data.id_token
+    caption = checked.plan.clips[0].caption
+    settings = [
+        (name, str(value).replace("|", "\\|"))
+        for name, value in config.flat().items()
+        if config.changed(name) and name not in _LOCAL
+    ]
+    return environment.from_string(_CARD).render(
+        base_model=config.model.pretrained_model_name_or_path,
+        is_lora=is_lora,
+        name=config.run.hub_model_id or config.run.output_dir.resolve().name,
+        version=__version__,
+        steps=trainer.step,
+        num_clips=len(checked.plan.clips),
+        id_token=token,
+        pipeline=trainer.spec.pipeline_class,
+        transformer=type(trainer.parallel.unwrap(trainer.transformer)).__name__,
+        location=config.run.hub_model_id or str(config.run.output_dir),
+        example=caption,
+        prompts=_samples(trainer.run_dir.root, [p.prompt for p in checked.prompts]),
+        settings=settings,
+    )
+
+
+def _samples(root: Path, prompts: list[str]) -> list[tuple[str, str | None]]:
+    """Each validation prompt with its newest sample, as a path relative to the run directory."""
+    steps = sorted((root / "samples").glob("step-*"))
+    found = []
+    for index, prompt in enumerate(prompts):
+        videos = sorted(steps[-1].glob(f"{index:02d}-*.mp4")) if steps else []
+        found.append((prompt, videos[0].relative_to(root).as_posix() if videos else None))
+    return found
+
+
+def push(trainer: Trainer) -> None:
+    """Upload weights, card, configuration and samples to the hub (not checkpoints, caches or logs)."""
+    config = trainer.config
+    token = config.run.hub_token.get_secret_value() if config.run.hub_token else None
+    api = HfApi(token=token)
+    repository = api.create_repo(config.run.hub_model_id or config.run.output_dir.resolve().name, exist_ok=True)
+    api.upload_folder(
+        repo_id=repository.repo_id,
+        folder_path=trainer.run_dir.root,
+        allow_patterns=[LORA_FILE, "transformer/*", "README.md", "config.toml", "samples/**"],
+        commit_message=f"Trained with finetrainers {__version__}",
+    )

@@ -1,0 +1,100 @@
+"""What a run is going to do, said before it does it: the start-up lines and the dry run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.load import dump_toml
+from finetrainers.models.registry import build_tiny
+from finetrainers.utils.text import plural
+
+from .preflight import Preflight
+from .trainable import attach, trainable_parameters
+
+if TYPE_CHECKING:
+    from finetrainers.parallel.engine import Parallel
+
+
+def print_start(checked: Preflight, parallel: Parallel) -> None:
+    """On the main process: what trains on what, and every warning."""
+    if not parallel.is_main:
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    config = checked.config
+    console.print(
+        f"{config.training.method} {config.training.training_type} of {config.model.model_name} "
+        f"({config.model.pretrained_model_name_or_path}) on {plural(len(checked.plan.clips), 'clip')}; {parallel.describe()}"
+    )
+    _print_data(console, checked)
+    for warning in checked.warnings:
+        console.print(f"warning: {warning}")
+
+
+def _print_data(console: Console, checked: Preflight) -> None:
+    table = Table(title="data", title_justify="left", box=None)
+    rows: Sequence[Sequence[str]] = checked.plan.table()
+    for heading in rows[0]:
+        table.add_column(heading)
+    for row in rows[1:]:
+        table.add_row(*row)
+    console.print(table)
+
+
+def dry_run_report(checked: Preflight) -> None:
+    """Build what can be built without weights, print the plan and the configuration.
+
+    Raises:
+        ConfigError: the model's parts do not go with the options (a LoRA target that matches nothing, say).
+    """
+    config = checked.config
+    console = Console(soft_wrap=True, highlight=False)
+    transformer, what = _transformer_without_weights(checked)
+    try:
+        attach(transformer, config.training)
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from None
+    trained = sum(p.numel() for p in trainable_parameters(transformer).values())
+    total = sum(p.numel() for p in transformer.parameters())
+    console.print(f"dry run of {config.model.model_name} {config.training.training_type}: everything checks out")
+    console.print(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained ({what})")
+    from finetrainers.memory.plan import estimate_for
+
+    for name, gib in estimate_for(config, checked.geometry, transformer, bucket=_largest(checked)).table():
+        console.print(f"  {name:<28}{gib}")
+    _print_data(console, checked)
+    batches = config.dataloader.batch_size * config.training.gradient_accumulation_steps
+    steps = config.training.train_steps
+    console.print(
+        f"{plural(steps, 'step') if steps else plural(config.training.train_epochs, 'epoch')} of "
+        f"{batches} clips per process; output in {config.run.output_dir}"
+    )
+    if checked.resume_from:
+        console.print(f"continues from {checked.resume_from}")
+    for warning in checked.warnings:
+        console.print(f"warning: {warning}")
+    console.print("\n" + dump_toml(config), markup=False)
+
+
+def _largest(checked: Preflight) -> tuple[int, int, int]:
+    return max((clip.bucket for clip in checked.plan.clips), key=lambda b: b[0] * b[1] * b[2])
+
+
+def _transformer_without_weights(checked: Preflight) -> tuple[nn.Module, str]:
+    """The transformer on the meta device; of a tiny model where the real one's config is not on disk."""
+    config = checked.config.model
+    if Path(config.pretrained_model_name_or_path).is_dir():
+        return checked.family.load(config).transformer_on_meta(), "built without weights"
+    with tempfile.TemporaryDirectory() as directory:
+        build_tiny(config.model_name, Path(directory) / "tiny")
+        local = config.model_copy(
+            update={"pretrained_model_name_or_path": str(Path(directory) / "tiny"), "transformer_id": None}
+        )
+        return checked.family.load(local).transformer_on_meta(), "of a tiny stand-in: the model is not on this disk"

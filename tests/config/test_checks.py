@@ -1,0 +1,136 @@
+"""Rules between options: every message names the setting, its value and the way out."""
+
+import pytest
+
+from finetrainers.config.checks import FamilyFacts, check_config
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.load import load_config
+from finetrainers.config.prompts import parse_validation_prompts
+
+BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
+GEOMETRY = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0)
+FLOW = FamilyFacts("m", is_flow=True, num_text_encoders=1, first_frame="tokens")
+VP = FamilyFacts("v", is_flow=False, num_text_encoders=1, first_frame="none")
+
+
+def findings(family=FLOW, **options):
+    config = load_config(**{**BASE, **options})
+    return check_config(config, family=family, geometry=GEOMETRY, prompts=parse_validation_prompts(config.validation))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"video_resolution_buckets": ["48x512x768"]}, "48 frames is not 8*k+1; use 41 or 49"),
+        ({"video_resolution_buckets": ["49x500x768"]}, "height 500 is not a multiple of 32; use 480 or 512"),
+        ({"image_resolution_buckets": ["512x770"]}, "width 770 is not a multiple of 32; use 768 or 800"),
+        ({"validation_prompts": "a dog@@@50x512x768"}, "prompt 1, 50x512x768: 50 frames"),
+        ({"text_encoder_3_dtype": "bf16"}, "no supported model family has a third text encoder"),
+        ({"text_encoder_2_dtype": "fp32"}, "m has one text encoder"),
+        ({"transformer_dtype": "float8_e4m3fn"}, "--layerwise_upcasting_modules transformer"),
+        ({"training_type": "full-finetune", "layerwise_upcasting_modules": ["transformer"]}, "--training_type lora"),
+        ({"flow_resolution_shifting": True, "flow_shift": 3.0}, "choose one"),
+        (
+            {"flow_resolution_shifting": True, "flow_base_seq_len": 9, "flow_max_seq_len": 9},
+            "must be above --flow_base_seq_len 9",
+        ),
+        ({"data_root": None}, "give --data_root"),
+        ({"validation_steps": 5}, "there are no prompts"),
+        ({"eval_steps": 5}, "set --eval_num_items"),
+    ],
+)
+def test_errors(options, expected):
+    errors = [str(problem) for problem in findings(**options).errors]
+    assert any(expected in message for message in errors), errors
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"flow_shift": 2.0}, "not a flow-matching model"),
+        ({"flow_resolution_shifting": True}, "not a flow-matching model"),
+        ({"flow_weighting_scheme": "cosmap"}, "predicts v"),
+        ({"first_frame_conditioning_p": 0.1}, "takes no first frame"),
+        ({"validation_prompts": "a", "validation_images": "a.png"}, "takes no first frame"),
+    ],
+)
+def test_errors_for_variance_preserving_models(options, expected):
+    errors = [str(problem) for problem in findings(VP, **options).errors]
+    assert any(expected in message for message in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"flow_logit_mean": 0.5}, "--flow_logit_mean has no effect"),
+        ({"flow_base_shift": 0.9}, "without --flow_resolution_shifting"),
+        ({"training_type": "full-finetune", "rank": 8}, "--rank has no effect"),
+        ({"ema_decay": 0.5}, "without --use_ema"),
+        ({"train_epochs": 3, "train_steps": 5}, "overridden by --train_steps"),
+        ({"precompute_conditions": True, "frame_selection": "random"}, "drawn once per clip"),
+        ({"caption_dropout_technique": "zero"}, "while --caption_dropout_p is 0"),
+        ({"eval_num_items": 2}, "set --eval_steps"),
+        ({"layerwise_upcasting_storage_dtype": "float8_e5m2"}, "without --layerwise_upcasting_modules"),
+        ({"precompute_dir": "x"}, "without --precompute_conditions"),
+    ],
+)
+def test_settings_without_effect_are_warnings(options, expected):
+    found = findings(**options)
+    assert found.errors == []
+    assert len(found.warnings) == 1
+    assert expected in found.warnings[0]
+
+
+def test_a_plain_configuration_has_no_findings():
+    found = findings(video_resolution_buckets=["49x512x768"], train_steps=5)
+    assert (found.errors, found.warnings) == ([], [])
+
+
+def test_geometry_counts_latents_and_tokens():
+    assert GEOMETRY.latent_shape(49, 512, 768) == (7, 16, 24)
+    assert GEOMETRY.num_tokens(49, 512, 768) == 2688
+    assert Geometry(4, 8, 2, 2, 16).num_tokens(49, 480, 720) == 7 * 30 * 45
+
+
+def prompts(**options):
+    return parse_validation_prompts(load_config(**BASE, **options).validation)
+
+
+def test_prompt_syntax():
+    found = prompts(validation_prompts="a cat@@@49x512x768:::no size:::mail me @@@ home@@@ 17x64x64 :::empty@@@")
+    assert [(p.prompt, p.size) for p in found] == [
+        ("a cat", (49, 512, 768)),
+        ("no size", None),
+        ("mail me @@@ home", (17, 64, 64)),
+        ("empty", None),
+    ]
+
+
+def test_prompt_media_must_match_in_number():
+    assert [p.image for p in prompts(validation_prompts="a|b", validation_separator="|", validation_images="x.png| ")] == [
+        "x.png",
+        None,
+    ]
+    with pytest.raises(ConfigError, match="1 entries for 2 prompts"):
+        prompts(validation_prompts="a:::b", validation_videos="v.mp4")
+    with pytest.raises(ConfigError, match="one prompt per entry"):
+        prompts(validation_images="x.png")
+
+
+def test_prompt_files(tmp_path):
+    lines = tmp_path / "p.jsonl"
+    lines.write_text('{"prompt": "a", "size": "17x64x64", "image": "i.png"}\n\n"b"\n')
+    assert [(p.prompt, p.size, p.image) for p in prompts(validation_prompts=str(lines))] == [
+        ("a", (17, 64, 64), "i.png"),
+        ("b", None, None),
+    ]
+    table = tmp_path / "p.toml"
+    table.write_text('[[prompts]]\nprompt = "a"\nsise = "17x64x64"\n')
+    with pytest.raises(ConfigError, match="unknown key 'sise'"):
+        prompts(validation_prompts=str(table))
+    with pytest.raises(ConfigError, match="no such file"):
+        prompts(validation_prompts="none.jsonl")
+    with pytest.raises(ConfigError, match="is not FRAMESxHEIGHTxWIDTH"):
+        prompts(validation_prompts="a@@@17x64")

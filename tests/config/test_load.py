@@ -1,0 +1,134 @@
+"""Loading options from flags, files and Python: precedence, errors with places, round trips."""
+
+import json
+
+import jsonschema
+import pytest
+
+from finetrainers.config.document import configuration_page, json_schema
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.flags import parse_flags
+from finetrainers.config.load import dump_toml, load_config
+from finetrainers.config.root import fields
+
+BASE = {"model_name": "ltx_video", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
+FLAGS = ["--model_name", "ltx_video", "--pretrained_model_name_or_path", "repo", "--data_root", "clips"]
+
+
+def messages(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_precedence_is_defaults_file_flags(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'rank = 8\nlr = 3e-4\n[model]\nmodel_name = "ltx_video"\npretrained_model_name_or_path = "repo"\n'
+        '[data]\ndata_root = "clips"\n'
+    )
+    config, _ = parse_flags(["--config", str(file), "--rank", "4"])
+    assert (config.training.rank, config.optimizer.lr, config.training.lora_alpha) == (4, 3e-4, 64)
+
+
+def test_lists_are_space_separated_and_switches_can_be_switched_off(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("pin_memory = true\n")
+    config, _ = parse_flags(
+        [*FLAGS, "--config", str(file), "--video_resolution_buckets", "17x64x96", "49x512x768", "--no-pin_memory"]
+    )
+    assert config.data.video_resolution_buckets == [(17, 64, 96), (49, 512, 768)]
+    assert config.dataloader.pin_memory is False
+
+
+def test_negative_numbers_are_values():
+    config, _ = parse_flags([*FLAGS, "--flow_logit_mean", "-0.5", "--flow_weighting_scheme", "logit_normal"])
+    assert config.diffusion.flow_logit_mean == -0.5
+
+
+def test_unknown_flags_and_bad_values_are_reported_together_with_the_nearest_name():
+    with pytest.raises(ConfigError) as error:
+        parse_flags([*FLAGS, "--batch_siz", "3", "--rank", "0", "--optimizer", "adamx", "--lr", "abc"])
+    found = messages(error)
+    assert len(found) == 4
+    assert "--batch_siz: unknown flag; did you mean 'batch_size'?" in found
+    assert any("rank" in m and "greater than or equal to 1" in m and "'0'" in m for m in found)
+    assert any("did you mean 'adam'?" in m for m in found)
+    assert any("lr" in m and "'abc'" in m for m in found)
+
+
+def test_file_errors_name_the_line_and_the_nearest_key(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("# a run\n[training]\nrnk = 8\n\n[data]\nlr = 1e-4\n[optimiser]\nx = 1\n")
+    with pytest.raises(ConfigError) as error:
+        parse_flags([*FLAGS, "--config", str(file), "--seed", "-1"])
+    found = messages(error)
+    assert f"{file}:3: unknown option 'rnk'; did you mean 'rank'?" in found
+    assert f"{file}:6: 'lr' belongs in [optimizer], not in [data]" in found
+    assert f"{file}:7: unknown table [optimiser]; did you mean 'optimizer'?" in found
+    assert any(m.startswith("--seed") for m in found)
+
+
+def test_value_errors_from_a_file_name_its_line(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('\nvideo_resolution_buckets = ["49x512"]\n')
+    with pytest.raises(ConfigError, match=r"run\.toml:2: .*FRAMESxHEIGHTxWIDTH"):
+        parse_flags([*FLAGS, "--config", str(file)])
+
+
+def test_broken_toml_and_missing_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("rank = \n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(file)
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_required_options_are_named():
+    with pytest.raises(ConfigError) as error:
+        load_config()
+    assert {p.where for p in error.value.problems} == {"--model_name", "--pretrained_model_name_or_path"}
+
+
+def test_toml_round_trip_keeps_every_option_and_no_secret(tmp_path):
+    config = load_config(
+        **BASE, video_resolution_buckets=["17x64x96"], lr=3e-5, hub_token="secret", report_to="wandb", train_steps=7
+    )
+    text = dump_toml(config)
+    assert "secret" not in text
+    (tmp_path / "config.toml").write_text(text)
+    again = load_config(tmp_path / "config.toml")
+    assert {k: v for k, v in again.flat().items() if k != "hub_token"} == {
+        k: v for k, v in config.flat().items() if k != "hub_token"
+    }
+    assert not again.changed("rank")
+    assert again.changed("lr")
+
+
+def test_config_is_frozen():
+    config = load_config(**BASE)
+    with pytest.raises(ValueError, match="frozen"):
+        config.training.rank = 3
+
+
+def test_every_option_is_described_and_documented():
+    page = configuration_page()
+    for name, (_, field) in fields().items():
+        assert field.description
+        assert field.description.endswith((".", ")")), name
+        assert f"`{name}`" in page
+
+
+def test_schema_accepts_a_dumped_config_and_refuses_a_typo(tmp_path):
+    schema = json.loads(json.dumps(json_schema()))
+    import tomli
+
+    document = tomli.loads(dump_toml(load_config(**BASE, video_resolution_buckets=["17x64x96"])))
+    jsonschema.validate(document, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"rnk": 8}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"rank": "many"}, schema)
+
+
+def test_list_models():
+    assert parse_flags(["--list_models"]) == (None, True)
