@@ -124,8 +124,9 @@ class CogVideoXSpec(ModelSpec):
         return Conditions({"prompt_embeds": embeds})
 
     def vae_stats(self, vae: nn.Module) -> VAEStats:
-        """Videos are always `z * scaling_factor`, as the pipelines decode; `invert_scale_latents` is about images only."""
-        return VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(vae.config.scaling_factor, dtype=torch.float32))  # type: ignore[union-attr]
+        """Videos are `z * scaling_factor`, as the pipelines decode; `invert_scale_latents` concerns images only."""
+        scale = torch.tensor(vae.config.scaling_factor, dtype=torch.float32)  # type: ignore[union-attr]
+        return VAEStats(mean=torch.tensor(0.0), scale=scale)
 
     def predict(
         self,
@@ -183,7 +184,8 @@ class CogVideoXSpec(ModelSpec):
 
     def decode(self, vae: nn.Module, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
         with torch.no_grad():
-            z = vae_stats.denormalise(latents_BCTHW).to(next(vae.parameters()).device, vae.dtype)  # type: ignore[call-overload]
+            device, dtype = next(vae.parameters()).device, vae.dtype
+            z = vae_stats.denormalise(latents_BCTHW).to(device, dtype)  # type: ignore[call-overload]
             video = vae.decode(z, return_dict=False)[0]  # type: ignore[operator]
         return (video.float() / 2 + 0.5).clamp(0.0, 1.0)
 

@@ -33,7 +33,10 @@ EMBEDDING_SCALE = 1000.0
 
 
 class HunyuanVideoSpec(ModelSpec):
-    """HunyuanVideo as `HunyuanVideoPipeline` runs it. Conditions: `prompt_embeds`, `prompt_attention_mask`, `pooled_prompt_embeds`."""
+    """HunyuanVideo as `HunyuanVideoPipeline` runs it.
+
+    Conditions: `prompt_embeds`, `prompt_attention_mask` (bool), `pooled_prompt_embeds`.
+    """
 
     name = "hunyuan_video"
     blocks = ("transformer_blocks", "single_transformer_blocks")
@@ -111,7 +114,7 @@ class HunyuanVideoSpec(ModelSpec):
 
     @torch.no_grad()
     def encode_text(self, encoders: TextEncoders, prompts: Sequence[str]) -> Conditions:
-        """The pipeline's encoding: LLaMA states `[B, 256, D]` after its prompt template, their mask, CLIP's pooled `[B, D2]`."""
+        """The pipeline's encoding: LLaMA states `[B, 256, D]`, its prompt template cropped off, and CLIP's `[B, D2]`."""
         embeds, pooled, mask = common.build_pipeline(HunyuanVideoPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts), device=common.encoder_device(encoders)
         )
@@ -120,7 +123,8 @@ class HunyuanVideoSpec(ModelSpec):
         )
 
     def vae_stats(self, vae: nn.Module) -> VAEStats:
-        return VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(vae.config.scaling_factor, dtype=torch.float32))  # type: ignore[union-attr]
+        scale = torch.tensor(vae.config.scaling_factor, dtype=torch.float32)  # type: ignore[union-attr]
+        return VAEStats(mean=torch.tensor(0.0), scale=scale)
 
     def predict(
         self,
@@ -148,7 +152,8 @@ class HunyuanVideoSpec(ModelSpec):
 
     def decode(self, vae: nn.Module, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
         with torch.no_grad():
-            z = vae_stats.denormalise(latents_BCTHW).to(next(vae.parameters()).device, vae.dtype)  # type: ignore[call-overload]
+            device, dtype = next(vae.parameters()).device, vae.dtype
+            z = vae_stats.denormalise(latents_BCTHW).to(device, dtype)  # type: ignore[call-overload]
             video = vae.decode(z, return_dict=False)[0]  # type: ignore[operator]
         return (video.float() / 2 + 0.5).clamp(0.0, 1.0)
 
@@ -181,7 +186,7 @@ class HunyuanVideoSpec(ModelSpec):
         )
 
     def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
-        """`guidance_scale` is the embedded guidance; the negative prompt counts only if `true_cfg_scale` > 1 in `extra`.
+        """`guidance_scale` is the embedded guidance; the negative prompt counts if `extra` has `true_cfg_scale` > 1.
 
         Raises:
             ValueError: the request has an image.

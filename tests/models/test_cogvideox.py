@@ -123,7 +123,7 @@ def stop(handles: list) -> None:
         handle.remove()
 
 
-# ---- conditioning and latents ------------------------------------------------------------------------------------------
+# ---- conditioning and latents ----------------------------------------------------------------------------------------
 
 
 def test_text_is_encoded_as_the_pipeline_does(checkpoint):
@@ -166,7 +166,7 @@ def test_latents_are_scaled_and_decoded_as_the_pipeline_does(checkpoint):
     torch.testing.assert_close(spec.decode(vae, x, stats), expected, rtol=0, atol=1e-5)
 
 
-# ---- the noise process -------------------------------------------------------------------------------------------------
+# ---- the noise process -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -194,11 +194,11 @@ def test_other_predictions_are_refused(checkpoint_of):
         checkpoint_of("5b").spec.process(scheduler)
 
 
-# ---- the network -------------------------------------------------------------------------------------------------------
+# ---- the network -----------------------------------------------------------------------------------------------------
 
 
 def pipeline_step(checkpoint: Checkpoint, x: torch.Tensor, image: torch.Tensor | None, **size: int) -> dict:
-    """What the stock pipeline feeds its transformer in one unguided step from latents `[B, C, T, H, W]`, and its output."""
+    """Inputs and output of the stock transformer in one unguided pipeline step from latents `[B, C, T, H, W]`."""
     arguments = dict(
         prompt=SHORT,
         **size,
@@ -363,7 +363,7 @@ def test_gradients_reach_latents_and_lora_under_checkpointing(checkpoint_of, ver
         torch.testing.assert_close(recomputed, plain)
 
 
-# ---- what a checkpoint can take ------------------------------------------------------------------------------------------
+# ---- what a checkpoint can take --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -446,7 +446,7 @@ def test_the_transformer_on_meta_has_the_same_parameters(checkpoint):
     assert {name: p.shape for name, p in meta.named_parameters()} == expected
 
 
-# ---- sampling and saving -------------------------------------------------------------------------------------------------
+# ---- sampling and saving ---------------------------------------------------------------------------------------------
 
 
 def sample_request(checkpoint: Checkpoint, **options) -> SampleRequest:

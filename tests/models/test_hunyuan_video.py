@@ -91,7 +91,7 @@ def masks(monkeypatch) -> list:
     return seen
 
 
-# ---- conditioning and latents ------------------------------------------------------------------------------------------
+# ---- conditioning and latents ----------------------------------------------------------------------------------------
 
 
 def test_text_is_encoded_as_the_pipeline_does(pipe, conditions):
@@ -137,7 +137,7 @@ def test_latents_are_scaled_and_decoded_as_the_pipeline_does(spec, pipe):
     assert actual.max() <= 1
 
 
-# ---- the network -------------------------------------------------------------------------------------------------------
+# ---- the network -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def test_a_checkpoint_without_guidance_embedding_gets_none(spec, conditions, rep
     assert calls[0]["guidance"] is None
 
 
-# ---- attention without masks -------------------------------------------------------------------------------------------
+# ---- attention without masks -----------------------------------------------------------------------------------------
 
 
 def trainable(transformer, *, checkpointing: bool):
@@ -316,7 +316,7 @@ def test_a_prompt_without_tokens_is_an_error(spec, transformer, conditions):
         spec.predict(transformer, latents(2), torch.tensor([0.3, 0.3]), empty, META)
 
 
-# ---- loading -----------------------------------------------------------------------------------------------------------
+# ---- loading ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_transformer_on_meta_has_the_same_parameters(spec, transformer):
@@ -343,7 +343,7 @@ def test_image_to_video_checkpoints_are_refused(spec, repo, tmp_path):
         other.transformer_on_meta()
 
 
-# ---- sampling and saving -----------------------------------------------------------------------------------------------
+# ---- sampling and saving ---------------------------------------------------------------------------------------------
 
 
 def request(**options) -> SampleRequest:
