@@ -135,7 +135,9 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
         found.warnings.append("--precompute_dir has no effect without --precompute_conditions")
     random_cut = data.frame_selection == "random" or data.video_reshape_mode == "random"
     if data.precompute_conditions and random_cut:
-        found.warnings.append("with --precompute_conditions a random crop or start is drawn once per clip, not per epoch")
+        found.warnings.append(
+            "with --precompute_conditions a random crop or start is drawn once per clip, not per epoch"
+        )
     if data.data_root is None and data.dataset_file is None:
         found.error("data_root", "no data: give --data_root (a folder) or --dataset_file (.csv, .json, .jsonl)")
 

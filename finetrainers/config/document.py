@@ -45,7 +45,9 @@ def configuration_page() -> str:
             section = group
             description = TrainConfig.model_fields[group].description
             lines += [f"\n## [{group}]\n", f"{description}\n", "| option | type | default | |", "|---|---|---|---|"]
-        lines.append(f"| `{name}` | {_type_text(field)} | {_default_cell(field)} | {_escape(field.description or '')} |")
+        lines.append(
+            f"| `{name}` | {_type_text(field)} | {_default_cell(field)} | {_escape(field.description or '')} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -70,7 +70,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
             f"Example: {prog} --config examples/ltx_video/lora.toml --data_root clips --output_dir run1"
         ),
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of options; repeat flags to override it.")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file of options; repeat flags to override it."
+    )
     parser.add_argument("--list_models", action="store_true", help="Print the model families and exit.")
     groups: dict[str, Any] = {}
     for name, (section, field) in fields().items():

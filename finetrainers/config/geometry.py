@@ -42,9 +42,7 @@ class Geometry:
         found = []
         if (frames - 1) % self.temporal:
             below = (frames - 1) // self.temporal * self.temporal + 1
-            found.append(
-                f"{frames} frames is not {self.temporal}*k+1; use {below} or {below + self.temporal}"
-            )
+            found.append(f"{frames} frames is not {self.temporal}*k+1; use {below} or {below + self.temporal}")
         for name, pixels in (("height", height), ("width", width)):
             if pixels % self.size_multiple:
                 below = max(pixels // self.size_multiple, 1) * self.size_multiple

@@ -122,7 +122,9 @@ class DataSection(Section):
         description="Probability, per sample, of giving the clean first frame (image-to-video); default: by model.",
     )
     max_bad_samples: int = Field(
-        0, ge=0, description="How many unreadable or unusable files may be left out (each is named) before it is an error."
+        0,
+        ge=0,
+        description="How many unreadable or unusable files may be left out (each is named) before it is an error.",
     )
     eval_num_items: int = Field(0, ge=0, description="Items held out of training for the evaluation loss.")
 

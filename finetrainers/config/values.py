@@ -20,9 +20,7 @@ def parse_video_bucket(value: Any) -> Any:
     if isinstance(value, str):
         match = _BUCKET.match(value.strip())
         if not match or "0" in match.groups():
-            raise ValueError(
-                f"{value!r} is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)"
-            )
+            raise ValueError(f"{value!r} is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)")
         return tuple(int(part) for part in match.groups())
     return value
 

@@ -85,9 +85,7 @@ class NoiseLevels:
     def __init__(self, config: DiffusionSection, *, is_flow: bool, scheduler_config: dict[str, object]) -> None:
         self.config = config
         self.is_flow = is_flow
-        self.resolution = (
-            ResolutionShift.resolve(config, scheduler_config) if config.flow_resolution_shifting else None
-        )
+        self.resolution = ResolutionShift.resolve(config, scheduler_config) if config.flow_resolution_shifting else None
 
     def shift(self, num_tokens: int) -> float:
         """The shift that applies to clips of `num_tokens` video tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
+from finetrainers.data.plan import DatasetPlan
 from finetrainers.models.registry import build_tiny
 from finetrainers.utils.text import plural
 
@@ -34,16 +34,21 @@ def print_start(checked: Preflight, parallel: Parallel) -> None:
         f"({config.model.pretrained_model_name_or_path}) on {plural(len(checked.plan.clips), 'clip')}; {parallel.describe()}"
     )
     _print_data(console, checked)
+    _print_remarks(console, checked)
+
+
+def _print_remarks(console: Console, checked: Preflight) -> None:
+    for note in checked.plan.notes:
+        console.print(f"note: {note}")
     for warning in checked.warnings:
         console.print(f"warning: {warning}")
 
 
 def _print_data(console: Console, checked: Preflight) -> None:
     table = Table(title="data", title_justify="left", box=None)
-    rows: Sequence[Sequence[str]] = checked.plan.table()
-    for heading in rows[0]:
+    for heading in ("bucket", "train", "held out", "fps"):
         table.add_column(heading)
-    for row in rows[1:]:
+    for row in checked.plan.table():
         table.add_row(*row)
     console.print(table)
 
@@ -67,7 +72,7 @@ def dry_run_report(checked: Preflight) -> None:
     console.print(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained ({what})")
     from finetrainers.memory.plan import estimate_for
 
-    for name, gib in estimate_for(config, checked.geometry, transformer, bucket=_largest(checked)).table():
+    for name, gib in estimate_for(config, checked.geometry, transformer, bucket=largest_bucket(checked.plan)).table():
         console.print(f"  {name:<28}{gib}")
     _print_data(console, checked)
     batches = config.dataloader.batch_size * config.training.gradient_accumulation_steps
@@ -78,13 +83,18 @@ def dry_run_report(checked: Preflight) -> None:
     )
     if checked.resume_from:
         console.print(f"continues from {checked.resume_from}")
-    for warning in checked.warnings:
-        console.print(f"warning: {warning}")
+    _print_remarks(console, checked)
     console.print("\n" + dump_toml(config), markup=False)
 
 
-def _largest(checked: Preflight) -> tuple[int, int, int]:
-    return max((clip.bucket for clip in checked.plan.clips), key=lambda b: b[0] * b[1] * b[2])
+def largest_bucket(plan: DatasetPlan) -> tuple[int, int, int]:
+    """The training bucket with most pixels, `(frames, height, width)`."""
+    return max((clip.bucket for clip in plan.clips), key=lambda b: b[0] * b[1] * b[2])
+
+
+def print_line(text: str) -> None:
+    """One line for the user."""
+    Console(soft_wrap=True, highlight=False).print(text, markup=False)
 
 
 def _transformer_without_weights(checked: Preflight) -> tuple[nn.Module, str]:

@@ -48,7 +48,10 @@ def preflight(config: TrainConfig) -> Preflight:
     problems += _check_paths(config)
     if config.training.method not in method_names():
         problems.append(
-            Problem("--method", f"unknown method {config.training.method!r}{nearest(config.training.method, method_names())}")
+            Problem(
+                "--method",
+                f"unknown method {config.training.method!r}{nearest(config.training.method, method_names())}",
+            )
         )
     try:
         prompts = parse_validation_prompts(config.validation)
@@ -78,7 +81,9 @@ def preflight(config: TrainConfig) -> Preflight:
             problems.append(Problem("data", str(error)))
     if problems or plan is None:
         raise ConfigError(problems)
-    return Preflight(config, family, geometry, prompts, plan, resume_from, [*found.warnings, *optimizer_warnings, *plan.warnings])
+    return Preflight(
+        config, family, geometry, prompts, plan, resume_from, [*found.warnings, *optimizer_warnings, *plan.warnings]
+    )
 
 
 def _check_paths(config: TrainConfig) -> list[Problem]:

@@ -53,7 +53,9 @@ def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
         raise ValueError(f"no checkpoint of step {wanted} in {checkpoints_dir(output_dir)}; there are: {names}")
     path = Path(wanted)
     if not (path / "state.json").is_file():
-        raise ValueError(f"{wanted} is not a checkpoint (no state.json); give `latest`, a step ({names}) or a directory")
+        raise ValueError(
+            f"{wanted} is not a checkpoint (no state.json); give `latest`, a step ({names}) or a directory"
+        )
     return path
 
 

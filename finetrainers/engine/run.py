@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable
+from functools import partial
+from itertools import count, takewhile
 from typing import Any
 
 import torch
 from diffusers.training_utils import free_memory
+from diffusers.utils import load_image, load_video
 from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.source import BatchSource, open_source
+from finetrainers.config.sections import OptimizerSection
+from finetrainers.data.cache import FileDigests, TensorCache
+from finetrainers.data.encode import CachedEncoder, Encoder
+from finetrainers.data.loader import DecodeFetch, Fetch
+from finetrainers.data.precompute import CacheFetch, CacheKeys, precompute_text, precompute_video
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.memory.casting import enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_gradient_checkpointing
 from finetrainers.methods.registry import load_method
+from finetrainers.models.identity import text_identity, vae_identity
 from finetrainers.models.spec import DTYPES, Conditions, ModelSpec, TextEncoders
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.rules import optimizer_problems
-from finetrainers.optim.schedules import lr_schedule
+from finetrainers.optim.schedules import create_scheduler
 from finetrainers.parallel.engine import Parallel
-from finetrainers.utils.seeding import derive_seed
 
 from .callbacks.base import Callback
 from .callbacks.evaluation import EvaluationLoss
@@ -32,14 +39,13 @@ from .callbacks.metrics import MetricsFile, ProgressLine, Tracker
 from .callbacks.validation import EncodedPrompt, Validation
 from .checkpoint import load_checkpoint
 from .export import export
-from .plan_report import dry_run_report, print_start
+from .plan_report import dry_run_report, largest_bucket, print_line, print_start
 from .preflight import Preflight, preflight
 from .resume import critical_state
 from .run_dir import RunDirectory
 from .trainable import attach, load_lora_weights, trainable_parameters
 from .trainer import Trainer
-
-logger = logging.getLogger(__name__)
+from .training_data import TrainingData
 
 
 def train(config: TrainConfig) -> Trainer | None:
@@ -78,7 +84,9 @@ def make_parallel(config: TrainConfig) -> Parallel:
     torch.backends.cudnn.allow_tf32 = config.run.allow_tf32
     parallel = Parallel(
         mixed_precision=config.training.mixed_precision,
-        fallback_precision={"bf16": "bf16", "fp16": "fp16"}.get(config.model.transformer_dtype, "no"),
+        fallback_precision=config.model.transformer_dtype
+        if config.model.transformer_dtype in ("bf16", "fp16")
+        else "no",
         accumulation=config.training.gradient_accumulation_steps,
         batch_size=config.dataloader.batch_size,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -93,29 +101,56 @@ def make_parallel(config: TrainConfig) -> Parallel:
 def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     """Load everything in three phases and build the trainer, resumed if asked."""
     config, plan = checked.config, checked.plan
-    run_dir = RunDirectory(config.run.output_dir, writes=parallel.is_main)
     print_start(checked, parallel)
     spec = checked.family.load(config.model)
     scheduler = spec.load_scheduler()
     process = spec.process(scheduler)
+    weights_dtype = trainable_dtype(config)
+    compute_dtype = parallel.compute_dtype(
+        weights_dtype if config.training.training_type == "full-finetune" else DTYPES[config.model.transformer_dtype]
+    )
+    keys = cache_keys(config, spec) if config.data.precompute_conditions else None
+    clips = [*plan.clips, *plan.eval_clips]
 
-    # Phase 1: text. Phase 2: VAE. With precomputation each is gone before the next is loaded.
-    encoders = spec.load_text_encoders().to(parallel.device)
-    prompts, negative = encode_prompts(checked, spec, encoders)
-    source = open_source(checked.plan, config, spec=spec, parallel=parallel)
-    encoders_kept: TextEncoders | None = source.take_text_encoders(encoders)
-    del encoders
-    free_memory()
-    vae = spec.load_vae().to(parallel.device)
+    # Phase 1: text. With precomputation, each phase's networks are gone before the next phase loads its own.
+    encoders: TextEncoders | None = spec.load_text_encoders().to(parallel.device)
+    prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
+    if keys is not None:
+        share = {"rank": parallel.rank, "world_size": parallel.world_size}
+        precompute_text(
+            clips, partial(spec.encode_text, encoders), keys, **share, progress=_progress("captions", parallel)
+        )
+        encoders = None
+        free_memory()
+
+    # Phase 2: the VAE.
+    vae: nn.Module | None = spec.load_vae().to(parallel.device)
     vae_stats = spec.vae_stats(vae)
-    vae_kept: nn.Module | None = source.take_vae(vae)
-    free_memory()
+    geometry = spec.geometry(vae, spec.transformer_on_meta())
+    check_geometry(config, geometry)
+    if keys is not None:
+        workers = config.dataloader.dataloader_num_workers
+        encode_video = partial(spec.encode_video, vae)
+        precompute_video(clips, encode_video, keys, **share, num_workers=workers, progress=_progress("clips", parallel))
+        vae = encode_video = None
+        free_memory()
+        parallel.barrier()
+        fetch: Fetch = CacheFetch(keys)
+        encode: Any = CachedEncoder(data=config.data, seed=config.training.seed, device=parallel.device)
+    else:
+        fetch = DecodeFetch(config.data, config.training.seed)
+        encode = Encoder(
+            partial(spec.encode_text, encoders),
+            partial(spec.encode_video, vae),
+            data=config.data,
+            seed=config.training.seed,
+            device=parallel.device,
+            with_first_frame=spec.first_frame == "channels",
+        )
+    data = TrainingData(plan, config, fetch=fetch, encode=encode, parallel=parallel, compute_dtype=compute_dtype)
 
     # Phase 3: the transformer.
-    transformer = load_trainable_transformer(checked, spec, parallel)
-    geometry = spec.geometry(vae, transformer)
-    del vae, encoders_kept
-    check_geometry(config, geometry)
+    transformer = load_trainable_transformer(checked, spec, weights_dtype)
     method = load_method(config.training.method)(
         spec=spec,
         process=process,
@@ -124,10 +159,10 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         tokens_per_latent=1 / (geometry.patch_t * geometry.patch**2),
         first_frame_p=first_frame_probability(config, spec),
         seed=config.training.seed,
-        batches=source,
+        batches=data,
         accumulation=config.training.gradient_accumulation_steps,
     )
-    lr = learning_rate(config, parallel)
+    lr = config.optimizer.lr * lr_scale(config, parallel)
     transformer, optimizer = parallel.prepare(
         transformer,
         lambda parameters: create_optimizer(
@@ -138,7 +173,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
             stochastic_rounding=config.training.master_weights == "stochastic_rounding",
         ),
     )
-    total_steps = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
+    total_steps = config.training.train_steps or data.steps_for_epochs(config.training.train_epochs)
     trainer = Trainer(
         config=config,
         spec=spec,
@@ -148,16 +183,216 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         optimizer=optimizer,
         lr_at=lr_schedule(config.optimizer, lr=lr, total_steps=total_steps),
         total_steps=total_steps,
-        run_dir=run_dir,
+        run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
         critical=critical_state(config, fingerprint=plan.fingerprint, world_size=parallel.world_size),
         ema=make_ema(config, parallel.unwrap(transformer)),
     )
     trainer.callbacks = make_callbacks(
-        checked, trainer, source=source, scheduler=scheduler, prompts=prompts, negative=negative, vae=vae_kept
-    )
+        checked, parallel, data=data, scheduler=scheduler, prompts=prompts, negative=negative,
+        load_vae=spec.load_vae if vae is None else lambda: vae,
+    )  # fmt: skip
     if checked.resume_from is not None:
         load_checkpoint(trainer, checked.resume_from)
-    run_dir.start(config, resumed_step=trainer.step)
+    trainer.run_dir.start(config, resumed_step=trainer.step)
     if parallel.is_main:
-        plan.write(run_dir.root / "manifest.jsonl")
+        plan.write(trainer.run_dir.root / "manifest.jsonl")
     return trainer
+
+
+def trainable_dtype(config: TrainConfig) -> torch.dtype:
+    """The dtype in which the transformer is loaded: frozen weights as asked, trained ones in fp32 unless they round."""
+    if config.training.training_type == "lora":
+        return DTYPES[config.model.transformer_dtype]
+    return torch.float32 if config.training.master_weights == "fp32" else torch.bfloat16
+
+
+def cache_keys(config: TrainConfig, spec: ModelSpec) -> CacheKeys:
+    """Names of cache entries: everything that determines an encoding."""
+    directory = config.data.precompute_dir or config.run.output_dir / "precomputed"
+    return CacheKeys(
+        cache=TensorCache(directory),
+        digests=FileDigests(directory),
+        text_identity=text_identity(config.model),
+        vae_identity=vae_identity(config.model),
+        data=config.data,
+        seed=config.training.seed,
+        with_first_frame=spec.first_frame == "channels",
+    )
+
+
+def _progress(what: str, parallel: Parallel) -> Callable[[int, int], None]:
+    def report(done: int, total: int) -> None:
+        if parallel.is_main and (done == total or done % max(1, total // 10) == 0):
+            print_line(f"encoded {done}/{total} {what}")
+
+    return report
+
+
+def encode_prompts(
+    checked: Preflight, spec: ModelSpec, encoders: TextEncoders, dtype: torch.dtype
+) -> tuple[list[EncodedPrompt], Conditions | None]:
+    """Validation prompts as conditions on the CPU, so that sampling needs no text encoder; and the empty prompt's."""
+    if not checked.prompts:
+        return [], None
+    default_size = largest_bucket(checked.plan)
+    encoded = [
+        EncodedPrompt(
+            prompt=prompt,
+            conditions=spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype),
+            size=prompt.size or default_size,
+            image=_first_frame(prompt),
+        )
+        for prompt in checked.prompts
+    ]
+    return encoded, spec.encode_text(encoders, [""]).to("cpu", dtype)
+
+
+def _first_frame(prompt: ValidationPrompt) -> Any:
+    """The image that conditions a validation prompt, or None."""
+    if prompt.image is not None:
+        return load_image(prompt.image)
+    return load_video(prompt.video)[0] if prompt.video is not None else None
+
+
+def check_geometry(config: TrainConfig, geometry: Geometry) -> None:
+    """Sizes against the loaded model, which for hub models is known only now.
+
+    Raises:
+        ConfigError: a bucket does not fit.
+    """
+    problems = [
+        Problem("--video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}")
+        for bucket in config.data.video_resolution_buckets
+        for problem in geometry.problems(*bucket)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
+    """The transformer with what is trained attached, resumed weights included, ready to be wrapped.
+
+    Raises:
+        ConfigError: a LoRA target matches nothing.
+    """
+    config, resume_from = checked.config, checked.resume_from
+    if resume_from is not None and config.training.training_type == "full-finetune":
+        saved = config.model.model_copy(update={"transformer_id": str(resume_from / "transformer"), "variant": None})
+        transformer = checked.family.load(saved).load_transformer(dtype)
+    else:
+        transformer = spec.load_transformer(dtype)
+    try:
+        attach(transformer, config.training)
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from None
+    if resume_from is not None and config.training.training_type == "lora":
+        load_lora_weights(resume_from, transformer)
+    if "transformer" in config.model.layerwise_upcasting_modules:
+        enable_layerwise_upcasting(
+            transformer,
+            storage_dtype=DTYPES[config.model.layerwise_upcasting_storage_dtype],
+            compute_dtype=dtype,
+            skip_modules_pattern=config.model.layerwise_upcasting_skip_modules_pattern,
+        )
+    set_gradient_checkpointing(transformer, enabled=config.training.gradient_checkpointing)
+    return transformer
+
+
+def first_frame_probability(config: TrainConfig, spec: ModelSpec) -> float:
+    """How often training shows the clean first frame: as asked, else as the model was trained."""
+    if spec.first_frame == "none":
+        return 0.0
+    asked = config.data.first_frame_conditioning_p
+    return spec.first_frame_default_p if asked is None else asked
+
+
+def lr_scale(config: TrainConfig, parallel: Parallel) -> int:
+    """Factor of `scale_lr`: the global batch size."""
+    if not config.optimizer.scale_lr:
+        return 1
+    return config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.world_size
+
+
+def lr_schedule(section: OptimizerSection, *, lr: float, total_steps: int) -> Callable[[int], float]:
+    """Learning rate of optimizer step n, from 0: a pure function, so that there is no schedule state to resume."""
+    schedule = create_scheduler(
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),  # schedules are built around an optimizer; only f(n) is used
+        name=section.lr_scheduler,
+        num_warmup_steps=section.lr_warmup_steps,
+        num_training_steps=total_steps,
+        num_cycles=section.lr_num_cycles,
+        power=section.lr_power,
+    )
+    factor = schedule.lr_lambdas[0]
+    return lambda step: lr * factor(step)
+
+
+def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:
+    """The moving average of the trained weights, if asked for."""
+    if not config.training.use_ema:
+        return None
+    return EMA(
+        trainable_parameters(transformer),
+        decay=config.training.ema_decay,
+        update_after_step=config.training.ema_update_after_step,
+    )
+
+
+def make_callbacks(
+    checked: Preflight,
+    parallel: Parallel,
+    *,
+    data: TrainingData,
+    scheduler: Any,
+    prompts: list[EncodedPrompt],
+    negative: Conditions | None,
+    load_vae: Callable[[], nn.Module],
+) -> list[Callback]:
+    """What watches the run."""
+    config, validation = checked.config, checked.config.validation
+    callbacks: list[Callback] = [MetricsFile(), ProgressLine(enabled=parallel.is_main)]
+    if config.run.report_to != "none":
+        callbacks.append(
+            Tracker(
+                name=config.run.report_to,
+                project=config.run.tracker_name,
+                logging_dir=config.run.logging_dir,
+                enabled=parallel.is_main,
+            )
+        )
+    if data.held_out:
+        every = validation.eval_steps
+        callbacks.append(
+            EvaluationLoss(
+                batches=data.eval_batches,
+                num_levels=validation.eval_num_timesteps,
+                due=lambda step: every is not None and step % every == 0,
+            )
+        )
+    if prompts and negative is not None:
+        callbacks.append(
+            Validation(
+                prompts=prompts,
+                negative=negative,
+                section=validation,
+                frame_rate=validation.validation_frame_rate or checked.geometry.fps,
+                seed=config.training.seed,
+                scheduler=scheduler,
+                load_vae=load_vae,
+                due=validation_schedule(config, data),
+            )
+        )
+    return callbacks
+
+
+def validation_schedule(config: TrainConfig, data: TrainingData) -> Callable[[int], bool]:
+    """Whether to sample after a step: every N steps, at the ends of every N epochs, and after the last step."""
+    steps, epochs = config.validation.validation_steps, config.validation.validation_epochs
+    total = config.training.train_steps or data.steps_for_epochs(config.training.train_epochs)
+    at = {total}
+    if steps:
+        at |= set(range(steps, total + 1, steps))
+    if epochs:
+        ends = takewhile(lambda step: step <= total, (data.steps_for_epochs(n) for n in count(epochs, epochs)))
+        at |= set(ends)
+    return at.__contains__

@@ -80,7 +80,9 @@ class SFT:
         posterior_noise = standard_normal(generators, shape)
         eps = standard_normal(generators, shape)
         if quantile is None:
-            quantiles = self.noise_levels.sample(generators, round(shape[1] * shape[2] * shape[3] * self.tokens_per_latent))
+            quantiles = self.noise_levels.sample(
+                generators, round(shape[1] * shape[2] * shape[3] * self.tokens_per_latent)
+            )
         else:
             quantiles = torch.full((len(batch),), quantile, device=device)
         t = self.process.time_from_quantile(quantiles)

@@ -38,6 +38,7 @@ class CogVideoXSpec(ModelSpec):
     """
 
     name = "cogvideox"
+    pipeline_class = "CogVideoXPipeline"
 
     # ---- the checkpoint's configs ------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class HunyuanVideoSpec(ModelSpec):
     """
 
     name = "hunyuan_video"
+    pipeline_class = "HunyuanVideoPipeline"
     blocks = ("transformer_blocks", "single_transformer_blocks")
 
     # ---- loading -----------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ class LTXVideoSpec(ModelSpec):
     """
 
     name = "ltx_video"
+    pipeline_class = "LTXPipeline"
     first_frame = "tokens"
     first_frame_default_p = 0.1
 

@@ -144,6 +144,8 @@ class ModelSpec(ABC):
     first_frame: str = "none"  # "none" | "tokens" | "channels"
     #: Probability with which training conditions on the first frame when the user does not say.
     first_frame_default_p: float = 0.0
+    #: Name of the diffusers pipeline that users load the results with.
+    pipeline_class: str = "DiffusionPipeline"
 
     def __init__(self, config: ModelSection) -> None:
         self.config = config

@@ -30,8 +30,23 @@ class Parallel:
     """
 
     def __init__(
-        self, *, mixed_precision: str | None, accumulation: int, batch_size: int, max_grad_norm: float, timeout_s: int
+        self,
+        *,
+        mixed_precision: str | None,
+        fallback_precision: str,
+        accumulation: int,
+        batch_size: int,
+        max_grad_norm: float,
+        timeout_s: int,
     ) -> None:
+        """Args:
+        mixed_precision: `no`, `fp16`, `bf16`; None leaves it to the launcher, and to the fallback without one.
+        fallback_precision: see `mixed_precision`.
+        accumulation: micro-batches per optimizer step.
+        batch_size: samples per micro-batch, which DeepSpeed wants to know.
+        max_grad_norm: gradient norm to clip to; 0 for none.
+        timeout_s: seconds until a stuck collective fails.
+        """
         on_cpu = not (torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()))
         # These are the launcher's messages to accelerate; with them a CPU run needs gloo spelled out, because
         # accelerate would otherwise leave each process alone in a world of one.
@@ -39,6 +54,8 @@ class Parallel:
         group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
         if on_cpu and deepspeed:
             group = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        if mixed_precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ:
+            mixed_precision = fallback_precision
         self.accelerator = Accelerator(
             mixed_precision=mixed_precision,
             cpu=on_cpu and not deepspeed,
@@ -95,6 +112,10 @@ class Parallel:
         """Whether a forward pass needs all ranks, because none holds all weights."""
         zero_stage = self.accelerator.deepspeed_plugin.zero_stage if self.is_deepspeed else 0
         return self.is_fsdp or zero_stage == 3
+
+    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """The dtype that a network with weights of this dtype computes in."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, weights)
 
     def describe(self) -> str:
         """One line on engine, ranks, device and precision."""

@@ -29,9 +29,7 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float) -> None:
             container.mux(packet)
 
 
-def contact_sheet(
-    rows: Sequence[tuple[str, np.ndarray]], *, columns: int = 8, min_height: int = 96
-) -> Image.Image:
+def contact_sheet(rows: Sequence[tuple[str, np.ndarray]], *, columns: int = 8, min_height: int = 96) -> Image.Image:
     """One labelled row of evenly spaced frames per video.
 
     Args:
@@ -44,7 +42,9 @@ def contact_sheet(
         picks = np.unique(np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int))
         strip = np.concatenate([frames[i] for i in picks], axis=1)
         factor = max(1, -(-min_height // strip.shape[0]))
-        image = Image.fromarray(strip).resize((strip.shape[1] * factor, strip.shape[0] * factor), Image.Resampling.NEAREST)
+        image = Image.fromarray(strip).resize(
+            (strip.shape[1] * factor, strip.shape[0] * factor), Image.Resampling.NEAREST
+        )
         strips.append((label, image))
     margin = 16
     sheet = Image.new(

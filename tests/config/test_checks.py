@@ -109,7 +109,9 @@ def test_prompt_syntax():
 
 
 def test_prompt_media_must_match_in_number():
-    assert [p.image for p in prompts(validation_prompts="a|b", validation_separator="|", validation_images="x.png| ")] == [
+    assert [
+        p.image for p in prompts(validation_prompts="a|b", validation_separator="|", validation_images="x.png| ")
+    ] == [
         "x.png",
         None,
     ]

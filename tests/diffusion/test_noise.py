@@ -9,7 +9,13 @@ from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 
 from finetrainers.config.sections import DiffusionSection
 from finetrainers.diffusion.process import FlowMatching, VariancePreserving
-from finetrainers.diffusion.timesteps import NoiseLevels, loss_weight, resolution_mu, sample_quantiles, shift_noise_level
+from finetrainers.diffusion.timesteps import (
+    NoiseLevels,
+    loss_weight,
+    resolution_mu,
+    sample_quantiles,
+    shift_noise_level,
+)
 
 SHAPE = (3, 4, 2, 3, 5)
 
@@ -103,9 +109,7 @@ def test_static_shift_is_the_schedulers(shift):
 
 def test_resolution_shift_is_the_pipelines_exp_mu():
     config = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
-    levels = NoiseLevels(
-        DiffusionSection(flow_resolution_shifting=True), is_flow=True, scheduler_config=config
-    )
+    levels = NoiseLevels(DiffusionSection(flow_resolution_shifting=True), is_flow=True, scheduler_config=config)
     for tokens in (192, 1024, 2688, 9000):
         mu = calculate_shift(tokens, 1024, 4096, 0.95, 2.05)
         assert levels.shift(tokens) == pytest.approx(math.exp(mu))

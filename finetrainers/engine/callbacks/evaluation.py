@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ class EvaluationLoss(Callback):
     """Logs `eval_loss`, and one value per noise level, when `due(step)` and before the first step."""
 
     def __init__(
-        self, *, batches: Callable[[], Sequence[tuple[Batch, bool]]], num_levels: int, due: Callable[[int], bool]
+        self, *, batches: Callable[[], Iterable[tuple[Batch, bool]]], num_levels: int, due: Callable[[int], bool]
     ) -> None:
         """Args:
         batches: this rank's share of the held-out batches and whether each counts (ranks have equally many).

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from .base import Callback, Record
 
@@ -129,7 +137,9 @@ class Tracker(Callback):
             self.tracker = tracker_class(self.project)
         if hasattr(self.tracker, "start"):
             self.tracker.start()
-        settings = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in trainer.config.flat().items()}
+        settings = {
+            k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in trainer.config.flat().items()
+        }
         settings.pop("hub_token")
         self.tracker.store_init_configuration(settings)
 

@@ -94,7 +94,9 @@ class Validation(Callback):
                 frames = self._one(trainer, transformer, vae, prompt_index, video_index)
                 name = f"{prompt_index:02d}-{slug(self.prompts[prompt_index].prompt.prompt)}-{video_index}"
                 write_mp4(directory / f"{name}.mp4", frames, fps=self.frame_rate)
-                contact_sheet([(self.prompts[prompt_index].prompt.prompt[:100], frames)]).save(directory / f"{name}.png")
+                contact_sheet([(self.prompts[prompt_index].prompt.prompt[:100], frames)]).save(
+                    directory / f"{name}.png"
+                )
                 written.append(directory / f"{name}.mp4")
         transformer.train()
         del vae
