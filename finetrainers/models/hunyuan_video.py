@@ -115,7 +115,7 @@ class HunyuanVideoSpec(ModelSpec):
 
     @torch.no_grad()
     def encode_text(self, encoders: TextEncoders, prompts: Sequence[str]) -> Conditions:
-        """The pipeline's encoding: LLaMA states `[B, 256, D]`, its prompt template cropped off, and CLIP's `[B, D2]`."""
+        """The pipeline's encoding: LLaMA states `[B, 256, D]` without the prompt template, and CLIP's `[B, D2]`."""
         embeds, pooled, mask = common.build_pipeline(HunyuanVideoPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts), device=common.encoder_device(encoders)
         )
