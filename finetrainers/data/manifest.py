@@ -78,7 +78,7 @@ def read_items(data: DataSection) -> list[Item]:
         raise DataError(f"data_root {str(data.data_root)!r} is not a folder")
     problems: list[str] = []
     source, rows = _find_source(data, problems)
-    items = []
+    items: list[Item] = []
     for row in rows:
         if not row.media.is_file():
             what = "is not a regular file" if row.media.exists() else "does not exist"

@@ -106,8 +106,8 @@ class DatasetPlan:
         write_text_atomic(path, "\n".join(lines) + "\n")
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        """Rows `(bucket, training clips, held-out clips, frame rates)` for printing, largest bucket first."""
-        rows = []
+        """For printing: a row of headings, then one for each bucket, largest first."""
+        rows = [("bucket", "clips", "held out", "fps")]
         for bucket in sorted({clip.bucket for clip in (*self.clips, *self.eval_clips)}, reverse=True):
             train = [clip for clip in self.clips if clip.bucket == bucket]
             held_out = [clip for clip in self.eval_clips if clip.bucket == bucket]

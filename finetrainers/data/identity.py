@@ -1,0 +1,54 @@
+"""Names a loaded model part by what it computes, so that cached results are found again only for the same part.
+
+The name comes from the weights themselves, not from where they were loaded: moving a model keeps its cache, and
+replacing its files under the same name does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SAMPLED = 256  # elements read of each tensor; training or converting a model changes them all
+
+
+def identity(parts: Mapping[str, Any], **options: object) -> str:
+    """Hex digest of modules, tokenizers and further options.
+
+    Args:
+        parts: by name: torch modules, and tokenizers or processors with a vocabulary.
+        options: anything else that changes the result; JSON values.
+    """
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
+    for name, part in sorted(parts.items()):
+        digest.update(f"\n{name} {type(part).__name__} ".encode())
+        if isinstance(part, nn.Module):
+            _update_from_module(digest, part)
+        elif hasattr(part, "get_vocab"):
+            described = [sorted(part.get_vocab().items()), part.padding_side]
+            digest.update(json.dumps(described).encode())
+    return digest.hexdigest()
+
+
+def _update_from_module(digest: Any, module: nn.Module) -> None:
+    config: Any = getattr(module, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
+    # Names starting with an underscore say where the part came from and which library version wrote it.
+    kept = {key: value for key, value in values.items() if not key.startswith("_") and key != "transformers_version"}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(module.state_dict().items()):
+        if isinstance(tensor, Tensor):
+            digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(_sample(tensor))
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Bytes of evenly spaced elements."""
+    flat = tensor.detach().flatten()
+    sample = flat[:: max(flat.numel() // _SAMPLED, 1)].cpu().contiguous()
+    return sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b""

@@ -1,0 +1,199 @@
+"""The data side of a run in one object, from a plan to the batches of every step.
+
+It is handed the text encoders and the VAE as they are loaded, and keeps them, or fills the cache and lets them go.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.models.spec import Batch, ModelSpec, TextEncoders
+
+from .cache import FileDigests, TensorCache
+from .encode import CachedEncoder, Encoder, EncodeText
+from .identity import identity
+from .loader import DecodeFetch, Fetch, iterate_steps
+from .plan import Clip, DatasetPlan
+from .precompute import CacheFetch, CacheKeys, Progress, precompute_text, precompute_video
+from .stream import BatchStream, fixed_batches
+
+logger = logging.getLogger(__name__)
+
+_LOG_SECONDS = 10.0
+
+
+class Ranks(Protocol):
+    """What the data needs to know of the processes of a run."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
+        """Wait for all ranks; raise on every rank if any of them failed."""
+        ...
+
+
+class BatchSource:
+    """Batches of a run. `take_text_encoders`, then `take_vae`, must be called before any batch is asked for."""
+
+    def __init__(self, plan: DatasetPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks) -> None:
+        self.plan = plan
+        self.config = config
+        self.spec = spec
+        self.parallel = parallel
+        self.stream = BatchStream(plan.clips, batch_size=config.dataloader.batch_size, seed=config.training.seed)
+        self._encode_text: EncodeText | None = None
+        self._text_identity = ""
+        self._fetch: Fetch | None = None
+        self._encoder: Encoder | CachedEncoder | None = None
+        self._eval: list[tuple[Batch, bool]] | None = None
+
+    def take_text_encoders(self, encoders: TextEncoders) -> TextEncoders | None:
+        """Use the text encoders; None when they are not needed any more."""
+        if not self.config.data.precompute_conditions:
+            self._encode_text = lambda prompts: self.spec.encode_text(encoders, prompts)
+            return encoders
+        self._text_identity = identity(encoders.modules, family=self.spec.name)
+        keys = self._keys(vae_identity="")
+
+        def work(progress: Progress) -> int:
+            return precompute_text(
+                self._clips(),
+                lambda prompts: self.spec.encode_text(encoders, prompts),
+                keys,
+                rank=self.parallel.rank,
+                world_size=self.parallel.world_size,
+                progress=progress,
+            )
+
+        self._precompute("captions", work)
+        return None
+
+    def take_vae(self, vae: nn.Module) -> nn.Module | None:
+        """Use the VAE; None when it is not needed any more."""
+        data, seed, device = self.config.data, self.config.training.seed, self.parallel.device
+        if not data.precompute_conditions:
+            assert self._encode_text is not None, "take_text_encoders comes first"
+            self._fetch = DecodeFetch(data, seed)
+            self._encoder = Encoder(
+                self._encode_text,
+                lambda video: self.spec.encode_video(vae, video),
+                data=data,
+                seed=seed,
+                device=device,
+                with_first_frame=self._with_first_frame,
+            )
+            return vae
+        # Tiling changes latents a little at the seams.
+        keys = self._keys(vae_identity=identity({"vae": vae}, tiling=self.config.model.enable_tiling))
+
+        def work(progress: Progress) -> int:
+            return precompute_video(
+                self._clips(),
+                lambda video: self.spec.encode_video(vae, video),
+                keys,
+                rank=self.parallel.rank,
+                world_size=self.parallel.world_size,
+                num_workers=self.config.dataloader.dataloader_num_workers,
+                progress=progress,
+            )
+
+        self._precompute("clips", work)
+        self._fetch = CacheFetch(keys)
+        self._encoder = CachedEncoder(data=data, seed=seed, device=device)
+        return None
+
+    def steps(self, start: int) -> Iterator[Sequence[Batch]]:
+        """This rank's micro-batches of optimizer steps `start`, `start + 1`, ... without end."""
+        assert self._fetch is not None, "take_vae comes first"
+        assert self._encoder is not None
+        raw_steps = iterate_steps(
+            self.stream,
+            self._fetch,
+            start=start,
+            accumulation=self.config.training.gradient_accumulation_steps,
+            rank=self.parallel.rank,
+            world_size=self.parallel.world_size,
+            num_workers=self.config.dataloader.dataloader_num_workers,
+            pin_memory=self.config.dataloader.pin_memory and self.parallel.device.type == "cuda",
+        )
+        for raw_batches in raw_steps:
+            yield [self._encoder(raw) for raw in raw_batches]
+
+    def steps_for_epochs(self, epochs: int) -> int:
+        """Optimizer steps that see every clip at least `epochs` times."""
+        return self.stream.steps_for_epochs(
+            epochs,
+            accumulation=self.config.training.gradient_accumulation_steps,
+            world_size=self.parallel.world_size,
+        )
+
+    def eval_batches(self) -> list[tuple[Batch, bool]]:
+        """This rank's held-out batches, without caption dropout, and whether each counts.
+
+        All ranks have equally many, since sharded networks hang otherwise: the last batch is repeated where the
+        number does not divide, and repeats do not count. Encoded once; the same objects every time.
+        """
+        assert self._fetch is not None, "take_vae comes first"
+        assert self._encoder is not None
+        if self._eval is None:
+            batches = [(b, True) for b in fixed_batches(self.plan.eval_clips, batch_size=self.stream.batch_size)]
+            missing = -len(batches) % self.parallel.world_size
+            batches += [(batches[-1][0], False)] * missing
+            share = batches[self.parallel.rank :: self.parallel.world_size]
+            self._eval = [(self._encoder(self._fetch(batch), dropout=False), counts) for batch, counts in share]
+        return self._eval
+
+    @property
+    def _with_first_frame(self) -> bool:
+        return self.spec.first_frame == "channels"
+
+    def _clips(self) -> tuple[Clip, ...]:
+        return (*self.plan.clips, *self.plan.eval_clips)
+
+    def _keys(self, *, vae_identity: str) -> CacheKeys:
+        directory = self.config.data.precompute_dir or self.config.run.output_dir / "precomputed"
+        return CacheKeys(
+            TensorCache(directory / "tensors"),
+            FileDigests(directory / "digests"),
+            text_identity=self._text_identity,
+            vae_identity=vae_identity,
+            data=self.config.data,
+            seed=self.config.training.seed,
+            with_first_frame=self._with_first_frame,
+        )
+
+    def _precompute(self, what: str, work: Callable[[Progress], int]) -> None:
+        """Run this rank's share; a failure on one rank is raised on all, which would wait for it otherwise."""
+        failure: Exception | None = None
+        logged = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal logged
+            if time.monotonic() - logged > _LOG_SECONDS or done == total:
+                logged = time.monotonic()
+                logger.info("encoded %d of %d %s", done, total, what)
+
+        try:
+            work(progress)
+        except Exception as error:
+            failure = error
+        self.parallel.raise_if_any_failed(failure, f"encoding {what} before training")
+
+
+def open_source(plan: DatasetPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks) -> BatchSource:
+    """The batches of a run over `plan`."""
+    return BatchSource(plan, config, spec=spec, parallel=parallel)

@@ -1,0 +1,230 @@
+"""From clips to batches: on the fly and through the cache, in this process and in workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from finetrainers.config.sections import DataSection
+from finetrainers.data.cache import CacheError, FileDigests, TensorCache
+from finetrainers.data.decode import DecodeError
+from finetrainers.data.encode import CachedEncoder, Encoder, dropped_captions
+from finetrainers.data.loader import DecodeFetch, iterate_steps
+from finetrainers.data.plan import Clip
+from finetrainers.data.precompute import CacheFetch, CacheKeys, precompute_text, precompute_video
+from finetrainers.data.stream import BatchStream, MicroBatch
+from finetrainers.models.spec import Batch, Conditions
+
+
+class FakeModel:
+    """Encoders whose outputs tell their inputs apart, and which count their calls."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+        self.videos = 0
+
+    def encode_text(self, prompts: Sequence[str]) -> Conditions:
+        self.prompts += prompts
+        rows = [torch.tensor([len(p) + 1.0, sum(map(ord, p)) / 100]).repeat(3, 1) for p in prompts]
+        mask = torch.tensor([[True, True, False]] * len(prompts))
+        return Conditions({"embeds": torch.stack(rows), "mask": mask})
+
+    def encode_video(self, video: Tensor) -> Tensor:
+        self.videos += len(video)
+        mean = torch.nn.functional.avg_pool3d(video, (1, 8, 8))
+        return torch.cat([mean, mean - 10], dim=1)
+
+
+@pytest.fixture
+def clips(tmp_path: Path, make_video, make_image) -> list[Clip]:
+    """Five clips of one bucket, two of another."""
+    made = []
+    for k in range(5):
+        path = make_video(tmp_path / f"{k}.mp4", frames=20 + k, seed=k)
+        made.append(Clip(k, path, f"caption {k}", "video", (9, 32, 48), 8.0, 20 + k, 8.0, 48, 32))
+    for k in (5, 6):
+        path = make_image(tmp_path / f"{k}.png", value=30 * k)
+        made.append(Clip(k, path, f"picture {k}", "image", (1, 32, 48), 8.0, 1, 0.0, 48, 32))
+    return made
+
+
+def keys_for(root: Path, data: DataSection, *, text: str = "t", vae: str = "v", first_frame: bool = False) -> CacheKeys:
+    cache, digests = TensorCache(root / "tensors"), FileDigests(root / "digests")
+    return CacheKeys(cache, digests, text, vae, data, seed=7, with_first_frame=first_frame)
+
+
+def same(a: Batch, b: Batch) -> bool:
+    assert a.sample_keys == b.sample_keys
+    assert a.weight == b.weight
+    assert torch.equal(a.meta.fps, b.meta.fps)
+    assert a.conditions.tensors.keys() == b.conditions.tensors.keys()
+    assert (a.first_frame_moments is None) == (b.first_frame_moments is None)
+    if a.first_frame_moments is not None:
+        assert torch.equal(a.first_frame_moments, b.first_frame_moments)
+    equal_text = all(torch.equal(a.conditions[name], b.conditions[name]) for name in a.conditions.tensors)
+    return torch.equal(a.moments, b.moments) and equal_text
+
+
+def test_loader_starts_anywhere_and_workers_change_nothing(clips: list[Clip]) -> None:
+    stream = BatchStream(clips, batch_size=2, seed=7)
+    data = DataSection(video_reshape_mode="random", frame_selection="random")
+
+    def take(count: int, *, start: int = 0, num_workers: int = 0):
+        steps = iterate_steps(stream, DecodeFetch(data, 7), start=start, accumulation=2, num_workers=num_workers)
+        return list(itertools.islice(steps, count))
+
+    straight = take(4)
+    assert [len(step) for step in straight] == [2] * 4
+    for other in (take(2, start=2), take(2, start=2, num_workers=2)):
+        for left, right in zip(straight[2:], other, strict=True):
+            for a, b in zip(left, right, strict=True):
+                assert a.sample_keys == b.sample_keys
+                assert a.weight == b.weight
+                assert torch.equal(a.video, b.video)
+
+
+def test_ranks_share_the_steps_of_one_process(clips: list[Clip]) -> None:
+    stream = BatchStream(clips, batch_size=1, seed=7)
+    fetch = DecodeFetch(DataSection(), 7)
+    alone = next(iterate_steps(stream, fetch, accumulation=4))
+    ranks = [next(iterate_steps(stream, fetch, accumulation=2, rank=r, world_size=2)) for r in (0, 1)]
+    together = [batch.sample_keys for turn in zip(*ranks, strict=True) for batch in turn]
+    assert together == [batch.sample_keys for batch in alone]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_clip_that_does_not_decode_stops_training_and_is_named(clips: list[Clip], num_workers: int) -> None:
+    clips[3].path.write_bytes(b"overwritten after the check")
+    steps = iterate_steps(
+        BatchStream(clips, batch_size=7, seed=7), DecodeFetch(DataSection(), 7), num_workers=num_workers
+    )
+    with pytest.raises(DecodeError, match=r"3\.mp4"):
+        list(itertools.islice(steps, 2))
+
+
+@pytest.mark.parametrize("technique", ["empty", "zero"])
+@pytest.mark.parametrize("first_frame", [False, True])
+def test_cached_batches_equal_fresh_ones(clips: list[Clip], tmp_path: Path, technique: str, first_frame: bool) -> None:
+    model = FakeModel()
+    data = DataSection(caption_dropout_p=0.5, caption_dropout_technique=technique)
+    stream = BatchStream(clips, batch_size=2, seed=7)
+    fresh = Encoder(model.encode_text, model.encode_video, data=data, seed=7, with_first_frame=first_frame)
+    keys = keys_for(tmp_path / "cache", data, first_frame=first_frame)
+    precompute_text(clips, model.encode_text, keys)
+    precompute_video(clips, model.encode_video, keys)
+    model.prompts.clear()
+    cached = CachedEncoder(data=data, seed=7)
+    dropped = 0
+    for position in range(8):
+        at = stream.at(position)
+        batch = MicroBatch(at.epoch, at.clips, 0.5)
+        a, b = fresh(DecodeFetch(data, 7)(batch)), cached(CacheFetch(keys)(batch))
+        assert same(a, b)
+        assert same(fresh(DecodeFetch(data, 7)(batch), dropout=False), cached(CacheFetch(keys)(batch), dropout=False))
+        plain = model.encode_text([clip.caption for clip in batch.clips])
+        gone = dropped_captions(batch.sample_keys, probability=0.5, seed=7)
+        dropped += sum(gone)
+        for row, is_gone in enumerate(gone):
+            changed = not torch.equal(a.conditions["embeds"][row], plain["embeds"][row])
+            assert changed == is_gone
+            if is_gone:
+                expected = model.encode_text([""])["embeds"][0] if technique == "empty" else torch.zeros(3, 2)
+                assert torch.equal(a.conditions["embeds"][row], expected)
+            assert torch.equal(a.conditions["mask"][row], plain["mask"][row])
+    assert 0 < dropped < 12
+
+
+def test_first_frame_moments_are_of_the_first_frame_alone(clips: list[Clip]) -> None:
+    model = FakeModel()
+    raw = DecodeFetch(DataSection(), 7)(MicroBatch(0, (clips[0],)))
+    batch = Encoder(model.encode_text, model.encode_video, data=DataSection(), seed=7, with_first_frame=True)(raw)
+    assert torch.equal(batch.first_frame_moments, model.encode_video(raw.video[:, :, :1]))
+    assert len(batch) == 1
+    assert batch.meta.fps.tolist() == [8.0]
+
+
+def test_dropout_is_a_coin_per_sample_and_epoch() -> None:
+    keys = [(epoch, item) for epoch in range(20) for item in range(50)]
+    drop = dropped_captions(keys, probability=0.3, seed=1)
+    assert np.mean(drop) == pytest.approx(0.3, abs=0.05)
+    assert drop == dropped_captions(keys, probability=0.3, seed=1)
+    assert drop != dropped_captions(keys, probability=0.3, seed=2)
+    assert drop[:50] != drop[50:100]
+    assert not any(dropped_captions(keys, probability=0.0, seed=1))
+    assert all(dropped_captions(keys, probability=1.0, seed=1))
+
+
+def test_precomputing_again_does_nothing_and_an_edit_redoes_only_its_part(
+    clips: list[Clip], tmp_path: Path, make_video
+) -> None:
+    data = DataSection()
+
+    def precompute(items: list[Clip], **identities: str) -> tuple[int, int]:
+        keys = keys_for(tmp_path / "cache", data, **identities)
+        model = FakeModel()
+        counted = precompute_text(items, model.encode_text, keys), precompute_video(items, model.encode_video, keys)
+        assert counted == (len(model.prompts), model.videos)
+        return counted
+
+    assert precompute(clips) == (8, 7)  # the empty prompt is always there
+    assert precompute(clips) == (0, 0)
+    edited = [replace(clips[0], caption="another"), *clips[1:]]
+    assert precompute(edited) == (1, 0)
+    make_video(clips[1].path, frames=22, seed=99)
+    assert precompute(edited) == (0, 1)
+    assert precompute([replace(c, bucket=(1, 32, 48)) for c in edited]) == (0, 5)
+    assert precompute(edited, vae="another") == (0, 7)
+    assert precompute(edited, text="another") == (8, 0)
+    moved = clips[2].path.with_name("moved.mp4")
+    clips[2].path.rename(moved)
+    assert precompute([replace(edited[2], path=moved, index=40)]) == (0, 0)
+
+
+def test_ranks_share_the_encoding_and_find_each_others(clips: list[Clip], tmp_path: Path) -> None:
+    keys = keys_for(tmp_path / "cache", DataSection())
+    model = FakeModel()
+    shares = [
+        (
+            precompute_text(clips, model.encode_text, keys, rank=rank, world_size=2),
+            precompute_video(clips, model.encode_video, keys, rank=rank, world_size=2, num_workers=rank),
+        )
+        for rank in (0, 1)
+    ]
+    assert shares == [(4, 4), (4, 3)]
+    CacheFetch(keys)(MicroBatch(0, tuple(clips[:5])))
+
+
+def test_a_damaged_entry_is_named_then_computed_again(clips: list[Clip], tmp_path: Path) -> None:
+    keys, model = keys_for(tmp_path / "cache", DataSection()), FakeModel()
+    precompute_text(clips, model.encode_text, keys)
+    precompute_video(clips, model.encode_video, keys)
+    path = keys.cache.path(keys.video(clips[0]))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CacheError, match=r"no sound entry for .*0\.mp4"):
+        CacheFetch(keys)(MicroBatch(0, (clips[0],)))
+    assert precompute_video(clips, model.encode_video, keys) == 1
+    CacheFetch(keys)(MicroBatch(0, (clips[0],)))
+
+
+def test_random_cuts_are_drawn_once_when_precomputed(clips: list[Clip], tmp_path: Path) -> None:
+    data = DataSection(frame_selection="random")
+    keys = keys_for(tmp_path / "cache", data)
+    assert keys.video(clips[0]) != replace(keys, seed=8).video(clips[0])
+    assert torch.equal(keys.pixels(clips[0]), keys.pixels(replace(clips[0], index=50)))
+    plain = keys_for(tmp_path / "cache", DataSection())
+    assert plain.video(clips[0]) == replace(plain, seed=8).video(clips[0])
+
+
+def test_non_finite_moments_are_refused(clips: list[Clip], tmp_path: Path) -> None:
+    keys = keys_for(tmp_path / "cache", DataSection())
+    with pytest.raises(ValueError, match=r"0\.mp4 gave moments with NaN"):
+        precompute_video(clips, lambda video: torch.full((1, 2, 1, 1, 1), torch.nan), keys)

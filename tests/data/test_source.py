@@ -1,0 +1,91 @@
+"""The whole data side of a run with a real model's encoders."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection, RunSection, TrainingSection
+from finetrainers.data.plan import plan_dataset
+from finetrainers.data.source import BatchSource, open_source
+from finetrainers.models.registry import get_family
+
+
+class OneOf:
+    """A stand-in for the processes of a run."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
+        if error is not None:
+            raise error
+
+
+@pytest.fixture
+def root(tmp_path: Path, make_video) -> Path:
+    for k in range(6):
+        make_video(tmp_path / f"{k}.mp4", frames=20, fps=25, height=64, width=64, seed=k)
+        (tmp_path / f"{k}.txt").write_text(f"a clip {k}")
+    return tmp_path
+
+
+def opened(root: Path, repo: Path, *, ranks: OneOf, precompute: bool, output: Path) -> BatchSource:
+    config = TrainConfig(
+        model=ModelSection(
+            model_name="ltx_video", pretrained_model_name_or_path=str(repo), vae_dtype="fp32", text_encoder_dtype="fp32"
+        ),
+        data=DataSection(
+            data_root=root,
+            video_resolution_buckets=["9x64x64"],
+            caption_dropout_p=0.3,
+            precompute_conditions=precompute,
+            eval_num_items=3,
+        ),
+        dataloader=DataloaderSection(batch_size=2),
+        training=TrainingSection(gradient_accumulation_steps=2, seed=3),
+        run=RunSection(output_dir=output),
+    )
+    family = get_family("ltx_video")
+    spec = family.load(config.model)
+    source = open_source(plan_dataset(config, family.geometry_of(config.model)), config, spec=spec, parallel=ranks)
+    encoders, vae = spec.load_text_encoders(), spec.load_vae()
+    kept = source.take_text_encoders(encoders), source.take_vae(vae)
+    assert kept == ((None, None) if precompute else (encoders, vae))
+    return source
+
+
+def test_precomputed_and_fresh_runs_see_the_same_batches(root: Path, tiny_repo, tmp_path: Path) -> None:
+    repo = tiny_repo("ltx_video")
+    fresh, cached = (
+        opened(root, repo, ranks=OneOf(), precompute=precompute, output=tmp_path / "run")
+        for precompute in (False, True)
+    )
+    assert fresh.steps_for_epochs(1) == 1
+    for ours, theirs in itertools.islice(zip(fresh.steps(1), cached.steps(1), strict=False), 2):
+        assert len(ours) == 2
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.sample_keys == b.sample_keys
+            torch.testing.assert_close(a.moments, b.moments)
+            for name in a.conditions.tensors:
+                torch.testing.assert_close(a.conditions[name], b.conditions[name])
+    assert (tmp_path / "run" / "precomputed").is_dir()
+
+
+def test_held_out_batches_are_equally_many_on_every_rank(root: Path, tiny_repo, tmp_path: Path) -> None:
+    repo = tiny_repo("ltx_video")
+    sources = [
+        opened(root, repo, ranks=OneOf(rank, 4), precompute=True, output=tmp_path / "run") for rank in (3, 2, 1, 0)
+    ]
+    shares = [source.eval_batches() for source in reversed(sources)]
+    assert [len(share) for share in shares] == [1] * 4
+    assert [counts for share in shares for _, counts in share] == [True, True, False, False]
+    seen = [key for share in shares for batch, counts in share if counts for key in batch.sample_keys]
+    assert len(seen) == len(set(seen)) == 3
+    assert sources[0].eval_batches() is sources[0].eval_batches()
