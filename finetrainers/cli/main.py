@@ -9,6 +9,7 @@ from pathlib import Path
 
 from finetrainers import __version__
 from finetrainers.config.errors import ConfigError
+from finetrainers.utils.logs import configure_logging, quiet_progress_bars
 
 _EPILOG = """examples:
   finetrainers quickstart                         train a tiny model on real clips, on any CPU, in minutes
@@ -24,6 +25,7 @@ Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml train.
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console command; the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    configure_logging()
     if argv[:1] == ["train"]:
         return train_command(argv[1:], prog="finetrainers train")
     parser = _parser()
@@ -43,6 +45,7 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
     from finetrainers.config.flags import parse_flags
     from finetrainers.engine.preflight import preflight
 
+    configure_logging()
     try:
         config, list_models = parse_flags(argv, prog=prog)
         if list_models or config is None:
@@ -50,6 +53,7 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
         checked = preflight(config)
         from finetrainers.engine.run import run
 
+        quiet_progress_bars()
         run(checked)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -94,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 def _quickstart(arguments: argparse.Namespace) -> int:
     from finetrainers.demo.quickstart import quickstart
 
+    quiet_progress_bars()
     quickstart(arguments.directory, steps=arguments.steps)
     return 0
 

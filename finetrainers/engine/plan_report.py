@@ -46,9 +46,10 @@ def _print_remarks(console: Console, checked: Preflight) -> None:
 
 def _print_data(console: Console, checked: Preflight) -> None:
     table = Table(title="data", title_justify="left", box=None)
-    for heading in ("bucket", "train", "held out", "fps"):
+    headings, *rows = checked.plan.table()
+    for heading in headings:
         table.add_column(heading)
-    for row in checked.plan.table():
+    for row in rows:
         table.add_row(*row)
     console.print(table)
 

