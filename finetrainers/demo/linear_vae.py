@@ -3,16 +3,16 @@
 Why it exists: no pretrained visual VAE comes without a download, and training one on a CPU takes hours. A linear code
 is fitted in seconds, reconstructs smooth clips well, and loads with plain `from_pretrained`.
 
-**The code.** Patches of `p x p` pixels become `3 p^2` channels (exactly invertible). Then every stage halves time, height
-and width: the 2x2x2 block of a cell, `b` in `R^(8 d)`, is replaced by its leading principal components
-`z = V^T (b - mu)` (`V` has orthonormal columns, so `V z + mu` is the best linear reconstruction). Time is causal: cell t
+**The code.** Patches of `p x p` pixels become `3 p^2` channels (exactly invertible). Then every stage halves time,
+height and width: the 2x2x2 block of a cell, `b` in `R^(8 d)`, is replaced by its leading principal components
+`z = V^T (b - mu)`; `V` has orthonormal columns, so `V z + mu` is the best linear reconstruction. Time is causal: cell t
 holds frames 2t-1 and 2t, and the first frame is its own predecessor.
 
 **Encoder.** `conv_in` is the identity (last temporal tap, since padding is causal). A strided causal 3x3x3 downsampler
 reads exactly that block through its taps {1, 2}^3, so it holds `V^T` and `-V^T mu`.
 
-**Decoder.** An upsampler is a convolution to 8 d channels followed by depth-to-space; its centre tap holds `V`, its bias
-`mu`. The first frame, decoded twice, is dropped by the class itself.
+**Decoder.** An upsampler is a convolution to 8 d channels followed by depth-to-space; its centre tap holds `V`, its
+bias `mu`. The first frame, decoded twice, is dropped by the class itself.
 
 **The nonlinearity at each end.** Both halves end in `conv_out(silu(rmsnorm(h)))`. The last linear layer therefore emits
 `h = [z, -z, K, 0...]` over N channels with a constant K much larger than |z|:
@@ -25,7 +25,7 @@ the scale is wrong by at most 1e-5. The two terms have opposite signs before the
 bf16 is fine. Gains are powers of two, exact in any float format.
 
 The log-variance output is constant, so that encoding is deterministic. `latents_mean` and `latents_std` are measured on
-the clips, which gives the transformer latents of zero mean and unit variance.
+the clips, which gives the transformer latents of zero mean and unit variance (less where a component hardly varies).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from diffusers import AutoencoderKLLTXVideo
 from torch import Tensor, nn
 
 _CONSTANT = 300.0  # K in units of the largest |z|
+_STD_FLOOR = 1e-4  # in units of the largest standard deviation
 _LOGVAR = -30.0  # the class clamps here; a standard deviation of 3e-7
 
 
@@ -104,7 +105,9 @@ def build_linear_vae(
     _write_encoder(vae.encoder, fitted, largest=codes.norm(dim=0).max().item())
     _write_decoder(vae.decoder, fitted)
     vae.latents_mean.copy_(codes.mean(dim=1))
-    vae.latents_std.copy_(codes.std(dim=1))
+    std = codes.std(dim=1)
+    # A component that hardly varies would be rounding noise blown up to unit variance.
+    vae.latents_std.copy_(std.clamp_min(max(_STD_FLOOR * std.max().item(), 1e-6)))
     return vae.eval(), LinearVAEInfo(explained=tuple(explained), spatial=spatial, temporal=temporal)
 
 
@@ -134,7 +137,7 @@ def _principal_components(blocks: Sequence[Tensor], k: int) -> tuple[_Stage, flo
     # An eigenvector's sign is arbitrary: fix it, so that every machine writes the same file.
     basis = basis * basis.gather(0, basis.abs().argmax(dim=0, keepdim=True)).sign()
     share = (values[-k:].sum() / values.sum().clamp_min(1e-12)).item()
-    return _Stage(mean.float(), basis.float().contiguous()), share
+    return _Stage(mean.float(), basis.float().contiguous()), min(share, 1.0)
 
 
 # ---- writing it into the network -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""LTX-Video: a flow transformer over 32x32x8-compressed latents, one token per latent cell, T5 text, its own frame rate.
+"""LTX-Video: a flow transformer over 32x32x8-compressed latents, one token per latent cell, with T5 text.
 
 Positions are in seconds and pixels: the transformer's rotary embedding is scaled by the VAE's compression and by the
 clip's frame rate. Image-to-video needs no extra weights: the first latent frame is given clean, with timestep 0.
@@ -28,6 +28,7 @@ _MAX_PROMPT_TOKENS = 128
 #: The network's timestep of process time sigma: `num_train_timesteps` of the published scheduler.
 _TIMESTEPS = 1000.0
 _DECODE_SEED = 0
+_STATISTICS = ("latents_mean", "latents_std")
 
 
 class LTXVideoSpec(ModelSpec):
@@ -79,7 +80,7 @@ class LTXVideoSpec(ModelSpec):
         return FlowMatching()
 
     def geometry(self, vae: nn.Module, transformer: nn.Module) -> Geometry:
-        read = geometries.ltx_video(dict(vae.config), dict(unwrap(transformer).config))  # type: ignore[arg-type]
+        read = geometries.ltx_video(dict(vae.config), dict(unwrap(transformer).config))
         # Newer checkpoints state their compression instead of implying it by their stages; the VAE knows both.
         return replace(read, spatial=vae.spatial_compression_ratio, temporal=vae.temporal_compression_ratio)
 
@@ -106,8 +107,10 @@ class LTXVideoSpec(ModelSpec):
         return Conditions({"prompt_embeds": embeds, "prompt_attention_mask": mask.bool()})
 
     def vae_stats(self, vae: nn.Module) -> VAEStats:
-        mean, std = vae.latents_mean.detach().float().cpu(), vae.latents_std.detach().float().cpu()  # type: ignore[operator]
-        return VAEStats(mean=mean.clone(), scale=vae.config.scaling_factor / std)  # type: ignore[union-attr]
+        buffers = dict(vae.named_buffers())
+        # Copies, since the VAE may change or go while these stay.
+        mean, std = (buffers[name].detach().to("cpu", torch.float32, copy=True) for name in _STATISTICS)
+        return VAEStats(mean=mean, scale=vae.config.scaling_factor / std)
 
     def predict(
         self,
@@ -147,16 +150,14 @@ class LTXVideoSpec(ModelSpec):
         same video, and the global generator is left as it was.
         """
         device = next(vae.parameters()).device
-        latents = vae_stats.denormalise(latents_BCTHW).to(device, vae.dtype)  # type: ignore[arg-type]
+        latents = vae_stats.denormalise(latents_BCTHW).to(device, vae.dtype)
         # One clip at a time under slicing: the VAE's own slicing does not split timesteps.
         parts = latents.split(1 if vae.use_slicing else len(latents))
-        conditioned = vae.config.timestep_conditioning  # type: ignore[union-attr]
+        conditioned = vae.config.timestep_conditioning
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(_DECODE_SEED)
-            videos = [
-                vae.decode(z, z.new_zeros(len(z)) if conditioned else None, return_dict=False)[0]  # type: ignore[operator]
-                for z in parts
-            ]
+            decode: Any = vae.decode
+            videos = [decode(z, z.new_zeros(len(z)) if conditioned else None, return_dict=False)[0] for z in parts]
         return (torch.cat(videos).float() / 2 + 0.5).clamp(0, 1)
 
     # ---- sampling ----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Complete repositories with tiny random networks: the stock classes and real geometry, a few MB, no download.
 
 For tests, dry runs and trying things out. The same seed writes the same bytes on every run. Compression, channels,
-patch sizes, positional embeddings and scheduler configs are those of the published checkpoints; width and depth are not.
+patch sizes, positional embeddings and scheduler configs are those of the published checkpoints, width and depth are
+not.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXV
 
 def _t5_encoder(tokenizer: object) -> T5EncoderModel:
     config = T5Config(
-        vocab_size=-(-len(tokenizer) // 8) * 8,  # type: ignore[arg-type]
+        vocab_size=-(-len(tokenizer) // 8) * 8,
         d_model=32,
         d_kv=8,
         d_ff=64,
@@ -248,5 +249,5 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _save(pipeline: object, directory: Path | str) -> Path:
-    pipeline.save_pretrained(str(directory))  # type: ignore[attr-defined]
+    pipeline.save_pretrained(str(directory))
     return Path(directory)

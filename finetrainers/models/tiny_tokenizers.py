@@ -26,7 +26,7 @@ video clip scene camera shot close view style cinematic motion light shadow
 """
 WORDS = tuple(_WORDS.split())
 _CHARACTERS = tuple(c for c in string.printable[:95] if c != " ")
-_SPACE = "▁"  # how sentencepiece writes a space
+_SPACE = "\u2581"  # how sentencepiece writes a space
 
 
 def t5_tokenizer(*, model_max_length: int = 512, extra_ids: int = 10) -> T5TokenizerFast:

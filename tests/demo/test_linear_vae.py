@@ -55,9 +55,9 @@ def test_reconstructs_fitted_and_unseen_clips(fitted, clips):
     assert (info.spatial, info.temporal) == (8, 4)
     assert (vae.spatial_compression_ratio, vae.temporal_compression_ratio) == (8, 4)
     assert all(0.99 < share <= 1.0 for share in info.explained)
-    assert min(psnr(round_trip(vae, clip), clip) for clip in clips) > 34
+    assert min(psnr(round_trip(vae, clip), clip) for clip in clips) > 50
     unseen = moving_clip(99)
-    assert psnr(round_trip(vae, unseen), unseen) > 30
+    assert psnr(round_trip(vae, unseen), unseen) > 45
 
 
 def test_plain_from_pretrained_gives_it_back(fitted, clips, tmp_path):
@@ -84,7 +84,7 @@ def test_the_network_computes_the_code_itself(clips):
     """With as many components as values, nothing is lost but what the end of each half approximates."""
     vae, info = build_linear_vae(clips[:2], patch_size=1, keep=(), latent_channels=24)
     assert info.explained == pytest.approx((1.0,))
-    assert psnr(round_trip(vae, clips[0]), clips[0]) > 80
+    assert psnr(round_trip(vae, clips[0]), clips[0]) > 100
     # An orthonormal code keeps distances; a single frame is coded as two equal ones.
     first, second = clips[0][:, :1], clips[1][:, :1]
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_bf16_costs_little(fitted, clips, tmp_path):
     vae, _ = fitted
     vae.save_pretrained(tmp_path)
     half = AutoencoderKLLTXVideo.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
-    assert psnr(round_trip(half, clips[0]), clips[0]) > 32
+    assert psnr(round_trip(half, clips[0]), clips[0]) > 50
 
 
 def test_same_clips_same_weights_and_no_random_numbers(fitted, clips):
@@ -105,6 +105,17 @@ def test_same_clips_same_weights_and_no_random_numbers(fitted, clips):
     assert torch.equal(torch.random.get_rng_state(), state)
     for name, value in again.state_dict().items():
         assert torch.equal(value, fitted[0].state_dict()[name]), name
+
+
+def test_flat_clips_give_finite_latents():
+    flat = [torch.full((3, 5, 16, 16), value) for value in (-0.5, 0.5)]
+    vae, _ = build_linear_vae(flat)
+    assert vae.latents_std.min() > 0
+    assert psnr(round_trip(vae, flat[0]), flat[0]) > 50
+    black = [torch.zeros(3, 5, 16, 16)]
+    vae, _ = build_linear_vae(black)
+    assert vae.latents_std.min() > 0
+    assert round_trip(vae, black[0]).abs().max() < 1e-3
 
 
 def test_wrong_sizes_are_refused(clips):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -469,4 +468,3 @@ def test_registered(spec, repo):
     section = ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(repo))
     assert isinstance(get_family("ltx_video").load(section), LTXVideoSpec)
     assert spec.first_frame == get_family("ltx_video").first_frame == "tokens"
-    assert isinstance(Path(section.pretrained_model_name_or_path), Path)
