@@ -41,20 +41,26 @@ def enable_layerwise_upcasting(
     Raises:
         ValueError: the patterns leave no layer to cast.
     """
-    patterns = [
-        *skip_modules_pattern,
-        *(getattr(transformer, "_skip_layerwise_casting_patterns", None) or ()),
-        *(getattr(transformer, "_keep_in_fp32_modules", None) or ()),
-    ]
-    chosen = list(_frozen_layers(transformer, [re.compile(p) for p in patterns]))
+    chosen = castable_layers(transformer, skip_modules_pattern=skip_modules_pattern)
     if not chosen:
         raise ValueError(
             "layerwise upcasting found no frozen layer to store in 8 bits: it works with training_type lora, and "
             f"layerwise_upcasting_skip_modules_pattern must leave some layer out; it is {list(skip_modules_pattern)}"
         )
     for _, layer in chosen:
-        apply_layerwise_casting(layer, storage_dtype, compute_dtype, skip_modules_pattern=None)
+        # Without patterns the library casts exactly this layer.
+        apply_layerwise_casting(layer, storage_dtype, compute_dtype, skip_modules_pattern=None)  # type: ignore[arg-type]
     return [name for name, _ in chosen]
+
+
+def castable_layers(transformer: nn.Module, *, skip_modules_pattern: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """The frozen layers, by name, that `enable_layerwise_upcasting` would store in 8 bits."""
+    patterns = [
+        *skip_modules_pattern,
+        *(getattr(transformer, "_skip_layerwise_casting_patterns", None) or ()),
+        *(getattr(transformer, "_keep_in_fp32_modules", None) or ()),
+    ]
+    return _frozen_layers(transformer, [re.compile(p) for p in patterns])
 
 
 def _frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str = "") -> list[tuple[str, nn.Module]]:

@@ -10,10 +10,8 @@ from finetrainers.config.root import TrainConfig
 from .table import OFFLOADABLE, RECIPES, Recipe, missing_library, resolve_name
 
 
-def optimizer_problems(
-    config: TrainConfig, *, device_type: str, num_processes: int = 1
-) -> tuple[list[Problem], list[str]]:
-    """What is wrong with the optimizer options and their schedule, each with the way out.
+def optimizer_problems(config: TrainConfig, *, device_type: str, num_processes: int = 1) -> tuple[list[str], list[str]]:
+    """What is wrong with the optimizer options and their schedule, each with its option and the way out.
 
     Args:
         config: the whole run.
@@ -27,7 +25,7 @@ def optimizer_problems(
     try:
         name = resolve_name(config.optimizer)
     except ValueError as error:
-        return [Problem("--use_8bit_bnb", str(error))], []
+        return [str(Problem("--use_8bit_bnb", str(error)))], []
     recipe = RECIPES[name]
     errors = [
         *_recipe_errors(config, name, recipe, device_type),
@@ -35,7 +33,7 @@ def optimizer_problems(
         *_offload_errors(config, device_type, num_processes),
     ]
     warnings = [*_recipe_warnings(config, name, recipe, device_type), *_schedule_warnings(config)]
-    return errors, warnings
+    return [str(error) for error in errors], warnings
 
 
 def _recipe_errors(config: TrainConfig, name: str, recipe: Recipe, device_type: str) -> Iterator[Problem]:

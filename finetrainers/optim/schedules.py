@@ -9,6 +9,8 @@ from diffusers.optimization import get_scheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from finetrainers.config.sections import OptimizerSection
+
 
 def lr_factor(
     *, name: str, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, power: float = 1.0
@@ -41,6 +43,18 @@ def lr_factor(
         num_cycles=num_cycles,
     )
     return schedule.lr_lambdas[0]
+
+
+def lr_schedule(config: OptimizerSection, *, lr: float, total_steps: int) -> Callable[[int], float]:
+    """The configured learning rate as a function of the optimizer step, counted from 0; see `lr_factor`."""
+    factor = lr_factor(
+        name=config.lr_scheduler,
+        num_warmup_steps=config.lr_warmup_steps,
+        num_training_steps=total_steps,
+        num_cycles=config.lr_num_cycles,
+        power=config.lr_power,
+    )
+    return lambda step: lr * factor(step)
 
 
 def create_scheduler(

@@ -50,11 +50,16 @@ def test_applied_swaps_and_restores_bit_for_bit() -> None:
     walk(network, ema, 5)
     before = {n: p.detach().clone() for n, p in network.named_parameters()}
     pointers = [p.data_ptr() for p in network.parameters()]
-    with pytest.raises(RuntimeError, match="inside"), ema.applied():
-        for name, parameter in network.named_parameters():
-            assert torch.equal(parameter, ema.weights[name].bfloat16())
-            assert not torch.equal(parameter, before[name])
-        raise RuntimeError("inside")
+
+    def fail_inside() -> None:
+        with ema.applied():
+            for name, parameter in network.named_parameters():
+                assert torch.equal(parameter, ema.weights[name].bfloat16())
+                assert not torch.equal(parameter, before[name])
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
     for name, parameter in network.named_parameters():
         assert torch.equal(parameter, before[name])
     assert [p.data_ptr() for p in network.parameters()] == pointers

@@ -92,7 +92,10 @@ def check_learns_and_resumes(name: str, dtype: torch.dtype, *, sr: bool = False)
     torch.set_rng_state(random_state)
     steps(resumed, again, 2)
     for (key, value), other in zip(model.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(value, other), key
+        if name == "adamw-deepspeed-cpu":  # its C++ side multiplies beta^t up step by step, and starts from a power
+            torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-7, msg=key)
+        else:
+            assert torch.equal(value, other), key
         assert torch.isfinite(value).all()
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from finetrainers.optim.schedules import create_scheduler, lr_factor
+from finetrainers.config.sections import OptimizerSection
+from finetrainers.optim.schedules import create_scheduler, lr_factor, lr_schedule
 
 STEPS = 100
 SHAPES = {
@@ -43,6 +44,13 @@ def test_factor(name: str, warmup: int, cycles: int, power: float) -> None:
 def test_ends_at_zero(name: str, warmup: int) -> None:
     factor = lr_factor(name=name, num_warmup_steps=warmup, num_training_steps=STEPS)
     assert factor(STEPS) == pytest.approx(0, abs=1e-12)
+
+
+def test_schedule_of_the_configuration() -> None:
+    config = OptimizerSection(lr_scheduler="cosine_with_restarts", lr_warmup_steps=10, lr_num_cycles=3)
+    schedule = lr_schedule(config, lr=0.25, total_steps=STEPS)
+    found = [schedule(k) for k in range(STEPS + 1)]
+    np.testing.assert_allclose(found, 0.25 * expected("cosine_with_restarts", 10, 3, 1.0), atol=1e-12)
 
 
 def test_scheduler_steps_and_resumes() -> None:

@@ -1,0 +1,151 @@
+"""8-bit storage of a frozen base under a LoRA, on real transformers of every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import LTXVideoTransformer3DModel
+from peft import LoraConfig
+from torch import nn
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.memory.casting import cast_trainable, castable_layers, enable_layerwise_upcasting
+from finetrainers.memory.checkpointing import set_gradient_checkpointing
+
+SKIP = ModelSection.model_fields["layerwise_upcasting_skip_modules_pattern"].default
+FP8 = torch.float8_e4m3fn
+
+
+def transformer(dtype: torch.dtype, *, adapter: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    network = LTXVideoTransformer3DModel(
+        in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32,
+        num_layers=2, caption_channels=16,
+    ).to(dtype)  # fmt: skip
+    if adapter:
+        network.requires_grad_(False)
+        network.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+        cast_trainable(network, torch.float32)
+        for name, parameter in network.named_parameters():
+            if "lora_B" in name:  # PEFT starts it at zero, which would leave the other factor without gradient
+                nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
+    return network
+
+
+def run(network: nn.Module, dtype: torch.dtype, *, autocast: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Output and the adapter's gradients."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = network(
+            hidden_states=torch.randn(2, 12, 8, generator=generator).to(dtype),
+            encoder_hidden_states=torch.randn(2, 5, 16, generator=generator).to(dtype),
+            timestep=torch.tensor([300.0, 700.0]), encoder_attention_mask=torch.ones(2, 5),
+            num_frames=3, height=2, width=2, rope_interpolation_scale=(1 / 3, 32, 32), return_dict=False,
+        )[0]  # fmt: skip
+    loss = output.float().square().mean()
+    return output.detach().float(), list(
+        torch.autograd.grad(loss, [p for p in network.parameters() if p.requires_grad])
+    )
+
+
+def distance(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    difference = torch.cat([(a - b).flatten().float() for a, b in zip(found, wanted, strict=True)])
+    return (difference.norm() / torch.cat([b.flatten().float() for b in wanted]).norm()).item()
+
+
+@pytest.mark.parametrize(("storage", "bound"), [(FP8, 0.12), (torch.float8_e5m2, 0.25)])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_frozen_weights_are_stored_in_8_bits_and_gradients_survive(
+    storage: torch.dtype, bound: float, autocast: bool, checkpointing: bool
+) -> None:
+    wanted_output, wanted = run(transformer(torch.float32), torch.float32)
+
+    network = transformer(torch.bfloat16)
+    adapter = {n: p.detach().clone() for n, p in network.named_parameters() if p.requires_grad}
+    names = enable_layerwise_upcasting(
+        network, storage_dtype=storage, compute_dtype=torch.bfloat16, skip_modules_pattern=SKIP
+    )
+    set_gradient_checkpointing(network, enabled=checkpointing)
+    for _ in range(2):  # the second pass starts from weights that were cast back
+        output, gradients = run(network, torch.bfloat16, autocast=autocast)
+        assert distance([output], [wanted_output]) < bound
+        assert distance(gradients, wanted) < 2 * bound
+        for name, parameter in network.named_parameters():
+            if name in adapter:
+                assert parameter.dtype == torch.float32
+                assert torch.equal(parameter, adapter[name])
+            else:
+                assert parameter.dtype == (storage if name.rpartition(".")[0] in names else torch.bfloat16), name
+    assert "transformer_blocks.1.attn1.to_q.base_layer" in names
+    assert "transformer_blocks.0.ff.net.2" in names
+    assert not any("norm" in n or "lora" in n or n in ("proj_in", "proj_out") for n in names)
+
+
+def test_upcasting_equals_training_on_rounded_weights() -> None:
+    """Storage in 8 bits does what rounding the weights once does, and nothing else: bit for bit."""
+    stored, rounded = transformer(torch.bfloat16), transformer(torch.bfloat16)
+    names = enable_layerwise_upcasting(
+        stored, storage_dtype=FP8, compute_dtype=torch.bfloat16, skip_modules_pattern=SKIP
+    )
+    for name in names:
+        for parameter in rounded.get_submodule(name).parameters():
+            parameter.data = parameter.data.to(FP8).to(torch.bfloat16)
+    output, gradients = run(stored, torch.bfloat16)
+    wanted_output, wanted = run(rounded, torch.bfloat16)
+    assert torch.equal(output, wanted_output)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_memory_is_saved_only_with_checkpointing(checkpointing: bool) -> None:
+    """Cast weights that autograd still holds after forward."""
+    network = transformer(torch.bfloat16)
+    enable_layerwise_upcasting(network, storage_dtype=FP8, compute_dtype=torch.bfloat16, skip_modules_pattern=SKIP)
+    set_gradient_checkpointing(network, enabled=checkpointing)
+    weight = network.transformer_blocks[0].ff.net[2].weight
+    held = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if sorted(tensor.shape) == sorted(weight.shape) and tensor.dtype == torch.bfloat16:
+            held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        network(
+            hidden_states=torch.randn(1, 12, 8, dtype=torch.bfloat16),
+            encoder_hidden_states=torch.randn(1, 5, 16, dtype=torch.bfloat16),
+            timestep=torch.tensor([300.0]), encoder_attention_mask=torch.ones(1, 5),
+            num_frames=3, height=2, width=2, rope_interpolation_scale=(1 / 3, 32, 32),
+        )  # fmt: skip
+    assert bool(held) != checkpointing
+
+
+@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video", "cogvideox"])
+def test_every_family_has_layers_to_cast(family: str, tiny_repo) -> None:
+    from finetrainers.models.registry import get_family
+
+    spec = get_family(family).load(
+        ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)))
+    )
+    network = spec.transformer_on_meta().requires_grad_(False)
+    names = [name for name, _ in castable_layers(network, skip_modules_pattern=SKIP)]
+    assert any(name.startswith("transformer_blocks.0.") for name in names)
+    assert not any("norm" in name or name == "proj_out" for name in names)
+
+
+def test_refuses_when_nothing_can_be_cast() -> None:
+    options = {"storage_dtype": FP8, "compute_dtype": torch.bfloat16}
+    with pytest.raises(ValueError, match="no frozen layer"):
+        enable_layerwise_upcasting(transformer(torch.bfloat16, adapter=False), **options, skip_modules_pattern=SKIP)
+    with pytest.raises(ValueError, match="must leave some layer out"):
+        enable_layerwise_upcasting(transformer(torch.bfloat16), **options, skip_modules_pattern=["."])
+
+
+def test_cast_trainable() -> None:
+    network = transformer(torch.bfloat16)
+    count = cast_trainable(network, torch.bfloat16)
+    assert count == sum(p.numel() for n, p in network.named_parameters() if "lora" in n)
+    assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="no trainable"):
+        cast_trainable(network.requires_grad_(False), torch.float32)

@@ -1,0 +1,276 @@
+"""The memory estimate: against hand arithmetic, counted activations, and published measurements."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import CogVideoXTransformer3DModel, HunyuanVideoTransformer3DModel, LTXVideoTransformer3DModel
+from peft import LoraConfig
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import ModelSection
+from finetrainers.memory.casting import castable_layers
+from finetrainers.memory.plan import (
+    GIB,
+    SAVED_UNITS_FULL,
+    SAVED_UNITS_LORA,
+    Workload,
+    estimate,
+    estimate_for,
+)
+
+DOCS = Path(__file__).parents[2] / "docs" / "memory.md"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published peak (`max_memory_reserved`, GiB), with what the measured run trained.
+
+    Only runs whose peak lies above the memory reserved before training: of the others, the peak is that of loading.
+    Their adapters were bf16: memory grows by 4 bytes per LoRA weight (two bf16 moments) at the first step.
+    """
+
+    row: str
+    gib: float
+    params: int
+    blocks: int
+    hidden: int
+    tokens: int
+    lora: int
+    batch_size: int = 1
+    checkpointing: bool = True
+
+    def estimate(self) -> float:
+        return estimate(
+            Workload(
+                frozen_bytes=2 * self.params, num_trainable=self.lora, num_blocks=self.blocks, hidden=self.hidden,
+                num_tokens=self.tokens, batch_size=self.batch_size, trainable_bytes=2, optimizer_bytes=4,
+                gradient_checkpointing=self.checkpointing,
+            )
+        ).total  # fmt: skip
+
+
+COG_TOKENS = 13 * 30 * 45 + 226  # 49x480x720
+COG_2B = {"params": 1_693_783_872, "blocks": 30, "hidden": 1920, "tokens": COG_TOKENS}
+COG_5B = {"params": 5_570_283_072, "blocks": 42, "hidden": 3072, "tokens": COG_TOKENS}
+HUNYUAN = {"params": 12_821_012_544, "blocks": 60, "hidden": 3072, "tokens": 13 * 32 * 48 + 256}  # 49x512x768
+
+
+def cog(name: str, model: dict[str, int], rank: int, gib: float, **options: object) -> Published:
+    return Published(f"{name} LoRA r{rank}", gib, **model, lora=8 * rank * model["blocks"] * model["hidden"], **options)
+
+
+PUBLISHED = [
+    cog("CogVideoX-2b", COG_2B, 16, 43.764, checkpointing=False),
+    cog("CogVideoX-2b", COG_2B, 64, 44.314, checkpointing=False),
+    cog("CogVideoX-2b", COG_2B, 256, 45.826, checkpointing=False),
+    cog("CogVideoX-2b", COG_2B, 16, 21.803, batch_size=4),
+    cog("CogVideoX-2b", COG_2B, 64, 22.254, batch_size=4),
+    cog("CogVideoX-2b", COG_2B, 256, 22.020, batch_size=4),
+    cog("CogVideoX-5b", COG_5B, 64, 20.818),
+    cog("CogVideoX-5b", COG_5B, 256, 22.119),
+    cog("CogVideoX-5b", COG_5B, 16, 46.492, batch_size=4),
+    cog("CogVideoX-5b", COG_5B, 64, 47.805, batch_size=4),
+    cog("CogVideoX-5b", COG_5B, 256, 47.268, batch_size=4),
+    Published("HunyuanVideo LoRA r128", 42.387, **HUNYUAN, lora=163_577_856),
+]
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=lambda c: f"{c.row}-b{c.batch_size}-{c.checkpointing}")
+def test_published_peaks(case: Published) -> None:
+    """Within 8 % for CogVideoX; 14 % low for HunyuanVideo, whose attention mask the estimate leaves out."""
+    error = case.estimate() / case.gib - 1
+    assert -0.14 < error < 0.03
+    if case.row.startswith("CogVideoX"):
+        assert abs(error) < 0.08
+
+
+def test_published_peaks_are_in_the_documentation() -> None:
+    rows = re.findall(
+        r"^\| (.+?) \| (\d) \| (yes|no) \| ([\d.]+) \| ([\d.]+) \| ([+-]\d+) % \|$", DOCS.read_text(), re.M
+    )
+    expected = [
+        (
+            c.row, str(c.batch_size), "yes" if c.checkpointing else "no", f"{c.gib:.1f}", f"{c.estimate():.1f}",
+            f"{100 * (c.estimate() / c.gib - 1):+.0f}",
+        )
+        for c in PUBLISHED
+    ]  # fmt: skip
+    assert rows == expected
+
+
+LTX = {"params": 1_923_385_472, "blocks": 28, "hidden": 2048, "tokens": 7 * 16 * 24}  # 49x512x768
+# Name in the documentation -> shape, LoRA weights at rank 128, weights that upcasting stores in 8 bits.
+FITS = {
+    "LTX-Video": (LTX, 117_440_512, 1_892_380_672),
+    "CogVideoX-5b": (COG_5B, 132_120_576, 4_757_501_952),
+    "HunyuanVideo": (HUNYUAN, 163_577_856, 9_094_047_744),
+}
+
+
+def test_what_fits_where_is_in_the_documentation() -> None:
+    rows = dict(re.findall(r"^\| (\S+ (?:LoRA|full).*?) \| ([\d.]+) \|$", DOCS.read_text(), re.M))
+    assert len(rows) == 11
+    for row, gib in rows.items():
+        model, lora, castable = FITS[row.split()[0]]
+        shape = {"num_blocks": model["blocks"], "hidden": model["hidden"], "num_tokens": model["tokens"]}
+        if "LoRA" in row:
+            stored = 2 * model["params"] - (castable if "8-bit storage" in row else 0)
+            workload = Workload(frozen_bytes=stored, num_trainable=lora, **shape)
+        else:
+            workload = Workload(
+                frozen_bytes=0, num_trainable=model["params"], saved_units=SAVED_UNITS_FULL, **shape,
+                **({} if "fp32" in row else {"trainable_bytes": 2, "optimizer_bytes": 2 + 8 / 256}),
+            )  # fmt: skip
+        assert f"{estimate(workload).total:.1f}" == gib, row
+
+
+def test_sizes_are_those_of_the_published_models() -> None:
+    """Diffusers' defaults are the published networks but for the options given here."""
+    five_b = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
+    with torch.device("meta"):
+        networks = {
+            "LTX-Video": LTXVideoTransformer3DModel(),
+            "CogVideoX-5b": CogVideoXTransformer3DModel(**five_b),
+            "HunyuanVideo": HunyuanVideoTransformer3DModel(guidance_embeds=True),
+        }
+    skip = ModelSection.model_fields["layerwise_upcasting_skip_modules_pattern"].default
+    for name, network in networks.items():
+        shape, lora, castable = FITS[name]
+        assert sum(p.numel() for p in network.parameters()) == shape["params"]
+        network.requires_grad_(False)
+        layers = castable_layers(network, skip_modules_pattern=skip)
+        assert sum(p.numel() for _, layer in layers for p in layer.parameters()) == castable
+        targets = ("to_q", "to_k", "to_v", "to_out.0")
+        linear = [m for n, m in network.named_modules() if n.endswith(targets) and isinstance(m, torch.nn.Linear)]
+        assert sum(128 * (m.in_features + m.out_features) for m in linear) == lora
+
+
+def test_by_hand() -> None:
+    """A thousand-token model whose every number can be done in the head: U = 2 * 1024 * 512 * 2 bytes = 2 MiB."""
+    workload = Workload(
+        frozen_bytes=3 * GIB, num_trainable=2**27, num_blocks=512, hidden=512, num_tokens=1024, batch_size=2, ema=True
+    )
+    plan = estimate(workload)
+    assert (plan.frozen, plan.trainable, plan.gradients, plan.optimizer, plan.ema) == (3, 0.5, 0.5, 1, 0.5)
+    assert (plan.casts, plan.saved) == (0.25, 1)
+    assert plan.block == pytest.approx(2 * 21 * 2 / 1024)
+    assert plan.total == pytest.approx(5 + plan.block + 1.25)  # activations and casts outweigh gradients
+    assert estimate(replace(workload, accumulates=True)).total == pytest.approx(plan.total + 0.5)
+    assert estimate(replace(workload, gradients_stay=False)).gradients == 0
+    assert estimate(replace(workload, trainable_bytes=2)).casts == 0
+
+    eager = estimate(replace(workload, gradient_checkpointing=False))
+    assert eager.saved == 21
+    assert eager.block == pytest.approx(21 * 2 / 1024)
+    assert plan.table()[-1] == ("peak, about", f"{plan.total:.1f} GiB")
+    assert [name for name, _ in plan.table()][:2] == ["frozen weights", "trainable weights"]
+
+
+def test_known_sizes() -> None:
+    """HunyuanVideo: 25.64 GB of bf16 weights; block inputs of 9.9 GB at 49x544x960 and 43.9 GB at 129x720x1280."""
+    for frames, height, width, inputs in ((49, 544, 960, 9.9), (129, 720, 1280, 43.9)):
+        tokens = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24.0).num_tokens(frames, height, width) + 256
+        plan = estimate(
+            Workload(frozen_bytes=2 * HUNYUAN["params"], num_trainable=1, num_blocks=60, hidden=3072, num_tokens=tokens)
+        )
+        assert plan.frozen * GIB / 1e9 == pytest.approx(25.64, abs=0.01)
+        assert plan.saved * GIB / 1e9 == pytest.approx(inputs, abs=0.06)
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_units_are_what_real_blocks_keep(single: bool, full: bool) -> None:
+    """Bytes that autograd holds per added block of a real transformer, in U; a LoRA runs under autocast."""
+    hidden, tokens = 512, 4 * 8 * 8 + 16
+
+    def kept(extra: int) -> int:
+        torch.manual_seed(0)
+        network = HunyuanVideoTransformer3DModel(
+            in_channels=16, out_channels=16, num_attention_heads=hidden // 64, attention_head_dim=64,
+            num_layers=1 + (0 if single else extra), num_single_layers=extra if single else 0, num_refiner_layers=1,
+            text_embed_dim=64, pooled_projection_dim=32, rope_axes_dim=(16, 24, 24),
+        ).bfloat16()  # fmt: skip
+        if not full:
+            network.requires_grad_(False)
+            network.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+            for parameter in network.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+        weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage
+            return tensor
+
+        bf16 = torch.bfloat16
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", bf16, enabled=not full),
+        ):
+            output = network(  # noqa: F841  (kept alive, and with it what autograd saved)
+                hidden_states=torch.randn(1, 16, 4, 16, 16, dtype=bf16), timestep=torch.tensor([500]),
+                encoder_hidden_states=torch.randn(1, 16, 64, dtype=bf16), encoder_attention_mask=torch.ones(1, 16),
+                pooled_projections=torch.randn(1, 32, dtype=bf16), guidance=torch.tensor([1000.0], dtype=bf16),
+            )  # fmt: skip
+        return sum(storage.nbytes() for storage in storages.values())
+
+    units = (kept(1) - kept(0)) / (2 * tokens * hidden)
+    assert units == pytest.approx(SAVED_UNITS_FULL if full else SAVED_UNITS_LORA, rel=0.15)
+
+
+def config_for(**options: object) -> TrainConfig:
+    return TrainConfig.from_flat(model_name="ltx_video", pretrained_model_name_or_path="somewhere", **options)
+
+
+def test_estimate_for_a_configured_run(tiny_repo) -> None:
+    from finetrainers.models.registry import get_family
+
+    family = get_family("ltx_video")
+    config = config_for(batch_size=2, gradient_checkpointing=True, optimizer="adamw", rank=4)
+    model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")))
+    network = family.load(model).transformer_on_meta().requires_grad_(False)
+    network.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    sizes = {flag: sum(p.numel() for p in network.parameters() if p.requires_grad == flag) for flag in (True, False)}
+    hidden = network.config.num_attention_heads * network.config.attention_head_dim
+    tokens = family.geometry.num_tokens(49, 512, 768)
+    assert tokens == 7 * 16 * 24
+
+    plan = estimate_for(config, family.geometry, network, bucket=(49, 512, 768))
+    assert plan == estimate(
+        Workload(
+            frozen_bytes=2 * sizes[False], num_trainable=sizes[True], num_blocks=len(network.transformer_blocks),
+            hidden=hidden, num_tokens=tokens, batch_size=2,
+        )
+    )  # fmt: skip
+
+    def changed(**options: object) -> TrainConfig:
+        return config_for(batch_size=2, gradient_checkpointing=True, rank=4, **{"optimizer": "adamw", **options})
+
+    def run(**options: object):
+        return estimate_for(changed(**options), family.geometry, network, bucket=(49, 512, 768))
+
+    assert plan.frozen / 2 < run(layerwise_upcasting_modules=["transformer"]).frozen < plan.frozen
+    assert run(use_8bit_bnb=True).optimizer == pytest.approx(plan.optimizer * (2 + 8 / 256) / 8)
+    assert run(use_cpu_offload_optimizer=True).optimizer == 0
+    assert run(use_cpu_offload_optimizer=True, offload_gradients=True).gradients == 0
+    assert run(gradient_accumulation_steps=2).accumulates
+    assert run(use_ema=True).ema == plan.trainable
+
+    network.requires_grad_(True)
+    full = run(training_type="full-finetune")
+    assert full.frozen == 0
+    assert full.block == pytest.approx(plan.block * SAVED_UNITS_FULL / SAVED_UNITS_LORA)
+    rounded = run(training_type="full-finetune", master_weights="stochastic_rounding")
+    assert rounded.trainable == full.trainable / 2
+    assert rounded.optimizer == full.optimizer / 2
+    low = run(training_type="full-finetune", master_weights="stochastic_rounding", optimizer="adamw-torchao-4bit")
+    assert low.optimizer == pytest.approx(full.optimizer * (1 + 8 / 128) / 8)
