@@ -8,7 +8,21 @@ OPTIMIZERS = ["prodigyopt>=1.1", "came-pytorch>=0.1.3"]
 DEEPSPEED = ["deepspeed>=0.17"]
 TRACKERS = ["tensorboard", "wandb", "trackio"]
 DEMO = ["scikit-video>=1.1.11", "matplotlib"]
-TEST = [*OPTIMIZERS, *DEEPSPEED, *DEMO, "ninja", "tensorboard", "pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff", "mypy", "jsonschema"]
+TEST = [
+    *OPTIMIZERS,
+    *DEEPSPEED,
+    *DEMO,
+    "ninja==1.13.2",
+    "tensorboard==2.21.0",
+    "pytest==9.2.0",
+    "pytest-xdist==3.8.0",
+    "pytest-timeout==2.4.0",
+    "hypothesis==6.170.15",
+    "jsonschema==4.26.0",
+    "ruff==0.17.5",
+    "mypy==2.4.1",
+    "codespell==2.4.3",
+]
 
 setup(
     name="finetrainers",
@@ -31,7 +45,6 @@ setup(
         "rich>=13",
         "jinja2>=3",
         "av>=13",
-        "decord>=0.6; platform_system == 'Linux' and platform_machine == 'x86_64'",
         "bitsandbytes>=0.45",
         "torchao>=0.12",
         "sentencepiece",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import count, takewhile
 from typing import Any
 
@@ -17,15 +16,11 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import OptimizerSection
-from finetrainers.data.cache import FileDigests, TensorCache
-from finetrainers.data.encode import CachedEncoder, Encoder
-from finetrainers.data.loader import DecodeFetch, Fetch
-from finetrainers.data.precompute import CacheFetch, CacheKeys, precompute_text, precompute_video
+from finetrainers.data.source import BatchSource, open_source
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.memory.casting import enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_gradient_checkpointing
 from finetrainers.methods.registry import load_method
-from finetrainers.models.identity import text_identity, vae_identity
 from finetrainers.models.spec import DTYPES, Conditions, ModelSpec, TextEncoders
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
@@ -39,13 +34,12 @@ from .callbacks.metrics import MetricsFile, ProgressLine, Tracker
 from .callbacks.validation import EncodedPrompt, Validation
 from .checkpoint import load_checkpoint
 from .export import export
-from .plan_report import dry_run_report, largest_bucket, print_line, print_start
+from .plan_report import dry_run_report, largest_bucket, print_start
 from .preflight import Preflight, preflight
 from .resume import critical_state
 from .run_dir import RunDirectory
 from .trainable import attach, load_lora_weights, trainable_parameters
 from .trainer import Trainer
-from .training_data import TrainingData
 
 
 def train(config: TrainConfig) -> Trainer | None:
@@ -109,45 +103,21 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     compute_dtype = parallel.compute_dtype(
         weights_dtype if config.training.training_type == "full-finetune" else DTYPES[config.model.transformer_dtype]
     )
-    keys = cache_keys(config, spec) if config.data.precompute_conditions else None
-    clips = [*plan.clips, *plan.eval_clips]
+    source = open_source(plan, config, spec=spec, parallel=parallel)
 
     # Phase 1: text. With precomputation, each phase's networks are gone before the next phase loads its own.
     encoders: TextEncoders | None = spec.load_text_encoders().to(parallel.device)
     prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
-    if keys is not None:
-        share = {"rank": parallel.rank, "world_size": parallel.world_size}
-        precompute_text(
-            clips, partial(spec.encode_text, encoders), keys, **share, progress=_progress("captions", parallel)
-        )
-        encoders = None
-        free_memory()
+    encoders = source.take_text_encoders(encoders)
+    free_memory()
 
     # Phase 2: the VAE.
     vae: nn.Module | None = spec.load_vae().to(parallel.device)
     vae_stats = spec.vae_stats(vae)
     geometry = spec.geometry(vae, spec.transformer_on_meta())
     check_geometry(config, geometry)
-    if keys is not None:
-        workers = config.dataloader.dataloader_num_workers
-        encode_video = partial(spec.encode_video, vae)
-        precompute_video(clips, encode_video, keys, **share, num_workers=workers, progress=_progress("clips", parallel))
-        vae = encode_video = None
-        free_memory()
-        parallel.barrier()
-        fetch: Fetch = CacheFetch(keys)
-        encode: Any = CachedEncoder(data=config.data, seed=config.training.seed, device=parallel.device)
-    else:
-        fetch = DecodeFetch(config.data, config.training.seed)
-        encode = Encoder(
-            partial(spec.encode_text, encoders),
-            partial(spec.encode_video, vae),
-            data=config.data,
-            seed=config.training.seed,
-            device=parallel.device,
-            with_first_frame=spec.first_frame == "channels",
-        )
-    data = TrainingData(plan, config, fetch=fetch, encode=encode, parallel=parallel, compute_dtype=compute_dtype)
+    vae = source.take_vae(vae)
+    free_memory()
 
     # Phase 3: the transformer.
     transformer = load_trainable_transformer(checked, spec, weights_dtype)
@@ -159,7 +129,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         tokens_per_latent=1 / (geometry.patch_t * geometry.patch**2),
         first_frame_p=first_frame_probability(config, spec),
         seed=config.training.seed,
-        batches=data,
+        batches=source,
         accumulation=config.training.gradient_accumulation_steps,
     )
     lr = config.optimizer.lr * lr_scale(config, parallel)
@@ -173,7 +143,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
             stochastic_rounding=config.training.master_weights == "stochastic_rounding",
         ),
     )
-    total_steps = config.training.train_steps or data.steps_for_epochs(config.training.train_epochs)
+    total_steps = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
     trainer = Trainer(
         config=config,
         spec=spec,
@@ -188,7 +158,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         ema=make_ema(config, parallel.unwrap(transformer)),
     )
     trainer.callbacks = make_callbacks(
-        checked, parallel, data=data, scheduler=scheduler, prompts=prompts, negative=negative,
+        checked, parallel, source=source, scheduler=scheduler, prompts=prompts, negative=negative,
         load_vae=spec.load_vae if vae is None else lambda: vae,
     )  # fmt: skip
     if checked.resume_from is not None:
@@ -204,28 +174,6 @@ def trainable_dtype(config: TrainConfig) -> torch.dtype:
     if config.training.training_type == "lora":
         return DTYPES[config.model.transformer_dtype]
     return torch.float32 if config.training.master_weights == "fp32" else torch.bfloat16
-
-
-def cache_keys(config: TrainConfig, spec: ModelSpec) -> CacheKeys:
-    """Names of cache entries: everything that determines an encoding."""
-    directory = config.data.precompute_dir or config.run.output_dir / "precomputed"
-    return CacheKeys(
-        cache=TensorCache(directory),
-        digests=FileDigests(directory),
-        text_identity=text_identity(config.model),
-        vae_identity=vae_identity(config.model),
-        data=config.data,
-        seed=config.training.seed,
-        with_first_frame=spec.first_frame == "channels",
-    )
-
-
-def _progress(what: str, parallel: Parallel) -> Callable[[int, int], None]:
-    def report(done: int, total: int) -> None:
-        if parallel.is_main and (done == total or done % max(1, total // 10) == 0):
-            print_line(f"encoded {done}/{total} {what}")
-
-    return report
 
 
 def encode_prompts(
@@ -342,7 +290,7 @@ def make_callbacks(
     checked: Preflight,
     parallel: Parallel,
     *,
-    data: TrainingData,
+    source: BatchSource,
     scheduler: Any,
     prompts: list[EncodedPrompt],
     negative: Conditions | None,
@@ -360,11 +308,11 @@ def make_callbacks(
                 enabled=parallel.is_main,
             )
         )
-    if data.held_out:
+    if checked.plan.eval_clips:
         every = validation.eval_steps
         callbacks.append(
             EvaluationLoss(
-                batches=data.eval_batches,
+                batches=source.eval_batches,
                 num_levels=validation.eval_num_timesteps,
                 due=lambda step: every is not None and step % every == 0,
             )
@@ -379,20 +327,20 @@ def make_callbacks(
                 seed=config.training.seed,
                 scheduler=scheduler,
                 load_vae=load_vae,
-                due=validation_schedule(config, data),
+                due=validation_schedule(config, source),
             )
         )
     return callbacks
 
 
-def validation_schedule(config: TrainConfig, data: TrainingData) -> Callable[[int], bool]:
+def validation_schedule(config: TrainConfig, source: BatchSource) -> Callable[[int], bool]:
     """Whether to sample after a step: every N steps, at the ends of every N epochs, and after the last step."""
     steps, epochs = config.validation.validation_steps, config.validation.validation_epochs
-    total = config.training.train_steps or data.steps_for_epochs(config.training.train_epochs)
+    total = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
     at = {total}
     if steps:
         at |= set(range(steps, total + 1, steps))
     if epochs:
-        ends = takewhile(lambda step: step <= total, (data.steps_for_epochs(n) for n in count(epochs, epochs)))
+        ends = takewhile(lambda step: step <= total, (source.steps_for_epochs(n) for n in count(epochs, epochs)))
         at |= set(ends)
     return at.__contains__

@@ -16,12 +16,11 @@ import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.hooks import apply_layerwise_casting
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
 from finetrainers.config.sections import ModelSection
 
-from .spec import DTYPES, TextEncoders, unwrap
+from .spec import DTYPES, TextEncoders
 
 T = TypeVar("T")
 
@@ -193,28 +192,6 @@ def save_lora(
 
 def _loadable(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype in _FLOAT8 else dtype
-
-
-def save_transformer(
-    directory: Path,
-    transformer: nn.Module,
-    state_dict: Mapping[str, Tensor],
-    *,
-    max_shard_size: str = "10GB",
-) -> None:
-    """Write `directory/transformer` in diffusers layout with the given weights, in their dtype.
-
-    `ModelMixin.save_pretrained` takes no state dict: it would write the network's own weights, which under sharding
-    are not whole, and are not the moving average or the dtype asked for.
-    """
-    target = directory / "transformer"
-    unwrap(transformer).save_config(str(target))
-    save_torch_state_dict(
-        dict(state_dict),
-        str(target),
-        filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
 
 
 def _variant(config: ModelSection, replacement: str | None) -> dict[str, str]:

@@ -122,15 +122,15 @@ class LTXVideoSpec(ModelSpec):
     ) -> Tensor:
         """Velocity `eps - x0` in fp32. With t of `[B, T]`, each latent frame has its own noise level (0 is clean)."""
         _, _, frames, height, width = x_BCTHW.shape
-        embeds = conditions["prompt_embeds"]
+        dtype = unwrap(transformer).dtype
         timestep = _TIMESTEPS * t.float()
         if timestep.ndim == 2:
             timestep = timestep.repeat_interleave(height * width, dim=1)  # tokens run over width, height, then time
         spatial, temporal = self._compression
         seconds_per_frame = temporal / meta.fps.to(x_BCTHW.device, torch.float32)
         packed = transformer(
-            hidden_states=LTXPipeline._pack_latents(x_BCTHW).to(embeds.dtype),
-            encoder_hidden_states=embeds,
+            hidden_states=LTXPipeline._pack_latents(x_BCTHW).to(dtype),
+            encoder_hidden_states=conditions["prompt_embeds"].to(dtype),
             timestep=timestep,
             encoder_attention_mask=conditions["prompt_attention_mask"],
             num_frames=frames,
@@ -197,6 +197,3 @@ class LTXVideoSpec(ModelSpec):
 
     def save_lora(self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]) -> None:
         common.save_lora(LTXPipeline, directory, state_dict, adapter_metadata)
-
-    def save_full(self, directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-        common.save_transformer(directory, transformer, state_dict)

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import Process
 
+#: Size of one weight file of a saved transformer.
+MAX_SHARD_SIZE = "10GB"
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -265,9 +268,18 @@ class ModelSpec(ABC):
         transformer.load_lora_adapter(str(path), adapter_name="default", prefix="transformer", use_safetensors=True)  # type: ignore[operator]
 
     def save_full(self, directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-        """Write the transformer to `directory/transformer` in diffusers layout, in the dtype of `state_dict`."""
-        transformer.save_pretrained(  # type: ignore[operator]
-            str(directory / "transformer"), state_dict=dict(state_dict), safe_serialization=True
+        """Write `directory/transformer` in diffusers layout with the given weights, in their dtype.
+
+        `ModelMixin.save_pretrained` takes no state dict: it would write the network's own weights, which under
+        sharding are not whole, and are not the moving average or the dtype asked for.
+        """
+        target = directory / "transformer"
+        unwrap(transformer).save_config(str(target))
+        save_torch_state_dict(
+            dict(state_dict),
+            str(target),
+            filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
+            max_shard_size=MAX_SHARD_SIZE,
         )
 
 
@@ -297,9 +309,7 @@ def unwrap(module: nn.Module) -> Any:
     while True:
         if hasattr(module, "_orig_mod"):
             module = module._orig_mod  # type: ignore[assignment]
-        elif not hasattr(module, "config") and hasattr(module, "module"):
-            module = module.module  # type: ignore[assignment]
-        elif type(module).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
+        elif (not hasattr(module, "config") and hasattr(module, "module")) or type(module).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
             module = module.module  # type: ignore[assignment]
         else:
             return module

@@ -14,7 +14,6 @@ from torch import nn
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching
-from finetrainers.models import common
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Conditions, SampleRequest, VideoMeta
@@ -446,14 +445,13 @@ def test_lora_with_alpha_unequal_rank_reloads_in_the_stock_pipeline(
         )
 
 
-@pytest.mark.parametrize("max_shard_size", [None, "100KB"])
-def test_full_weights_reload_in_the_stock_class(spec, transformer, tmp_path, max_shard_size):
+@pytest.mark.parametrize("max_shard_size", ["10GB", "100KB"])
+def test_full_weights_reload_in_the_stock_class(spec, transformer, tmp_path, max_shard_size, monkeypatch):
+    monkeypatch.setattr("finetrainers.models.spec.MAX_SHARD_SIZE", max_shard_size)
     weights = {name: (value + 1.0).bfloat16() for name, value in transformer.state_dict().items()}
-    if max_shard_size is None:
-        spec.save_full(tmp_path, transformer, weights)
-    else:
-        common.save_transformer(tmp_path, transformer, weights, max_shard_size=max_shard_size)
-        assert (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json").is_file()
+    spec.save_full(tmp_path, transformer, weights)
+    index = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    assert index.is_file() == (max_shard_size == "100KB")
     loaded = LTXVideoTransformer3DModel.from_pretrained(tmp_path / "transformer", torch_dtype=torch.bfloat16)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, weights[name]), name
