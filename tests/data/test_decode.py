@@ -57,6 +57,7 @@ def test_a_late_start_does_not_decode_from_the_beginning(real_clips: Path, monke
         (".avi", "mpeg4", {"g": "12"}),  # no display times
         (".mpg", "mpeg2video", {"g": "12", "bf": "2"}),
         (".webm", "libvpx", {"g": "15"}),
+        (".ts", "libx264", {"g": "20", "bf": "2"}),  # no index: seeking may land late
     ],
 )
 def test_every_container_gives_the_right_frames(tmp_path: Path, make_video, suffix, codec, options) -> None:
@@ -97,6 +98,18 @@ def test_resize_is_pils_antialiased_bicubic(real_clips: Path) -> None:
     ours = resize(torch.from_numpy(frame), 60, 88).numpy().astype(int)
     pils = np.asarray(Image.fromarray(frame).resize((88, 60), Image.Resampling.BICUBIC)).astype(int)
     assert np.abs(ours - pils).max() <= 1
+
+
+def test_images_are_turned_upright(tmp_path: Path) -> None:
+    pixels = np.zeros((20, 30, 3), np.uint8)
+    pixels[:, 20:] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown turned a quarter clockwise: right becomes bottom
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    frame = read_image(tmp_path / "a.png", height=30, width=20)[0, :, :, 0]
+    assert frame.shape == (30, 20)
+    assert (frame[:20] == 0).all()
+    assert (frame[20:] == 255).all()
 
 
 def test_center_crop_keeps_the_aspect_ratio(tmp_path: Path) -> None:

@@ -90,6 +90,15 @@ def test_loader_starts_anywhere_and_workers_change_nothing(clips: list[Clip]) ->
                 assert torch.equal(a.video, b.video)
 
 
+def test_random_cuts_differ_by_epoch_and_clip(clips: list[Clip]) -> None:
+    fetch = DecodeFetch(DataSection(frame_selection="random"), 7)
+    twins = tuple(replace(clips[4], index=index) for index in range(6))
+    first, second = fetch(MicroBatch(0, twins)).video, fetch(MicroBatch(1, twins)).video
+    assert len(first.mean(dim=(1, 2, 3, 4)).unique()) > 1
+    assert not torch.equal(first, second)
+    assert torch.equal(first[2], fetch(MicroBatch(0, twins[2:3])).video[0])
+
+
 def test_ranks_share_the_steps_of_one_process(clips: list[Clip]) -> None:
     stream = BatchStream(clips, batch_size=1, seed=7)
     fetch = DecodeFetch(DataSection(), 7)

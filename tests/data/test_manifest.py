@@ -178,6 +178,7 @@ def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
         ("A video shows a cat", "A video shows a cat"),
         ("The footage is old", "The footage is old"),
         ("This video shows ", "This video shows"),
+        ("In this video,", "In this video,"),  # never an empty caption
     ],
 )
 def test_llm_prefixes(caption: str, cleaned: str) -> None:

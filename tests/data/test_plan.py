@@ -56,6 +56,9 @@ def test_target_fps_and_uniform(root: Path) -> None:
     }  # fmt: skip
     uniform = {c.path.name: c for c in plan(root, **BUCKETS, frame_selection="uniform").clips}
     assert uniform["fast.mp4"].fps == pytest.approx(16 * 16 / 35)
+    # Spread over the clip, all 36 frames count, whatever the rate.
+    long = plan(root, video_resolution_buckets=["33x32x48"], frame_selection="uniform", max_bad_samples=2)
+    assert {c.path.name for c in long.clips} == {"long.mp4", "fast.mp4"}
 
 
 def test_too_short_clips_are_an_error_or_a_named_warning(root: Path) -> None:

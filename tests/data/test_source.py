@@ -36,7 +36,9 @@ def root(tmp_path: Path, make_video) -> Path:
     return tmp_path
 
 
-def opened(root: Path, repo: Path, *, ranks: OneOf, precompute: bool, output: Path) -> BatchSource:
+def opened(
+    root: Path, repo: Path, *, ranks: OneOf, precompute: bool, output: Path, dropout: float = 0.3
+) -> BatchSource:
     config = TrainConfig(
         model=ModelSection(
             model_name="ltx_video", pretrained_model_name_or_path=str(repo), vae_dtype="fp32", text_encoder_dtype="fp32"
@@ -44,7 +46,7 @@ def opened(root: Path, repo: Path, *, ranks: OneOf, precompute: bool, output: Pa
         data=DataSection(
             data_root=root,
             video_resolution_buckets=["9x64x64"],
-            caption_dropout_p=0.3,
+            caption_dropout_p=dropout,
             precompute_conditions=precompute,
             eval_num_items=3,
         ),
@@ -89,3 +91,11 @@ def test_held_out_batches_are_equally_many_on_every_rank(root: Path, tiny_repo, 
     seen = [key for share in shares for batch, counts in share if counts for key in batch.sample_keys]
     assert len(seen) == len(set(seen)) == 3
     assert sources[0].eval_batches() is sources[0].eval_batches()
+
+
+def test_evaluation_keeps_its_captions(root: Path, tiny_repo, tmp_path: Path) -> None:
+    source = opened(root, tiny_repo("ltx_video"), ranks=OneOf(), precompute=True, output=tmp_path / "run", dropout=1.0)
+    training = next(source.steps(0))[0].conditions["prompt_embeds"]
+    evaluation = source.eval_batches()[0][0].conditions["prompt_embeds"]
+    assert torch.equal(training[0], training[1])  # all captions dropped
+    assert not torch.equal(evaluation[0], evaluation[1])
