@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# LoRA of CogVideoX-2b on 49-frame clips of 480x720 pixels, the only size it has positions for.
+# Learns a style or a subject from tens of clips; MYSTYLE in a prompt calls it up. The 2b checkpoint was trained in fp16.
+#
+# GPU: 24 GB. Earlier versions of finetrainers published 13.0 GiB in training (rank 64, prepared latents, with
+# gradient checkpointing), and more while sampling.
+# Steps: 1500 optimizer steps of batch size 1 per GPU.
+#
+# Run from the root of the repository: DATA_ROOT=my_clips bash examples/cogvideox/lora_2b.sh
+# Further arguments go to train.py, for example --dry_run to check everything without training.
+set -euo pipefail
+
+# Holds videos.txt and prompts.txt: line n of one belongs to line n of the other.
+DATA_ROOT="${DATA_ROOT:-clips}"
+OUTPUT_DIR="${OUTPUT_DIR:-runs/cogvideox-lora-2b}"
+NUM_GPUS="${NUM_GPUS:-1}"
+# For several GPUs: accelerate_configs/ddp.yaml.
+ACCELERATE_CONFIG="${ACCELERATE_CONFIG:-accelerate_configs/single.yaml}"
+
+model=(
+  --model_name cogvideox
+  --pretrained_model_name_or_path THUDM/CogVideoX-2b
+  --transformer_dtype fp16
+  --enable_slicing
+  --enable_tiling
+)
+
+data=(
+  --data_root "$DATA_ROOT"
+  --video_column videos.txt
+  --caption_column prompts.txt
+  --id_token MYSTYLE
+  --video_resolution_buckets 49x480x720
+  --caption_dropout_p 0.05
+  --precompute_conditions
+)
+
+dataloader=(
+  --batch_size 1
+)
+
+training=(
+  --training_type lora
+  --seed 42
+  --mixed_precision fp16
+  --train_steps 1500
+  --rank 64
+  --lora_alpha 64
+  --target_modules to_q to_k to_v to_out.0
+  --gradient_checkpointing
+  --checkpointing_steps 500
+  --checkpointing_limit 2
+)
+
+optimizer=(
+  --optimizer adamw
+  --lr 1e-4
+  --lr_scheduler constant_with_warmup
+  --lr_warmup_steps 100
+  --beta1 0.9
+  --beta2 0.95
+  --weight_decay 1e-4
+  --max_grad_norm 1.0
+)
+
+# prompt@@@FRAMESxHEIGHTxWIDTH, joined by :::
+prompts=(
+  "MYSTYLE A red fox trots through fresh snow at the edge of a pine forest@@@49x480x720"
+  "MYSTYLE Close-up of hands kneading bread dough on a floured table@@@49x480x720"
+)
+printf -v joined_prompts ":::%s" "${prompts[@]}"
+validation=(
+  --validation_prompts "${joined_prompts:3}"
+  --validation_steps 250
+)
+
+accelerate launch --config_file "$ACCELERATE_CONFIG" --num_processes "$NUM_GPUS" train.py \
+  --output_dir "$OUTPUT_DIR" \
+  "${model[@]}" \
+  "${data[@]}" \
+  "${dataloader[@]}" \
+  "${training[@]}" \
+  "${optimizer[@]}" \
+  "${validation[@]}" \
+  "$@"
