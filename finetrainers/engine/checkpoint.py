@@ -77,7 +77,7 @@ def _write(trainer: Trainer, directory: Path) -> None:
     if optimizer_state is not None:
         torch.save(optimizer_state, directory / "optimizer.pt")
     if trainer.ema is not None:
-        save_file(trainer.ema.state_dict()["weights"], directory / "ema.safetensors")
+        save_file(trainer.ema.state_dict()["shadow"], directory / "ema.safetensors")
     if parallel.accelerator.scaler is not None:
         torch.save(parallel.accelerator.scaler.state_dict(), directory / "scaler.pt")
     method_state = trainer.method.state_dict()
@@ -137,7 +137,7 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> None:
         _load_optimizer(trainer, loaded)
     if trainer.ema is not None:
         trainer.ema.load_state_dict(
-            {"weights": load_file(directory / "ema.safetensors"), "num_updates": state["ema_updates"]}
+            {"shadow": load_file(directory / "ema.safetensors"), "num_updates": state["ema_updates"]}
         )
     if parallel.accelerator.scaler is not None:
         parallel.accelerator.scaler.load_state_dict(torch.load(directory / "scaler.pt", weights_only=True))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jinja2
 import torch
 from huggingface_hub import HfApi
+from torch import Tensor
 
 from finetrainers import __version__
 from finetrainers.models.spec import DTYPES
@@ -80,28 +81,34 @@ _LOCAL = ("output_dir", "data_root", "dataset_file", "cache_dir", "hub_token", "
 
 def export(trainer: Trainer, checked: Preflight) -> None:
     """Write weights and model card into the run directory, and upload them if asked; every rank must call it."""
-    config, parallel = trainer.config, trainer.parallel
+    parallel = trainer.parallel
     use_ema = trainer.ema.applied() if trainer.ema is not None else contextlib.nullcontext()
+    error: Exception | None = None
     with use_ema:
         state = parallel.full_state(trainer.transformer)
-    error: Exception | None = None
-    if parallel.is_main:
+        # Within the block: the state refers to the network's weights, which change back at its end.
         try:
-            is_lora = config.training.training_type == "lora"
-            save_weights(
-                trainer.run_dir.root,
-                spec=trainer.spec,
-                transformer=parallel.unwrap(trainer.transformer),
-                state_dict=state,
-                training=config.training,
-                dtype=torch.float32 if is_lora else DTYPES[config.model.transformer_dtype],
-            )
-            (trainer.run_dir.root / "README.md").write_text(model_card(trainer, checked), encoding="utf-8")
-            if config.run.push_to_hub:
-                push(trainer)
+            if parallel.is_main:
+                _write(trainer, checked, state)
         except Exception as caught:
             error = caught
     parallel.raise_if_any_failed(error, "writing the results")
+
+
+def _write(trainer: Trainer, checked: Preflight, state: dict[str, Tensor]) -> None:
+    config = trainer.config
+    is_lora = config.training.training_type == "lora"
+    save_weights(
+        trainer.run_dir.root,
+        spec=trainer.spec,
+        transformer=trainer.parallel.unwrap(trainer.transformer),
+        state_dict=state,
+        training=config.training,
+        dtype=torch.float32 if is_lora else DTYPES[config.model.transformer_dtype],
+    )
+    (trainer.run_dir.root / "README.md").write_text(model_card(trainer, checked), encoding="utf-8")
+    if config.run.push_to_hub:
+        push(trainer)
 
 
 def model_card(trainer: Trainer, checked: Preflight) -> str:

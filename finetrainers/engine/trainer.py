@@ -14,6 +14,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import Method
 from finetrainers.models.spec import Batch, ModelSpec
 from finetrainers.optim.ema import EMA
+from finetrainers.optim.schedules import set_lr
 from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.seeding import derive_seed
 
@@ -74,7 +75,7 @@ class Trainer:
         self.transformer.train()
         for callback in self.callbacks:
             callback.on_start(self)
-        remaining = self.total_steps - self.step
+        remaining = max(0, self.total_steps - self.step)
         started = time.perf_counter()
         for micro_batches in islice(self.method.steps(self.step), remaining):
             metrics = self.train_step(micro_batches)
@@ -89,10 +90,9 @@ class Trainer:
 
     def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor]:
         """One optimizer step; its metrics, still on the device."""
-        # Dropout is the only user of the global generator; seeding it per step makes it resumable.
+        # Dropout draws from the global generator; seeding it per step makes it resumable.
         torch.manual_seed(derive_seed(self.config.training.seed, "step", self.step, self.parallel.rank))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr_at(self.step)
+        set_lr(self.optimizer, self.lr_at(self.step))
         totals: dict[str, Tensor] = {}
         for batch in micro_batches:
             with self.parallel.accumulate(self.transformer):
@@ -103,6 +103,8 @@ class Trainer:
         grad_norm = self.parallel.clip()
         if grad_norm is not None:
             totals["grad_norm"] = grad_norm
+        # Stochastic rounding draws too, and ranks that round differently would hold different weights.
+        torch.manual_seed(derive_seed(self.config.training.seed, "optimizer", self.step))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
@@ -56,6 +57,9 @@ class Parallel:
             group = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=timeout_s))
         if mixed_precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ:
             mixed_precision = fallback_precision
+        # Accelerate keeps its state in the process; an earlier run's must not decide over this one.
+        GradientState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = Accelerator(
             mixed_precision=mixed_precision,
             cpu=on_cpu and not deepspeed,
