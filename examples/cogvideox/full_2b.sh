@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Full finetuning of CogVideoX-2b (1.7 B weights) on 49-frame clips of 480x720 pixels.
-# For hundreds of clips or more: every weight is trained, in fp32. The 2b checkpoint was trained in fp16.
+# For hundreds of clips or more: every weight is trained, in fp32. This checkpoint was trained in fp16.
 #
 # GPU: 48 GB. Earlier versions of finetrainers published 33.9 GiB in training (AdamW, prepared latents) and 43.8 GiB
 # while sampling.

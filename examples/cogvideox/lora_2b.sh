@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # LoRA of CogVideoX-2b on 49-frame clips of 480x720 pixels, the only size it has positions for.
-# Learns a style or a subject from tens of clips; MYSTYLE in a prompt calls it up. The 2b checkpoint was trained in fp16.
+# Learns a style or a subject from tens of clips; MYSTYLE in a prompt calls it up. 2b was trained in fp16.
 #
 # GPU: 24 GB. Earlier versions of finetrainers published 13.0 GiB in training (rank 64, prepared latents, with
 # gradient checkpointing), and more while sampling.

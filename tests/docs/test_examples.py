@@ -55,9 +55,7 @@ def launched(script: Path, bin_dir: Path, *arguments: str, **environment: str) -
     """The arguments that a script gives to `accelerate`, by running it with a stand-in that only writes them down."""
     written = bin_dir / "argv.json"
     stand_in = bin_dir / "accelerate"
-    stand_in.write_text(
-        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(written)!r}, 'w'))\n"
-    )
+    stand_in.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(written)!r}, 'w'))\n")
     stand_in.chmod(0o755)
     path = f"{bin_dir}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(
@@ -104,7 +102,13 @@ def test_script_and_file_say_the_same(recipe: Path, tmp_path: Path) -> None:
 
 def test_scripts_pass_paths_with_blanks_and_further_arguments(tmp_path: Path) -> None:
     config = parsed(
-        EXAMPLES / "ltx_video" / "lora.sh", tmp_path, "--lr", "7e-5", "--dry_run", DATA_ROOT="my clips", OUTPUT_DIR="a b"
+        EXAMPLES / "ltx_video" / "lora.sh",
+        tmp_path,
+        "--lr",
+        "7e-5",
+        "--dry_run",
+        DATA_ROOT="my clips",
+        OUTPUT_DIR="a b",
     )
     assert config.data.data_root == Path("my clips")
     assert config.run.output_dir == Path("a b")
@@ -135,9 +139,7 @@ def _version(path: Path, config: TrainConfig) -> dict[str, str]:
     return {"version": path.stem.rpartition("_")[2]}
 
 
-def test_recipes_raise_no_warnings_about_options(
-    clips: Path, tiny_repo: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_recipes_raise_no_warnings_about_options(clips: Path, tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
     """What an example sets must have an effect."""
     for path in TOMLS:
         config = load_config(path)

@@ -1,0 +1,227 @@
+"""The architecture as tests: which way imports point, where family names may stand, and what loads without torch."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "finetrainers"
+
+#: Lower layers may not import higher ones; packages of one layer may, as long as there is no cycle.
+LAYERS = {
+    "utils": 0,
+    "config": 1,
+    "diffusion": 2,
+    "models": 3,
+    "data": 4,
+    "rewards": 4,
+    "methods": 5,
+    "memory": 5,
+    "optim": 5,
+    "parallel": 5,
+    "engine": 6,
+    "demo": 7,
+    "cli": 8,
+}
+#: What of `models` the rest of the package may know. A family's own module is reached through the registry.
+OPEN_MODELS = {"spec", "registry", "identity"}
+#: Packages that see models through the seam alone.
+SEAM_ONLY = {"data", "methods", "optim", "memory", "parallel"}
+
+_REFERENCE = re.compile(r"finetrainers(\.\w+)+(:\w+)?")
+_FAMILY = re.compile(r"hunyuan|ltx|cogvideo|(?<![a-z])wan(?![a-z])", re.IGNORECASE)
+#: Lines of help and documentation text that show a user what to type.
+_USAGE = re.compile(r"examples/|finetrainers tiny |^(model_name|pretrained_model_name_or_path) = ")
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Line and dotted parts below `finetrainers` of every import, wherever it stands, and of every `module:Name` text."""
+    package = ["finetrainers", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            # `from finetrainers.models import spec` names a module, `from .spec import Batch` does not.
+            names = [f"{stem}.{alias.name}" if is_package(stem) else stem for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _REFERENCE.fullmatch(node.value):
+            names = [node.value.partition(":")[0]]
+        else:
+            continue
+        for name in names:
+            if name.startswith("finetrainers."):
+                yield node.lineno, name.split(".")[1:]
+
+
+def is_package(dotted: str) -> bool:
+    return (ROOT / Path(*dotted.split("."))).is_dir()
+
+
+def internal_imports() -> list[tuple[str, int, str, list[str]]]:
+    """`(file, line, importing package, imported parts)` of the whole package, without the facade `__init__.py`."""
+    found = []
+    for path in modules():
+        relative = path.relative_to(PACKAGE)
+        if len(relative.parts) == 1:
+            continue
+        for line, parts in imports_of(path):
+            if parts[0] in LAYERS:
+                found.append((relative.as_posix(), line, relative.parts[0], parts))
+    return found
+
+
+def test_every_package_has_a_layer() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages <= set(LAYERS), "give new packages a place in LAYERS and in docs/architecture.md"
+    assert not [path.name for path in PACKAGE.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+
+
+def test_the_walk_sees_imports_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of the test: function-level, relative, aliased, type-checking and textual imports."""
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    (tmp_path / "data").mkdir()
+    module = tmp_path / "data" / "module.py"
+    module.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from .plan import Clip\n"
+        "from ..models import spec\n"
+        "import finetrainers.engine.run as run\n"
+        "if TYPE_CHECKING:\n    from finetrainers.cli.main import main\n"
+        "def f():\n    from finetrainers.models.registry import families\n"
+        "TARGET = 'finetrainers.methods.sft:SFT'\n"
+        "TEXT = 'see finetrainers.methods.sft for more'\n"
+    )
+    assert sorted(".".join(parts) for _, parts in imports_of(module)) == [
+        "cli.main", "data.plan", "engine.run", "methods.sft", "models.registry", "models.spec",
+    ]  # fmt: skip
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        f"finetrainers/{file}:{line}: {package} imports {'.'.join(parts)}"
+        for file, line, package, parts in internal_imports()
+        if LAYERS[parts[0]] > LAYERS[package]
+    ]
+    assert wrong == []
+
+
+def test_packages_have_no_import_cycle() -> None:
+    edges = {(package, parts[0]) for _, _, package, parts in internal_imports() if parts[0] != package}
+    remaining = {name for edge in edges for name in edge}
+    while remaining:
+        leaves = {name for name in remaining if not any((name, other) in edges for other in remaining)}
+        assert leaves, f"import cycle among {sorted(remaining)}"
+        remaining -= leaves
+
+
+def test_families_are_reached_through_the_registry() -> None:
+    wrong = []
+    for file, line, package, parts in internal_imports():
+        if parts[0] != "models" or package in ("models", "demo"):
+            continue
+        allowed = {"spec"} if package in SEAM_ONLY else OPEN_MODELS
+        if len(parts) < 2 or parts[1] not in allowed:
+            wrong.append(f"finetrainers/{file}:{line}: {package} imports {'.'.join(parts)}")
+    assert wrong == []
+
+
+def test_family_names_stay_in_their_files() -> None:
+    wrong = []
+    for path in modules():
+        if path.relative_to(PACKAGE).parts[0] in ("models", "demo"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if _FAMILY.search(line) and not _USAGE.search(line.strip()):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert wrong == []
+
+
+def test_source_is_ascii_and_short() -> None:
+    for path in modules():
+        text = path.read_text(encoding="utf-8")
+        assert text.isascii(), f"{path.relative_to(ROOT)} is not ASCII"
+        assert len(text.splitlines()) <= 600, f"{path.relative_to(ROOT)} is longer than 600 lines"
+
+
+# ---- what runs without torch ---------------------------------------------------------------------------------------
+
+_HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate")
+
+
+def run_without_torch(code: str, *, cwd: Path) -> str:
+    """Run code in a fresh interpreter; what it printed. Fails if a heavy library was imported on the way."""
+    program = f"import sys\n{code}\nprint('LOADED', [name for name in {_HEAVY!r} if name in sys.modules])\n"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "LOADED []", result.stdout
+    return result.stdout + result.stderr
+
+
+def train(*arguments: str) -> str:
+    """Code that runs the training command and prints its exit code; `--help` ends by SystemExit."""
+    return (
+        "from finetrainers.cli.main import main\n"
+        f"try:\n    code = main(['train', *{list(arguments)!r}])\n"
+        "except SystemExit as error:\n    code = error.code\n"
+        "print('CODE', code)"
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import finetrainers, finetrainers.config.document as d; d.configuration_page(); d.json_schema()",
+        "import finetrainers.cli.main",
+        "from finetrainers.config.flags import parse_flags\n"
+        "parse_flags(['--model_name', 'ltx_video', '--pretrained_model_name_or_path', 'x', '--lr', '1e-4'])",
+        "from finetrainers.models.registry import families; families()",
+        "from finetrainers.cli.main import main; main([]); main(['models']); main(['schema'])",
+    ],
+    ids=["config", "cli", "flags", "registry", "commands"],
+)
+def test_light_code_stays_light(code: str, tmp_path: Path) -> None:
+    run_without_torch(code, cwd=tmp_path)
+
+
+def test_help_needs_no_torch(tmp_path: Path) -> None:
+    printed = run_without_torch(train("--help"), cwd=tmp_path)
+    assert "CODE 0" in printed
+    assert "--video_resolution_buckets" in printed
+
+
+def test_errors_need_no_torch(tmp_path: Path, tiny_repo: Callable[..., Path]) -> None:
+    """The answer to a mistake comes at once: nothing heavy is imported to find it."""
+    model = ["--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video"))]
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "did you mean 'batch_size'": [*model, "--batch_sise", "2"],
+        "50 frames is not 8*k+1": [*model, "--data_root", "empty", "--video_resolution_buckets", "50x64x64"],
+        "no data": [*model, "--data_root", "empty"],
+        "is not a folder": [*model, "--data_root", "missing"],
+        "unknown model family": ["--model_name", "ltx_vide", "--pretrained_model_name_or_path", "x"],
+    }
+    for message, arguments in cases.items():
+        printed = run_without_torch(train(*arguments), cwd=tmp_path)
+        assert "CODE 2" in printed, printed
+        assert message in printed, printed
