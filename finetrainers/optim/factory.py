@@ -116,11 +116,14 @@ def _create_offloaded(
 def _import_class(name: str, recipe: Recipe, target: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
-        return getattr(import_module(module), attribute)
+        found = getattr(import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise  # the package is there and lacks something of its own
         raise ImportError(missing_library(name, recipe)) from error
+    if found is None:
+        raise ImportError(f"optimizer {name!r} needs a newer {recipe.library}: this one has no {module}.{attribute}")
+    return found
 
 
 def _load_state_in_saved_dtype(optimizer: Optimizer) -> None:

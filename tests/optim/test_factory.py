@@ -254,6 +254,12 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
         build(LowRank(torch.float32), "prodigy")
 
 
+def test_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.optim.Muon")
+    with pytest.raises(ImportError, match=r"'muon' needs a newer torch: this one has no torch\.optim\.Muon"):
+        build(LowRank(torch.float32), "muon")
+
+
 def test_a_package_that_lacks_something_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(module: str) -> None:
         raise ModuleNotFoundError("No module named 'other'", name="other")
