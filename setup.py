@@ -44,7 +44,7 @@ setup(
         "pydantic>=2.8",
         "rich>=13",
         "jinja2>=3",
-        "av>=13",
+        "av>=14.2",
         "bitsandbytes>=0.45",
         "torchao>=0.12",
         "sentencepiece",

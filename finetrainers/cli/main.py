@@ -43,13 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train_command(argv: Sequence[str], *, prog: str) -> int:
     """Train as the flags say. Exit code 0, or 2 for a configuration that cannot run; other failures raise."""
     from finetrainers.config.flags import parse_flags
-    from finetrainers.engine.preflight import preflight
 
     configure_logging()
     try:
         config, list_models = parse_flags(argv, prog=prog)
         if list_models or config is None:
             return _models(None)
+        from finetrainers.engine.preflight import preflight
+
         checked = preflight(config)
         from finetrainers.engine.run import run
 

@@ -25,8 +25,8 @@ class Scene:
 
 
 SCENES = (
-    Scene("bikes", "bikes.mp4", 0, "two people ride bikes in a street"),
-    Scene("talking", "carphone_pristine.mp4", 0, "a man is talking in a car"),
+    Scene("rabbit", "bigbuckbunny.mp4", 28, "a big rabbit stretches in front of its burrow"),
+    Scene("walking", "bikes.mp4", 198, "a man walks past a parked bike"),
 )
 
 

@@ -93,6 +93,22 @@ def largest_bucket(plan: DatasetPlan) -> tuple[int, int, int]:
     return max((clip.bucket for clip in plan.clips), key=lambda b: b[0] * b[1] * b[2])
 
 
+def print_results(root: Path) -> None:
+    """Where everything is, after training."""
+    places = {
+        "LoRA": root / "pytorch_lora_weights.safetensors",
+        "transformer": root / "transformer",
+        "samples": root / "samples",
+        "model card": root / "README.md",
+        "settings": root / "config.toml",
+        "metrics": root / "metrics.jsonl",
+    }
+    print_line("done; results:")
+    for name, path in places.items():
+        if path.exists():
+            print_line(f"  {name:<16}{path}")
+
+
 def print_line(text: str) -> None:
     """One line for the user."""
     Console(soft_wrap=True, highlight=False).print(text, markup=False)

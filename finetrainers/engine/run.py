@@ -15,7 +15,6 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.sections import OptimizerSection
 from finetrainers.data.source import BatchSource, open_source
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.memory.casting import enable_layerwise_upcasting
@@ -25,7 +24,7 @@ from finetrainers.models.spec import DTYPES, Conditions, ModelSpec, TextEncoders
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.rules import optimizer_problems
-from finetrainers.optim.schedules import create_scheduler
+from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.engine import Parallel
 
 from .callbacks.base import Callback
@@ -34,7 +33,7 @@ from .callbacks.metrics import MetricsFile, ProgressLine, Tracker
 from .callbacks.validation import EncodedPrompt, Validation
 from .checkpoint import load_checkpoint
 from .export import export
-from .plan_report import dry_run_report, largest_bucket, print_start
+from .plan_report import dry_run_report, largest_bucket, print_results, print_start
 from .preflight import Preflight, preflight
 from .resume import critical_state
 from .run_dir import RunDirectory
@@ -63,6 +62,8 @@ def run(checked: Preflight) -> Trainer | None:
         trainer.run()
         export(trainer, checked)
         trainer.finish()
+        if parallel.is_main:
+            print_results(trainer.run_dir.root)
     finally:
         parallel.close()
     return trainer
@@ -86,7 +87,8 @@ def make_parallel(config: TrainConfig) -> Parallel:
         max_grad_norm=config.optimizer.max_grad_norm,
         timeout_s=config.run.nccl_timeout,
     )
-    errors, _ = optimizer_problems(config, device_type=parallel.device.type)
+    # Preflight guessed the device and knew one process; its warnings have been shown.
+    errors, _ = optimizer_problems(config, device_type=parallel.device.type, num_processes=parallel.world_size)
     if errors:
         raise ConfigError([Problem("optimizer", message) for message in errors])
     return parallel
@@ -142,6 +144,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
             device_type=parallel.device.type,
             stochastic_rounding=config.training.master_weights == "stochastic_rounding",
         ),
+        blocks=spec.blocks,
     )
     total_steps = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
     trainer = Trainer(
@@ -259,20 +262,6 @@ def lr_scale(config: TrainConfig, parallel: Parallel) -> int:
     if not config.optimizer.scale_lr:
         return 1
     return config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.world_size
-
-
-def lr_schedule(section: OptimizerSection, *, lr: float, total_steps: int) -> Callable[[int], float]:
-    """Learning rate of optimizer step n, from 0: a pure function, so that there is no schedule state to resume."""
-    schedule = create_scheduler(
-        torch.optim.SGD([torch.zeros(1)], lr=1.0),  # schedules are built around an optimizer; only f(n) is used
-        name=section.lr_scheduler,
-        num_warmup_steps=section.lr_warmup_steps,
-        num_training_steps=total_steps,
-        num_cycles=section.lr_num_cycles,
-        power=section.lr_power,
-    )
-    factor = schedule.lr_lambdas[0]
-    return lambda step: lr * factor(step)
 
 
 def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:

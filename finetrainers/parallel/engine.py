@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -141,9 +141,17 @@ class Parallel:
         config["gradient_clipping"] = self.max_grad_norm
 
     def prepare(
-        self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        blocks: Sequence[str] = (),
     ) -> tuple[nn.Module, Any]:
-        """Wrap a network and the optimizer over its trainable weights."""
+        """Wrap a network and the optimizer over its trainable weights; FSDP shards block by block of the named lists."""
+        if self.is_fsdp:
+            # Left alone, accelerate goes by `_no_split_modules`, which some diffusers networks lack or misname.
+            classes = {type(block).__name__ for name in blocks for block in getattr(model, name)}
+            self.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(classes)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         model, prepared = self.accelerator.prepare(model, optimizer)
         self._parameters = [p for p in model.parameters() if p.requires_grad]

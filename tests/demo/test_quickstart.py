@@ -1,0 +1,36 @@
+"""The first command, with few steps: it must run through and leave what it says."""
+
+import json
+
+import av
+import pytest
+from PIL import Image
+
+from finetrainers.demo.clips import SCENES, cut_scenes
+from finetrainers.demo.quickstart import quickstart
+
+
+@pytest.mark.timeout(180)
+def test_quickstart_trains_and_leaves_its_results(tmp_path, capsys):
+    scores = quickstart(tmp_path, steps=40)
+    assert set(scores) == {scene.caption for scene in SCENES}
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < 0.95 * losses[0]
+    assert Image.open(tmp_path / "result.png").width > 500
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+    assert (tmp_path / "run" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
+    assert len(list((tmp_path / "run" / "samples" / "step-000040").glob("*.mp4"))) == len(SCENES)
+    with av.open(str(next(tmp_path.glob("after-*.mp4")))) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 9
+    assert str(tmp_path / "result.png") in capsys.readouterr().out
+
+
+def test_scenes_are_cut_as_asked(tmp_path):
+    paths = cut_scenes(tmp_path, frames=5, size=48, fps=25.0, copies=2)
+    assert len(paths) == 2 * len(SCENES)
+    with av.open(str(paths[0])) as container:
+        stream = container.streams.video[0]
+        assert (stream.frames, stream.width, stream.height) == (5, 48, 48)
+    lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
+    assert [line["video"] for line in lines] == [path.name for path in paths]
