@@ -32,7 +32,7 @@ LAYERS = {
     "cli": 8,
 }
 #: What of `models` the rest of the package may know. A family's own module is reached through the registry.
-OPEN_MODELS = {"spec", "registry", "identity"}
+OPEN_MODELS = {"spec", "registry"}
 #: Packages that see models through the seam alone.
 SEAM_ONLY = {"data", "methods", "optim", "memory", "parallel"}
 

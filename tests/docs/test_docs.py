@@ -1,0 +1,218 @@
+"""The documentation is true where a machine can tell: commands parse, files load, links lead somewhere, lists are complete."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from finetrainers.cli.main import _parser
+from finetrainers.config.document import configuration_page
+from finetrainers.config.flags import parse_flags
+from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig, fields
+from finetrainers.models import registry
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), ROOT / "examples" / "README.md"])
+MODEL = {"model_name": "ltx_video", "pretrained_model_name_or_path": "some/model"}
+
+#: All flags of finetrainers 0.0.1, and the one that its earlier commands had.
+_LEGACY = """
+model_name pretrained_model_name_or_path revision variant cache_dir text_encoder_dtype text_encoder_2_dtype
+text_encoder_3_dtype transformer_dtype vae_dtype layerwise_upcasting_modules layerwise_upcasting_storage_dtype
+layerwise_upcasting_skip_modules_pattern
+data_root dataset_file video_column caption_column id_token image_resolution_buckets video_resolution_buckets
+video_reshape_mode caption_dropout_p caption_dropout_technique precompute_conditions remove_common_llm_caption_prefixes
+dataloader_num_workers pin_memory
+flow_resolution_shifting flow_base_seq_len flow_max_seq_len flow_base_shift flow_max_shift flow_shift
+flow_weighting_scheme flow_logit_mean flow_logit_std flow_mode_scale
+training_type seed batch_size train_epochs train_steps rank lora_alpha target_modules gradient_accumulation_steps
+gradient_checkpointing checkpointing_steps checkpointing_limit resume_from_checkpoint enable_slicing enable_tiling
+lr scale_lr lr_scheduler lr_warmup_steps lr_num_cycles lr_power optimizer use_8bit_bnb beta1 beta2 beta3 weight_decay
+epsilon max_grad_norm
+validation_prompts validation_images validation_videos validation_separator num_validation_videos validation_epochs
+validation_steps validation_frame_rate enable_model_cpu_offload
+tracker_name push_to_hub hub_token hub_model_id output_dir logging_dir allow_tf32 nccl_timeout report_to
+list_models
+mixed_precision
+"""
+LEGACY_FLAGS = _LEGACY.split()
+
+#: Flags of other programs, and of other versions, that the pages mention.
+FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "check", "extra"}
+
+
+def page_id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(path: Path, *languages: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of the fenced blocks in the given languages."""
+    pattern = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    text = path.read_text(encoding="utf-8")
+    for match in pattern.finditer(text):
+        if match[1] in languages:
+            yield text.count("\n", 0, match.start()) + 1, match[2]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command line of a shell block, without environment, redirection and comments."""
+    for line in text.replace("\\\n", " ").splitlines():
+        for command in re.split(r"\s&&\s", line):
+            words = shlex.split(command, comments=True)
+            if ">" in words:
+                words = words[: words.index(">")]
+            while words and re.fullmatch(r"\w+=.*", words[0]):
+                words = words[1:]
+            if words:
+                yield words
+
+
+def all_commands() -> list[tuple[str, list[str]]]:
+    return [
+        (f"{page_id(page)}:{line}", words)
+        for page in PAGES
+        for line, text in blocks(page, "bash", "sh")
+        for words in commands(text)
+    ]
+
+
+def train_flags(words: list[str]) -> list[str] | None:
+    """The flags of a training command, or None if it is none."""
+    if words[:2] == ["finetrainers", "train"]:
+        return words[2:]
+    if words[:2] == ["python", "train.py"]:
+        return words[2:]
+    if words[:2] == ["accelerate", "launch"] and "train.py" in words:
+        assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+        return words[words.index("train.py") + 1 :]
+    return None
+
+
+def test_the_pages_have_commands() -> None:
+    """A test of the walk below: it must not pass because it finds nothing."""
+    found = all_commands()
+    assert len([words for _, words in found if train_flags(words) is not None]) >= 8
+    assert len([words for _, words in found if words[0] == "finetrainers"]) >= 6
+
+
+@pytest.mark.parametrize(
+    ("where", "words"), [pytest.param(w, c, id=f"{w}-{i}") for i, (w, c) in enumerate(all_commands())]
+)
+def test_commands_parse(where: str, words: list[str], tmp_path: Path) -> None:
+    flags = train_flags(words)
+    if flags is not None:
+        if "--config" in flags:
+            place = flags.index("--config") + 1
+            shown = ROOT / flags[place]
+            example = tmp_path / "run.toml"
+            example.write_text("\n".join(f'{name} = "{value}"' for name, value in MODEL.items()))
+            assert shown.is_file() or not flags[place].startswith(("examples/", "docs/")), flags[place]
+            flags[place] = str(shown if shown.is_file() else example)
+        config, _ = parse_flags(flags)
+        assert config is not None
+        check_sizes(config)
+    elif words[0] == "finetrainers":
+        _parser().parse_args(words[1:])
+    elif words[0] == "bash":
+        assert (ROOT / words[1]).is_file(), words[1]
+
+
+def check_sizes(config: TrainConfig) -> None:
+    geometry = registry.get_family(config.model.model_name).geometry
+    for bucket in config.data.video_resolution_buckets:
+        assert geometry.problems(*bucket) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_configuration_files_load(page: Path, tmp_path: Path) -> None:
+    for _, text in blocks(page, "toml"):
+        document = tomllib.loads(text)
+        file = tmp_path / "run.toml"
+        file.write_text(text)
+        check_sizes(load_config(file, **({} if "model" in document or "model_name" in document else MODEL)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_python_compiles(page: Path) -> None:
+    for _, text in blocks(page, "python", "py"):
+        ast.parse(text)
+
+
+def test_registering_a_model_works_as_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    [(_, text)] = blocks(ROOT / "docs" / "adding-a-model.md", "python")
+    exec(compile(text, "adding-a-model.md", "exec"), {})
+    family = registry.get_family("my_model")
+    assert family.read_geometry({}, {}) == family.geometry
+    assert family.geometry.problems(49, 512, 768) == []
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = page if not file else (page.parent / file).resolve()
+        assert linked.exists(), f"{page_id(page)} links to {target}"
+        if anchor:
+            assert anchor in anchors(linked), f"{page_id(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_mentioned_flags_exist(page: Path) -> None:
+    """Every `--flag` in a page is one of ours; only the list of other versions' flags is left out."""
+    text = page.read_text(encoding="utf-8").partition("## Flags of later releases")[0]
+    ours = {"config", "list_models", "help", "version", "steps", "seed", *fields()}
+    mentioned = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9_]*)", text)}
+    assert mentioned - ours - FOREIGN_FLAGS - {"no"} == set()
+
+
+def test_option_page_is_up_to_date() -> None:
+    shown = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert shown == configuration_page(), "run: finetrainers docs > docs/configuration.md"
+
+
+def test_option_page_is_complete() -> None:
+    rows = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
+    assert rows == set(fields())
+
+
+def test_legacy_flags_are_accepted_and_explained() -> None:
+    assert len(set(LEGACY_FLAGS)) == 86
+    assert set(LEGACY_FLAGS) - {"list_models"} <= set(fields())
+    assert parse_flags(["--list_models"]) == (None, True)
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").partition("## Flags of later releases")[0]
+    rows = re.findall(r"^\| `--(\w+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted(LEGACY_FLAGS)
+
+
+def test_sizes_page_matches_the_registry() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d+)k\+1 \| multiples of (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert {row[0] for row in rows} == set(registry.families())
+    for name, temporal, multiple, tokens in rows:
+        geometry = registry.get_family(name).geometry
+        assert geometry.temporal == int(temporal)
+        assert geometry.size_multiple == int(multiple)
+        assert geometry.num_tokens(49, 512, 768) == int(tokens)
