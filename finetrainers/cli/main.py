@@ -57,9 +57,24 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
         quiet_progress_bars()
         run(checked)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_with_the_rest(error)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _with_the_rest(error: ConfigError) -> ConfigError:
+    """The error together with what is wrong between the options that were given right."""
+    if error.rest is None:
+        return error
+    from finetrainers.engine.preflight import preflight
+
+    try:
+        preflight(error.rest)
+    except ConfigError as more:
+        # What names a wrong option may be a consequence of it.
+        new = [p for p in more.problems if not any(name in str(p) for name in error.wrong)]
+        return ConfigError([*error.problems, *new])
+    return error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,15 @@ class Problem:
 class ConfigError(ValueError):
     """A configuration cannot be run; `problems` lists all the reasons."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[Problem], *, rest: Any = None, wrong: Collection[str] = ()) -> None:
+        """Args:
+        problems: the reasons.
+        rest: the configuration without its wrong options, so that rules between the others can be checked too.
+        wrong: flat names of the options that `rest` lacks.
+        """
         self.problems = list(problems)
+        self.rest = rest
+        self.wrong = frozenset(wrong)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         super().__init__(f"{count} with this configuration:\n{lines}")

@@ -127,14 +127,35 @@ def build_config(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> T
     try:
         config = TrainConfig.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(problems + _translate(error, where)) from None
+        found = _translate(error, where)
+        raise ConfigError(
+            [*problems, *found.values()], rest=_without(nested, found), wrong=[*found, *_lost(sources)]
+        ) from None
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, rest=config, wrong=_lost(sources))
     return config
 
 
-def _translate(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
-    """pydantic's errors as problems that name the option, its value and what is allowed."""
+def _without(nested: Mapping[str, Mapping[str, Any]], wrong: Mapping[str, Problem]) -> TrainConfig | None:
+    """The configuration without the wrong options; None when a required one is among them."""
+    kept = {section: {k: v for k, v in options.items() if k not in wrong} for section, options in nested.items()}
+    try:
+        return TrainConfig.model_validate(kept)
+    except ValidationError:
+        return None
+
+
+def _lost(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Options that the user probably meant by names that do not exist: what hangs on them cannot be judged."""
+    meant = []
+    for item in sources:
+        for problem in item.problems if isinstance(item, Source) else ():
+            meant += re.findall(r"did you mean '(\w+)'", problem.message)
+    return meant
+
+
+def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Problem]:
+    """pydantic's errors by option, each as a problem that names the option, its value and what is allowed."""
     found: dict[str, Problem] = {}
     for entry in error.errors():
         name = str(entry["loc"][1]) if len(entry["loc"]) > 1 else str(entry["loc"][0])
@@ -150,7 +171,7 @@ def _translate(error: ValidationError, where: Mapping[str, str]) -> list[Problem
         if entry["type"] != "value_error":
             message = f"{message}, got {value!r}{hint}"
         found.setdefault(name, Problem(where.get(name, f"--{name}"), f"{name}: {message}"))
-    return list(found.values())
+    return found
 
 
 def dump_toml(config: TrainConfig) -> str:

@@ -86,6 +86,23 @@ def test_config_errors_exit_with_2_before_torch_is_imported(tmp_path, tiny_repo)
         assert expected in result.stderr
 
 
+def test_wrong_values_and_wrong_combinations_are_reported_together(tmp_path, tiny_repo, capsys):
+    (tmp_path / "clips").mkdir()
+    arguments = [
+        "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video")),
+        "--data_root", str(tmp_path / "clips"), "--rank", "0", "--optimzer", "lion", "--eval_steps", "5",
+        "--video_resolution_buckets", "10x64x64", "--lr_scheduler", "cosin",
+    ]  # fmt: skip
+    assert train_command(arguments, prog="train.py") == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: 5 problems")
+    for expected in (
+        "greater than or equal to 1, got '0'", "did you mean 'optimizer'?", "set --eval_num_items",
+        "10 frames is not 8*k+1", "did you mean 'cosine'?",
+    ):  # fmt: skip
+        assert expected in shown
+
+
 def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(tmp_path, capsys):
     code = train_command(
         ["--model_name", "ltx_video", "--pretrained_model_name_or_path", "./none", "--data_root", str(tmp_path)],
