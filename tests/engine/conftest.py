@@ -1,0 +1,131 @@
+"""Whole runs in this process, on clips made here, with tiny random models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from finetrainers.config.load import load_config
+from finetrainers.engine.run import train
+from finetrainers.engine.trainer import Trainer
+from finetrainers.utils.video import write_mp4
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: the trainer, and what it left on disk."""
+
+    trainer: Trainer
+    root: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every record of metrics.jsonl."""
+        return [json.loads(line) for line in (self.root / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Every record of events.jsonl."""
+        return [json.loads(line) for line in (self.root / "events.jsonl").read_text().splitlines()]
+
+    def curve(self, *names: str) -> list[tuple[float, ...]]:
+        """Step and the named numbers of every training record."""
+        return [(r["step"], *(r[name] for name in names)) for r in self.metrics if "loss" in r]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The results on disk."""
+        return results(self.root)
+
+
+def results(directory: Path) -> dict[str, Tensor]:
+    """Trained weights in a run directory or a checkpoint."""
+    lora = directory / "pytorch_lora_weights.safetensors"
+    if lora.is_file():
+        return load_file(lora)
+    return load_file(directory / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def make_clips(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_clips(count, frames=9, size=64)`: a folder of clips, each with a caption of its own."""
+    built: dict[tuple[int, int, int], Path] = {}
+
+    def build(count: int, *, frames: int = 9, size: int = 64) -> Path:
+        key = (count, frames, size)
+        if key in built:
+            return built[key]
+        folder = tmp_path_factory.mktemp("clips")
+        y, x = np.mgrid[:size, :size].astype(np.float64)
+        for k in range(count):
+            pictures = [
+                np.stack(
+                    [
+                        127 + 100 * np.sin((x + 4 * t) / (6 + k)),
+                        127 + 100 * np.cos((y + 3 * t) / (5 + 2 * k)),
+                        np.full_like(x, 40 + 30 * k),
+                    ],
+                    axis=-1,
+                )
+                for t in range(frames)
+            ]
+            write_mp4(folder / f"{k}.mp4", np.stack(pictures).clip(0, 255).astype(np.uint8), fps=8)
+            (folder / f"{k}.txt").write_text(f"pattern number {k} " + "moves " * (k + 1))
+        built[key] = folder
+        return folder
+
+    return build
+
+
+@pytest.fixture
+def options(tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], tmp_path: Path) -> Callable[..., dict]:
+    """`options(family, clips=1, version=None, **changes)`: options of a short fp32 run."""
+
+    def build(family: str = "ltx_video", *, clips: int = 1, version: str | None = None, **changes: Any) -> dict:
+        repository = tiny_repo(family, **({"version": version} if version else {}))
+        values: dict[str, Any] = {
+            "model_name": family,
+            "pretrained_model_name_or_path": str(repository),
+            "data_root": str(make_clips(clips)),
+            "video_resolution_buckets": ["9x64x64"],
+            "output_dir": str(tmp_path / "run"),
+            "transformer_dtype": "fp32",
+            "vae_dtype": "fp32",
+            "text_encoder_dtype": "fp32",
+            "train_steps": 3,
+            "lr": 1e-2,
+        }
+        if family == "hunyuan_video":
+            values["text_encoder_2_dtype"] = "fp32"
+        if changes.get("training_type", "lora") == "lora":
+            values |= {"rank": 4, "lora_alpha": 8}
+        return values | {name: value for name, value in changes.items() if value is not None}
+
+    return build
+
+
+@pytest.fixture
+def run() -> Callable[..., Run]:
+    """`run(**options)`: train in this process."""
+
+    def start(**values: Any) -> Run:
+        trainer = train(load_config(**values))
+        assert trainer is not None
+        return Run(trainer, Path(values["output_dir"]))
+
+    return start
+
+
+@pytest.fixture(autouse=True)
+def _same_randomness() -> None:
+    """No test depends on what ran before it."""
+    torch.manual_seed(0)
