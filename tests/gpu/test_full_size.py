@@ -1,0 +1,331 @@
+"""Every published network at its full size with random weights: two training steps, and their peak against the plan.
+
+With `FINETRAINERS_GPU_RESULTS=file.md`, each measured peak is added to that file as a row of a table. Without a GPU,
+the same code runs with the same options on the tiny networks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from diffusers.training_utils import free_memory
+from torch import Tensor, nn
+
+from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig
+from finetrainers.data.plan import DatasetPlan
+from finetrainers.diffusion.timesteps import NoiseLevels
+from finetrainers.engine.preflight import Preflight
+from finetrainers.engine.run import load_trainable_transformer, make_parallel, trainable_dtype
+from finetrainers.engine.run_dir import RunDirectory
+from finetrainers.engine.trainable import attach, trainable_parameters
+from finetrainers.engine.trainer import Trainer
+from finetrainers.memory.plan import GIB, estimate_for
+from finetrainers.methods.sft import SFT
+from finetrainers.models import common
+from finetrainers.models.registry import get_family
+from finetrainers.models.spec import Batch, Conditions, VAEStats, VideoMeta
+from finetrainers.optim.factory import create_optimizer
+
+RESULTS = "FINETRAINERS_GPU_RESULTS"
+#: The plan leaves out the CUDA context and fragmentation.
+HEADROOM = 1.15
+_STEPS = 2  # optimizer state is made by the first step, so the second one has the peak
+
+
+@dataclass(frozen=True)
+class Network:
+    """A published transformer.
+
+    Attributes:
+        family: its family.
+        config: `transformer/config.json`.
+        num_parameters: how many weights the published file has.
+        bucket: frames, height, width to train at.
+        text: shape of each text condition of one clip.
+        tiny: option of the family's tiny repository.
+    """
+
+    family: str
+    config: dict[str, Any]
+    num_parameters: int
+    bucket: tuple[int, int, int]
+    text: dict[str, tuple[int, ...]]
+    tiny: dict[str, str]
+
+
+_COGVIDEOX = {
+    "activation_fn": "gelu-approximate", "attention_bias": True, "attention_head_dim": 64, "dropout": 0.0,
+    "flip_sin_to_cos": True, "freq_shift": 0, "in_channels": 16, "max_text_seq_length": 226,
+    "norm_elementwise_affine": True, "norm_eps": 1e-05, "out_channels": 16, "patch_size": 2, "sample_frames": 49,
+    "sample_height": 60, "sample_width": 90, "spatial_interpolation_scale": 1.875,
+    "temporal_compression_ratio": 4, "temporal_interpolation_scale": 1.0, "text_embed_dim": 4096,
+    "time_embed_dim": 512, "timestep_activation_fn": "silu", "use_learned_positional_embeddings": False,
+}  # fmt: skip
+NETWORKS = {
+    "LTX-Video": Network(
+        "ltx_video",
+        {
+            "activation_fn": "gelu-approximate", "attention_bias": True, "attention_head_dim": 64,
+            "attention_out_bias": True, "caption_channels": 4096, "cross_attention_dim": 2048, "in_channels": 128,
+            "norm_elementwise_affine": False, "norm_eps": 1e-06, "num_attention_heads": 32, "num_layers": 28,
+            "out_channels": 128, "patch_size": 1, "patch_size_t": 1, "qk_norm": "rms_norm_across_heads",
+        },
+        1_923_385_472,
+        (49, 512, 768),
+        {"prompt_embeds": (128, 4096), "prompt_attention_mask": (128,)},
+        {},
+    ),
+    "HunyuanVideo": Network(
+        "hunyuan_video",
+        {
+            "attention_head_dim": 128, "guidance_embeds": True, "in_channels": 16, "mlp_ratio": 4.0,
+            "num_attention_heads": 24, "num_layers": 20, "num_refiner_layers": 2, "num_single_layers": 40,
+            "out_channels": 16, "patch_size": 2, "patch_size_t": 1, "pooled_projection_dim": 768,
+            "qk_norm": "rms_norm", "rope_axes_dim": [16, 56, 56], "rope_theta": 256.0, "text_embed_dim": 4096,
+        },
+        12_821_012_544,
+        (49, 512, 768),
+        {"prompt_embeds": (256, 4096), "prompt_attention_mask": (256,), "pooled_prompt_embeds": (768,)},
+        {},
+    ),
+    "CogVideoX-2b": Network(
+        "cogvideox",
+        {**_COGVIDEOX, "num_attention_heads": 30, "num_layers": 30, "use_rotary_positional_embeddings": False},
+        1_693_783_872,
+        (49, 480, 720),
+        {"prompt_embeds": (226, 4096)},
+        {"version": "2b"},
+    ),
+    "CogVideoX-5b": Network(
+        "cogvideox",
+        {**_COGVIDEOX, "num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
+        5_570_283_072,
+        (49, 480, 720),
+        {"prompt_embeds": (226, 4096)},
+        {"version": "5b"},
+    ),
+}  # fmt: skip
+
+LORA = {"training_type": "lora", "rank": 64, "optimizer": "adamw"}
+FULL = {"training_type": "full-finetune", "optimizer": "adamw"}
+#: Two bytes a weight, two a gradient and two of state: the only way for 13 billion weights on one GPU.
+FULL_ROUNDED = {
+    "training_type": "full-finetune", "optimizer": "adamw-torchao-8bit", "master_weights": "stochastic_rounding",
+}  # fmt: skip
+RUNS = [
+    pytest.param(name, options, id=f"{name}-{options['training_type']}")
+    for name in NETWORKS
+    for options in (LORA, FULL_ROUNDED if name == "HunyuanVideo" else FULL)
+]
+
+TinyRepo = Callable[..., Path]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), RUNS)
+def test_full_size(
+    name: str, options: dict[str, Any], tiny_repo: TinyRepo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = NETWORKS[name]
+    repo = _repository(tiny_repo(network.family, **network.tiny), tmp_path / "model", network.config)
+    peak, planned = train_random(network, network.text, repo, network.bucket, options, monkeypatch)
+    report = f"{name} {options['training_type']}: peak {peak:.1f} GiB, planned {planned:.1f} GiB"
+    print(report)
+    _append(name, network, options, peak=peak, planned=planned)
+    assert planned / 2 < peak < 2 * planned, report
+
+
+@pytest.mark.parametrize(("name", "options"), RUNS)
+def test_same_code_at_tiny_size(
+    name: str, options: dict[str, Any], tiny_repo: TinyRepo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = NETWORKS[name]
+    source = tiny_repo(network.family, **network.tiny)
+    config = json.loads((source / "transformer" / "config.json").read_text(encoding="utf-8"))
+    repo = _repository(source, tmp_path / "model", config)
+    text = {condition: _narrowed(shape, config) for condition, shape in network.text.items()}
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles each size of matrix, for minutes on a CPU
+        peak, planned = train_random(network, text, repo, (9, 64, 64), options, monkeypatch)
+    assert peak == 0.0  # nothing is measured without a GPU
+    assert planned > 0
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_configs_are_those_of_the_published_networks(name: str, tiny_repo: TinyRepo, tmp_path: Path) -> None:
+    network = NETWORKS[name]
+    repo = _repository(tiny_repo(network.family, **network.tiny), tmp_path / "model", network.config)
+    transformer = get_family(network.family).load(_config(network, repo, (49, 64, 64), LORA).model).transformer_on_meta()
+    assert sum(p.numel() for p in transformer.parameters()) == network.num_parameters
+    assert {key: transformer.config[key] for key in network.config} == network.config
+
+
+# ---- the run that both tests make ------------------------------------------------------------------------------
+
+
+def train_random(
+    network: Network,
+    text: dict[str, tuple[int, ...]],
+    repo: Path,
+    bucket: tuple[int, int, int],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[float, float]:
+    """Train randomly initialised weights on random latents; the measured peak (0 without CUDA) and the planned, GiB."""
+    config = _config(network, repo, bucket, options)
+    family = get_family(network.family)
+    geometry = family.geometry_of(config.model)
+    spec = family.load(config.model)
+    parallel = make_parallel(config)
+    device = parallel.device
+    checked = Preflight(config, family, geometry, [], DatasetPlan((), (), (), (), (), (), ""), None)
+    if device.type == "cuda":
+        _skip_if_too_large(checked, bucket)
+        free_memory()  # of the test before
+
+    monkeypatch.setattr(common, "load_transformer", lambda cls, model, dtype: _random(cls, model, dtype, device))
+    transformer = load_trainable_transformer(checked, spec, trainable_dtype(config))
+    planned = estimate_for(config, geometry, transformer, bucket=bucket).total
+    scheduler = spec.load_scheduler()
+    process = spec.process(scheduler)
+    batch = _batch(text, geometry.latent_shape(*bucket), channels=transformer.config.out_channels, device=device)
+    method = SFT(
+        spec=spec,
+        process=process,
+        vae_stats=VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(1.0)),
+        noise_levels=NoiseLevels(config.diffusion, is_flow=process.is_flow, scheduler_config=dict(scheduler.config)),
+        tokens_per_latent=1 / (geometry.patch_t * geometry.patch**2),
+        first_frame_p=0.0,
+        seed=0,
+        batches=None,
+        accumulation=1,
+    )
+    wrapped, optimizer = parallel.prepare(
+        transformer,
+        lambda parameters: create_optimizer(
+            parameters,
+            config=config.optimizer,
+            lr=config.optimizer.lr,
+            device_type=device.type,
+            stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+        ),
+    )
+    trainer = Trainer(
+        config=config, spec=spec, method=method, parallel=parallel, transformer=wrapped, optimizer=optimizer,
+        lr_at=lambda step: config.optimizer.lr, total_steps=_STEPS, run_dir=RunDirectory(repo, writes=False), critical={},
+    )  # fmt: skip
+    wrapped.train()
+    # The start of every matrix, since copies of all weights would not fit. A LoRA's A cannot move while B is zero.
+    watched = {n: p for n, p in trainable_parameters(transformer).items() if p.ndim > 1 and "lora_A" not in n}
+    before = {n: p.detach().flatten()[:4096].clone() for n, p in watched.items()}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(_STEPS):
+        metrics = parallel.mean(trainer.train_step([batch]))
+        assert math.isfinite(metrics["loss"])
+        assert 0 < metrics["grad_norm"] < math.inf
+    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+
+    unchanged = [n for n, p in watched.items() if torch.equal(p.detach().flatten()[:4096], before[n])]
+    assert not unchanged, f"{len(unchanged)} of {len(watched)} matrices did not change, e.g. {unchanged[:3]}"
+    assert all(p.isfinite().all() for p in watched.values())
+    parallel.close()
+    return peak, planned
+
+
+def _config(network: Network, repo: Path, bucket: tuple[int, int, int], options: dict[str, Any]) -> TrainConfig:
+    return load_config(
+        model_name=network.family,
+        pretrained_model_name_or_path=str(repo),
+        data_root=str(repo),
+        video_resolution_buckets=["x".join(map(str, bucket))],
+        gradient_checkpointing=True,
+        train_steps=_STEPS,
+        lr=1e-3,
+        **options,
+    )
+
+
+def _repository(tiny: Path, directory: Path, transformer: dict[str, Any]) -> Path:
+    """Configs without weights: the tiny repository's, which has the published VAE's and scheduler's rules."""
+    for part in ("vae", "scheduler"):
+        copytree(tiny / part, directory / part, ignore=lambda _, names: [n for n in names if not n.endswith(".json")])
+    (directory / "transformer").mkdir()
+    (directory / "transformer" / "config.json").write_text(json.dumps(transformer), encoding="utf-8")
+    return directory
+
+
+def _random(cls: Any, model: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The configured transformer with its class's own initialisation, made where and as it is used."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            torch.manual_seed(0)
+            return cls.from_config(common.load_config(cls, model, "transformer")).to(dtype)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _batch(
+    text: dict[str, tuple[int, ...]], latent: tuple[int, int, int], *, channels: int, device: torch.device
+) -> Batch:
+    """One clip of random moments, with text of which a third is padding."""
+    draw = torch.Generator().manual_seed(1)
+
+    def condition(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("mask"):
+            return torch.arange(shape[0])[None] < 2 * shape[0] // 3
+        return torch.randn(1, *shape, generator=draw).bfloat16()
+
+    moments = torch.randn(1, 2 * channels, *latent, generator=draw)
+    return Batch(
+        moments=moments.to(device),
+        conditions=Conditions({name: condition(name, shape) for name, shape in text.items()}).to(device),
+        meta=VideoMeta(fps=torch.tensor([24.0], device=device)),
+        sample_keys=[(0, 0)],
+    )
+
+
+def _narrowed(shape: tuple[int, ...], config: dict[str, Any]) -> tuple[int, ...]:
+    """A condition's shape with the widths of a tiny network."""
+    width = config.get("text_embed_dim") or config.get("caption_channels")
+    return tuple({4096: width, 768: config.get("pooled_projection_dim")}.get(size, size) for size in shape)
+
+
+def _skip_if_too_large(checked: Preflight, bucket: tuple[int, int, int]) -> None:
+    """Skip, saying so, where the plan does not fit the GPU."""
+    transformer = checked.family.load(checked.config.model).transformer_on_meta()
+    attach(transformer, checked.config.training)
+    need = HEADROOM * estimate_for(checked.config, checked.geometry, transformer, bucket=bucket).total
+    have = torch.cuda.get_device_properties(0).total_memory / GIB
+    if need > have:
+        pytest.skip(f"needs about {need:.0f} GiB, {torch.cuda.get_device_name(0)} has {have:.0f} GiB")
+
+
+def _append(name: str, network: Network, options: dict[str, Any], *, peak: float, planned: float) -> None:
+    """Add a row to the results file, if one is asked for."""
+    if not os.environ.get(RESULTS):
+        return
+    path = Path(os.environ[RESULTS])
+    new = not path.is_file()
+    with path.open("a", encoding="utf-8") as file:
+        if new:
+            file.write("| network | training | optimizer | size | peak GiB | planned GiB | error | GPU |\n" + "|---" * 8 + "|\n")
+        rank = f" r{options['rank']}" if "rank" in options else ""
+        weights = ", stochastic rounding" if options.get("master_weights") == "stochastic_rounding" else ""
+        file.write(
+            f"| {name} | {options['training_type']}{rank}{weights} | {options['optimizer']} "
+            f"| {'x'.join(map(str, network.bucket))} | {peak:.1f} | {planned:.1f} | {planned / peak - 1:+.0%} "
+            f"| {torch.cuda.get_device_name(0)} |\n"
+        )
