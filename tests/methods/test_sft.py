@@ -1,0 +1,285 @@
+"""The loss of supervised finetuning against a derivation in float64 that shares no code with it but the seeding."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from finetrainers.config.sections import DiffusionSection, ModelSection
+from finetrainers.diffusion.timesteps import NoiseLevels
+from finetrainers.methods.base import standard_normal
+from finetrainers.methods.sft import SFT
+from finetrainers.models.registry import get_family
+from finetrainers.models.spec import Batch, Conditions, VideoMeta
+from finetrainers.utils.seeding import derive_seed
+
+SEED = 7
+KEYS = ((0, 3), (0, 1), (2, 3))
+CHANNELS = {"ltx_video": 128, "hunyuan_video": 16, "cogvideox": 16}
+
+
+class Setting:
+    """A method around a real spec whose network is replaced by a recorder with a fixed answer."""
+
+    def __init__(self, repository: Path, family: str, *, first_frame_p: float = 0.0, **diffusion: Any) -> None:
+        self.spec = get_family(family).load(
+            ModelSection(
+                model_name=family,
+                pretrained_model_name_or_path=str(repository),
+                vae_dtype="fp32",
+                transformer_dtype="fp32",
+            )
+        )
+        self.vae = self.spec.load_vae()
+        self.scheduler = self.spec.load_scheduler()
+        self.process = self.spec.process(self.scheduler)
+        self.method = SFT(
+            spec=self.spec,
+            process=self.process,
+            vae_stats=self.spec.vae_stats(self.vae),
+            noise_levels=NoiseLevels(
+                DiffusionSection(**diffusion),
+                is_flow=self.process.is_flow,
+                scheduler_config=dict(self.scheduler.config),
+            ),
+            tokens_per_latent=0.25,
+            first_frame_p=first_frame_p,
+            seed=SEED,
+            batches=None,
+            accumulation=1,
+        )
+        self.seen: list[tuple[Tensor, Tensor, Conditions, VideoMeta]] = []
+        self.spec.predict = self._predict  # type: ignore[method-assign]
+
+    def _predict(self, transformer: Any, x: Tensor, t: Tensor, conditions: Conditions, meta: VideoMeta) -> Tensor:
+        self.seen.append((x.clone(), t.clone(), conditions, meta))
+        answers = [torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(i)) for i in range(len(x))]
+        return torch.stack(answers).requires_grad_()
+
+
+def make_batch(family: str, *, frames: int = 3, keys: Sequence[tuple[int, int]] = KEYS, weight: float = 1.0) -> Batch:
+    """Random moments, each row's a function of its key."""
+    channels = CHANNELS[family]
+
+    def rows(t: int) -> Tensor:
+        generators = [torch.Generator().manual_seed(100 * e + i) for e, i in keys]
+        return torch.stack([torch.randn(2 * channels, t, 4, 4, generator=g) for g in generators])
+
+    return Batch(
+        moments=rows(frames),
+        conditions=Conditions({"embeds": torch.zeros(len(keys), 2, 2)}),
+        meta=VideoMeta(fps=torch.full((len(keys),), 8.0)),
+        sample_keys=keys,
+        first_frame_moments=rows(1) if family == "cogvideox" else None,
+        weight=weight,
+    )
+
+
+def normalise(family: str, vae: Any, z: Tensor) -> Tensor:
+    """VAE latents to what the network sees, written out from the VAE's config; float64."""
+    if family == "ltx_video":
+        mean, std = vae.latents_mean.double(), vae.latents_std.double()
+        return (z - mean[:, None, None, None]) / std[:, None, None, None] * vae.config.scaling_factor
+    return z * vae.config.scaling_factor
+
+
+def derive(
+    setting: Setting, family: str, batch: Batch, purpose: str, quantile: Callable[..., float]
+) -> list[dict[str, Any]]:
+    """Every sample by itself, in float64: noisy latents, time, target.
+
+    `quantile(generator)` gives the noise-level quantile, drawn after posterior noise and noise.
+    """
+    found = []
+    for row, (epoch, item) in enumerate(batch.sample_keys):
+        generator = torch.Generator().manual_seed(derive_seed(SEED, purpose, epoch, item))
+        mean, logvar = batch.moments[row].double().chunk(2)
+        posterior = torch.randn(mean.shape, generator=generator).double()
+        eps = torch.randn(mean.shape, generator=generator).double()
+        u = quantile(generator)
+        x0 = normalise(family, setting.vae, mean + (0.5 * logvar).exp() * posterior)
+        if family == "cogvideox":
+            t = min(int(u * 1000), 999)
+            alpha_bar = setting.scheduler.alphas_cumprod.double()[t]
+            a, s = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+            found.append({"t": t, "x": a * x0 + s * eps, "target": a * eps - s * x0, "x0": x0})
+        else:
+            found.append({"t": u, "x": (1 - u) * x0 + u * eps, "target": eps - x0, "x0": x0})
+    return found
+
+
+def uniform(generator: torch.Generator) -> float:
+    return torch.rand((), generator=generator).double().item()
+
+
+def answer(row: int, shape: Sequence[int]) -> Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(row)).double()
+
+
+def close(ours: Tensor, theirs: Any) -> None:
+    torch.testing.assert_close(ours.detach().double(), torch.as_tensor(theirs).double(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video", "cogvideox"])
+def test_loss(family: str, tiny_repo: Callable[..., Path]) -> None:
+    setting = Setting(tiny_repo(family), family)
+    batch = make_batch(family, weight=0.75)
+    loss, metrics = setting.method.loss(torch.nn.Identity(), batch)
+    ((x, t, conditions, meta),) = setting.seen
+    expected = derive(setting, family, batch, "train", uniform)
+    close(t, [e["t"] for e in expected])
+    close(x, torch.stack([e["x"] for e in expected]))
+    assert conditions is batch.conditions
+    assert meta.fps is batch.meta.fps
+    errors = [((answer(i, e["x"].shape) - e["target"]) ** 2).mean() for i, e in enumerate(expected)]
+    close(loss, 0.75 * sum(errors) / 3)
+    close(metrics["loss"], loss.detach())
+    assert loss.requires_grad
+    assert not metrics["loss"].requires_grad
+
+
+@pytest.mark.parametrize("family", ["ltx_video", "cogvideox"])
+def test_eval_loss_is_per_sample_at_the_given_level(family: str, tiny_repo: Callable[..., Path]) -> None:
+    setting = Setting(tiny_repo(family), family, flow_weighting_scheme="cosmap" if family == "ltx_video" else "none")
+    batch = make_batch(family, weight=0.5)
+    losses = setting.method.eval_loss(torch.nn.Identity(), batch, 0.3)
+    expected = derive(setting, family, batch, "eval", lambda generator: 0.3)
+    close(setting.seen[0][0], torch.stack([e["x"] for e in expected]))
+    close(losses, [((answer(i, e["x"].shape) - e["target"]) ** 2).mean() for i, e in enumerate(expected)])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weight"),
+    [
+        ("sigma_sqrt", lambda s: min(s**-2, 4.0)),
+        ("cosmap", lambda s: min(2 / (math.pi * (1 - 2 * s + 2 * s * s)), 4.0)),
+        ("uniform", lambda s: 1.0),
+    ],
+)
+def test_weights_multiply_each_sample(
+    scheme: str, weight: Callable[[float], float], tiny_repo: Callable[..., Path]
+) -> None:
+    setting = Setting(
+        tiny_repo("hunyuan_video"), "hunyuan_video", flow_weighting_scheme=scheme, loss_weight_max=4.0, flow_shift=3.0
+    )
+
+    def shifted(generator: torch.Generator) -> float:
+        u = uniform(generator)
+        return 3 * u / (1 + 2 * u)
+
+    batch = make_batch("hunyuan_video")
+    loss, _ = setting.method.loss(torch.nn.Identity(), batch)
+    expected = derive(setting, "hunyuan_video", batch, "train", shifted)
+    close(setting.seen[0][1], [e["t"] for e in expected])
+    errors = [((answer(i, e["x"].shape) - e["target"]) ** 2).mean() * weight(e["t"]) for i, e in enumerate(expected)]
+    close(loss, sum(errors) / 3)
+
+
+def test_resolution_shift_counts_tokens(tiny_repo: Callable[..., Path]) -> None:
+    setting = Setting(
+        tiny_repo("hunyuan_video"), "hunyuan_video", flow_resolution_shifting=True, flow_base_seq_len=4,
+        flow_max_seq_len=20, flow_base_shift=0.5, flow_max_shift=2.5,
+    )  # fmt: skip
+    batch = make_batch("hunyuan_video")
+    setting.method.loss(torch.nn.Identity(), batch)
+    tokens = 3 * 4 * 4 / 4  # 12: half way
+    shift = math.exp(0.5 + (tokens - 4) / 16 * 2.0)
+
+    def shifted(generator: torch.Generator) -> float:
+        u = uniform(generator)
+        return shift * u / (1 + (shift - 1) * u)
+
+    close(setting.seen[0][1], [e["t"] for e in derive(setting, "hunyuan_video", batch, "train", shifted)])
+
+
+def test_a_first_frame_given_as_tokens_is_clean_and_leaves_the_loss(tiny_repo: Callable[..., Path]) -> None:
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", first_frame_p=0.5)
+    keys = [(0, item) for item in range(6)]
+    batch = make_batch("ltx_video", keys=keys)
+    loss, _ = setting.method.loss(torch.nn.Identity(), batch)
+    ((x, t, _, meta),) = setting.seen
+    given = [random.Random(derive_seed(SEED, "train", "first_frame", *key)).random() < 0.5 for key in keys]
+    assert 0 < sum(given) < 6
+    assert meta.first_frame is None
+    assert t.shape == (6, 3)
+    errors = []
+    for row, expected in enumerate(derive(setting, "ltx_video", batch, "train", uniform)):
+        noisy, error = expected["x"].clone(), (answer(row, expected["x"].shape) - expected["target"]) ** 2
+        times = [expected["t"]] * 3
+        if given[row]:
+            noisy[:, 0] = expected["x0"][:, 0]
+            times[0] = 0.0
+            error = error[:, 1:]
+        close(x[row], noisy)
+        close(t[row], times)
+        errors.append(error.mean())
+    close(loss, sum(errors) / 6)
+
+
+def test_an_image_has_no_first_frame_to_give(tiny_repo: Callable[..., Path]) -> None:
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", first_frame_p=1.0)
+    batch = make_batch("ltx_video", frames=1)
+    loss, _ = setting.method.loss(torch.nn.Identity(), batch)
+    expected = derive(setting, "ltx_video", batch, "train", uniform)
+    close(setting.seen[0][1], [e["t"] for e in expected])
+    close(loss, sum(((answer(i, e["x"].shape) - e["target"]) ** 2).mean() for i, e in enumerate(expected)) / 3)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
+def test_a_first_frame_given_as_channels_is_clean_or_zero(probability: float, tiny_repo: Callable[..., Path]) -> None:
+    setting = Setting(tiny_repo("cogvideox", version="i2v"), "cogvideox", first_frame_p=probability)
+    keys = [(1, item) for item in range(6)]
+    batch = make_batch("cogvideox", keys=keys)
+    loss, _ = setting.method.loss(torch.nn.Identity(), batch)
+    ((_, t, _, meta),) = setting.seen
+    given = [random.Random(derive_seed(SEED, "train", "first_frame", *key)).random() < probability for key in keys]
+    mean = batch.first_frame_moments.double().chunk(2, dim=1)[0] * setting.vae.config.scaling_factor
+    close(meta.first_frame, torch.stack([m if g else torch.zeros_like(m) for m, g in zip(mean, given, strict=True)]))
+    # The clip itself is noised and predicted whole.
+    expected = derive(setting, "cogvideox", batch, "train", uniform)
+    close(t, [e["t"] for e in expected])
+    close(loss, sum(((answer(i, e["x"].shape) - e["target"]) ** 2).mean() for i, e in enumerate(expected)) / 6)
+
+
+def test_randomness_belongs_to_the_sample_not_to_its_place(tiny_repo: Callable[..., Path]) -> None:
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video")
+    setting.method.loss(torch.nn.Identity(), make_batch("ltx_video"))
+    setting.method.loss(torch.nn.Identity(), make_batch("ltx_video", keys=KEYS[::-1]))
+    setting.method.loss(torch.nn.Identity(), make_batch("ltx_video", keys=KEYS[1:2]))
+    setting.method.eval_loss(torch.nn.Identity(), make_batch("ltx_video"), 0.5)
+    (together, t, *_), (reversed_, *_), (alone, *_), (evaluated, *_) = setting.seen
+    assert torch.equal(together, reversed_.flip(0))
+    assert torch.equal(together[1:2], alone)
+    assert len(set(t.tolist())) == 3  # (0, 3) and (2, 3) are the same clip in two epochs
+    assert not torch.equal(together, evaluated)
+
+
+def test_inputs_are_not_changed(tiny_repo: Callable[..., Path]) -> None:
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", first_frame_p=1.0)
+    batch = make_batch("ltx_video")
+    copy = replace(batch, moments=batch.moments.clone())
+    setting.method.loss(torch.nn.Identity(), batch)
+    assert torch.equal(batch.moments, copy.moments)
+
+
+def test_noise_rows_are_independent() -> None:
+    noise = standard_normal([torch.Generator().manual_seed(s) for s in (1, 2, 1)], (3, 5))
+    assert noise.shape == (3, 3, 5)
+    assert torch.equal(noise[0], noise[2])
+    assert not torch.equal(noise[0], noise[1])
+
+
+def test_there_is_no_state(tiny_repo: Callable[..., Path]) -> None:
+    method = Setting(tiny_repo("ltx_video"), "ltx_video").method
+    assert method.state_dict() == {}
+    method.load_state_dict({})
+    with pytest.raises(ValueError, match="no state to restore"):
+        method.load_state_dict({"x": 1})
