@@ -21,7 +21,7 @@ def build_small_ltx(
     *,
     heads: int = 4,
     layers: int = 4,
-    latent_channels: int = 32,
+    latent_channels: int = 48,
     seed: int = 0,
 ) -> None:
     """Write a complete repository in diffusers layout.

@@ -13,6 +13,7 @@ from torch import nn
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.data.plan import DatasetPlan
+from finetrainers.memory.plan import estimate_for
 from finetrainers.models.registry import build_tiny
 from finetrainers.utils.text import plural
 
@@ -62,7 +63,7 @@ def dry_run_report(checked: Preflight) -> None:
     """
     config = checked.config
     console = Console(soft_wrap=True, highlight=False)
-    transformer, what = _transformer_without_weights(checked)
+    transformer, is_real = _transformer_without_weights(checked)
     try:
         attach(transformer, config.training)
     except ValueError as error:
@@ -70,11 +71,13 @@ def dry_run_report(checked: Preflight) -> None:
     trained = sum(p.numel() for p in trainable_parameters(transformer).values())
     total = sum(p.numel() for p in transformer.parameters())
     console.print(f"dry run of {config.model.model_name} {config.training.training_type}: everything checks out")
+    what = "built without weights" if is_real else "of a tiny stand-in: the model's config is neither on disk nor on the hub"
     console.print(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained ({what})")
-    from finetrainers.memory.plan import estimate_for
-
-    for name, gib in estimate_for(config, checked.geometry, transformer, bucket=largest_bucket(checked.plan)).table():
-        console.print(f"  {name:<28}{gib}")
+    if is_real:
+        for name, gib in estimate_for(config, checked.geometry, transformer, bucket=largest_bucket(checked.plan)).table():
+            console.print(f"  {name:<28}{gib}")
+    else:
+        console.print("  memory: estimated only from the model's own config")
     _print_data(console, checked)
     batches = config.dataloader.batch_size * config.training.gradient_accumulation_steps
     steps = config.training.train_steps
@@ -114,14 +117,18 @@ def print_line(text: str) -> None:
     Console(soft_wrap=True, highlight=False).print(text, markup=False)
 
 
-def _transformer_without_weights(checked: Preflight) -> tuple[nn.Module, str]:
-    """The transformer on the meta device; of a tiny model where the real one's config is not on disk."""
+def _transformer_without_weights(checked: Preflight) -> tuple[nn.Module, bool]:
+    """The transformer on the meta device, and whether it is the real one: where its config is not to be had, a tiny one."""
     config = checked.config.model
-    if Path(config.pretrained_model_name_or_path).is_dir():
-        return checked.family.load(config).transformer_on_meta(), "built without weights"
+    spec = checked.family.load(config)
+    try:
+        return spec.transformer_on_meta(), True
+    except ValueError:
+        if Path(config.pretrained_model_name_or_path).is_dir():
+            raise
     with tempfile.TemporaryDirectory() as directory:
         build_tiny(config.model_name, Path(directory) / "tiny")
         local = config.model_copy(
             update={"pretrained_model_name_or_path": str(Path(directory) / "tiny"), "transformer_id": None}
         )
-        return checked.family.load(local).transformer_on_meta(), "of a tiny stand-in: the model is not on this disk"
+        return checked.family.load(local).transformer_on_meta(), False

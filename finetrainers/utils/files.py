@@ -16,7 +16,7 @@ def write_text_atomic(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
