@@ -22,8 +22,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-#: Options that never go to disk.
-SECRETS = ("hub_token",)
+#: Options that never go to disk: secrets, and what one invocation asked for rather than what the run is.
+NOT_DUMPED = ("hub_token", "resume_from_checkpoint", "dry_run")
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,9 @@ def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Pr
 
 
 def dump_toml(config: TrainConfig) -> str:
-    """The resolved configuration as TOML that loads back to an equal one; options that are None or secret are left out."""
+    """The resolved configuration as TOML that loads back to an equal one; None and `NOT_DUMPED` are left out."""
     dumped = config.model_dump(mode="json", exclude_none=True)
     for section in dumped.values():
-        for secret in SECRETS:
-            section.pop(secret, None)
+        for name in NOT_DUMPED:
+            section.pop(name, None)
     return tomli_w.dumps(dumped)

@@ -40,8 +40,7 @@ widget:
 
 # {{ name }}
 
-{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ base_model }}`, trained with finetrainers {{ version }} for
-{{ steps }} steps on {{ num_clips }} clips.
+{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ base_model }}`, trained with finetrainers {{ version }} for {{ steps }} steps on {{ num_clips }} clips.
 {%- if id_token %} Put `{{ id_token }}` before your prompt.{% endif %}
 
 ## Use

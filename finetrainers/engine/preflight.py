@@ -18,7 +18,7 @@ from finetrainers.optim.rules import optimizer_problems
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.text import nearest
 
-from .resume import find_checkpoint
+from .resume import find_checkpoint, list_checkpoints
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,15 @@ def preflight(config: TrainConfig) -> Preflight:
         resume_from = find_checkpoint(config.training.resume_from_checkpoint, config.run.output_dir)
     except ValueError as error:
         problems.append(Problem("--resume_from_checkpoint", str(error)))
+
+    if config.training.resume_from_checkpoint is None and list_checkpoints(config.run.output_dir):
+        problems.append(
+            Problem(
+                "--output_dir",
+                f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
+                "--resume_from_checkpoint latest, or give another directory",
+            )
+        )
 
     sizes_are_wrong = any(p.where.endswith("_resolution_buckets") for p in problems)
     plan = None

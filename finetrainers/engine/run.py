@@ -108,17 +108,19 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     source = open_source(plan, config, spec=spec, parallel=parallel)
 
     # Phase 1: text. With precomputation, each phase's networks are gone before the next phase loads its own.
-    encoders: TextEncoders | None = spec.load_text_encoders().to(parallel.device)
+    encoders = spec.load_text_encoders().to(parallel.device)
     prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
-    encoders = source.take_text_encoders(encoders)
+    source.take_text_encoders(encoders)
+    del encoders
     free_memory()
 
     # Phase 2: the VAE.
-    vae: nn.Module | None = spec.load_vae().to(parallel.device)
+    vae = spec.load_vae().to(parallel.device)
     vae_stats = spec.vae_stats(vae)
     geometry = spec.geometry(vae, spec.transformer_on_meta())
     check_geometry(config, geometry)
-    vae = source.take_vae(vae)
+    kept_vae = source.take_vae(vae)
+    del vae
     free_memory()
 
     # Phase 3: the transformer.
@@ -162,7 +164,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     )
     trainer.callbacks = make_callbacks(
         checked, parallel, source=source, scheduler=scheduler, prompts=prompts, negative=negative,
-        load_vae=spec.load_vae if vae is None else lambda: vae,
+        load_vae=spec.load_vae if kept_vae is None else lambda: kept_vae,
     )  # fmt: skip
     if checked.resume_from is not None:
         load_checkpoint(trainer, checked.resume_from)

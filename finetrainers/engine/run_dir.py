@@ -54,7 +54,7 @@ class RunDirectory:
 
 def environment() -> dict[str, Any]:
     """Versions and machine, for reproducing a run."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = version(package)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -62,7 +62,7 @@ def create_optimizer(
     return optimizer
 
 
-def safe_globals() -> list[type]:
+def safe_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Classes that `torch.load(weights_only=True)` must allow to read optimizer states: torchao's state tensors.
 
     Use as `with torch.serialization.safe_globals(safe_globals()): torch.load(...)`. Empty without torchao.
