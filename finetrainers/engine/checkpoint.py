@@ -17,13 +17,11 @@ from safetensors.torch import load_file, save_file
 from finetrainers.optim.factory import safe_globals
 from finetrainers.utils.files import fsync_dir, write_json_atomic
 
-from .resume import check_resumable, checkpoints_dir, list_checkpoints
+from .resume import FORMAT, checkpoints_dir, list_checkpoints
 from .trainable import save_weights
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-FORMAT = 1
 
 
 def save_checkpoint(trainer: Trainer) -> Path:
@@ -120,13 +118,9 @@ def _prune(trainer: Trainer) -> None:
 def load_checkpoint(trainer: Trainer, directory: Path) -> None:
     """Restore optimizer, moving average, scaler, method and step. Weights are loaded before wrapping.
 
-    Raises:
-        ValueError: the run's defining settings changed since.
+    That the checkpoint fits the run was checked before anything was loaded (`check_resumable`).
     """
     state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-    if state["format"] != FORMAT:
-        raise ValueError(f"{directory} has checkpoint format {state['format']}; this version reads {FORMAT}")
-    check_resumable(state["critical"], trainer.critical, directory)
     parallel = trainer.parallel
     if parallel.is_deepspeed:
         engine = parallel.accelerator.deepspeed_engine_wrapped.engine

@@ -15,10 +15,11 @@ from finetrainers.data.plan import DatasetPlan, plan_dataset
 from finetrainers.methods.registry import method_names
 from finetrainers.models.registry import Family, get_family
 from finetrainers.optim.rules import optimizer_problems
+from finetrainers.parallel.launch import launched_processes
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.text import nearest
 
-from .resume import find_checkpoint, list_checkpoints
+from .resume import check_resumable, critical_state, find_checkpoint, list_checkpoints
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def preflight(config: TrainConfig) -> Preflight:
     except ConfigError as error:
         problems += error.problems
         prompts = []
+    problems += _check_media(prompts)
     geometry = family.geometry_of(config.model)
     facts = FamilyFacts(family.name, family.is_flow, family.num_text_encoders, family.first_frame)
     found = check_config(config, family=facts, geometry=geometry, prompts=prompts)
@@ -88,11 +90,29 @@ def preflight(config: TrainConfig) -> Preflight:
             plan = plan_dataset(config, geometry)
         except DataError as error:
             problems.append(Problem("data", str(error)))
+    if resume_from is not None and plan is not None:
+        now = critical_state(config, fingerprint=plan.fingerprint, world_size=launched_processes())
+        try:
+            check_resumable(resume_from, now)
+        except ValueError as error:
+            problems.append(Problem("--resume_from_checkpoint", str(error)))
     if problems or plan is None:
         raise ConfigError(problems)
     return Preflight(
         config, family, geometry, prompts, plan, resume_from, [*found.warnings, *optimizer_warnings, *plan.warnings]
     )
+
+
+def _check_media(prompts: list[ValidationPrompt]) -> list[Problem]:
+    """First frames of validation prompts that are not there; images may also be URLs."""
+    problems = []
+    for prompt in prompts:
+        image, video = prompt.image, prompt.video
+        if image and not image.startswith(("http://", "https://")) and not Path(image).is_file():
+            problems.append(Problem("--validation_images", f"no such file: {image}"))
+        if video and not Path(video).is_file():
+            problems.append(Problem("--validation_videos", f"no such file: {video}; give a local video"))
+    return problems
 
 
 def _check_paths(config: TrainConfig) -> list[Problem]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from finetrainers.config.root import TrainConfig
 
+#: Layout of checkpoint directories.
+FORMAT = 1
 _STEP_DIR = re.compile(r"^step-(\d+)$")
 #: Options that define what is being continued; changing one would silently make it another run.
 CRITICAL_OPTIONS = (
@@ -65,13 +67,20 @@ def critical_state(config: TrainConfig, *, fingerprint: str, world_size: int) ->
     return json.loads(json.dumps({**values, "data": fingerprint, "processes": world_size}))
 
 
-def check_resumable(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
-    """Refuse to continue a run whose defining settings changed.
+def check_resumable(checkpoint: Path, now: dict[str, Any]) -> None:
+    """Refuse to continue a run whose defining settings (`critical_state`) changed.
 
     Raises:
-        ValueError: with every difference.
+        ValueError: with every difference; or the checkpoint is of another version.
     """
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    if state["format"] != FORMAT:
+        raise ValueError(f"{checkpoint} has checkpoint format {state['format']}; this version reads {FORMAT}")
+    saved = state["critical"]
     changed = [f"{name}: {saved.get(name)!r} then, {now[name]!r} now" for name in now if saved.get(name) != now[name]]
+    if saved["data"] != now["data"]:
+        changed = [difference for difference in changed if not difference.startswith("data: ")]
+        changed.append("data: files, captions, buckets or held-out items are not those of then")
     if changed:
         raise ValueError(
             f"cannot continue from {checkpoint}: {'; '.join(changed)}. Restore these settings, or start a new run "

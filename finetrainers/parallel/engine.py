@@ -20,6 +20,8 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 
+from .launch import launched_processes
+
 T = TypeVar("T")
 
 
@@ -66,7 +68,7 @@ class Parallel:
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
             kwargs_handlers=[group],
         )
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = launched_processes()
         if self.accelerator.num_processes != world_size:
             raise RuntimeError(
                 f"the launcher started {world_size} processes, but this one sees {self.accelerator.num_processes}: "
