@@ -20,7 +20,16 @@ _PUBLIC = {
     "register_model": "finetrainers.models.registry",
     "register_method": "finetrainers.methods.registry",
 }
-__all__ = ["Family", "ConfigError", "TrainConfig", "Trainer", "load_config", "register_method", "register_model", "train"]  # noqa: RUF022
+__all__ = [
+    "ConfigError",
+    "Family",
+    "TrainConfig",
+    "Trainer",
+    "load_config",
+    "register_method",
+    "register_model",
+    "train",
+]
 
 if TYPE_CHECKING:
     from .config.errors import ConfigError

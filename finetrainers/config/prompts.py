@@ -28,7 +28,7 @@ class ValidationPrompt:
         prompt: the text.
         size: `(frames, height, width)`, or None for the first training bucket.
         image: path or URL of a first-frame image.
-        video: path or URL of a video whose first frame conditions.
+        video: path of a video whose first frame conditions.
     """
 
     prompt: str

@@ -240,7 +240,7 @@ class ValidationSection(Section):
         None, description="First-frame image of each prompt, joined by the separator (image-to-video)."
     )
     validation_videos: str | None = Field(
-        None, description="Video of each prompt, joined by the separator; its first frame conditions."
+        None, description="Local video of each prompt, joined by the separator; its first frame conditions."
     )
     validation_separator: str = Field(":::", min_length=1, description="What separates validation entries.")
     num_validation_videos: int = Field(1, ge=1, description="Videos per prompt.")

@@ -71,10 +71,16 @@ def dry_run_report(checked: Preflight) -> None:
     trained = sum(p.numel() for p in trainable_parameters(transformer).values())
     total = sum(p.numel() for p in transformer.parameters())
     console.print(f"dry run of {config.model.model_name} {config.training.training_type}: everything checks out")
-    what = "built without weights" if is_real else "of a tiny stand-in: the model's config is neither on disk nor on the hub"
+    what = (
+        "built without weights"
+        if is_real
+        else "of a tiny stand-in: the model's config is neither on disk nor on the hub"
+    )
     console.print(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained ({what})")
     if is_real:
-        for name, gib in estimate_for(config, checked.geometry, transformer, bucket=largest_bucket(checked.plan)).table():
+        for name, gib in estimate_for(
+            config, checked.geometry, transformer, bucket=largest_bucket(checked.plan)
+        ).table():
             console.print(f"  {name:<28}{gib}")
     else:
         console.print("  memory: estimated only from the model's own config")

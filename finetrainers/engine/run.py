@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count, takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.training_utils import free_memory
-from diffusers.utils import load_image, load_video
+from diffusers.utils import load_image
+from PIL import Image
 from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.decode import read_frames
+from finetrainers.data.probe import probe
 from finetrainers.data.source import BatchSource, open_source
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.memory.casting import enable_layerwise_upcasting
@@ -204,7 +208,11 @@ def _first_frame(prompt: ValidationPrompt) -> Any:
     """The image that conditions a validation prompt, or None."""
     if prompt.image is not None:
         return load_image(prompt.image)
-    return load_video(prompt.video)[0] if prompt.video is not None else None
+    if prompt.video is None:
+        return None
+    path = Path(prompt.video)
+    found = probe(path)
+    return Image.fromarray(read_frames(path, [0], height=found.height, width=found.width)[0].numpy())
 
 
 def check_geometry(config: TrainConfig, geometry: Geometry) -> None:

@@ -91,7 +91,9 @@ class Trainer:
     def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor]:
         """One optimizer step; its metrics, still on the device."""
         # Dropout draws from the global generator; seeding it per step makes it resumable.
-        torch.manual_seed(derive_seed(self.config.training.seed, "step", self.step, self.parallel.rank))
+        _seed_global(
+            self.parallel.device, derive_seed(self.config.training.seed, "step", self.step, self.parallel.rank)
+        )
         set_lr(self.optimizer, self.lr_at(self.step))
         totals: dict[str, Tensor] = {}
         for batch in micro_batches:
@@ -104,7 +106,7 @@ class Trainer:
         if grad_norm is not None:
             totals["grad_norm"] = grad_norm
         # Stochastic rounding draws too, and ranks that round differently would hold different weights.
-        torch.manual_seed(derive_seed(self.config.training.seed, "optimizer", self.step))
+        _seed_global(self.parallel.device, derive_seed(self.config.training.seed, "optimizer", self.step))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -131,3 +133,12 @@ class Trainer:
     def _is_checkpoint_step(self) -> bool:
         every = self.config.training.checkpointing_steps
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+
+
+def _seed_global(device: torch.device, seed: int) -> None:
+    """Seed the global generators that layers and optimizers on `device` draw from."""
+    if device.type == "cpu":
+        # The same stream as `torch.manual_seed`, which without CUDA formats the call stack each time, 0.4 ms of a step.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)

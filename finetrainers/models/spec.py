@@ -45,9 +45,7 @@ class Conditions:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditions:
         """Move to a device; floating tensors also to `dtype`, masks keep theirs."""
-        return Conditions(
-            {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in self.tensors.items()}
-        )
+        return Conditions({k: v.to(device, dtype if v.is_floating_point() else None) for k, v in self.tensors.items()})
 
     def rows(self, index: Sequence[int] | slice) -> Conditions:
         """The given rows, as a batch."""
@@ -56,9 +54,7 @@ class Conditions:
 
     def zeroed(self) -> Conditions:
         """Embeddings replaced by zeros; masks stay, since a row that attends to nothing has no softmax."""
-        return Conditions(
-            {k: torch.zeros_like(v) if v.is_floating_point() else v for k, v in self.tensors.items()}
-        )
+        return Conditions({k: torch.zeros_like(v) if v.is_floating_point() else v for k, v in self.tensors.items()})
 
     @staticmethod
     def cat(parts: Sequence[Conditions]) -> Conditions:
@@ -252,9 +248,7 @@ class ModelSpec(ABC):
         """diffusers' own pipeline around the given parts; without encoders it takes `pipeline_text` instead."""
 
     @abstractmethod
-    def pipeline_call(
-        self, conditions: Conditions, negative: Conditions, request: SampleRequest
-    ) -> dict[str, Any]:
+    def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call for one prompt (B = 1) given as encoded conditions."""
 
     # ---- saving ------------------------------------------------------------------------------------------------
@@ -309,7 +303,10 @@ def unwrap(module: nn.Module) -> Any:
     while True:
         if hasattr(module, "_orig_mod"):
             module = module._orig_mod  # type: ignore[assignment]
-        elif (not hasattr(module, "config") and hasattr(module, "module")) or type(module).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
+        elif (not hasattr(module, "config") and hasattr(module, "module")) or type(module).__name__ in (
+            "DistributedDataParallel",
+            "DeepSpeedEngine",
+        ):
             module = module.module  # type: ignore[assignment]
         else:
             return module

@@ -1,0 +1,81 @@
+"""Small helpers: seeds, atomic files, text, videos."""
+
+import os
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from finetrainers.utils import files
+from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.seeding import derive_seed, generator
+from finetrainers.utils.text import nearest, plural
+from finetrainers.utils.video import contact_sheet, slug, write_mp4
+
+
+def test_seeds_are_pinned_distinct_and_fit_a_generator():
+    assert derive_seed(42, "noise", 0, 7) == 2776219553725432291
+    seeds = {derive_seed(42, purpose, e, i) for purpose in ("a", "b") for e in range(20) for i in range(20)}
+    assert len(seeds) == 800
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+    assert torch.equal(
+        torch.randn(3, generator=generator("cpu", 1, "x")), torch.randn(3, generator=generator("cpu", 1, "x"))
+    )
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "state.json"
+    files.write_json_atomic(path, {"step": 1})
+
+    def fail(_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        files.write_json_atomic(path, {"step": 2})
+    assert path.read_text() == '{\n  "step": 1\n}\n'
+
+
+def test_jsonl_is_appended(tmp_path):
+    files.append_jsonl(tmp_path / "m.jsonl", {"a": 1})
+    files.append_jsonl(tmp_path / "m.jsonl", {"a": 2})
+    assert (tmp_path / "m.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n'
+
+
+def test_nearest_and_plural():
+    assert nearest("batch_siz", ["batch_size", "rank"]) == "; did you mean 'batch_size'?"
+    assert nearest("zzz", ["a", "b"]) == "; valid: a, b"
+    assert nearest("zzz", [str(i) for i in range(20)]) == ""
+    assert (plural(1, "clip"), plural(2, "clip")) == ("1 clip", "2 clips")
+
+
+def test_slugs_are_file_names():
+    assert slug("A cat, 3/4 view: ../../etc!") == "a-cat-3-4-view-etc"
+    assert slug("???") == "empty"
+    assert len(slug("x" * 100)) == 40
+
+
+def test_mp4_keeps_frames_size_and_rate(tmp_path):
+    frames = np.stack([np.full((33, 48, 3), 20 * k, np.uint8) for k in range(7)])
+    write_mp4(tmp_path / "out" / "v.mp4", frames, fps=29.97)
+    with av.open(str(tmp_path / "out" / "v.mp4")) as container:
+        stream = container.streams.video[0]
+        decoded = [f.to_ndarray(format="rgb24") for f in container.decode(stream)]
+        assert (stream.width, stream.height) == (48, 32)
+        assert float(stream.average_rate) == pytest.approx(29.97, abs=0.01)
+    assert len(decoded) == 7
+    assert np.abs(decoded[5].astype(int) - 100).max() < 6
+
+
+def test_contact_sheet_shows_first_and_last_frame():
+    frames = np.stack([np.full((32, 40, 3), 10 * k, np.uint8) for k in range(17)])
+    sheet = np.asarray(contact_sheet([("row", frames)], columns=4, min_height=64))
+    assert sheet.shape == (16 + 64, 4 * 80, 3)
+    assert sheet[40, 10, 0] == 0
+    assert sheet[40, -10, 0] == 160
+
+
+def test_device_guess_never_promises_cuda_that_is_hidden(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert likely_device_type() == "cpu"
