@@ -1,0 +1,132 @@
+"""Options that must not change what is learnt: how a step is cut up, cached or recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+#: Adam divides by the gradient's own size, which turns rounding of near-zero gradients into whole steps; this does not.
+SMOOTH = {"epsilon": 1e-3, "max_grad_norm": 0.02, "lr": 1e-2}
+
+
+def compare(runs: list[Any], *, rtol: float = 1e-5) -> None:
+    """The curves and the final weights of all runs are equal up to rounding."""
+    first, *others = runs
+    curve = torch.tensor(first.curve("loss", "grad_norm"))
+    weights = first.weights
+    for other in others:
+        torch.testing.assert_close(torch.tensor(other.curve("loss", "grad_norm")), curve, rtol=rtol, atol=0)
+        assert weights.keys() == other.weights.keys()
+        for name, value in other.weights.items():
+            torch.testing.assert_close(value, weights[name], rtol=rtol, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
+@pytest.mark.parametrize(("clips", "cuts"), [(4, [(4, 1), (1, 4), (2, 2)]), (5, [(5, 1), (2, 3)])])
+def test_accumulation_is_a_larger_batch(
+    clips: int,
+    cuts: list[tuple[int, int]],
+    training_type: str,
+    options: Callable[..., dict],
+    run: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """Clipped once, by the norm of the whole step's gradient; in the second case batches are uneven."""
+    runs = [
+        run(
+            **options(
+                clips=clips,
+                batch_size=batch_size,
+                gradient_accumulation_steps=accumulation,
+                training_type=training_type,
+                output_dir=str(tmp_path / f"{batch_size}x{accumulation}"),
+                **SMOOTH,
+            )
+        )
+        for batch_size, accumulation in cuts
+    ]
+    compare(runs)
+    norms = [norm for _, norm in runs[0].curve("grad_norm")]
+    assert min(norms) > SMOOTH["max_grad_norm"], "clipping must have had an effect"
+
+
+def test_clipping_bounds_the_step(options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path) -> None:
+    free = run(**options(train_steps=2, output_dir=str(tmp_path / "a"), **{**SMOOTH, "max_grad_norm": 0.0}))
+    clipped = run(**options(train_steps=2, output_dir=str(tmp_path / "b"), **SMOOTH))
+    # The norm that is recorded is the one before clipping, with or without clipping.
+    assert free.curve("loss", "grad_norm")[0] == pytest.approx(clipped.curve("loss", "grad_norm")[0])
+    assert free.curve("loss")[1] != clipped.curve("loss")[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "version", "changes"),
+    [
+        ("ltx_video", None, {"batch_size": 2, "caption_dropout_p": 0.5, "first_frame_conditioning_p": 0.5}),
+        ("hunyuan_video", None, {"caption_dropout_p": 0.5, "caption_dropout_technique": "zero"}),
+        ("cogvideox", "i2v", {"eval_num_items": 1, "eval_steps": 2}),
+    ],
+)
+def test_precomputing(
+    family: str,
+    version: str | None,
+    changes: dict[str, Any],
+    options: Callable[..., dict],
+    run: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    runs = [
+        run(
+            **options(
+                family, version=version, clips=3, precompute_conditions=cached, output_dir=str(tmp_path / str(cached)),
+                **changes, **SMOOTH,
+            )
+        )
+        for cached in (False, True)
+    ]  # fmt: skip
+    compare(runs, rtol=1e-4)
+    if "eval_steps" in changes:
+        evaluations = [[r["eval_loss"] for r in done.metrics if "eval_loss" in r] for done in runs]
+        assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video", "cogvideox"])
+def test_gradient_checkpointing(
+    family: str, options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Dropout included: what is recomputed is what was computed."""
+    compare(
+        [
+            run(
+                **options(
+                    family, train_steps=2, lora_dropout=0.5, gradient_checkpointing=on,
+                    output_dir=str(tmp_path / str(on)), **SMOOTH,
+                )
+            )
+            for on in (False, True)
+        ]
+    )  # fmt: skip
+
+
+def test_loading_workers(options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path) -> None:
+    """Worker processes give the same batches, random starts included."""
+    runs = [
+        run(
+            **options(
+                clips=3, batch_size=2, dataloader_num_workers=workers, frame_selection="random",
+                video_reshape_mode="random", video_resolution_buckets=["1x32x32"],
+                output_dir=str(tmp_path / str(workers)),
+            )
+        )
+        for workers in (0, 1)
+    ]  # fmt: skip
+    assert runs[0].curve("loss", "grad_norm") == runs[1].curve("loss", "grad_norm")
+
+
+def test_logging_less_often(options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path) -> None:
+    every = run(**options(train_steps=5, output_dir=str(tmp_path / "a")))
+    some = run(**options(train_steps=5, logging_steps=2, output_dir=str(tmp_path / "b")))
+    assert some.curve("loss") == [record for record in every.curve("loss") if record[0] in (2, 4, 5)]
