@@ -159,7 +159,9 @@ def draw(trainer: Trainer, batch: Batch) -> Prepared:
     tokens = round(shape[1] * shape[2] * shape[3] * method.tokens_per_latent)
     t = method.process.time_from_quantile(method.noise_levels.sample(generators, tokens))
     # The networks take fp32 input, whatever dtype the text encoders have; the bare loop gets it ready-made.
-    return Prepared(batch.moments, posterior_noise, eps, t, dict(batch.conditions.to(batch.moments.device, torch.float32).tensors))
+    return Prepared(
+        batch.moments, posterior_noise, eps, t, dict(batch.conditions.to(batch.moments.device, torch.float32).tensors)
+    )
 
 
 class BareLoop:
@@ -523,7 +525,9 @@ def machine() -> str:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
-        models = [ln.partition(":")[2].strip() for ln in cpuinfo.read_text().splitlines() if ln.startswith("model name")]
+        models = [
+            ln.partition(":")[2].strip() for ln in cpuinfo.read_text().splitlines() if ln.startswith("model name")
+        ]
         name = f"{models[0]}, {len(models)} cores" if models else name
     if torch.cuda.is_available():
         name = f"{torch.cuda.get_device_name(0)}; {name}"
@@ -564,7 +568,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(line, flush=True)
         return 0
 
-    print("| network | training | precision | batches from | toolkit ms | bare ms | ratio | min | max | CPU-time ratio | losses differ by |")
+    print(
+        "| network | training | precision | batches from | toolkit ms | bare ms | ratio | min | max | CPU-time ratio | losses differ by |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     worst = 0.0
     for name in arguments.cases:

@@ -165,7 +165,9 @@ def test_same_code_at_tiny_size(
 def test_configs_are_those_of_the_published_networks(name: str, tiny_repo: TinyRepo, tmp_path: Path) -> None:
     network = NETWORKS[name]
     repo = _repository(tiny_repo(network.family, **network.tiny), tmp_path / "model", network.config)
-    transformer = get_family(network.family).load(_config(network, repo, (49, 64, 64), LORA).model).transformer_on_meta()
+    transformer = (
+        get_family(network.family).load(_config(network, repo, (49, 64, 64), LORA).model).transformer_on_meta()
+    )
     assert sum(p.numel() for p in transformer.parameters()) == network.num_parameters
     assert {key: transformer.config[key] for key in network.config} == network.config
 
@@ -321,7 +323,11 @@ def _append(name: str, network: Network, options: dict[str, Any], *, peak: float
     new = not path.is_file()
     with path.open("a", encoding="utf-8") as file:
         if new:
-            file.write("| network | training | optimizer | size | peak GiB | planned GiB | error | GPU |\n" + "|---" * 8 + "|\n")
+            file.write(
+                "| network | training | optimizer | size | peak GiB | planned GiB | error | GPU |\n"
+                + "|---" * 8
+                + "|\n"
+            )
         rank = f" r{options['rank']}" if "rank" in options else ""
         weights = ", stochastic rounding" if options.get("master_weights") == "stochastic_rounding" else ""
         file.write(
