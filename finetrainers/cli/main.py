@@ -9,7 +9,7 @@ from pathlib import Path
 
 from finetrainers import __version__
 from finetrainers.config.errors import ConfigError
-from finetrainers.utils.logs import configure_logging, quiet_progress_bars
+from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
 _EPILOG = """examples:
   finetrainers quickstart                         train a tiny model on real clips, on any CPU, in minutes
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console command; the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     configure_logging()
+    yield_idle_threads()
     if argv[:1] == ["train"]:
         return train_command(argv[1:], prog="finetrainers train")
     parser = _parser()
@@ -45,6 +46,7 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
     from finetrainers.config.flags import parse_flags
 
     configure_logging()
+    yield_idle_threads()
     try:
         config, list_models = parse_flags(argv, prog=prog)
         if list_models or config is None:

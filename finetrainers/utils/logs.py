@@ -16,6 +16,14 @@ _CHATTER = (
 )
 
 
+def yield_idle_threads() -> None:
+    """Let OpenMP threads sleep between operations, unless the user decided otherwise; before torch is imported.
+
+    Spinning threads make CPU runs many times slower as soon as anything else runs on the machine.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def configure_logging() -> None:
     """Set up logging for a command; the level comes from FINETRAINERS_LOG_LEVEL, else INFO."""
     level = os.environ.get("FINETRAINERS_LOG_LEVEL", "INFO").upper()
