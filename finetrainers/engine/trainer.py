@@ -83,10 +83,10 @@ class Trainer:
                 record = self.parallel.mean(metrics)
                 elapsed, started = time.perf_counter() - started, time.perf_counter()
                 self.log({**record, "lr": self.lr_at(self.step - 1), "step_s": elapsed / self._steps_since_log()})
+            if self._is_checkpoint_step():  # before sampling, say, runs out of memory
+                save_checkpoint(self)
             for callback in self.callbacks:
                 callback.on_step(self)
-            if self._is_checkpoint_step():
-                save_checkpoint(self)
 
     def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor]:
         """One optimizer step; its metrics, still on the device."""

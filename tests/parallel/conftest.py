@@ -1,0 +1,89 @@
+"""Clips, options and launchers of multi-process runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetrainers.utils.video import write_mp4
+
+RANK_SCRIPT = Path(__file__).with_name("rank.py")
+TIMEOUT_S = 180
+
+
+@pytest.fixture(scope="session")
+def five_clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five clips of one bucket, each with a caption of its own."""
+    folder = tmp_path_factory.mktemp("clips")
+    rng = np.random.default_rng(0)
+    for k in range(5):
+        ramp = np.linspace(0, 200, 64)[None, None, :, None] + rng.integers(0, 40, (9, 64, 1, 3))
+        write_mp4(folder / f"{k}.mp4", np.broadcast_to(ramp, (9, 64, 64, 3)).astype(np.uint8), fps=8)
+        (folder / f"{k}.txt").write_text(f"ramp number {k}" + " again" * k)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def options(tiny_repo: Callable[..., Path], five_clips: Path) -> Callable[..., dict[str, Any]]:
+    """`options(output_dir, family, **changes)`: options of a short fp32 run on five clips."""
+
+    def build(output_dir: Path, family: str = "ltx_video", **changes: Any) -> dict[str, Any]:
+        values = {
+            "model_name": family,
+            "pretrained_model_name_or_path": str(tiny_repo(family)),
+            "data_root": str(five_clips),
+            "output_dir": str(output_dir),
+            "video_resolution_buckets": ["9x64x64"],
+            "transformer_dtype": "fp32",
+            "vae_dtype": "fp32",
+            "text_encoder_dtype": "fp32",
+            "train_steps": 2,
+            "lr": 1e-2,
+            # With Adam's own epsilon, rounding in near-zero gradients becomes whole steps.
+            "epsilon": 1e-3,
+            **changes,
+        }
+        if family == "hunyuan_video":
+            values["text_encoder_2_dtype"] = "fp32"
+        if values.get("training_type", "lora") == "lora":
+            values = {"rank": 4, "lora_alpha": 8, **values}
+        return values
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def launch() -> Callable[..., list[dict[str, Any]]]:
+    """`launch(launcher, jobs, directory, **environment)`: what each of the two ranks wrote down, by job."""
+
+    def start(launcher: list[str], jobs: dict[str, Any], directory: Path, **environment: str) -> list[dict[str, Any]]:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "jobs.json").write_text(json.dumps(jobs))
+        done = subprocess.run(
+            [sys.executable, "-m", *launcher, str(RANK_SCRIPT), str(directory / "jobs.json"), str(directory)],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        files = [directory / f"rank{rank}.json" for rank in (0, 1)]
+        # Engines sometimes abort while the interpreter shuts down, when all is done; what counts is that all is done.
+        assert all(file.is_file() for file in files), done.stdout[-3000:] + done.stderr[-6000:]
+        return [json.loads(file.read_text()) for file in files]
+
+    return start

@@ -1,0 +1,150 @@
+"""Two real processes over gloo: the same training as one process with twice the batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetrainers.config.load import load_config
+from finetrainers.engine.run import train
+
+pytestmark = pytest.mark.slow
+
+#: Four of the five clips are trained, one is held out; an odd number of samples.
+PLAIN = {
+    "eval_num_items": 1, "eval_steps": 1, "validation_steps": 2, "validation_inference_steps": 2,
+    "validation_prompts": "one@@@9x64x64:::two@@@9x64x64:::three@@@9x64x64", "max_grad_norm": 0.02,
+}  # fmt: skip
+FULL = {"training_type": "full-finetune", "max_grad_norm": 0.02}
+#: Job -> options of both ranks. Where a single process is compared, it has twice the batch size.
+JOBS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "precomputed": {**PLAIN, "validation_steps": None, "validation_prompts": None, "precompute_conditions": True},
+    "uneven": {"batch_size": 2, "gradient_accumulation_steps": 2, "train_steps": 3},
+    "straight": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3},
+    "interrupted": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 2},
+    "resumed": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3, "resume_from_checkpoint": "latest"},
+    "rounding": {
+        "training_type": "full-finetune", "transformer_dtype": "bf16", "optimizer": "adamw",
+        "master_weights": "stochastic_rounding",
+    },
+    "ltx": FULL,
+    "hunyuan": {"family": "hunyuan_video", "train_steps": 1, **FULL},
+    "cog": {"family": "cogvideox", "train_steps": 1, **FULL},
+    "rank 0 fails": {"_fail_saving_on": 0},
+    "rank 1 is fine": {"_fail_saving_on": 1},
+}  # fmt: skip
+
+
+class Ranks:
+    """What both ranks of all jobs left."""
+
+    def __init__(self, root: Path, found: list[dict[str, Any]]) -> None:
+        self.root = root
+        self.found = found
+
+    def directory(self, job: str) -> Path:
+        return self.root / {"resumed": "interrupted"}.get(job, job)
+
+    def __getitem__(self, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.found[0][job], self.found[1][job]
+
+
+@pytest.fixture(scope="module")
+def ranks(options: Callable[..., dict], launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    root = tmp_path_factory.mktemp("two")
+    directory = Ranks(root, []).directory
+    jobs = {name: options(directory(name), **changes) for name, changes in JOBS.items()}
+    # torchao compiles its step, which takes longer than everything else here.
+    found = launch(["torch.distributed.run", "--nproc_per_node", "2"], jobs, root, TORCHDYNAMO_DISABLE="1")
+    return Ranks(root, found)
+
+
+def metrics(directory: Path, *names: str) -> torch.Tensor:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return torch.tensor([[record[name] for name in names] for record in lines if names[0] in record])
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    lora = directory / "pytorch_lora_weights.safetensors"
+    return load_file(lora if lora.is_file() else directory / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def close(ours: Path, theirs: Path) -> None:
+    torch.testing.assert_close(
+        metrics(ours, "loss", "grad_norm"), metrics(theirs, "loss", "grad_norm"), rtol=1e-5, atol=0
+    )
+    one, other = weights(ours), weights(theirs)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog"])
+def test_two_ranks_are_one_with_twice_the_batch(
+    job: str, ranks: Ranks, options: Callable[..., dict], tmp_path: Path
+) -> None:
+    changes = {k: v for k, v in JOBS[job].items() if not k.startswith("validation")}
+    train(load_config(**options(tmp_path, batch_size=2, **changes)))
+    close(ranks.directory(job), tmp_path)
+    assert all("2 processes (multi_cpu)" in rank["kind"] for rank in ranks[job])
+    if "eval_steps" in changes:
+        # One held-out clip on two ranks: the second one's share does not count.
+        ours, theirs = (metrics(path, "eval_loss", "eval_loss_0.30") for path in (ranks.directory(job), tmp_path))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+def test_uneven_batches_weigh_by_their_clips(ranks: Ranks, options: Callable[..., dict], tmp_path: Path) -> None:
+    """Five clips in batches of 2, 2 and 1; steps span epochs."""
+    changes = {**JOBS["uneven"], "gradient_accumulation_steps": 4}
+    train(load_config(**options(tmp_path, **changes)))
+    close(ranks.directory("uneven"), tmp_path)
+
+
+def test_ranks_share_the_work_of_precomputing(ranks: Ranks) -> None:
+    close(ranks.directory("precomputed"), ranks.directory("plain"))
+
+
+@pytest.mark.parametrize("job", ["plain", "straight", "rounding", "ltx"])
+def test_ranks_draw_different_noise_and_hold_the_same_weights(job: str, ranks: Ranks) -> None:
+    one, other = ranks[job]
+    assert one["digest"] == other["digest"]
+    assert one["inputs"]
+    assert len(one["inputs"]) == len(other["inputs"])
+    if job != "plain":  # where both also evaluate the one held-out clip
+        assert not set(one["inputs"]) & set(other["inputs"])
+
+
+def test_resuming_changes_nothing(ranks: Ranks) -> None:
+    straight, resumed = ranks.directory("straight"), ranks.directory("resumed")
+    assert torch.equal(metrics(straight, "loss", "grad_norm", "step"), metrics(resumed, "loss", "grad_norm", "step"))
+    assert ranks["straight"][0]["digest"] == ranks["resumed"][0]["digest"]
+    ours, theirs = weights(straight), weights(resumed)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_all_samples_of_an_odd_number_are_written(ranks: Ranks) -> None:
+    found = sorted(path.name for path in (ranks.directory("plain") / "samples" / "step-000002").glob("*.mp4"))
+    assert found == ["00-one-0.mp4", "01-two-0.mp4", "02-three-0.mp4"]
+
+
+def test_a_save_that_fails_on_the_writing_rank_fails_everywhere(ranks: Ranks) -> None:
+    one, other = ranks["rank 0 fails"]
+    assert one["error"] == "OSError('no space left on device')"
+    assert "failed on another rank: rank 0: no space left on device" in other["error"]
+    assert not list((ranks.directory("rank 0 fails") / "checkpoints").glob("step-*"))
+    assert "error" not in ranks["rank 1 is fine"][1], "only rank 0 writes"
+
+
+def test_records_are_written_once(ranks: Ranks) -> None:
+    steps = metrics(ranks.directory("uneven"), "loss", "step")[:, 1].tolist()
+    assert steps == [1, 2, 3]
+    assert list((ranks.directory("uneven") / "checkpoints").iterdir()) == [
+        ranks.directory("uneven") / "checkpoints" / "step-3"
+    ]
