@@ -95,20 +95,24 @@ class FileDigests:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._known: dict[str, str] = {}
+        self._known: dict[tuple[Path, int, int], str] = {}
 
     def of(self, path: Path) -> str:
         """Hex digest of the file's content."""
         stat = path.stat()
-        name = TensorCache.key(path=str(path.resolve()), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
-        if name not in self._known:
-            memory = self.directory / name[:2] / name
-            if memory.is_file() and len(text := memory.read_text()) == 64:
-                self._known[name] = text
-            else:
-                self._known[name] = _sha256(path)
-                _write_bytes_atomic(memory, self._known[name].encode())
-        return self._known[name]
+        version = (path, stat.st_size, stat.st_mtime_ns)
+        if version not in self._known:
+            self._known[version] = self._from_disk(*version)
+        return self._known[version]
+
+    def _from_disk(self, path: Path, size: int, mtime_ns: int) -> str:
+        name = TensorCache.key(path=str(path.resolve()), size=size, mtime_ns=mtime_ns)
+        memory = self.directory / name[:2] / name
+        if memory.is_file() and len(text := memory.read_text()) == 64:
+            return text
+        digest = _sha256(path)
+        _write_bytes_atomic(memory, digest.encode())
+        return digest
 
 
 def _sha256(path: Path) -> str:
