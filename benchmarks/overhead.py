@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -88,7 +89,7 @@ class Case:
         lines = []
         for number, clip in enumerate(clips):
             write_mp4(directory / "clips" / f"{number}.mp4", clip, fps=get_family(self.family).geometry.fps)
-            lines.append(json.dumps({"video": f"{number}.mp4", "text": f"clip number {number} of noise that moves"}))
+            lines.append(json.dumps({"video": f"{number}.mp4", "text": f"clip number {number} of noise"}))
         (directory / "clips" / "clips.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def config(self, directory: Path, *, steps: int, precision: str = "fp32", **options: Any) -> TrainConfig:
@@ -106,6 +107,8 @@ class Case:
             vae_dtype="fp32",
             text_encoder_dtype="fp32",
             checkpointing_steps=0,
+            precompute_conditions=True,
+            precompute_dir=str(directory / "cache"),
             output_dir=str(directory / "run"),
             **options,
         )
@@ -124,12 +127,11 @@ CASES = {
 
 
 def _clips(count: int, bucket: tuple[int, int, int]) -> Iterator[np.ndarray]:
-    """Coarse, faint noise that moves sideways, `[T, H, W, 3]` uint8."""
+    """Noise, fresh in every frame, `[T, H, W, 3]` uint8: it varies in more ways than the latents have channels."""
     frames, height, width = bucket
     for seed in range(count):
-        coarse = np.random.default_rng(seed).integers(112, 144, (height // 8, width // 8, 3), dtype=np.uint8)
-        picture = coarse.repeat(8, axis=0).repeat(8, axis=1)
-        yield np.stack([np.roll(picture, 2 * k, axis=1) for k in range(frames)])
+        coarse = np.random.default_rng(seed).integers(0, 256, (frames, height // 4, width // 4, 3), dtype=np.uint8)
+        yield coarse.repeat(4, axis=1).repeat(4, axis=2)
 
 
 def _in_unit_range(clip: np.ndarray) -> Tensor:
@@ -383,9 +385,10 @@ def compare(
     Raises:
         RuntimeError: the loops computed different losses, so they did not do the same work.
     """
+    shutil.rmtree(directory / "run", ignore_errors=True)
     total = (blocks + 1) * steps
     config = case.config(
-        directory, steps=total, precision=precision, training_type=training, precompute_conditions=True,
+        directory, steps=total, precision=precision, training_type=training,
         first_frame_conditioning_p=0.0 if case.family == "ltx_video" else None,
     )  # fmt: skip
     checked = preflight(config)
@@ -444,8 +447,11 @@ def first_step_seconds(case: Case, directory: Path, *, precompute: bool) -> floa
     }
     command = [sys.executable, str(ROOT / "train.py")]
     command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    if precompute:
+        command += ["--precompute_conditions", "--precompute_dir", str(directory / "cache")]
+    shutil.rmtree(directory / "run", ignore_errors=True)
     started = time.time()
-    _run([*command, *(["--precompute_conditions"] if precompute else [])])
+    _run(command)
     first = (directory / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
     return json.loads(first)["time"] - started
 
@@ -486,8 +492,8 @@ def startup_tables(case: Case, *, repeats: int, directory: Path) -> Iterator[str
     family = get_family(case.family)
     imports = f"import finetrainers.engine.run, {family.spec.partition(':')[0]}"
 
-    def cold() -> float:
-        _remove_run(directory)
+    def without_cache() -> float:
+        shutil.rmtree(directory / "cache", ignore_errors=True)
         return first_step_seconds(case, directory, precompute=True)
 
     measured = {
@@ -495,7 +501,7 @@ def startup_tables(case: Case, *, repeats: int, directory: Path) -> Iterator[str
         "`import torch`": lambda: command_seconds("-c", "import torch"),
         "`import` of all that a run needs": lambda: command_seconds("-c", imports),
         "first step logged": lambda: first_step_seconds(case, directory, precompute=False),
-        "first step logged, precomputing": cold,
+        "first step logged, precomputing": without_cache,
         "first step logged, precomputed before": lambda: first_step_seconds(case, directory, precompute=True),
     }
     yield from ("| from the command to | median s | min | max |", "|---|---|---|---|")
@@ -507,12 +513,6 @@ def startup_tables(case: Case, *, repeats: int, directory: Path) -> Iterator[str
     for package, seconds_ in packages[:12]:
         yield f"| {package} | {seconds_:.2f} |"
     yield f"| all | {sum(s for _, s in packages):.2f} |"
-
-
-def _remove_run(directory: Path) -> None:
-    import shutil
-
-    shutil.rmtree(directory / "run", ignore_errors=True)
 
 
 # ---- command line ----------------------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""The benchmark runs, and refuses to compare loops that do different work. No times are checked here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "overhead.py"
+
+
+@pytest.fixture(scope="module")
+def overhead() -> Iterator[ModuleType]:
+    """The script as a module."""
+    path = list(sys.path)
+    spec = importlib.util.spec_from_file_location("benchmarks_overhead", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+    sys.path[:] = path
+
+
+@pytest.mark.parametrize("case", ["ltx", "hunyuan", "cogvideo"])
+def test_prints_a_row_for_each_run(overhead: ModuleType, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overhead.main(["--cases", case, "--training", "full-finetune", "--data", "memory", "cache", "--blocks", "1", "--steps", "1"])  # fmt: skip
+    out = capsys.readouterr().out
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith(f"| {case} ")]
+    assert [row[3] for row in rows] == ["memory", "cache"]
+    for row in rows:
+        toolkit, bare, ratio, least, most, cpu_ratio = map(float, row[4:10])
+        assert min(toolkit, bare, ratio, cpu_ratio) > 0
+        assert least == ratio == most  # of one pair of blocks
+    assert re.search(r"worst ratio with batches from memory: \d", out)
+    assert "torch" in out.splitlines()[0]
+
+
+def test_adapters_and_bf16_do_the_same_work_too(overhead: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    overhead.main(["--cases", "ltx", "--training", "lora", "--precision", "bf16", "--blocks", "1", "--steps", "2"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| ltx | lora | bf16 |"))
+    assert float(row.strip("| ").split(" | ")[-1]) < 1e-2
+
+
+def test_loops_that_do_different_work_are_not_compared(overhead: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = overhead.draw
+
+    def other_noise(*arguments: object) -> object:
+        prepared = honest(*arguments)
+        return replace(prepared, eps=prepared.eps.flip(0))
+
+    monkeypatch.setattr(overhead, "draw", other_noise)
+    with pytest.raises(RuntimeError, match="the loops do not do the same work"):
+        overhead.main(["--cases", "cogvideo", "--training", "lora", "--blocks", "1", "--steps", "1"])
+
+
+def test_imports_are_summed_by_package(overhead: ModuleType) -> None:
+    seconds = dict(overhead.import_seconds("import json.tool"))
+    assert 0 < seconds["json"] < 10
+    assert not any("." in package for package in seconds)
+
+
+def test_a_command_that_fails_is_an_error(overhead: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="no such luck"):
+        overhead.command_seconds("-c", "raise SystemExit('no such luck')")
+
+
+def test_start_up_is_measured_each_way(
+    overhead: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(overhead, "command_seconds", lambda *arguments: 2.0)
+    monkeypatch.setattr(overhead, "first_step_seconds", lambda *arguments, precompute: 4.0 if precompute else 3.0)
+    monkeypatch.setattr(overhead, "import_seconds", lambda statement: [("torch", 1.5), ("finetrainers", 0.25)])
+    assert overhead.main(["--startup", "--cases", "ltx", "--repeats", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "| `train.py --help` | 2.00 | 2.00 | 2.00 |" in out
+    assert "| first step logged | 3.00 | 3.00 | 3.00 |" in out
+    assert "| first step logged, precomputed before | 4.00 | 4.00 | 4.00 |" in out
+    assert "| finetrainers | 0.25 |\n| all | 1.75 |" in out
+
+
+@pytest.mark.slow
+def test_the_first_step_of_a_real_run(overhead: ModuleType, tmp_path: Path) -> None:
+    case = overhead.CASES["ltx"]
+    case.build(tmp_path)
+    assert 0 < overhead.first_step_seconds(case, tmp_path, precompute=True) < 600
+    assert (tmp_path / "run" / "pytorch_lora_weights.safetensors").is_file()
+    assert list((tmp_path / "cache").iterdir())
