@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetrainers import __version__
-from finetrainers.config.errors import ConfigError
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.parallel.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
 _EPILOG = """examples:
@@ -36,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return arguments.run(arguments)
-    except (ConfigError, KeyError) as error:
-        print(f"error: {error.args[0] if error.args else error}", file=sys.stderr)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
 
 
@@ -59,7 +60,8 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
         quiet_progress_bars()
         run(checked)
     except ConfigError as error:
-        print(f"error: {_with_the_rest(error)}", file=sys.stderr)
+        if launched_rank() == 0:  # all processes find the same; one says it
+            print(f"error: {_with_the_rest(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -136,7 +138,10 @@ def _models(_: argparse.Namespace | None) -> int:
 def _tiny(arguments: argparse.Namespace) -> int:
     from finetrainers.models.registry import build_tiny
 
-    build_tiny(arguments.family, arguments.directory, seed=arguments.seed)
+    try:
+        build_tiny(arguments.family, arguments.directory, seed=arguments.seed)
+    except KeyError as error:
+        raise ConfigError([Problem("family", str(error.args[0]))]) from None
     print(f"wrote a tiny random {arguments.family} to {arguments.directory}")
     return 0
 

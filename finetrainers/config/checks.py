@@ -150,10 +150,12 @@ def _check_validation(
     if every and not prompts:
         found.error("validation_prompts", "validation is scheduled but there are no prompts; give some")
     conditioned = any(p.image or p.video for p in prompts)
+    if family.first_frame == "channels" and any(not (p.image or p.video) for p in prompts):
+        found.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
     if family.first_frame == "none" and conditioned:
-        found.error("validation_images", f"{family.name} takes no first frame; remove the images and videos")
+        found.error("validation_images", f"this {family.name} takes no first frame; remove the images and videos")
     if family.first_frame == "none" and data.first_frame_conditioning_p:
-        found.error("first_frame_conditioning_p", f"{family.name} takes no first frame; remove it")
+        found.error("first_frame_conditioning_p", f"this {family.name} takes no first frame; remove it")
     if validation.eval_steps and not data.eval_num_items:
         found.error("eval_steps", "the evaluation loss needs held-out items; set --eval_num_items")
     if data.eval_num_items and not validation.eval_steps:

@@ -112,8 +112,8 @@ def parse_flags(argv: Sequence[str], *, prog: str = "train.py") -> tuple[TrainCo
     if config_path is not None:
         try:
             sources.append(file_source(config_path))
-        except ConfigError as error:
-            problems.extend(error.problems)
+        except ConfigError as error:  # what the file would have set is not known, so nothing more can be judged
+            raise ConfigError([*problems, *error.problems]) from None
     sources.append(Source(values, lambda name: f"--{name}", problems))
     return build_config(sources), False
 

@@ -165,12 +165,13 @@ def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Pr
         message = entry["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:] if not message.startswith(("'", '"')) else message
         value = entry["input"]
-        hint = ""
+        hint = '; in a file, write a list: ["..."]' if entry["type"] == "list_type" else ""
         if entry["type"] == "literal_error" and isinstance(value, str):
             hint = nearest(value, re.findall(r"'([^']*)'", entry["ctx"]["expected"]))
         if entry["type"] != "value_error":
             message = f"{message}, got {value!r}{hint}"
-        found.setdefault(name, Problem(where.get(name, f"--{name}"), f"{name}: {message}"))
+        place = where.get(name, f"--{name}")
+        found.setdefault(name, Problem(place, message if place.endswith(name) else f"{name}: {message}"))
     return found
 
 

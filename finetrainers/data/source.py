@@ -66,7 +66,9 @@ class BatchSource:
         if not self.config.data.precompute_conditions:
             self._encode_text = lambda prompts: self.spec.encode_text(encoders, prompts)
             return encoders
-        self._text_identity = identity(encoders.modules, family=self.spec.name)
+        # The shapes tell of prompt lengths and templates, which are not the encoders' own.
+        shapes = {name: list(t.shape) for name, t in self.spec.encode_text(encoders, ["a video"]).tensors.items()}
+        self._text_identity = identity(encoders.modules, family=self.spec.name, shapes=shapes)
         keys = self._keys(vae_identity="")
 
         def work(progress: Progress) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.decode import read_frames
@@ -38,8 +39,7 @@ def quickstart(directory: Path, *, steps: int | None = None) -> dict[str, float]
         directory: everything is written here; an earlier quickstart in it is replaced.
         steps: optimizer steps; default: about a minute and a half on two cores.
     """
-    for name in ("clips", "model", "run"):
-        shutil.rmtree(directory / name, ignore_errors=True)
+    _clear(directory)
     print_line(f"1/4 cutting {len(SCENES)} real clips into {directory / 'clips'}")
     cut_scenes(directory / "clips", frames=FRAMES, size=SIZE, fps=FPS, copies=COPIES)
 
@@ -50,7 +50,8 @@ def quickstart(directory: Path, *, steps: int | None = None) -> dict[str, float]
     build_small_ltx(directory / "model", list(truth.values()))
 
     checked = preflight(_config(directory, steps or DEFAULT_STEPS))
-    print_line(f"3/4 training; the same as: finetrainers train --config {directory / 'run' / 'config.toml'}")
+    again = f"finetrainers train --config {directory / 'run' / 'config.toml'} --output_dir another"
+    print_line(f"3/4 training; to train again with other settings: {again}")
     run(checked)
 
     print_line("4/4 sampling before and after")
@@ -67,6 +68,24 @@ def quickstart(directory: Path, *, steps: int | None = None) -> dict[str, float]
         "next: your own clips and a real model, see docs/quickstart.md"
     )
     return scores
+
+
+def _clear(directory: Path) -> None:
+    """Remove an earlier quickstart's folders, and only such.
+
+    Raises:
+        ConfigError: the directory holds folders of these names that no quickstart made.
+    """
+    marker = directory / ".finetrainers-quickstart"
+    present = [directory / name for name in ("clips", "model", "run") if (directory / name).exists()]
+    if present and not marker.is_file():
+        raise ConfigError(
+            [Problem("directory", f"{present[0]} is there and not of a quickstart; give an empty directory")]
+        )
+    for path in present:
+        shutil.rmtree(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    marker.touch()
 
 
 def _config(directory: Path, steps: int) -> TrainConfig:

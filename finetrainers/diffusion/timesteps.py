@@ -65,18 +65,28 @@ class ResolutionShift:
 
     @classmethod
     def resolve(cls, config: DiffusionSection, scheduler_config: dict[str, object]) -> ResolutionShift:
-        """The user's values, else the checkpoint scheduler's, else the flags' documented fallbacks."""
+        """The user's values, else the checkpoint scheduler's, else the flags' documented fallbacks.
+
+        Raises:
+            ValueError: the longer sequence is not longer.
+        """
 
         def pick(option: object, key: str, fallback: float) -> float:
             value = option if option is not None else scheduler_config.get(key)
             return float(fallback if value is None else value)  # type: ignore[arg-type]
 
-        return cls(
+        resolved = cls(
             base_len=int(pick(config.flow_base_seq_len, "base_image_seq_len", 256)),
             max_len=int(pick(config.flow_max_seq_len, "max_image_seq_len", 4096)),
             base_shift=pick(config.flow_base_shift, "base_shift", 0.5),
             max_shift=pick(config.flow_max_shift, "max_shift", 1.15),
         )
+        if resolved.base_len >= resolved.max_len:
+            raise ValueError(
+                f"--flow_max_seq_len {resolved.max_len} must be above --flow_base_seq_len {resolved.base_len} (what is "
+                "not given comes from the checkpoint's scheduler, else 256 and 4096)"
+            )
+        return resolved
 
 
 class NoiseLevels:

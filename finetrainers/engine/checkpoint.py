@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetrainers.optim.factory import safe_globals
-from finetrainers.utils.files import fsync_dir, write_json_atomic
+from finetrainers.utils.files import fsync_dir, fsync_tree, write_json_atomic
 
 from .resume import FORMAT, checkpoints_dir, list_checkpoints
 from .trainable import save_weights
@@ -45,10 +45,14 @@ def save_checkpoint(trainer: Trainer) -> Path:
         error = caught
     parallel.raise_if_any_failed(error, f"saving {final}")
     if parallel.is_main:
-        shutil.rmtree(final, ignore_errors=True)
-        fsync_dir(temporary)
+        fsync_tree(temporary)
+        replaced = final.with_name(f".{final.name}.old")
+        if final.exists():  # the step was reached again; the old one goes only when the new one is there
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
         temporary.rename(final)
         fsync_dir(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
         _prune(trainer)
         trainer.run_dir.event("checkpoint", step=trainer.step, path=str(final))
     parallel.barrier()
@@ -133,8 +137,14 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> None:
         trainer.ema.load_state_dict(
             {"shadow": load_file(directory / "ema.safetensors"), "num_updates": state["ema_updates"]}
         )
+    scaler_file = directory / "scaler.pt"
     if parallel.accelerator.scaler is not None:
-        parallel.accelerator.scaler.load_state_dict(torch.load(directory / "scaler.pt", weights_only=True))
+        if not scaler_file.is_file():
+            raise ValueError(
+                f"{directory} was saved without an fp16 gradient scaler, and this run uses one; use the same "
+                "--mixed_precision and kind of device"
+            )
+        parallel.accelerator.scaler.load_state_dict(torch.load(scaler_file, weights_only=True))
     method_file = directory / "method.pt"
     trainer.method.load_state_dict(torch.load(method_file, weights_only=True) if method_file.is_file() else {})
     trainer.step = state["step"]

@@ -15,6 +15,7 @@ from torch import Tensor
 from finetrainers import __version__
 from finetrainers.models.spec import DTYPES
 
+from .plan_report import largest_bucket
 from .preflight import Preflight
 from .trainable import LORA_FILE, save_weights
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 _CARD = """---
 base_model: {{ base_model }}
 library_name: diffusers
-tags: [finetrainers, text-to-video, {{ "lora" if is_lora else "full-finetune" }}]
+tags: [finetrainers, {{ "image-to-video" if needs_image else "text-to-video" }}, {{ "lora" if is_lora else "full-finetune" }}]
 {%- if prompts %}
 widget:
 {%- for prompt, video in prompts %}
@@ -48,13 +49,22 @@ widget:
 ```python
 import torch
 from diffusers import {{ pipeline }}{% if not is_lora %}, {{ transformer }}{% endif %}
+from diffusers.utils import export_to_video{% if needs_image %}, load_image{% endif %}
 {% if is_lora %}
 pipe = {{ pipeline }}.from_pretrained({{ base_model | tojson }}, torch_dtype=torch.bfloat16)
 pipe.load_lora_weights({{ location | tojson }})
 {% else %}
 transformer = {{ transformer }}.from_pretrained({{ location | tojson }}, subfolder="transformer", torch_dtype=torch.bfloat16)
 pipe = {{ pipeline }}.from_pretrained({{ base_model | tojson }}, transformer=transformer, torch_dtype=torch.bfloat16)
-{% endif %}video = pipe({{ example | tojson }}).frames[0]
+{% endif %}pipe.to("cuda")
+video = pipe(
+    prompt={{ example | tojson }},{% if needs_image %}
+    image=load_image("first_frame.png"),{% endif %}
+    num_frames={{ size[0] }},
+    height={{ size[1] }},
+    width={{ size[2] }},
+).frames[0]
+export_to_video(video, "video.mp4", fps={{ fps }})
 ```
 
 ## Training
@@ -116,7 +126,6 @@ def model_card(trainer: Trainer, checked: Preflight) -> str:
     is_lora = config.training.training_type == "lora"
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     token = config.data.id_token
-    caption = checked.plan.clips[0].caption
     settings = [
         (name, str(value).replace("|", "\\|"))
         for name, value in config.flat().items()
@@ -133,7 +142,10 @@ def model_card(trainer: Trainer, checked: Preflight) -> str:
         pipeline=trainer.spec.pipeline_class,
         transformer=type(trainer.parallel.unwrap(trainer.transformer)).__name__,
         location=config.run.hub_model_id or str(config.run.output_dir),
-        example=caption,
+        example=checked.prompts[0].prompt if checked.prompts else checked.plan.clips[0].caption,
+        size=largest_bucket(checked.plan),
+        fps=round(checked.plan.clips[0].fps) or round(checked.geometry.fps),
+        needs_image=trainer.spec.first_frame == "channels",
         prompts=_samples(trainer.run_dir.root, [p.prompt for p in checked.prompts]),
         settings=settings,
     )

@@ -10,7 +10,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.manifest import DataError
+from finetrainers.data.manifest import DataError, read_items
 from finetrainers.data.plan import DatasetPlan, plan_dataset
 from finetrainers.methods.registry import method_names
 from finetrainers.models.registry import Family, get_family
@@ -20,6 +20,9 @@ from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.text import nearest
 
 from .resume import check_resumable, critical_state, find_checkpoint, list_checkpoints
+
+_MODEL_PLACES = ("pretrained_model_name_or_path", "transformer_id", "vae_id", "text_encoder_id", "text_encoder_2_id",
+                 "tokenizer_id", "tokenizer_2_id")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,14 @@ def preflight(config: TrainConfig) -> Preflight:
         prompts = []
     problems += _check_media(prompts)
     geometry = family.geometry_of(config.model)
-    facts = FamilyFacts(family.name, family.is_flow, family.num_text_encoders, family.first_frame)
+    facts = FamilyFacts(family.name, family.is_flow, family.num_text_encoders, family.first_frame_of(config.model))
     found = check_config(config, family=facts, geometry=geometry, prompts=prompts)
     problems += found.errors
 
-    errors, optimizer_warnings = optimizer_problems(config, device_type=likely_device_type())
-    problems += [Problem("optimizer", message) for message in errors]
+    errors, optimizer_warnings = optimizer_problems(
+        config, device_type=likely_device_type(), num_processes=launched_processes()
+    )
+    problems += [Problem("", message) for message in errors]
 
     resume_from = None
     try:
@@ -85,9 +90,12 @@ def preflight(config: TrainConfig) -> Preflight:
 
     sizes_are_wrong = any(p.where.endswith("_resolution_buckets") for p in problems)
     plan = None
-    if not sizes_are_wrong and (config.data.data_root or config.data.dataset_file):
+    if config.data.data_root or config.data.dataset_file:
         try:
-            plan = plan_dataset(config, geometry)
+            if sizes_are_wrong:  # no clip can be placed, but whether the data is there can be said
+                read_items(config.data)
+            else:
+                plan = plan_dataset(config, geometry)
         except DataError as error:
             problems.append(Problem("data", str(error)))
     if resume_from is not None and plan is not None:
@@ -118,7 +126,7 @@ def _check_media(prompts: list[ValidationPrompt]) -> list[Problem]:
 def _check_paths(config: TrainConfig) -> list[Problem]:
     """Paths that cannot be right. A model that looks like a path must exist; other names are hub ids."""
     problems = []
-    for option in ("pretrained_model_name_or_path", "transformer_id", "vae_id", "text_encoder_id", "text_encoder_2_id"):
+    for option in _MODEL_PLACES:
         value = config.get(option)
         if value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
             problems.append(Problem(f"--{option}", f"no such directory: {value}"))

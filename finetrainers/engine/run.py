@@ -30,6 +30,7 @@ from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.engine import Parallel
+from finetrainers.parallel.launch import launched_rank
 
 from .callbacks.base import Callback
 from .callbacks.evaluation import EvaluationLoss
@@ -37,7 +38,7 @@ from .callbacks.metrics import MetricsFile, ProgressLine, Tracker
 from .callbacks.validation import EncodedPrompt, Validation
 from .checkpoint import load_checkpoint
 from .export import export
-from .plan_report import dry_run_report, largest_bucket, print_results, print_start
+from .plan_report import dry_run_report, largest_bucket, print_line, print_results, print_start
 from .preflight import Preflight, preflight
 from .resume import critical_state
 from .run_dir import RunDirectory
@@ -58,8 +59,12 @@ def run(checked: Preflight) -> Trainer | None:
     """Train a checked configuration; the finished trainer, or None for a dry run."""
     config = checked.config
     if config.run.dry_run:
-        dry_run_report(checked)
+        if launched_rank() == 0:
+            dry_run_report(checked)
         return None
+    # What a hub model looks like is known for certain only from its own config files.
+    if checked.family.fetch_configs(config.model):
+        checked = preflight(config)
     parallel = make_parallel(config)
     try:
         trainer = assemble(checked, parallel)
@@ -93,8 +98,14 @@ def make_parallel(config: TrainConfig) -> Parallel:
     )
     # Preflight guessed the device and knew one process; its warnings have been shown.
     errors, _ = optimizer_problems(config, device_type=parallel.device.type, num_processes=parallel.world_size)
-    if errors:
-        raise ConfigError([Problem("optimizer", message) for message in errors])
+    problems = [Problem("", message) for message in errors]
+    if config.training.use_ema and parallel.is_sharded:
+        message = (
+            "averages need whole weights, and this launcher shards them; use DDP or DeepSpeed ZeRO-2, or leave it out"
+        )
+        problems.append(Problem("--use_ema", message))
+    if problems:
+        raise ConfigError(problems)
     return parallel
 
 
@@ -106,6 +117,9 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     scheduler = spec.load_scheduler()
     process = spec.process(scheduler)
     weights_dtype = trainable_dtype(config)
+    first_frame_p = first_frame_probability(config, spec)
+    if parallel.is_main and first_frame_p > 0 and config.data.first_frame_conditioning_p is None:
+        print_line(f"note: {first_frame_p:.0%} of samples see their clean first frame (--first_frame_conditioning_p)")
     compute_dtype = parallel.compute_dtype(
         weights_dtype if config.training.training_type == "full-finetune" else DTYPES[config.model.transformer_dtype]
     )
@@ -135,7 +149,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         vae_stats=vae_stats,
         noise_levels=NoiseLevels(config.diffusion, is_flow=process.is_flow, scheduler_config=dict(scheduler.config)),
         tokens_per_latent=1 / (geometry.patch_t * geometry.patch**2),
-        first_frame_p=first_frame_probability(config, spec),
+        first_frame_p=first_frame_p,
         seed=config.training.seed,
         batches=source,
         accumulation=config.training.gradient_accumulation_steps,

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,19 @@ class RunDirectory:
             lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if json.loads(line)["step"] <= resumed_step] if resumed_step else []
             write_text_atomic(self.metrics_file, "".join(line + "\n" for line in kept))
+        if resumed_step:
+            self._set_aside_later_than(resumed_step)
         self.event("start", step=resumed_step)
+
+    def _set_aside_later_than(self, step: int) -> None:
+        """Rename checkpoints and samples of later steps: they belong to a continuation that is being replaced."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        for folder in (self.root / "checkpoints", self.root / "samples"):
+            for path in sorted(folder.glob("step-*")):
+                if path.name.removeprefix("step-").isdigit() and int(path.name.removeprefix("step-")) > step:
+                    aside = path.with_name(f"replaced-{stamp}-{path.name}")
+                    path.rename(aside)
+                    self.event("set_aside", path=str(aside))
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Append one line of metrics."""
@@ -63,10 +76,20 @@ def environment() -> dict[str, Any]:
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "command": sys.argv,
+        "command": without_secrets(sys.argv),
         "packages": versions,
         "git": _git_commit(),
     }
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line with the hub token blanked out."""
+    kept: list[str] = []
+    for argument in arguments:
+        if kept and kept[-1] == "--hub_token":
+            argument = "***"
+        kept.append("--hub_token=***" if argument.startswith("--hub_token=") else argument)
+    return kept
 
 
 def _git_commit() -> str | None:

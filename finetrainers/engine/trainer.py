@@ -76,13 +76,14 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_start(self)
         remaining = max(0, self.total_steps - self.step)
-        started = time.perf_counter()
+        busy, started = 0.0, time.perf_counter()
         for micro_batches in islice(self.method.steps(self.step), remaining):
             metrics = self.train_step(micro_batches)
+            busy += time.perf_counter() - started  # fetching and stepping, without saving and sampling
             if self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps:
                 record = self.parallel.mean(metrics)
-                elapsed, started = time.perf_counter() - started, time.perf_counter()
-                self.log({**record, "lr": self.lr_at(self.step - 1), "step_s": elapsed / self._steps_since_log()})
+                self.log({**record, "lr": self.lr_at(self.step - 1), "step_s": busy / self._steps_since_log()})
+                busy = 0.0
             if self._is_checkpoint_step():  # before sampling, say, runs out of memory
                 save_checkpoint(self)
             for callback in self.callbacks:
@@ -111,7 +112,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
         self.steps_done_here += 1
-        if self.ema is not None:
+        if self.ema is not None and not getattr(self.optimizer, "step_was_skipped", False):
             self.ema.update()
         return totals
 

@@ -38,7 +38,6 @@ class CogVideoXSpec(ModelSpec):
     """
 
     name = "cogvideox"
-    pipeline_class = "CogVideoXPipeline"
 
     # ---- the checkpoint's configs ------------------------------------------------------------------------------
 
@@ -56,6 +55,11 @@ class CogVideoXSpec(ModelSpec):
     def first_frame(self) -> str:  # type: ignore[override]
         """ "channels" for an image-to-video checkpoint, else "none"; read from the transformer's config."""
         return "channels" if _takes_first_frame(self._transformer_config) else "none"
+
+    @property
+    def pipeline_class(self) -> str:  # type: ignore[override]
+        """Image-to-video checkpoints have a pipeline of their own."""
+        return "CogVideoXImageToVideoPipeline" if self.first_frame == "channels" else "CogVideoXPipeline"
 
     @property
     def first_frame_default_p(self) -> float:  # type: ignore[override]

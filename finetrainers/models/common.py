@@ -18,6 +18,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.hooks import apply_layerwise_casting
 from torch import Tensor, nn
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
 
 from .spec import DTYPES, TextEncoders
@@ -69,10 +70,11 @@ def load_part(
         for name, value in (("revision", config.revision), ("variant", arguments.get("variant")))
         if value is not None and replacement is None
     )
-    raise ValueError(
+    message = (
         f"cannot load the {part} from {tried}{detail}: {errors[0]} "
         f"{how} takes a directory in diffusers layout or a hub id that you have access to."
-    ) from errors[0]
+    )
+    raise ConfigError([Problem(how, message)]) from errors[0]
 
 
 def _places(config: ModelSection, part: str, replacement: str | None) -> list[tuple[str, str | None]]:

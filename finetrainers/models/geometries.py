@@ -45,3 +45,8 @@ def cogvideox(vae: Json, transformer: Json) -> Geometry:
         patch_t=patch_t,
         fps=16.0 if transformer.get("patch_size_t") else 8.0,
     )
+
+
+def cogvideox_first_frame(transformer: Json) -> str:
+    """Image-to-video checkpoints take a first frame on as many channels again as they put out."""
+    return "channels" if transformer.get("in_channels", 16) > transformer.get("out_channels", 16) else "none"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from .spec import ModelSpec
 
 Json = dict[str, Any]
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Family:
         read_geometry: size rules from a checkpoint's `vae/config.json` and `transformer/config.json`.
         is_flow: whether the flow options mean something.
         num_text_encoders: how many text encoders it has.
-        first_frame: see `ModelSpec.first_frame`; for "channels", whether a checkpoint takes it depends on its config.
+        first_frame: see `ModelSpec.first_frame`.
+        read_first_frame: the same from a checkpoint's `transformer/config.json`, where checkpoints differ.
         tiny: `module:function` that builds a complete tiny random repository, or None.
     """
 
@@ -43,6 +47,7 @@ class Family:
     is_flow: bool
     num_text_encoders: int
     first_frame: str = "none"
+    read_first_frame: Callable[[Json], str] | None = None
     tiny: str | None = None
 
     def load(self, config: ModelSection) -> ModelSpec:
@@ -50,14 +55,33 @@ class Family:
         return _resolve(self.spec)(config)
 
     def geometry_of(self, config: ModelSection) -> Geometry:
-        """Size rules of the configured checkpoint where it is a local directory, else of the published ones."""
-        vae = _component_config(config.vae_id or config.pretrained_model_name_or_path, "vae", config.vae_id)
-        transformer = _component_config(
-            config.transformer_id or config.pretrained_model_name_or_path, "transformer", config.transformer_id
-        )
+        """Size rules of the configured checkpoint where its configs are on disk, else of the published ones."""
+        vae = _component_config(config, "vae", config.vae_id)
+        transformer = _component_config(config, "transformer", config.transformer_id)
         if vae is None or transformer is None:
             return self.geometry
         return self.read_geometry(vae, transformer)
+
+    def first_frame_of(self, config: ModelSection) -> str:
+        """How the configured checkpoint takes a first frame; "unknown" where that depends on a config not on disk."""
+        if self.read_first_frame is None:
+            return self.first_frame
+        transformer = _component_config(config, "transformer", config.transformer_id)
+        return "unknown" if transformer is None else self.read_first_frame(transformer)
+
+    def fetch_configs(self, config: ModelSection) -> bool:
+        """Bring a hub model's configs onto this disk, and say whether any is new; loading will say why one is not."""
+        from huggingface_hub import hf_hub_download
+
+        fetched = False
+        for part, replacement in (("vae", config.vae_id), ("transformer", config.transformer_id)):
+            if _component_config(config, part, replacement) is None:
+                root = replacement or config.pretrained_model_name_or_path
+                revision = None if replacement else config.revision
+                with contextlib.suppress(OSError, ValueError):
+                    hf_hub_download(root, f"{part}/config.json", revision=revision, cache_dir=config.cache_dir)
+                    fetched = True
+        return fetched
 
 
 def _resolve(path: str) -> Any:
@@ -65,11 +89,19 @@ def _resolve(path: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _component_config(root: str | Path, subfolder: str, replacement: str | None) -> Json | None:
-    """The component's config.json if it is on disk; a replacement may be the component folder itself."""
-    candidates = [Path(root) / subfolder / "config.json"]
+def _component_config(config: ModelSection, part: str, replacement: str | None) -> Json | None:
+    """The part's config.json if it is on disk, hub cache included; a replacement may be the part's folder itself."""
+    root = replacement or config.pretrained_model_name_or_path
+    candidates = [Path(root) / part / "config.json"]
     if replacement:
         candidates.append(Path(root) / "config.json")
+    if _HUB_ID.fullmatch(str(root)) and not Path(root).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        revision = None if replacement else config.revision
+        cached = try_to_load_from_cache(root, f"{part}/config.json", cache_dir=config.cache_dir, revision=revision)
+        if isinstance(cached, str):
+            candidates.append(Path(cached))
     for path in candidates:
         if path.is_file():
             return json.loads(path.read_text(encoding="utf-8"))
@@ -134,5 +166,6 @@ register_model(Family(
     name="cogvideox", spec="finetrainers.models.cogvideox:CogVideoXSpec",
     geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=8.0),
     read_geometry=geometries.cogvideox, is_flow=False, num_text_encoders=1, first_frame="channels",
+    read_first_frame=geometries.cogvideox_first_frame,
     tiny="finetrainers.models.tiny:build_cogvideox",
 ))  # fmt: skip

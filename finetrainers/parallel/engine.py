@@ -19,6 +19,7 @@ from accelerate.utils import (
     gather_object,
 )
 from torch import Tensor, nn
+from transformers.integrations import unset_hf_deepspeed_config
 
 from .launch import launched_processes
 
@@ -141,6 +142,11 @@ class Parallel:
         config["gradient_accumulation_steps"] = self.accumulation
         config["train_batch_size"] = batch_size * self.accumulation * self.world_size
         config["gradient_clipping"] = self.max_grad_norm
+        # Without it, a run under stage 3 would fail at its first checkpoint.
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        # Accelerate tells transformers of stage 3, which would cut the frozen text encoders into shards that no engine
+        # puts together again.
+        unset_hf_deepspeed_config()
 
     def prepare(
         self,
@@ -174,6 +180,7 @@ class Parallel:
             return None if norm is None else torch.as_tensor(norm, device=self.device)
         if self.max_grad_norm > 0:
             return self.accelerator.clip_grad_norm_(self._parameters, self.max_grad_norm)
+        self.accelerator.unscale_gradients()  # fp16 gradients carry the loss scale until now
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients) if gradients else None
 

@@ -30,6 +30,17 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def fsync_tree(root: Path) -> None:
+    """Flush every file and folder below `root` to disk."""
+    for path in sorted(root.rglob("*")):
+        if path.is_dir():
+            fsync_dir(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    fsync_dir(root)
+
+
 def fsync_dir(path: Path) -> None:
     """Flush a directory's entries (names of files in it) to disk."""
     descriptor = os.open(path, os.O_RDONLY)

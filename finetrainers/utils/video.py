@@ -13,10 +13,11 @@ from PIL import Image, ImageDraw
 
 
 def write_mp4(path: Path, frames: np.ndarray, *, fps: float) -> None:
-    """Write frames `[T, H, W, 3]` uint8 as H.264; odd sizes lose their last row or column, as the codec needs."""
+    """Write frames `[T, H, W, 3]` uint8 as H.264, whole or not at all; odd sizes lose their last row or column."""
     height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
     path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w") as container:
+    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
+    with av.open(str(unfinished), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p"
@@ -27,6 +28,7 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float) -> None:
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
+    unfinished.replace(path)
 
 
 def contact_sheet(rows: Sequence[tuple[str, np.ndarray]], *, columns: int = 8, min_height: int = 96) -> Image.Image:

@@ -95,10 +95,10 @@ def test_wrong_values_and_wrong_combinations_are_reported_together(tmp_path, tin
     ]  # fmt: skip
     assert train_command(arguments, prog="train.py") == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("error: 5 problems")
+    assert shown.startswith("error: 6 problems")
     for expected in (
         "greater than or equal to 1, got '0'", "did you mean 'optimizer'?", "set --eval_num_items",
-        "10 frames is not 8*k+1", "did you mean 'cosine'?",
+        "10 frames is not 8*k+1", "did you mean 'cosine'?", "captions",
     ):  # fmt: skip
         assert expected in shown
 

@@ -136,3 +136,14 @@ def test_prompt_files(tmp_path):
         prompts(validation_prompts="none.jsonl")
     with pytest.raises(ConfigError, match="is not FRAMESxHEIGHTxWIDTH"):
         prompts(validation_prompts="a@@@17x64")
+
+
+def test_an_image_to_video_checkpoint_wants_an_image_per_prompt():
+    facts = FamilyFacts("c", is_flow=False, num_text_encoders=1, first_frame="channels")
+    errors = [
+        str(problem) for problem in findings(facts, validation_prompts="a:::b", validation_images="x.png::: ").errors
+    ]
+    assert len(errors) == 1
+    assert "give one for each validation prompt" in errors[0]
+    unknown = FamilyFacts("c", is_flow=False, num_text_encoders=1, first_frame="unknown")
+    assert findings(unknown, validation_prompts="a").errors == []

@@ -6,6 +6,7 @@ import av
 import pytest
 from PIL import Image
 
+from finetrainers.config.errors import ConfigError
 from finetrainers.demo.clips import SCENES, cut_scenes
 from finetrainers.demo.quickstart import quickstart
 
@@ -34,3 +35,11 @@ def test_scenes_are_cut_as_asked(tmp_path):
         assert (stream.frames, stream.width, stream.height) == (5, 48, 48)
     lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
     assert [line["video"] for line in lines] == [path.name for path in paths]
+
+
+def test_quickstart_touches_no_folder_that_it_did_not_make(tmp_path):
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "mine.mp4").write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="not of a quickstart"):
+        quickstart(tmp_path, steps=1)
+    assert (tmp_path / "clips" / "mine.mp4").read_bytes() == b"precious"

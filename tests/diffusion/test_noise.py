@@ -143,3 +143,9 @@ def test_draws_depend_on_the_seed_only():
     first, again = (levels.sample([torch.Generator().manual_seed(7)], 100) for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, levels.sample([torch.Generator().manual_seed(8)], 100))
+
+
+def test_a_longer_sequence_must_be_longer():
+    section = DiffusionSection(flow_resolution_shifting=True, flow_base_seq_len=4096)
+    with pytest.raises(ValueError, match="4096 must be above --flow_base_seq_len 4096"):
+        NoiseLevels(section, is_flow=True, scheduler_config={})

@@ -24,11 +24,11 @@ def finished(tmp_path, **options):
         step=12,
         transformer=LTXVideoTransformer3DModel(),
         parallel=SimpleNamespace(unwrap=unwrap_plain),
-        spec=SimpleNamespace(pipeline_class="LTXPipeline"),
+        spec=SimpleNamespace(pipeline_class="LTXPipeline", first_frame="tokens"),
         run_dir=SimpleNamespace(root=tmp_path),
     )
     checked = SimpleNamespace(
-        plan=SimpleNamespace(clips=[SimpleNamespace(caption='MY a fox, "quoted"')] * 3),
+        plan=SimpleNamespace(clips=[SimpleNamespace(caption='MY a fox, "quoted"', bucket=(9, 64, 96), fps=25.0)] * 3),
         prompts=[ValidationPrompt("a fox: at night"), ValidationPrompt("a dog")],
     )
     return trainer, checked

@@ -81,3 +81,17 @@ def test_the_vae_compresses_as_the_geometry_says(tiny_repo, name, options):
     assert geometry.problems(frames, height, width) == []
     moments = spec.encode_video(vae, torch.zeros(1, 3, frames, height, width))
     assert tuple(moments.shape[2:]) == geometry.latent_shape(frames, height, width)
+
+
+def test_what_a_checkpoint_is_comes_from_its_own_config(tiny_repo):
+    family = get_family("cogvideox")
+
+    def at(path):
+        return ModelSection(model_name="cogvideox", pretrained_model_name_or_path=str(path))
+
+    assert family.first_frame_of(at(tiny_repo("cogvideox", version="i2v"))) == "channels"
+    assert family.first_frame_of(at(tiny_repo("cogvideox", version="5b"))) == "none"
+    assert family.geometry_of(at(tiny_repo("cogvideox", version="1.5"))).fps == 16.0
+    assert family.first_frame_of(at("someone/not-on-this-disk")) == "unknown"
+    assert family.fetch_configs(at("someone/not-on-this-disk")) is False
+    assert family.geometry_of(at("someone/not-on-this-disk")) == family.geometry

@@ -78,11 +78,11 @@ class Validation(Callback):
         parallel = trainer.parallel
         jobs = [(i, j) for i in range(len(self.prompts)) for j in range(self.section.num_validation_videos)]
         mine = jobs[parallel.rank :: parallel.world_size]
-        if parallel.is_sharded:  # a forward pass is collective: every rank must make as many as the busiest one
-            mine += [jobs[0]] * (-(-len(jobs) // parallel.world_size) - len(mine))
+        # Where a forward pass is collective, every rank must make as many as the busiest one.
+        padding = -(-len(jobs) // parallel.world_size) - len(mine) if parallel.is_sharded else 0
         directory = trainer.run_dir.root / "samples" / f"step-{trainer.step:06d}"
         written: list[Path] = []
-        if not mine:
+        if not mine and not padding:
             return written
 
         transformer = trainer.transformer if parallel.is_sharded else parallel.unwrap(trainer.transformer)
@@ -90,6 +90,8 @@ class Validation(Callback):
         vae = self.load_vae().to(parallel.device)
         use_ema = trainer.ema.applied() if trainer.ema is not None else contextlib.nullcontext()
         with use_ema, torch.no_grad(), parallel.accelerator.autocast():
+            for prompt_index, video_index in jobs[:1] * padding:
+                self._one(trainer, transformer, vae, prompt_index, video_index)
             for prompt_index, video_index in mine:
                 frames = self._one(trainer, transformer, vae, prompt_index, video_index)
                 name = f"{prompt_index:02d}-{slug(self.prompts[prompt_index].prompt.prompt)}-{video_index}"
@@ -130,4 +132,5 @@ class Validation(Callback):
             if offload:  # hooks would pull the transformer off the device in the next training step
                 pipeline.remove_all_hooks()
                 transformer.to(device)
+                vae.to(device)
         return (np.asarray(result) * 255).round().clip(0, 255).astype(np.uint8)

@@ -1,0 +1,41 @@
+"""The run directory: no secrets, no doubled steps, and what a new continuation replaces is set aside."""
+
+import json
+
+from finetrainers.config.load import load_config
+from finetrainers.engine.resume import find_checkpoint
+from finetrainers.engine.run_dir import RunDirectory, without_secrets
+
+
+def test_the_hub_token_is_written_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--hub_token", "SECRET", "--lr", "1", "--hub_token=SECRET"])
+    config = load_config(model_name="m", pretrained_model_name_or_path="x", data_root="d", hub_token="SECRET")
+    RunDirectory(tmp_path, writes=True).start(config, resumed_step=0)
+    assert (tmp_path / "env.json").is_file()
+    assert not any("SECRET" in path.read_text() for path in tmp_path.iterdir())
+    assert without_secrets(["a", "--hub_token", "S", "b"]) == ["a", "--hub_token", "***", "b"]
+
+
+def test_later_checkpoints_and_samples_are_set_aside_when_an_older_step_is_continued(tmp_path):
+    for step in (3, 6, 12):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step}" / "state.json").write_text("{}")
+        (tmp_path / "samples" / f"step-{step:06d}").mkdir(parents=True)
+    records = [{"step": step, "loss": 1.0} for step in range(1, 13)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    config = load_config(model_name="m", pretrained_model_name_or_path="x", data_root="d")
+    RunDirectory(tmp_path, writes=True).start(config, resumed_step=6)
+
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "checkpoints" / "step-6"
+    aside = [p for p in (tmp_path / "checkpoints").iterdir() if p.name.endswith("step-12")]
+    assert len(aside) == 1
+    assert (aside[0] / "state.json").is_file()
+    assert sorted(p.name for p in (tmp_path / "samples").glob("step-*")) == ["step-000003", "step-000006"]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
