@@ -1,6 +1,7 @@
 """One rank of a multi-process test: trains one job after another and writes down what it saw.
 
-Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank).
+Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank) and
+`_zero_stage` (of DeepSpeed).
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
+from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import checkpoint
 from finetrainers.engine.run import train
@@ -23,17 +28,18 @@ from finetrainers.parallel.engine import Parallel
 RANK = int(os.environ["RANK"])
 
 
-def digest(trainer: Any) -> str:
-    """Hash of every trained weight as this rank holds it."""
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Hash of some tensors, in their order."""
     found = hashlib.sha256()
-    for parameter in trainer.parallel.unwrap(trainer.transformer).parameters():
-        if parameter.requires_grad:
-            found.update(parameter.detach().float().numpy().tobytes())
+    for tensor in tensors:
+        found.update(tensor.detach().float().numpy().tobytes())
     return found.hexdigest()
 
 
 def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     failing_rank = options.pop("_fail_saving_on", None)
+    if "_zero_stage" in options:
+        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(options.pop("_zero_stage"))
     save_weights = checkpoint.save_weights
 
     def fail(*_: Any, **__: Any) -> None:
@@ -44,19 +50,35 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     seen.clear()
     try:
         trainer = train(load_config(**options))
+    except ConfigError as error:
+        return {"error": str(error)}
     except Exception as error:
         if failing_rank is None:
             raise
         return {"error": repr(error)}
     finally:
         checkpoint.save_weights = save_weights
-    return {"digest": digest(trainer), "inputs": list(seen), "kind": trainer.parallel.describe()}
+    lines = trainer.run_dir.metrics_file.read_text().splitlines()
+    return {
+        "digest": digest(p for p in trainer.parallel.unwrap(trainer.transformer).parameters() if p.requires_grad),
+        "inputs": list(seen),
+        "kind": trainer.parallel.describe(),
+        "metrics": [json.loads(line) for line in lines],
+        "results": {
+            path.name: digest(load_file(path).values())
+            for path in trainer.run_dir.root.glob("**/*.safetensors")
+            if "checkpoints" not in path.parts
+        },
+    }
 
 
 def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # One process group serves all jobs: made a second time over the same store, it would find the first one's addresses.
     Parallel.close = Parallel.barrier  # type: ignore[method-assign]
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        # An extension that speeds up gloo, and takes a minute to compile.
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     seen: list[float] = []
     predict = LTXVideoSpec.predict
 
