@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
         from finetrainers.engine.run import run
 
         quiet_progress_bars()
+        gc.freeze()  # the libraries' objects live to the end; collections between loading phases need not walk them
         run(checked)
     except ConfigError as error:
         if launched_rank() == 0:  # all processes find the same; one says it

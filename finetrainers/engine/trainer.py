@@ -79,15 +79,17 @@ class Trainer:
         busy, started = 0.0, time.perf_counter()
         for micro_batches in islice(self.method.steps(self.step), remaining):
             metrics = self.train_step(micro_batches)
+            is_log_step = self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps
+            record = self.parallel.mean(metrics) if is_log_step else {}  # waits for the device
             busy += time.perf_counter() - started  # fetching and stepping, without saving and sampling
-            if self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps:
-                record = self.parallel.mean(metrics)
+            if is_log_step:
                 self.log({**record, "lr": self.lr_at(self.step - 1), "step_s": busy / self._steps_since_log()})
                 busy = 0.0
             if self._is_checkpoint_step():  # before sampling, say, runs out of memory
                 save_checkpoint(self)
             for callback in self.callbacks:
                 callback.on_step(self)
+            started = time.perf_counter()
 
     def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor]:
         """One optimizer step; its metrics, still on the device."""

@@ -23,7 +23,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.diffusion.process import Process, VariancePreserving
 
 from . import common, geometries
-from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, unwrap
+from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, input_dtype, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,8 @@ class CogVideoXSpec(ModelSpec):
         config = network.config
         _check_size(config, *x_BCTHW.shape[2:], spatial=self._spatial_compression)
 
-        x_BTCHW = x_BCTHW.to(network.dtype).transpose(1, 2)
+        dtype = input_dtype(network)
+        x_BTCHW = x_BCTHW.to(dtype).transpose(1, 2)
         front = -x_BTCHW.shape[1] % (config.patch_size_t or 1)
         if front:
             x_BTCHW = torch.cat([x_BTCHW[:, :1].expand(-1, front, -1, -1, -1), x_BTCHW], dim=1)
@@ -165,7 +166,7 @@ class CogVideoXSpec(ModelSpec):
 
         prediction_BTCHW = transformer(
             hidden_states=hidden_states,
-            encoder_hidden_states=conditions["prompt_embeds"].to(network.dtype),
+            encoder_hidden_states=conditions["prompt_embeds"].to(dtype),
             timestep=t,
             ofs=None if config.ofs_embed_dim is None else x_BTCHW.new_full((1,), OFS),
             image_rotary_emb=_rotary(config, x_BTCHW),

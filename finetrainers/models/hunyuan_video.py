@@ -23,7 +23,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.diffusion.process import FlowMatching, Process
 
 from . import common, geometries
-from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, unwrap
+from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, input_dtype, unwrap
 
 #: Guidance-distilled checkpoints take their guidance scale as an input; the unguided network is the one at 1.
 TRAINING_GUIDANCE = 1.0
@@ -136,7 +136,7 @@ class HunyuanVideoSpec(ModelSpec):
         meta: VideoMeta,
     ) -> Tensor:
         network = unwrap(transformer)
-        dtype = network.dtype
+        dtype = input_dtype(network)
         guidance = None
         if network.config.guidance_embeds:
             guidance = torch.full_like(t, TRAINING_GUIDANCE * EMBEDDING_SCALE, dtype=dtype)

@@ -21,7 +21,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.diffusion.process import FlowMatching
 
 from . import common, geometries
-from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, unwrap
+from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, input_dtype, unwrap
 
 #: Prompt length that the published checkpoints were trained with, and the pipeline's default.
 _MAX_PROMPT_TOKENS = 128
@@ -122,7 +122,7 @@ class LTXVideoSpec(ModelSpec):
     ) -> Tensor:
         """Velocity `eps - x0` in fp32. With t of `[B, T]`, each latent frame has its own noise level (0 is clean)."""
         _, _, frames, height, width = x_BCTHW.shape
-        dtype = unwrap(transformer).dtype
+        dtype = input_dtype(unwrap(transformer))
         timestep = _TIMESTEPS * t.float()
         if timestep.ndim == 2:
             timestep = timestep.repeat_interleave(height * width, dim=1)  # tokens run over width, height, then time

@@ -1,6 +1,7 @@
 """Loading options from flags, files and Python: precedence, errors with places, round trips."""
 
 import json
+import sys
 
 import jsonschema
 import pytest
@@ -10,6 +11,11 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.config.root import fields
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 BASE = {"model_name": "ltx_video", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
 FLAGS = ["--model_name", "ltx_video", "--pretrained_model_name_or_path", "repo", "--data_root", "clips"]
@@ -120,9 +126,7 @@ def test_every_option_is_described_and_documented():
 
 def test_schema_accepts_a_dumped_config_and_refuses_a_typo(tmp_path):
     schema = json.loads(json.dumps(json_schema()))
-    import tomli
-
-    document = tomli.loads(dump_toml(load_config(**BASE, video_resolution_buckets=["17x64x96"])))
+    document = tomllib.loads(dump_toml(load_config(**BASE, video_resolution_buckets=["17x64x96"])))
     jsonschema.validate(document, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"rnk": 8}, schema)

@@ -13,15 +13,15 @@ from finetrainers.demo.quickstart import quickstart
 
 @pytest.mark.timeout(180)
 def test_quickstart_trains_and_leaves_its_results(tmp_path, capsys):
-    scores = quickstart(tmp_path, steps=40)
+    scores = quickstart(tmp_path, steps=60)
     assert set(scores) == {scene.caption for scene in SCENES}
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
-    assert losses[-1] < 0.95 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     assert Image.open(tmp_path / "result.png").width > 500
     assert (tmp_path / "loss.png").stat().st_size > 5000
     assert (tmp_path / "run" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
-    assert len(list((tmp_path / "run" / "samples" / "step-000040").glob("*.mp4"))) == len(SCENES)
+    assert len(list((tmp_path / "run" / "samples" / "step-000060").glob("*.mp4"))) == len(SCENES)
     with av.open(str(next(tmp_path.glob("after-*.mp4")))) as container:
         assert sum(1 for _ in container.decode(video=0)) == 9
     assert str(tmp_path / "result.png") in capsys.readouterr().out

@@ -39,3 +39,21 @@ def test_later_checkpoints_and_samples_are_set_aside_when_an_older_step_is_conti
         5,
         6,
     ]
+
+
+def test_step_time_is_that_of_steps_alone(options, run, monkeypatch):
+    import time
+
+    from finetrainers.engine import trainer as module
+
+    save = module.save_checkpoint
+
+    def slow_save(trainer):
+        time.sleep(1.0)
+        return save(trainer)
+
+    monkeypatch.setattr(module, "save_checkpoint", slow_save)
+    done = run(**options("ltx_video", train_steps=6, checkpointing_steps=1, logging_steps=2))
+    seconds = [record["step_s"] for record in done.metrics if "step_s" in record]
+    assert len(seconds) == 3
+    assert max(seconds[1:]) < 0.5

@@ -1,0 +1,193 @@
+"""What a run says and leaves: learning rates, trackers, events, refusals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
+from finetrainers.engine.callbacks.validation import Validation
+from finetrainers.engine.run import train
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_learning_rate_follows_its_schedule(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    values = options(clips=4, batch_size=2, gradient_accumulation_steps=2, train_steps=6, lr=1e-3)
+    done = run(**values, lr_scheduler="cosine", lr_warmup_steps=2, scale_lr=True)
+    peak = 1e-3 * 2 * 2
+    # Two steps up from zero, then half a cosine over the other four.
+    expected = [0.0, peak / 2, *(peak * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(4))]
+    assert [lr for _, lr in done.curve("lr")] == pytest.approx(expected)
+    assert done.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(expected[-1])
+    assert all(record["step_s"] > 0 for record in done.metrics)
+
+
+def test_a_step_at_learning_rate_zero_changes_nothing(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    """The rate in the records is the one that was used."""
+    done = run(**options(train_steps=1, training_type="full-finetune", weight_decay=0.1, lr_scheduler="linear"))
+    assert done.curve("lr") == [(1, 0.0)]
+    repository = Path(done.trainer.config.model.pretrained_model_name_or_path)
+    before = load_file(repository / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert all((value == before[name]).all() for name, value in done.weights.items())
+
+
+def test_epochs_become_steps(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    values = options(clips=5, batch_size=2, gradient_accumulation_steps=2, train_epochs=2)
+    del values["train_steps"]
+    done = run(**values)
+    assert done.trainer.step == 3  # two epochs of three batches, two batches a step
+    assert (done.root / "checkpoints" / "step-3" / "state.json").is_file()
+
+
+def test_tensorboard(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    done = run(**options(train_steps=2), report_to="tensorboard", hub_token="secret-token")
+    files = list((done.root / "logs").rglob("events.out.tfevents*"))
+    assert files
+    written = b"".join(file.read_bytes() for file in files)
+    assert b"grad_norm" in written
+    everything = [path for path in done.root.rglob("*") if path.is_file()]
+    assert not [path for path in everything if b"secret-token" in path.read_bytes()]
+
+
+class Failing:
+    """A tracker whose network is gone."""
+
+    requires_logging_directory = False
+    fails_in = "log"
+
+    def __init__(self, *_: Any) -> None:
+        self.calls: list[str] = []
+        self._call("__init__")
+
+    def _call(self, name: str) -> None:
+        if name == type(self).fails_in:
+            raise ConnectionError(f"{name}: no route to host")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        assert "hub_token" not in values
+        self._call("store_init_configuration")
+
+    def log(self, values: dict[str, Any], *, step: int) -> None:
+        self._call("log")
+
+    def finish(self) -> None:
+        self._call("finish")
+
+
+@pytest.mark.parametrize("fails_in", ["__init__", "log", "finish"])
+def test_a_tracker_that_fails_never_stops_training(
+    fails_in: str, options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Failing, "fails_in", fails_in)
+    monkeypatch.setattr("accelerate.tracking.LOGGER_TYPE_TO_CLASS", {"wandb": Failing})
+    done = run(**options(train_steps=2), report_to="wandb")
+    assert len(done.curve("loss")) == 2
+    (failure,) = [event for event in done.events if event["event"] == "tracker_failed"]
+    assert failure["tracker"] == "wandb"
+    assert "no route to host" in failure["error"]
+    assert failure["step"] == {"__init__": 0, "log": 1, "finish": 2}[fails_in]
+
+
+def test_a_checkpoint_is_written_before_sampling_can_fail(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Validation, "sample", out_of_memory)
+    values = options(train_steps=2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(**values, validation_prompts="a@@@9x64x64", checkpointing_steps=2)
+    assert (Path(values["output_dir"]) / "checkpoints" / "step-2" / "state.json").is_file()
+
+
+def test_samples_do_not_change_training(options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path) -> None:
+    sampled = run(
+        **options(train_steps=3, lora_dropout=0.5, eval_num_items=1, clips=2, output_dir=str(tmp_path / "a")),
+        validation_prompts="a@@@9x64x64:::b@@@1x32x32", num_validation_videos=2, validation_steps=2,
+        validation_inference_steps=2, eval_steps=1,
+    )  # fmt: skip
+    plain = run(**options(train_steps=3, lora_dropout=0.5, eval_num_items=1, clips=2, output_dir=str(tmp_path / "b")))
+    assert sampled.curve("loss", "grad_norm") == plain.curve("loss", "grad_norm")
+    folders = sorted(path.name for path in (sampled.root / "samples").iterdir())
+    assert folders == ["step-000002", "step-000003"]  # every two, and the last
+    names = sorted(path.name for path in (sampled.root / "samples" / "step-000002").glob("*.mp4"))
+    assert names == ["00-a-0.mp4", "00-a-1.mp4", "01-b-0.mp4", "01-b-1.mp4"]
+    assert [event["step"] for event in sampled.events if event["event"] == "samples"] == [2, 3]
+    assert [record["step"] for record in sampled.metrics if "eval_loss" in record] == [0, 1, 2, 3]
+    assert [record["step"] for record in plain.metrics if "eval_loss" in record] == [0, 3]
+
+
+def test_what_a_run_leaves(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    values = options(train_steps=1, lora_alpha=6)
+    done = run(**values)
+    assert {path.name for path in done.root.iterdir()} == {
+        "README.md", "checkpoints", "config.toml", "env.json", "events.jsonl", "manifest.jsonl", "metrics.jsonl",
+        "pytorch_lora_weights.safetensors",
+    }  # fmt: skip
+    again = load_config(done.root / "config.toml")
+    assert again == done.trainer.config
+    assert json.loads((done.root / "env.json").read_text())["packages"]["torch"]
+    assert [event["event"] for event in done.events] == ["start", "checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["to_qq"], "--target_modules: 'to_qq' matches no layer; did you mean 'to_q'?"),
+        (["to_q", "blocks.0"], "--target_modules: 'blocks.0' matches no layer"),
+        ([r"single_blocks\..*to_q"], r"the expression 'single_blocks\\..*to_q' matches no layer in full"),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_unknown_lora_targets_are_refused(
+    targets: list[str], message: str, dry: bool, options: Callable[..., dict], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        train(load_config(**options(target_modules=targets), dry_run=dry))
+    assert message in str(refusal.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_lora_targets_may_be_an_expression(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    done = run(**options(train_steps=1, target_modules=[r"transformer_blocks\.1\..*to_[qk]"]))
+    layers = {name.removesuffix(".weight").rpartition(".lora_")[0] for name in done.weights}
+    assert layers == {f"transformer.transformer_blocks.1.attn{i}.to_{x}" for i in (1, 2) for x in "qk"}
+
+
+@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video", "cogvideox"])
+def test_a_dry_run_tells_the_plan_and_writes_nothing(
+    family: str, options: Callable[..., dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = set(tmp_path.rglob("*"))
+    assert train(load_config(**options(family, clips=3), dry_run=True)) is None
+    printed = capsys.readouterr().out
+    assert "dry run of" in printed
+    assert "9x64x64" in printed
+    assert "M weights" in printed
+    assert 'pretrained_model_name_or_path = "' in printed
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_failing_run_exits_with_1(options: Callable[..., dict], tmp_path: Path) -> None:
+    """What no check foresees: the shell must hear of it."""
+    (tmp_path / "file").touch()
+    values = options(precompute_dir=str(tmp_path / "file"), video_resolution_buckets="9x64x64")
+    flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "train.py", *flags, "--precompute_conditions"], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "NotADirectoryError" in done.stderr
