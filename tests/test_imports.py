@@ -39,7 +39,7 @@ SEAM_ONLY = {"data", "methods", "optim", "memory", "parallel"}
 _REFERENCE = re.compile(r"finetrainers(\.\w+)+(:\w+)?")
 _FAMILY = re.compile(r"hunyuan|ltx|cogvideo|(?<![a-z])wan(?![a-z])", re.IGNORECASE)
 #: Lines of help and documentation text that show a user what to type.
-_USAGE = re.compile(r"examples/|finetrainers tiny |^(model_name|pretrained_model_name_or_path) = ")
+_USAGE = re.compile(r"^(model_name|pretrained_model_name_or_path) = ")
 
 
 def modules() -> list[Path]:

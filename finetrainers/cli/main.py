@@ -18,7 +18,7 @@ _EPILOG = """examples:
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
   finetrainers train --config run.toml --dry_run  check everything, print the plan, stop
   finetrainers models                             list the model families
-  finetrainers tiny ltx_video /tmp/ltx            write a tiny random model, for trying things out
+  finetrainers tiny FAMILY DIR                    write a tiny random model, for trying things out
 
 Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml train.py --config run.toml
 """

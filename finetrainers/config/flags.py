@@ -67,7 +67,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(
             "Finetune a video diffusion model. Options come from --config FILE.toml and from flags; flags win.\n"
-            f"Example: {prog} --config examples/ltx_video/lora.toml --data_root clips --output_dir run1"
+            f"Example: {prog} --config run.toml --data_root clips --output_dir runs/first"
         ),
     )
     parser.add_argument(

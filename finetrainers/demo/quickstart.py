@@ -105,7 +105,7 @@ def _config(directory: Path, steps: int) -> TrainConfig:
         batch_size=COPIES * len(SCENES),
         train_steps=steps,
         optimizer="adamw",
-        lr=2e-3,
+        lr=3e-3,
         lr_scheduler="linear",
         lr_warmup_steps=min(30, steps // 2),
         beta2=0.99,
