@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -17,6 +18,13 @@ from finetrainers.utils.video import write_mp4
 
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
 TIMEOUT_S = 180
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collection() -> None:
+    """A run collects garbage between its loading phases; leave out the libraries' million objects, which never go."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

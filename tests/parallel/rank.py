@@ -6,6 +6,7 @@ Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, pl
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -79,6 +80,7 @@ def main(jobs: Path, out: Path) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         # An extension that speeds up gloo, and takes a minute to compile.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    gc.freeze()  # runs collect garbage between their loading phases; the libraries' objects never go
     seen: list[float] = []
     predict = LTXVideoSpec.predict
 
