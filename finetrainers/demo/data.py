@@ -1,0 +1,39 @@
+"""Writes clips of the little world as an ordinary data set: mp4 files and `captions.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.video import write_mp4
+
+from .world import Scene, caption, draw_scene, render
+
+FRAMES, SIZE, FPS = 9, 48, 25.0
+
+
+def write_clips(
+    directory: Path, scenes: Iterable[Scene], *, frames: int = FRAMES, size: int = SIZE, fps: float = FPS
+) -> Path:
+    """Write one mp4 per scene, captioned in changing words; the metadata file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for index, scene in enumerate(scenes):
+        path = directory / f"{index:05d}.mp4"
+        write_mp4(path, render(scene, frames=frames, size=size), fps=fps)
+        lines.append(json.dumps({"video": path.name, "text": caption(scene, phrasing=index)}))
+    metadata = directory / "captions.jsonl"
+    write_text_atomic(metadata, "\n".join(lines) + "\n")
+    return metadata
+
+
+def training_scenes(items: int, *, seed: int = 0, look: str = "plain") -> list[Scene]:
+    """Random scenes of the combinations that may be trained on."""
+    return [draw_scene(seed, "training", index, look=look) for index in range(items)]
+
+
+def held_out_scenes(items: int, *, seed: int = 0, look: str = "plain") -> list[Scene]:
+    """Random scenes of the combinations of colour, shape and motion that no training set holds."""
+    return [draw_scene(seed, "test", index, held_out=True, look=look) for index in range(items)]

@@ -1,0 +1,265 @@
+"""A little world of captioned clips: one coloured shape that moves over a grey background, drawn from a seed.
+
+Everything a caption says can be read back from the pixels (`verify.py`), so whether a model obeys is measured instead
+of guessed. Lengths are in units of the frame's side, times run from 0 (first frame) to 1 (last frame).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from finetrainers.utils.seeding import generator
+
+Array = NDArray[np.float32]
+
+#: Saturated colours, far apart in hue; backgrounds are grey, so that the two are never mistaken for each other.
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (228, 36, 36),
+    "orange": (246, 140, 20),
+    "yellow": (238, 222, 30),
+    "green": (40, 176, 60),
+    "cyan": (36, 208, 218),
+    "blue": (36, 72, 232),
+    "purple": (140, 44, 204),
+    "pink": (250, 70, 170),
+}
+MOTIONS: dict[str, tuple[str, ...]] = {
+    "left": ("moving left", "that moves to the left"),
+    "right": ("moving right", "that moves to the right"),
+    "up": ("moving up", "that moves upwards"),
+    "down": ("moving down", "that moves downwards"),
+    "rotating": ("rotating", "that spins"),
+    "growing": ("growing", "that gets bigger"),
+    "shrinking": ("shrinking", "that gets smaller"),
+    "still": ("standing still", "that does not move"),
+    "zigzag": ("moving in a zigzag", "that goes zigzag"),
+}
+SPEEDS: dict[str, float] = {"slowly": 1 / 6, "": 1 / 3, "quickly": 1 / 2}  # distance over the whole clip
+#: Grey levels.
+BACKGROUNDS = {"black": 10, "grey": 128, "white": 242}
+LOOKS = ("plain", "striped")
+
+#: What the embedded model is never shown: for new concepts to be taught to it.
+UNSEEN_MOTIONS = ("zigzag",)
+UNSEEN_LOOKS = ("striped",)
+
+_TRANSLATIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
+_ROUND = ("circle", "ring")  # turning them shows nothing
+_RADIUS = 0.2
+#: Shapes pass the middle of a clip on a lattice of this pitch.
+_PITCH = 1 / 6
+_GROWTH = 1.8  # last radius over first
+_SPIN = math.radians(64)  # less than the smallest period of a shape, the star's 72 degrees
+_ZIGZAG_HEIGHT = 0.12
+_STRIPE = 0.4  # width of a stripe, in radii
+_STRIPE_SHADE = 0.5
+_TEMPLATES = (
+    "{a} {colour} {shape} {motion} on a {background} background",
+    "{background} background, {a} {colour} {shape} {motion}",
+    "a video of {a} {colour} {shape} {motion} over a {background} background",
+    "{colour} {shape} {motion}, {background} background",
+)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a clip shows, and, below the line in `caption`, where: everything that its pixels depend on."""
+
+    colour: str
+    shape: str
+    motion: str
+    background: str
+    speed: str = ""
+    look: str = "plain"
+    x: float = 0.5  # centre in the middle of the clip
+    y: float = 0.5
+    radius: float = _RADIUS
+
+    @property
+    def combination(self) -> tuple[str, str, str]:
+        """What is held out together: see `is_held_out`."""
+        return self.colour, self.shape, self.motion
+
+
+def draw_scene(
+    *seed: int | str, held_out: bool | None = False, motions: tuple[str, ...] | None = None, look: str = "plain"
+) -> Scene:
+    """A random scene, the same for the same seed.
+
+    Args:
+        seed: integers and names.
+        held_out: only combinations of colour, shape and motion that the training set lacks (True), only others
+            (False), or any (None).
+        motions: to choose from; default: all but the unseen ones.
+        look: of the shape.
+    """
+    rng = generator("cpu", "world", *seed)
+    motions = motions or tuple(m for m in MOTIONS if m not in UNSEEN_MOTIONS)
+    while True:
+        scene = Scene(
+            colour=_choose(rng, tuple(COLOURS)),
+            shape=_choose(rng, tuple(SHAPES)),
+            motion=_choose(rng, motions),
+            background=_choose(rng, tuple(BACKGROUNDS)),
+            look=look,
+        )
+        if scene.motion == "rotating" and scene.shape in _ROUND:
+            continue
+        if held_out is None or is_held_out(scene) == held_out:
+            break
+    speed = _choose(rng, tuple(SPEEDS)) if scene.motion in _TRANSLATIONS else ""
+    scene = replace(scene, speed=speed)
+    reach_x, reach_y = _reach(scene)
+    return replace(scene, x=_place(rng, reach_x), y=_place(rng, reach_y))
+
+
+def is_held_out(scene: Scene) -> bool:
+    """Whether the training set lacks this combination of colour, shape and motion: one in eight does."""
+    colour, shape, motion = scene.combination
+    return (list(COLOURS).index(colour) + 3 * list(SHAPES).index(shape) + 5 * list(MOTIONS).index(motion)) % 8 == 0
+
+
+def caption(scene: Scene, *, phrasing: int = 0) -> str:
+    """The scene in words; there are `PHRASINGS` ways to say the same."""
+    words = MOTIONS[scene.motion]
+    motion = words[phrasing % len(words)]
+    if scene.speed:
+        motion = f"{motion} {scene.speed}"
+    colour = scene.colour if scene.look == "plain" else f"{scene.look} {scene.colour}"
+    template = _TEMPLATES[phrasing // len(words) % len(_TEMPLATES)]
+    article = "an" if colour[0] in "aeiou" else "a"
+    return template.format(a=article, colour=colour, shape=scene.shape, motion=motion, background=scene.background)
+
+
+PHRASINGS = 2 * len(_TEMPLATES)
+
+
+def render(scene: Scene, *, frames: int = 9, size: int = 48) -> NDArray[np.uint8]:
+    """The clip, antialiased: `[T, H, W, 3]` uint8."""
+    grid = (np.arange(size, dtype=np.float32) + 0.5) / size
+    y, x = np.meshgrid(grid, grid, indexing="ij")
+    background = np.full((size, size, 3), BACKGROUNDS[scene.background], dtype=np.float32)
+    ink = np.asarray(COLOURS[scene.colour], dtype=np.float32)
+    clip = np.empty((frames, size, size, 3), dtype=np.uint8)
+    for i in range(frames):
+        centre_x, centre_y, radius, angle = pose(scene, i / max(frames - 1, 1))
+        u, v = local_coordinates(x, y, centre_x, centre_y, radius, angle)
+        covered = coverage(scene.shape, u, v, pixels=radius * size)[..., None]
+        colour = ink * _stripes(u, pixels=radius * size)[..., None] if scene.look == "striped" else ink
+        clip[i] = (background + covered * (colour - background)).round().clip(0, 255)
+    return clip
+
+
+def pose(scene: Scene, time: float) -> tuple[float, float, float, float]:
+    """Centre (x, y), radius and angle in radians at a time in [0, 1]."""
+    x, y, radius, angle = scene.x, scene.y, scene.radius, 0.0
+    middle = time - 0.5
+    if scene.motion in _TRANSLATIONS:
+        dx, dy = _TRANSLATIONS[scene.motion]
+        x, y = x + dx * SPEEDS[scene.speed] * middle, y + dy * SPEEDS[scene.speed] * middle
+    elif scene.motion == "rotating":
+        angle = _SPIN * time
+    elif scene.motion == "growing":
+        radius *= _GROWTH**middle
+    elif scene.motion == "shrinking":
+        radius *= _GROWTH**-middle
+    elif scene.motion == "zigzag":
+        x += SPEEDS[""] * middle
+        y += _ZIGZAG_HEIGHT * (2 * abs((2 * time) % 1 - 0.5) * 2 - 1)  # a triangle wave of two periods
+    return x, y, radius, angle
+
+
+def local_coordinates(
+    x: Array, y: Array, centre_x: float, centre_y: float, radius: float, angle: float
+) -> tuple[Array, Array]:
+    """Coordinates in which the shape stands upright at the origin with radius 1."""
+    u, v = (x - centre_x) / radius, (y - centre_y) / radius
+    cos, sin = math.cos(angle), math.sin(angle)
+    return cos * u + sin * v, cos * v - sin * u
+
+
+def coverage(shape: str, u: Array, v: Array, *, pixels: float) -> Array:
+    """Share of each pixel that the shape covers; one unit of `u` and `v` is that many pixels."""
+    return np.clip(0.5 - SHAPES[shape](u, v) * pixels, 0.0, 1.0)
+
+
+# ---- shapes: signed distance to the outline, negative inside, in radii ----------------------------------------------
+
+
+def _circle(u: Array, v: Array) -> Array:
+    return np.hypot(u, v) - 0.95
+
+
+def _ring(u: Array, v: Array) -> Array:
+    return np.abs(np.hypot(u, v) - 0.78) - 0.24
+
+
+def _square(u: Array, v: Array) -> Array:
+    return np.maximum(np.abs(u), np.abs(v)) - 0.85
+
+
+def _triangle(u: Array, v: Array) -> Array:
+    slanted = np.abs(u) * (math.sqrt(3) / 2) - v * 0.5
+    return np.maximum(slanted, v) - 0.58
+
+
+def _cross(u: Array, v: Array) -> Array:
+    wide, narrow = np.maximum(np.abs(u), np.abs(v)), np.minimum(np.abs(u), np.abs(v))
+    return np.maximum(wide - 1.0, narrow - 0.3)
+
+
+def _star(u: Array, v: Array) -> Array:
+    """Five points: fold the plane into one tenth, where the outline is the line from a tip to a notch."""
+    tip, notch = 1.15, 0.5
+    angle = np.arctan2(u, -v)
+    folded = np.abs((angle + math.pi / 5) % (2 * math.pi / 5) - math.pi / 5)
+    length = np.hypot(u, v)
+    a, b = length * np.cos(folded), length * np.sin(folded)
+    end_a, end_b = notch * math.cos(math.pi / 5), notch * math.sin(math.pi / 5)
+    normal_a, normal_b = end_b, tip - end_a
+    return ((a - tip) * normal_a + b * normal_b) / math.hypot(normal_a, normal_b)
+
+
+SHAPES: dict[str, Callable[[Array, Array], Array]] = {
+    "circle": _circle,
+    "square": _square,
+    "triangle": _triangle,
+    "star": _star,
+    "ring": _ring,
+    "cross": _cross,
+}
+
+
+# ---- paint ---------------------------------------------------------------------------------------------------------
+
+
+def _stripes(u: Array, *, pixels: float) -> Array:
+    """Brightness across the shape: upright stripes, light and dark, antialiased."""
+    distance = (np.abs((u / _STRIPE) % 2 - 1) - 0.5) * _STRIPE
+    light = np.clip(0.5 + distance * pixels, 0.0, 1.0)
+    return _STRIPE_SHADE + (1 - _STRIPE_SHADE) * light
+
+
+def _reach(scene: Scene) -> tuple[float, float]:
+    """How far the shape gets from its place in the middle of the clip, horizontally and vertically."""
+    radius = scene.radius * (math.sqrt(_GROWTH) if scene.motion in ("growing", "shrinking") else 1.0)
+    dx, dy = _TRANSLATIONS.get(scene.motion, (0.0, 0.0))
+    if scene.motion == "zigzag":
+        return radius + SPEEDS[""] / 2, radius + _ZIGZAG_HEIGHT
+    return radius + abs(dx) * SPEEDS[scene.speed] / 2, radius + abs(dy) * SPEEDS[scene.speed] / 2
+
+
+def _choose(rng: torch.Generator, names: tuple[str, ...]) -> str:
+    return names[int(torch.randint(len(names), (), generator=rng))]
+
+
+def _place(rng: torch.Generator, reach: float) -> float:
+    """A lattice point from which a shape that reaches so far stays within the frame, or nearly so."""
+    steps = int((0.5 - reach + 0.02) / _PITCH)
+    return 0.5 + _PITCH * int(torch.randint(-steps, steps + 1, (), generator=rng))
