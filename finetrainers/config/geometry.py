@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -15,6 +16,7 @@ class Geometry:
         patch: latent cells per transformer token, per side.
         patch_t: latent frames per transformer token (the model file pads where F' is not a multiple).
         fps: the frame rate the model was trained at.
+        pixels: what height and width must be a multiple of anyhow, for the family's pipeline to take them.
     """
 
     temporal: int
@@ -22,11 +24,12 @@ class Geometry:
     patch: int
     patch_t: int
     fps: float
+    pixels: int = 1
 
     @property
     def size_multiple(self) -> int:
         """Height and width must be multiples of this many pixels."""
-        return self.spatial * self.patch
+        return math.lcm(self.spatial * self.patch, self.pixels)
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Latent `(T, H, W)` of a clip of `frames` x `height` x `width` pixels."""

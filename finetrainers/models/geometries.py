@@ -12,7 +12,8 @@ Json = dict[str, Any]
 def ltx_video(vae: Json, transformer: Json) -> Geometry:
     """Each scaling stage halves space and time, on top of the VAE's patch, unless the config says what comes of it.
 
-    That is `AutoencoderKLLTXVideo.__init__`; from version 0.9.5 on stages differ and the config has the ratios.
+    That is `AutoencoderKLLTXVideo.__init__`; from version 0.9.5 on stages differ and the config has the ratios. The
+    pipeline refuses sizes that are not multiples of 32, whatever its VAE.
     """
     stages = sum(bool(s) for s in vae.get("spatio_temporal_scaling", (True, True, True, False)))
     return Geometry(
@@ -21,6 +22,7 @@ def ltx_video(vae: Json, transformer: Json) -> Geometry:
         patch=transformer.get("patch_size", 1),
         patch_t=transformer.get("patch_size_t", 1),
         fps=25.0,
+        pixels=32,
     )
 
 
@@ -32,6 +34,7 @@ def hunyuan_video(vae: Json, transformer: Json) -> Geometry:
         patch=transformer.get("patch_size", 2),
         patch_t=transformer.get("patch_size_t", 1),
         fps=24.0,
+        pixels=16,
     )
 
 

@@ -152,13 +152,13 @@ def build_tiny(name: str, directory: Path, *, seed: int = 0) -> None:
 
 register_model(Family(
     name="ltx_video", spec="finetrainers.models.ltx_video:LTXVideoSpec",
-    geometry=Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0),
+    geometry=Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0, pixels=32),
     read_geometry=geometries.ltx_video, is_flow=True, num_text_encoders=1, first_frame="tokens",
     tiny="finetrainers.models.tiny:build_ltx_video",
 ))  # fmt: skip
 register_model(Family(
     name="hunyuan_video", spec="finetrainers.models.hunyuan_video:HunyuanVideoSpec",
-    geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24.0),
+    geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24.0, pixels=16),
     read_geometry=geometries.hunyuan_video, is_flow=True, num_text_encoders=2,
     tiny="finetrainers.models.tiny:build_hunyuan_video",
 ))  # fmt: skip

@@ -185,12 +185,14 @@ class Parallel:
         return torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def unwrap(self, model: nn.Module) -> Any:
-        """The network itself."""
-        return self.accelerator.unwrap_model(model)
+        """The network itself, below what distributes or compiles it."""
+        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def full_state(self, model: nn.Module) -> dict[str, Tensor]:
         """All weights by name, gathered over ranks; every rank must call it."""
-        return self.accelerator.get_state_dict(model)
+        state = self.accelerator.get_state_dict(model)
+        # A compiled network is a wrapper around the network, and prefixes its names.
+        return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
 
     # ---- talking to the other ranks ----------------------------------------------------------------------------
 

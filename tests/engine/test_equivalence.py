@@ -130,3 +130,25 @@ def test_logging_less_often(options: Callable[..., dict], run: Callable[..., Any
     every = run(**options(train_steps=5, output_dir=str(tmp_path / "a")))
     some = run(**options(train_steps=5, logging_steps=2, output_dir=str(tmp_path / "b")))
     assert some.curve("loss") == [record for record in every.curve("loss") if record[0] in (2, 4, 5)]
+
+
+@pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
+def test_compiling(
+    training_type: str,
+    options: Callable[..., dict],
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiled network is a wrapper with prefixed names: none of that may reach checkpoints, results or resuming."""
+    values = options(training_type=training_type, train_steps=2, checkpointing_steps=1, use_ema=True)
+    plain = run(**{**values, "output_dir": str(tmp_path / "plain")})
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # traced, not generated: the names are the same
+    compiled = run(**{**values, "output_dir": str(tmp_path / "compiled")})
+    assert type(compiled.trainer.transformer).__name__ == "OptimizedModule"
+    (tmp_path / "compiled" / "checkpoints" / "step-2").rename(tmp_path / "unused")
+    resumed = run(**{**values, "output_dir": str(tmp_path / "compiled"), "resume_from_checkpoint": "latest"})
+    for other in (compiled, resumed):
+        assert other.weights.keys() == plain.weights.keys()
+        for name, tensor in plain.weights.items():
+            torch.testing.assert_close(other.weights[name], tensor, rtol=1e-4, atol=1e-5)

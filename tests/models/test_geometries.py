@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
@@ -95,3 +96,17 @@ def test_what_a_checkpoint_is_comes_from_its_own_config(tiny_repo):
     assert family.first_frame_of(at("someone/not-on-this-disk")) == "unknown"
     assert family.fetch_configs(at("someone/not-on-this-disk")) is False
     assert family.geometry_of(at("someone/not-on-this-disk")) == family.geometry
+
+
+@pytest.mark.parametrize(("name", "multiple"), [("ltx_video", 32), ("hunyuan_video", 16)])
+def test_sizes_that_the_pipeline_refuses_are_refused_first(name, multiple, tiny_repo):
+    """Whatever the VAE's compression, the families' pipelines check their own multiple before they sample."""
+    geometry = get_family(name).read_geometry(
+        {"patch_size": 2, "spatio_temporal_scaling": [True, True], "spatial_compression_ratio": 8}, {}
+    )
+    assert geometry.size_multiple == multiple
+    (problem,) = geometry.problems(9, multiple, multiple // 2 * 3)
+    assert f"width {multiple // 2 * 3} is not a multiple of {multiple}" in problem
+    pipeline = DiffusionPipeline.from_pretrained(tiny_repo(name))
+    with pytest.raises(ValueError, match=f"divisible by {multiple}"):
+        pipeline("a prompt", num_frames=9, height=multiple, width=multiple // 2 * 3, num_inference_steps=1)
