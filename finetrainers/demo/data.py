@@ -11,18 +11,18 @@ from finetrainers.utils.video import write_mp4
 
 from .world import Scene, caption, draw_scene, render
 
-FRAMES, SIZE, FPS = 9, 48, 25.0
+FRAMES, HEIGHT, WIDTH, FPS = 9, 32, 64, 25.0
 
 
 def write_clips(
-    directory: Path, scenes: Iterable[Scene], *, frames: int = FRAMES, size: int = SIZE, fps: float = FPS
+    directory: Path, scenes: Iterable[Scene], *, frames: int = FRAMES, height: int = HEIGHT, fps: float = FPS
 ) -> Path:
     """Write one mp4 per scene, captioned in changing words; the metadata file."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
     for index, scene in enumerate(scenes):
         path = directory / f"{index:05d}.mp4"
-        write_mp4(path, render(scene, frames=frames, size=size), fps=fps)
+        write_mp4(path, render(scene, frames=frames, height=height), fps=fps)
         lines.append(json.dumps({"video": path.name, "text": caption(scene, phrasing=index)}))
     metadata = directory / "captions.jsonl"
     write_text_atomic(metadata, "\n".join(lines) + "\n")

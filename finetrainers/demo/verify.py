@@ -20,18 +20,19 @@ from .world import COLOURS, LOOKS, MOTIONS, SHAPES, SPEEDS, Array, Scene, covera
 
 _CHROMA = 50  # difference between the largest and smallest colour channel, of 255
 _EDGE = 0.45  # of the strongest difference: pixels covered less are not inside, dark stripes are
-_SMALLEST = 0.008  # share of the frame: less is no shape
+_SMALLEST, _LARGEST = 0.016, 0.8  # squares of the frame's height: less or more is no shape
+_LIKENESS = 0.5  # least overlap with the best shape, on average, for a clip to show any
 _ANGLES = 12  # per period of a shape
 #: Radians after which a turned shape looks the same; those that never look different have none.
 _PERIODS = {"square": math.pi / 2, "triangle": 2 * math.pi / 3, "star": 2 * math.pi / 5, "cross": math.pi / 2}
 _CANVAS = 32  # side of the picture on which outlines are compared
 _RADII = 1.5  # half of that side, in radii of a shape
 
-# What counts as which motion: over the whole clip, in sides of the frame, logarithms of the radius, radians.
-_MOVES = 0.08
+# What counts as which motion: over the whole clip, in heights of the frame, logarithms of the radius, radians.
+_MOVES = 0.12
 _GROWS = 0.15
 _SPINS = math.radians(22)
-_SWINGS = 0.08
+_SWINGS = 0.15
 #: Light and dark within a shape (standard deviation over mean) from which it counts as striped, and the share of that
 #: which stripes must explain.
 _STRIPED, _UPRIGHT = 0.2, 0.6
@@ -45,7 +46,7 @@ class Reading:
     shape: str | None
     motion: str | None
     look: str | None
-    speed: float = 0.0  # sides of the frame from first to last frame
+    speed: float = 0.0  # heights of the frame from first to last frame
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,17 @@ class Wanted:
 
 
 def read(clip: NDArray[np.uint8]) -> Reading:
-    """Measure a clip `[T, H, W, 3]` uint8 with square frames."""
+    """Measure a clip `[T, H, W, 3]` uint8."""
     frames = [seen for seen in map(_frame, clip) if seen is not None]
     if len(frames) < max(2, len(clip) // 2):
         return Reading(None, None, None, None)
-    shape = max(SHAPES, key=lambda name: sum(f.likeness[name][0] for f in frames))
+    likeness = {name: float(np.mean([f.likeness[name][0] for f in frames])) for name in SHAPES}
+    shape = max(SHAPES, key=likeness.__getitem__)
     motion, speed = _motion(frames, shape)
     stripes = np.median([f.stripes for f in frames])
     return Reading(
         colour=_colour(np.concatenate([f.pixels for f in frames])),
-        shape=shape,
+        shape=shape if likeness[shape] > _LIKENESS else None,
         motion=motion,
         look="striped" if stripes > _STRIPED else "plain",
         speed=speed,
@@ -112,23 +114,27 @@ class _Frame:
 
 
 def _frame(image: NDArray[np.uint8]) -> _Frame | None:
-    side = image.shape[0]
+    height = image.shape[0]
     chroma = image.max(axis=2).astype(int) - image.min(axis=2)
     inside = chroma > max(_CHROMA, _EDGE * np.quantile(chroma, 0.99))
-    if inside.mean() < _SMALLEST:
+    area = inside.sum() / height**2
+    if not _SMALLEST < area < _LARGEST:
         return None
     rows, columns = np.nonzero(inside)
-    x, y = (columns.mean() + 0.5) / side, (rows.mean() + 0.5) / side
-    radius = math.sqrt(inside.mean() / math.pi)
+    x, y = (columns.mean() + 0.5) / height, (rows.mean() + 0.5) / height
+    radius = math.sqrt(area / math.pi)
     pixels = image[inside]
     return _Frame(x, y, radius, pixels, _likeness(inside, x, y, radius), _stripes(pixels, rows, columns))
 
 
 def _likeness(inside: NDArray[np.bool_], x: float, y: float, radius: float) -> dict[str, tuple[float, float]]:
     """Overlap (intersection over union) of the outline with every shape of the same area and centre, at the best angle."""
-    side = inside.shape[0]
+    height, width = inside.shape
     steps = (np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1
-    columns, rows = (np.clip(((centre + steps * _RADII * radius) * side).astype(int), 0, side - 1) for centre in (x, y))
+    columns, rows = (
+        np.clip(((centre + steps * _RADII * radius) * height).astype(int), 0, most - 1)
+        for centre, most in ((x, width), (y, height))
+    )
     seen = inside[np.ix_(rows, columns)].ravel()
     found = {}
     for name, (angles, masks) in _templates().items():

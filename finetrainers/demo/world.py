@@ -1,7 +1,7 @@
 """A little world of captioned clips: one coloured shape that moves over a grey background, drawn from a seed.
 
 Everything a caption says can be read back from the pixels (`verify.py`), so whether a model obeys is measured instead
-of guessed. Lengths are in units of the frame's side, times run from 0 (first frame) to 1 (last frame).
+of guessed. Lengths are in units of the frame's height, times run from 0 (first frame) to 1 (last frame).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ MOTIONS: dict[str, tuple[str, ...]] = {
     "still": ("standing still", "that does not move"),
     "zigzag": ("moving in a zigzag", "that goes zigzag"),
 }
-SPEEDS: dict[str, float] = {"slowly": 1 / 6, "": 1 / 3, "quickly": 1 / 2}  # distance over the whole clip
+SPEEDS: dict[str, float] = {"slowly": 0.25, "": 0.5, "quickly": 1.0}  # distance over the whole clip
+#: Width over height of a frame.
+ASPECT = 2
 #: Grey levels.
 BACKGROUNDS = {"black": 10, "grey": 128, "white": 242}
 LOOKS = ("plain", "striped")
@@ -51,12 +53,12 @@ UNSEEN_LOOKS = ("striped",)
 
 _TRANSLATIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 _ROUND = ("circle", "ring")  # turning them shows nothing
-_RADIUS = 0.2
+_RADIUS = 0.25
 #: Shapes pass the middle of a clip on a lattice of this pitch.
-_PITCH = 1 / 6
+_PITCH = 0.25
 _GROWTH = 1.8  # last radius over first
 _SPIN = math.radians(64)  # less than the smallest period of a shape, the star's 72 degrees
-_ZIGZAG_HEIGHT = 0.12
+_ZIGZAG_HEIGHT = 0.2
 _STRIPE = 0.4  # width of a stripe, in radii
 _STRIPE_SHADE = 0.5
 _TEMPLATES = (
@@ -77,7 +79,7 @@ class Scene:
     background: str
     speed: str = ""
     look: str = "plain"
-    x: float = 0.5  # centre in the middle of the clip
+    x: float = 0.5 * ASPECT  # centre in the middle of the clip
     y: float = 0.5
     radius: float = _RADIUS
 
@@ -113,10 +115,12 @@ def draw_scene(
             continue
         if held_out is None or is_held_out(scene) == held_out:
             break
-    speed = _choose(rng, tuple(SPEEDS)) if scene.motion in _TRANSLATIONS else ""
-    scene = replace(scene, speed=speed)
+    if scene.motion in _TRANSLATIONS:
+        # A frame is twice as wide as high, and a quick shape would leave it at the top.
+        speeds = tuple(SPEEDS) if scene.motion in ("left", "right") else ("slowly", "")
+        scene = replace(scene, speed=_choose(rng, speeds))
     reach_x, reach_y = _reach(scene)
-    return replace(scene, x=_place(rng, reach_x), y=_place(rng, reach_y))
+    return replace(scene, x=_place(rng, ASPECT / 2, reach_x), y=_place(rng, 0.5, reach_y))
 
 
 def is_held_out(scene: Scene) -> bool:
@@ -140,18 +144,18 @@ def caption(scene: Scene, *, phrasing: int = 0) -> str:
 PHRASINGS = 2 * len(_TEMPLATES)
 
 
-def render(scene: Scene, *, frames: int = 9, size: int = 48) -> NDArray[np.uint8]:
-    """The clip, antialiased: `[T, H, W, 3]` uint8."""
-    grid = (np.arange(size, dtype=np.float32) + 0.5) / size
-    y, x = np.meshgrid(grid, grid, indexing="ij")
-    background = np.full((size, size, 3), BACKGROUNDS[scene.background], dtype=np.float32)
+def render(scene: Scene, *, frames: int = 9, height: int = 32) -> NDArray[np.uint8]:
+    """The clip, antialiased: `[T, H, 2 H, 3]` uint8."""
+    steps = (np.arange(ASPECT * height, dtype=np.float32) + 0.5) / height
+    y, x = np.meshgrid(steps[:height], steps, indexing="ij")
+    background = np.full((height, ASPECT * height, 3), BACKGROUNDS[scene.background], dtype=np.float32)
     ink = np.asarray(COLOURS[scene.colour], dtype=np.float32)
-    clip = np.empty((frames, size, size, 3), dtype=np.uint8)
+    clip = np.empty((frames, *background.shape), dtype=np.uint8)
     for i in range(frames):
         centre_x, centre_y, radius, angle = pose(scene, i / max(frames - 1, 1))
         u, v = local_coordinates(x, y, centre_x, centre_y, radius, angle)
-        covered = coverage(scene.shape, u, v, pixels=radius * size)[..., None]
-        colour = ink * _stripes(u, pixels=radius * size)[..., None] if scene.look == "striped" else ink
+        covered = coverage(scene.shape, u, v, pixels=radius * height)[..., None]
+        colour = ink * _stripes(u, pixels=radius * height)[..., None] if scene.look == "striped" else ink
         clip[i] = (background + covered * (colour - background)).round().clip(0, 255)
     return clip
 
@@ -259,7 +263,7 @@ def _choose(rng: torch.Generator, names: tuple[str, ...]) -> str:
     return names[int(torch.randint(len(names), (), generator=rng))]
 
 
-def _place(rng: torch.Generator, reach: float) -> float:
+def _place(rng: torch.Generator, middle: float, reach: float) -> float:
     """A lattice point from which a shape that reaches so far stays within the frame, or nearly so."""
-    steps = int((0.5 - reach + 0.02) / _PITCH)
-    return 0.5 + _PITCH * int(torch.randint(-steps, steps + 1, (), generator=rng))
+    steps = int((middle - reach + 0.02) / _PITCH)
+    return middle + _PITCH * int(torch.randint(-steps, steps + 1, (), generator=rng))

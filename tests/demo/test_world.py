@@ -49,9 +49,9 @@ def test_one_combination_in_eight_is_held_out() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_cover_what_geometry_says(shape: str) -> None:
-    radius, size = 0.3, 256
+    radius, height = 0.3, 256
     still = Scene("red", shape, "still", "black", radius=radius)
-    covered = (render(still, frames=1, size=size)[0, ..., 0] > 120).mean() / radius**2
+    covered = (render(still, frames=1, height=height)[0, ..., 0] > 120).sum() / height**2 / radius**2
     star_tip, star_notch = 1.15, 0.5
     exact = {
         "circle": math.pi * 0.95**2,
@@ -65,13 +65,13 @@ def test_shapes_cover_what_geometry_says(shape: str) -> None:
 
 
 def test_edges_are_antialiased() -> None:
-    row = render(Scene("red", "circle", "still", "black"), frames=1, size=48)[0, 24, :, 0]
+    row = render(Scene("red", "circle", "still", "black"), frames=1, height=48)[0, 24, :, 0]
     assert set(np.unique(row)) - {10, 228}  # values between ink and background
 
 
 @pytest.mark.parametrize("index", range(40))
 def test_shapes_stay_in_the_frame(index: int) -> None:
-    clip = render(draw_scene("frame", index, held_out=None, motions=tuple(MOTIONS)), size=64).astype(int)
+    clip = render(draw_scene("frame", index, held_out=None, motions=tuple(MOTIONS)), height=64).astype(int)
     inside = clip.max(axis=3) - clip.min(axis=3) > 60
     areas = inside.sum(axis=(1, 2))
     touching = inside[:, [0, -1], :].sum(axis=(1, 2)) + inside[:, :, [0, -1]].sum(axis=(1, 2))
@@ -107,6 +107,6 @@ def test_clips_are_written_as_a_data_set(tmp_path) -> None:
     path = tmp_path / "world" / records[0]["video"]
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
-        assert (stream.frames, stream.width, stream.height, stream.average_rate) == (9, 48, 48, 25)
-    decoded = read_frames(path, range(9), height=48, width=48).numpy().astype(float)
+        assert (stream.frames, stream.width, stream.height, stream.average_rate) == (9, 64, 32, 25)
+    decoded = read_frames(path, range(9), height=32, width=64).numpy().astype(float)
     assert np.abs(decoded - render(scenes[0])).mean() < 5
