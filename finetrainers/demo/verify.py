@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .world import COLOURS, LOOKS, MOTIONS, SHAPES, SPEEDS, Array, Scene, coverage, local_coordinates
+from .world import COLOURS, LOOKS, MOTIONS, SHAPES, SPEEDS, TRANSLATIONS, Array, Scene, coverage, local_coordinates
 
 _CHROMA = 50  # difference between the largest and smallest colour channel, of 255
 _EDGE = 0.45  # of the strongest difference: pixels covered less are not inside, dark stripes are
@@ -87,6 +87,13 @@ def wanted(caption: str) -> Wanted:
         motion=motions[0] if motions else None,
         look=next((w for w in words if w in LOOKS), None),
     )
+
+
+def wanted_speed(caption: str) -> str | None:
+    """The adverb of a caption in which a shape moves to another place, "" if it has none; None for other motions."""
+    if wanted(caption).motion not in TRANSLATIONS:
+        return None
+    return next((word for word in SPEEDS if word and word in caption.lower()), "")
 
 
 def obeys(reading: Reading, want: Wanted | Scene) -> dict[str, bool]:

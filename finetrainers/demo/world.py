@@ -51,7 +51,7 @@ LOOKS = ("plain", "striped")
 UNSEEN_MOTIONS = ("zigzag",)
 UNSEEN_LOOKS = ("striped",)
 
-_TRANSLATIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
+TRANSLATIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 _ROUND = ("circle", "ring")  # turning them shows nothing
 _RADIUS = 0.25
 #: Shapes pass the middle of a clip on a lattice of this pitch.
@@ -115,7 +115,7 @@ def draw_scene(
             continue
         if held_out is None or is_held_out(scene) == held_out:
             break
-    if scene.motion in _TRANSLATIONS:
+    if scene.motion in TRANSLATIONS:
         # A frame is twice as wide as high, and a quick shape would leave it at the top.
         speeds = tuple(SPEEDS) if scene.motion in ("left", "right") else ("slowly", "")
         scene = replace(scene, speed=_choose(rng, speeds))
@@ -164,8 +164,8 @@ def pose(scene: Scene, time: float) -> tuple[float, float, float, float]:
     """Centre (x, y), radius and angle in radians at a time in [0, 1]."""
     x, y, radius, angle = scene.x, scene.y, scene.radius, 0.0
     middle = time - 0.5
-    if scene.motion in _TRANSLATIONS:
-        dx, dy = _TRANSLATIONS[scene.motion]
+    if scene.motion in TRANSLATIONS:
+        dx, dy = TRANSLATIONS[scene.motion]
         x, y = x + dx * SPEEDS[scene.speed] * middle, y + dy * SPEEDS[scene.speed] * middle
     elif scene.motion == "rotating":
         angle = _SPIN * time
@@ -253,7 +253,7 @@ def _stripes(u: Array, *, pixels: float) -> Array:
 def _reach(scene: Scene) -> tuple[float, float]:
     """How far the shape gets from its place in the middle of the clip, horizontally and vertically."""
     radius = scene.radius * (math.sqrt(_GROWTH) if scene.motion in ("growing", "shrinking") else 1.0)
-    dx, dy = _TRANSLATIONS.get(scene.motion, (0.0, 0.0))
+    dx, dy = TRANSLATIONS.get(scene.motion, (0.0, 0.0))
     if scene.motion == "zigzag":
         return radius + SPEEDS[""] / 2, radius + _ZIGZAG_HEIGHT
     return radius + abs(dx) * SPEEDS[scene.speed] / 2, radius + abs(dy) * SPEEDS[scene.speed] / 2

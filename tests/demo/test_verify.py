@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from finetrainers.data.decode import read_frames
-from finetrainers.demo.verify import Reading, obeys, read, speed_word, wanted
+from finetrainers.demo.verify import Reading, obeys, read, speed_word, wanted, wanted_speed
 from finetrainers.demo.world import MOTIONS, SPEEDS, Scene, caption, draw_scene, render
 from finetrainers.utils.video import write_mp4
 
@@ -59,7 +59,12 @@ def test_speeds_are_told_apart(word: str) -> None:
     for motion in ("left", "right") if word == "quickly" else ("left", "right", "up", "down"):
         reading = read(render(Scene("red", "square", motion, "grey", speed=word)))
         assert speed_word(reading) == word
+        assert wanted_speed(caption(Scene("red", "square", motion, "grey", speed=word))) == word
         assert reading.speed == pytest.approx(SPEEDS[word], rel=0.05)
+
+
+def test_speed_is_asked_only_of_what_moves_to_another_place() -> None:
+    assert wanted_speed("a red star growing quickly") is None
 
 
 def test_a_wrong_clip_is_noticed() -> None:
