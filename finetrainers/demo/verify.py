@@ -1,8 +1,9 @@
-"""Reads a clip of the little world back from its pixels: colour, shape, motion, speed and look, by measurement alone.
+"""Reads a clip of the little world back from its pixels: colour, shape, motion, speed, look and background.
 
-No network and no caption is involved. Shapes are saturated and backgrounds are grey, so a pixel belongs to the shape
-where its colour channels differ. Each frame gives a centre, an area and, by comparison with all shapes at all angles,
-a shape and an angle; how these change over the frames is the motion.
+No network is involved. Shapes are saturated and backgrounds are grey, so a pixel belongs to the shape where its colour
+channels differ. Each frame gives a place, a size and, by comparison with all shapes at all angles, a shape and an angle;
+how these change over the frames is the motion. What is unclear or changes within a clip reads as None, so that a clip
+cannot obey by being several things at once.
 """
 
 from __future__ import annotations
@@ -10,82 +11,94 @@ from __future__ import annotations
 import colorsys
 import math
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .world import COLOURS, LOOKS, MOTIONS, SHAPES, SPEEDS, TRANSLATIONS, Array, Scene, coverage, local_coordinates
+from .outlines import PERIODS, likeness
+from .world import BACKGROUNDS, COLOURS, LOOKS, MOTIONS, SHAPES, SPEEDS, TRANSLATIONS, Array, Scene
 
-_CHROMA = 50  # difference between the largest and smallest colour channel, of 255
+Image = NDArray[np.uint8]  # [H, W, 3]
+
+_CHROMA = 50  # least difference between the largest and smallest colour channel inside a shape, of 255
 _EDGE = 0.45  # of the strongest difference: pixels covered less are not inside, dark stripes are
 _SMALLEST, _LARGEST = 0.016, 0.8  # squares of the frame's height: less or more is no shape
-_LIKENESS = 0.5  # least overlap with the best shape, on average, for a clip to show any
-_ANGLES = 12  # per period of a shape
-#: Radians after which a turned shape looks the same; those that never look different have none.
-_PERIODS = {"square": math.pi / 2, "triangle": 2 * math.pi / 3, "star": 2 * math.pi / 5, "cross": math.pi / 2}
-_CANVAS = 32  # side of the picture on which outlines are compared
-_RADII = 1.5  # half of that side, in radii of a shape
+_LIKENESS = 0.6  # least overlap with the best shape, on average, for a clip to show any
+_COLOUR_DISTANCE = 130  # between a pixel and the nearest colour, of 441
+_GREY_SPREAD = 25  # mean distance from the middle grey level above which a background is none of the world's
+_AGREE = 0.75  # share of the frames that must show the same
 
 # What counts as which motion: over the whole clip, in heights of the frame, logarithms of the radius, radians.
 _MOVES = 0.12
-_GROWS = 0.15
+_RESTS = 0.15  # greatest span of the places of a shape that stays where it is
+_GROWS, _KEEPS = 0.15, 0.25  # the latter: greatest span of the sizes of one that stands still
 _SPINS = math.radians(22)
 _SWINGS = 0.15
-#: Light and dark within a shape (standard deviation over mean) from which it counts as striped, and the share of that
-#: which stripes must explain.
-_STRIPED, _UPRIGHT = 0.2, 0.6
+_STRAIGHT = 0.08  # greatest mean distance from even motion; for sizes and angles: twice that
+#: Light and dark within a shape (standard deviation over mean) from which it counts as striped, the share of that which
+#: stripes must explain, and how often they must change.
+_STRIPED, _EXPLAINED, _CHANGES = 0.1, 0.5, 2
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a clip shows; None where nothing can be told."""
+    """What a clip shows; None where nothing can be told.
 
-    colour: str | None
-    shape: str | None
-    motion: str | None
-    look: str | None
-    speed: float = 0.0  # heights of the frame from first to last frame
+    `speed` is the distance from first to last frame, in heights of the frame.
+    """
+
+    colour: str | None = None
+    shape: str | None = None
+    motion: str | None = None
+    background: str | None = None
+    look: str | None = None
+    speed: float = 0.0
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a caption asks for; None where it does not say."""
+    """What a caption asks for; None where it does not say. A shape that is not called striped is to be plain."""
 
     colour: str | None
     shape: str | None
     motion: str | None
+    background: str | None
     look: str | None
 
 
 def read(clip: NDArray[np.uint8]) -> Reading:
     """Measure a clip `[T, H, W, 3]` uint8."""
-    frames = [seen for seen in map(_frame, clip) if seen is not None]
-    if len(frames) < max(2, len(clip) // 2):
-        return Reading(None, None, None, None)
-    likeness = {name: float(np.mean([f.likeness[name][0] for f in frames])) for name in SHAPES}
-    shape = max(SHAPES, key=likeness.__getitem__)
+    background = _agreed([_background(image) for image in clip])
+    frames = [seen for index, image in enumerate(clip) if (seen := _frame(image, index / (len(clip) - 1))) is not None]
+    if len(frames) < max(2, len(clip) - 1):
+        return Reading(background=background)
+    shape = _shape(frames)
     motion, speed = _motion(frames, shape)
-    stripes = np.median([f.stripes for f in frames])
     return Reading(
-        colour=_colour(np.concatenate([f.pixels for f in frames])),
-        shape=shape if likeness[shape] > _LIKENESS else None,
+        colour=_agreed([f.colour for f in frames]),
+        shape=shape,
         motion=motion,
-        look="striped" if stripes > _STRIPED else "plain",
+        background=background,
+        look="striped" if np.mean([f.striped for f in frames]) >= 0.5 else "plain",
         speed=speed,
     )
 
 
 def wanted(caption: str) -> Wanted:
     """What a caption asks for: the first word of each kind."""
-    words = re.findall(r"[a-z]+", caption.lower())
-    motions = [name for name, phrases in MOTIONS.items() if any(phrase in caption.lower() for phrase in phrases)]
+    text = caption.lower()
+    words = re.findall(r"[a-z]+", text)
+    shape = next((w for w in words if w in SHAPES), None)
+    background = re.search(rf"({'|'.join(BACKGROUNDS)}) background", text)
     return Wanted(
         colour=next((w for w in words if w in COLOURS), None),
-        shape=next((w for w in words if w in SHAPES), None),
-        motion=motions[0] if motions else None,
-        look=next((w for w in words if w in LOOKS), None),
+        shape=shape,
+        motion=next((name for name, phrases in MOTIONS.items() if any(phrase in text for phrase in phrases)), None),
+        background=background[1] if background else None,
+        look=next((w for w in words if w in LOOKS), None if shape is None else "plain"),
     )
 
 
@@ -102,9 +115,23 @@ def obeys(reading: Reading, want: Wanted | Scene) -> dict[str, bool]:
     return {name: getattr(reading, name) == value for name, value in asked.items() if value is not None}
 
 
-def speed_word(reading: Reading) -> str:
-    """The adverb for a moving shape's speed: the nearest of the world's."""
+def speed_word(reading: Reading) -> str | None:
+    """The adverb for the speed of a shape that moves to another place, the nearest of the world's; None for others."""
+    if reading.motion not in TRANSLATIONS:
+        return None
     return min(SPEEDS, key=lambda word: abs(SPEEDS[word] - reading.speed))
+
+
+def reward(clip: NDArray[np.uint8], caption: str) -> float:
+    """The share of what a caption asks for that a clip `[T, H, W, 3]` uint8 shows, in [0, 1].
+
+    Raises:
+        ValueError: the caption asks for nothing that can be read.
+    """
+    shown = obeys(read(clip), wanted(caption))
+    if not shown:
+        raise ValueError(f"the caption {caption!r} names no colour, shape, motion, background or look of the world")
+    return sum(shown.values()) / len(shown)
 
 
 # ---- one frame -----------------------------------------------------------------------------------------------------
@@ -112,17 +139,22 @@ def speed_word(reading: Reading) -> str:
 
 @dataclass(frozen=True)
 class _Frame:
+    time: float
     x: float
     y: float
     radius: float  # of the disc of the same area
-    pixels: NDArray[np.uint8]  # [N, 3], inside the shape
+    colour: str | None
+    striped: bool
     likeness: dict[str, tuple[float, float]]  # by shape: overlap in [0, 1] at the best angle, and that angle
-    stripes: float
 
 
-def _frame(image: NDArray[np.uint8]) -> _Frame | None:
+def _chroma(image: Image) -> NDArray[np.int64]:
+    return image.max(axis=-1).astype(np.int64) - image.min(axis=-1)
+
+
+def _frame(image: Image, time: float) -> _Frame | None:
     height = image.shape[0]
-    chroma = image.max(axis=2).astype(int) - image.min(axis=2)
+    chroma = _chroma(image)
     inside = chroma > max(_CHROMA, _EDGE * np.quantile(chroma, 0.99))
     area = inside.sum() / height**2
     if not _SMALLEST < area < _LARGEST:
@@ -131,110 +163,114 @@ def _frame(image: NDArray[np.uint8]) -> _Frame | None:
     x, y = (columns.mean() + 0.5) / height, (rows.mean() + 0.5) / height
     radius = math.sqrt(area / math.pi)
     pixels = image[inside]
-    return _Frame(x, y, radius, pixels, _likeness(inside, x, y, radius), _stripes(pixels, rows, columns))
+    return _Frame(time, x, y, radius, _colour(pixels), _striped(image, inside), likeness(inside, x, y, radius))
 
 
-def _likeness(inside: NDArray[np.bool_], x: float, y: float, radius: float) -> dict[str, tuple[float, float]]:
-    """Overlap (intersection over union) of the outline with every shape of the same area and centre, at the best angle."""
-    height, width = inside.shape
-    steps = (np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1
-    columns, rows = (
-        np.clip(((centre + steps * _RADII * radius) * height).astype(int), 0, most - 1)
-        for centre, most in ((x, width), (y, height))
+def _colour(pixels: NDArray[np.uint8]) -> str | None:
+    """The colour whose hue is nearest to the middle one of the pixels, pale edges left out."""
+    chroma = _chroma(pixels)
+    middle = np.median(pixels[chroma >= np.median(chroma)], axis=0)
+    name = min(COLOURS, key=lambda name: abs((_hue(COLOURS[name]) - _hue(middle) + 0.5) % 1 - 0.5))
+    return name if np.linalg.norm(middle - COLOURS[name]) < _COLOUR_DISTANCE else None
+
+
+def _hue(colour: Sequence[float] | NDArray[np.float64]) -> float:
+    red, green, blue = (float(c) / 255 for c in colour)
+    return colorsys.rgb_to_hsv(red, green, blue)[0]
+
+
+def _background(image: Image) -> str | None:
+    """The background whose grey is nearest to the middle one of all pixels without colour, if these are even."""
+    grey = image[_chroma(image) < _CHROMA].mean(axis=-1)
+    if grey.size < image.shape[0] * image.shape[1] / 4:
+        return None
+    middle = float(np.median(grey))
+    if np.abs(grey - middle).mean() > _GREY_SPREAD:
+        return None
+    return min(BACKGROUNDS, key=lambda name: abs(BACKGROUNDS[name] - middle))
+
+
+def _striped(image: Image, inside: NDArray[np.bool_]) -> bool:
+    """Whether brightness within a shape, a pixel from its edge, changes in straight stripes."""
+    padded = np.pad(inside, 1)
+    rows, columns = np.nonzero(padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:] & inside)
+    light = image[rows, columns].max(axis=1, initial=0).astype(np.float64)
+    if light.size < 2 or light.std() < _STRIPED * max(light.mean(), 1.0):
+        return False
+    best, changes = max(
+        _across(light, columns * math.cos(angle) + rows * math.sin(angle)) for angle in np.arange(12) * math.pi / 12
     )
-    seen = inside[np.ix_(rows, columns)].ravel()
-    found = {}
-    for name, (angles, masks) in _templates().items():
-        overlap = (masks & seen).sum(axis=1) / np.maximum((masks | seen).sum(axis=1), 1)
-        best = int(overlap.argmax())
-        found[name] = (float(overlap[best]), angles[best])
-    return found
+    return best > _EXPLAINED and changes >= _CHANGES
 
 
-@cache
-def _templates() -> dict[str, tuple[list[float], NDArray[np.bool_]]]:
-    """By shape: angles, and its outline at each, of unit area radius, centred on its centroid: `[angles, pixels]`."""
-    found = {}
-    for name in SHAPES:
-        period = _PERIODS.get(name)
-        angles = [0.0] if period is None else [period * i / _ANGLES for i in range(_ANGLES)]
-        area, centre_x, centre_y = _moments(name)
-        radius = math.sqrt(math.pi / area)  # of the shape whose area is that of the unit disc
-        steps = (((np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1) * _RADII).astype(np.float32)
-        y, x = np.meshgrid(steps, steps, indexing="ij")
-        masks = []
-        for angle in angles:
-            u, v = local_coordinates(x, y, 0.0, 0.0, radius, angle)
-            masks.append(coverage(name, u + centre_x, v + centre_y, pixels=1e3).ravel() > 0.5)
-        found[name] = (angles, np.stack(masks))
-    return found
-
-
-def _moments(name: str) -> tuple[float, float, float]:
-    """Area and centroid of the upright shape of radius 1."""
-    steps = np.linspace(-1.5, 1.5, 601, dtype=np.float32)
-    v, u = np.meshgrid(steps, steps, indexing="ij")
-    inside = SHAPES[name](u, v) <= 0
-    return float(inside.sum() * (steps[1] - steps[0]) ** 2), float(u[inside].mean()), float(v[inside].mean())
-
-
-def _stripes(pixels: NDArray[np.uint8], rows: NDArray[np.intp], columns: NDArray[np.intp]) -> float:
-    """How much brightness varies within a shape in straight stripes: standard deviation over mean, or 0 for others."""
-    light = pixels.max(axis=1).astype(np.float64)
-    spread = light.std() / max(light.mean(), 1.0)
-    if spread < _STRIPED:
-        return 0.0
-    explained = max(_explained(light, columns * math.cos(a) + rows * math.sin(a)) for a in np.arange(12) * math.pi / 12)
-    return float(spread) if explained > _UPRIGHT else 0.0
-
-
-def _explained(light: Array, position: Array) -> float:
-    """Share of the variance of brightness that lies between the lines across a direction."""
-    line = (position - position.min()).astype(int)
-    counts = np.maximum(np.bincount(line), 1)
-    means = np.bincount(line, weights=light) / counts
-    return float(((means[line] - light.mean()) ** 2).mean() / max(light.var(), 1e-9))
+def _across(light: Array, position: Array) -> tuple[float, int]:
+    """Along one direction: the share of the variance of brightness between its lines, and how often it changes."""
+    line = np.round(position - position.min()).astype(int)
+    counts = np.bincount(line)
+    means = np.bincount(line, weights=light)[counts > 0] / counts[counts > 0]
+    spread = np.repeat(means, counts[counts > 0]) - light.mean()
+    explained = float((spread**2).mean() / max(light.var(), 1e-9))
+    levels = np.sign(means - light.mean())[np.abs(means - light.mean()) > 0.3 * light.std()]
+    return explained, int((levels[1:] != levels[:-1]).sum())
 
 
 # ---- the whole clip ------------------------------------------------------------------------------------------------
 
 
-def _colour(pixels: NDArray[np.uint8]) -> str:
-    """The colour whose hue is nearest to the middle one of all pixels, pale edges left out."""
-    chroma = pixels.max(axis=1).astype(int) - pixels.min(axis=1)
-    strong = pixels[chroma >= np.median(chroma)]
-    hue = _hue(np.median(strong, axis=0))
-    return min(COLOURS, key=lambda name: abs((_hue(COLOURS[name]) - hue + 0.5) % 1 - 0.5))
+def _agreed(values: Sequence[str | None]) -> str | None:
+    """What most of the frames show, if enough of them do."""
+    (value, count), *_ = Counter(values).most_common(1)
+    return value if count >= _AGREE * len(values) else None
 
 
-def _hue(colour: object) -> float:
-    red, green, blue = (float(c) / 255 for c in colour)  # type: ignore[attr-defined]
-    return colorsys.rgb_to_hsv(red, green, blue)[0]
+def _shape(frames: Sequence[_Frame]) -> str | None:
+    """The shape that is most alike over all frames, if it is alike enough and the best of most."""
+    overlap = {name: float(np.mean([f.likeness[name][0] for f in frames])) for name in SHAPES}
+    shape = max(overlap, key=overlap.__getitem__)
+    best = [max(f.likeness, key=lambda name: f.likeness[name][0]) for f in frames]
+    return shape if overlap[shape] > _LIKENESS and best.count(shape) > len(frames) / 2 else None
 
 
-def _motion(frames: list[_Frame], shape: str) -> tuple[str, float]:
-    """The motion, and how far the shape's centre gets."""
-    x, y, size = (np.array([getattr(f, name) for f in frames]) for name in ("x", "y", "radius"))
-    dx, dy, growth = _travel(x), _travel(y), _travel(np.log(size))
-    swing = np.ptp(y - np.linspace(y[0], y[-1], len(y)))
+def _motion(frames: Sequence[_Frame], shape: str | None) -> tuple[str | None, float]:
+    """The motion, or None if it is none of the world's, and how far the shape's centre gets."""
+    time = np.array([f.time for f in frames])
+    x, y = np.array([f.x for f in frames]), np.array([f.y for f in frames])
+    size = np.log([f.radius for f in frames])
+    (dx, bent_x), (dy, bent_y), (growth, bent_size) = (_line(time, values) for values in (x, y, size))
     speed = math.hypot(dx, dy)
-    if abs(dx) > _MOVES and swing > _SWINGS:
+    if abs(dx) > 2 * _MOVES and _swings(y) >= 2 and bent_x < _STRAIGHT:
         return "zigzag", speed
     if speed > _MOVES:
+        if max(bent_x, bent_y) > _STRAIGHT or min(abs(dx), abs(dy)) > max(abs(dx), abs(dy)) / 2:
+            return None, speed
         if abs(dx) > abs(dy):
             return ("right" if dx > 0 else "left"), speed
         return ("down" if dy > 0 else "up"), speed
+    if max(np.ptp(x), np.ptp(y)) > _RESTS or bent_size > 2 * _STRAIGHT:
+        return None, speed
     if abs(growth) > _GROWS:
         return ("growing" if growth > 0 else "shrinking"), speed
-    period = _PERIODS.get(shape)
-    if period is not None:
-        angles = np.array([f.likeness[shape][1] for f in frames])
-        if abs(_travel(np.unwrap(angles, period=period))) > _SPINS:
-            return "rotating", speed
-    return "still", speed
+    if shape in PERIODS:
+        angles = np.unwrap([f.likeness[shape][1] for f in frames], period=PERIODS[shape])
+        spin, bent_angle = _line(time, angles)
+        if abs(spin) > _SPINS:
+            return ("rotating" if bent_angle < 2 * _STRAIGHT else None), speed
+    return ("still" if np.ptp(size) < _KEEPS else None), speed
 
 
-def _travel(values: Array) -> float:
-    """Change from first to last frame of the straight line through all frames."""
-    time = np.linspace(0, 1, len(values))
-    return float(np.polyfit(time, values, 1)[0])
+def _line(time: Array, values: Array) -> tuple[float, float]:
+    """Change over the clip of the straight line through the values, and their mean distance from it."""
+    slope, start = np.polyfit(time, values, 1)
+    return float(slope), float(np.abs(values - start - slope * time).mean())
+
+
+def _swings(values: Array) -> int:
+    """How often a curve turns back by more than a little."""
+    turns, extreme, direction = 0, values[0], 0.0
+    for value in values[1:]:
+        if direction * (value - extreme) >= 0 and direction:
+            extreme = value
+        elif abs(value - extreme) > _SWINGS / 2:
+            turns += direction != 0
+            direction, extreme = np.sign(value - extreme), value
+    return int(turns)
