@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from .launch import launched_processes
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -189,8 +191,8 @@ class Parallel:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def full_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """All weights by name, gathered over ranks; every rank must call it."""
-        state = self.accelerator.get_state_dict(model)
+        """All weights by name, gathered over ranks; every rank must call it. Complete on rank 0 only."""
+        state = self.accelerator.get_state_dict(model) or {}  # ZeRO-3 gathers none on other ranks
         # A compiled network is a wrapper around the network, and prefixes its names.
         return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
 
@@ -221,9 +223,13 @@ class Parallel:
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
         """Turn a failure on one rank into a failure on all, so that none waits for ever.
 
+        The error is logged first: where the other ranks wait for something else, nothing would ever show it.
+
         Raises:
             RuntimeError: naming the ranks and their errors (the local error itself on the rank that has it).
         """
+        if error is not None and self.world_size > 1:
+            logger.error("%s failed on rank %d", what, self.rank, exc_info=error)
         failures = self.gather_objects([f"rank {self.rank}: {error}"] if error else [])
         if error is not None:
             raise error
