@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-def _expand(value: Tensor, like: Tensor) -> Tensor:
+def expand(value: Tensor, like: Tensor) -> Tensor:
     """`[B]` or `[B, T]` to a shape that broadcasts against `[B, C, T, H, W]`."""
     if value.ndim == 2:
         return value[:, None, :, None, None]
@@ -46,6 +46,10 @@ class Process(Protocol):
         """Clean latents implied by a prediction."""
         ...
 
+    def eps_from(self, pred: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """Noise implied by a prediction."""
+        ...
+
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Coefficients of x0 and eps at time t, shaped like t."""
         ...
@@ -64,14 +68,17 @@ class FlowMatching:
         return 1.0 - t, t
 
     def add_noise(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        sigma = _expand(t.float(), x0)
+        sigma = expand(t.float(), x0)
         return (1.0 - sigma) * x0.float() + sigma * eps.float()
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         return eps.float() - x0.float()
 
     def x0_from(self, pred: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        return x_t.float() - _expand(t.float(), x_t) * pred.float()
+        return x_t.float() - expand(t.float(), x_t) * pred.float()
+
+    def eps_from(self, pred: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        return x_t.float() + (1.0 - expand(t.float(), x_t)) * pred.float()
 
 
 @dataclass(frozen=True)
@@ -93,12 +100,16 @@ class VariancePreserving:
 
     def add_noise(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         a, s = self.alpha_sigma(t)
-        return _expand(a, x0) * x0.float() + _expand(s, x0) * eps.float()
+        return expand(a, x0) * x0.float() + expand(s, x0) * eps.float()
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         a, s = self.alpha_sigma(t)
-        return _expand(a, x0) * eps.float() - _expand(s, x0) * x0.float()
+        return expand(a, x0) * eps.float() - expand(s, x0) * x0.float()
 
     def x0_from(self, pred: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         a, s = self.alpha_sigma(t)
-        return _expand(a, x_t) * x_t.float() - _expand(s, x_t) * pred.float()
+        return expand(a, x_t) * x_t.float() - expand(s, x_t) * pred.float()
+
+    def eps_from(self, pred: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        a, s = self.alpha_sigma(t)
+        return expand(s, x_t) * x_t.float() + expand(a, x_t) * pred.float()
