@@ -18,6 +18,7 @@ _PUBLIC = {
     "Trainer": "finetrainers.engine.trainer",
     "Family": "finetrainers.models.registry",
     "register_model": "finetrainers.models.registry",
+    "model_path": "finetrainers.utils.packaged",
     "register_method": "finetrainers.methods.registry",
 }
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "load_config",
+    "model_path",
     "register_method",
     "register_model",
     "train",
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from .engine.trainer import Trainer
     from .methods.registry import register_method
     from .models.registry import Family, register_model
+    from .utils.packaged import model_path
 
 
 def __getattr__(name: str) -> Any:

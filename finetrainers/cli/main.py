@@ -13,8 +13,10 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.parallel.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
+from .demo import add_demo, positive_integer
+
 _EPILOG = """examples:
-  finetrainers quickstart                         train a tiny model on real clips, on any CPU, in minutes
+  finetrainers quickstart                         teach the embedded model a new look, on any CPU, in two minutes
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
   finetrainers train --config run.toml --dry_run  check everything, print the plan, stop
   finetrainers models                             list the model families
@@ -95,9 +97,13 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("train", help="train a model (`finetrainers train --help` lists every option)", add_help=False)
 
-    quickstart = commands.add_parser("quickstart", help="train a tiny model on real clips, on any CPU, in minutes")
+    quickstart = commands.add_parser(
+        "quickstart", help="teach the embedded model a new look with a LoRA, on any CPU, in minutes"
+    )
     quickstart.add_argument("directory", type=Path, nargs="?", default=Path("quickstart"), help="where everything goes")
-    quickstart.add_argument("--steps", type=int, default=None, help="optimizer steps [a good number for two minutes]")
+    quickstart.add_argument(
+        "--steps", type=positive_integer, default=None, help="optimizer steps [a good number for two minutes]"
+    )
     quickstart.set_defaults(run=_quickstart)
 
     models = commands.add_parser("models", help="list the model families")
@@ -108,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("directory", type=Path)
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(run=_tiny)
+
+    add_demo(commands)
 
     schema = commands.add_parser("schema", help="print the JSON schema of config files, for editors")
     schema.set_defaults(run=_schema)

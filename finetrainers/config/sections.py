@@ -34,7 +34,7 @@ class ModelSection(Section):
 
     model_name: str = Field(description="Model family: see `--list_models`.")
     pretrained_model_name_or_path: str = Field(
-        description="Hub id or local directory of the base model, in diffusers layout."
+        description="Hub id or local directory of the base model, in diffusers layout; `demo://NAME` is a packaged one."
     )
     revision: str | None = Field(None, description="Git revision of the hub repository.")
     variant: str | None = Field(None, description="Weight file variant, for example `fp16`.")

@@ -115,7 +115,7 @@ def _batch(raw: RawBatch, moments: dict[str, Tensor], conditions: Conditions, de
     first_frame = moments.get(FIRST_FRAME)
     return Batch(
         moments=moments[MOMENTS].to(device, non_blocking=True),
-        conditions=conditions.to(device),
+        conditions=conditions.trimmed().to(device),
         meta=VideoMeta(fps=torch.tensor([clip.fps for clip in raw.clips], dtype=torch.float32).to(device)),
         sample_keys=raw.sample_keys,
         first_frame_moments=None if first_frame is None else first_frame.to(device, non_blocking=True),

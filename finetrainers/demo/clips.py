@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from finetrainers.data.decode import read_frames
 from finetrainers.data.probe import probe
@@ -44,6 +45,27 @@ def video_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "datasets" / "data"
 
 
+def real_clips(file: str, *, frames: int, height: int, width: int, stride: int) -> list[torch.Tensor]:
+    """Every `stride`-th stretch of a shipped video, as overlapping cuts side by side: `[3, T, H, W]` in [-1, 1]."""
+    source = video_folder() / file
+    found = probe(source)
+    clips = []
+    for start in range(0, found.frames - frames, stride):
+        pixels = _read_scaled(source, range(start, start + frames), side=max(height, width))
+        top = (pixels.shape[1] - height) // 2
+        for left in range(0, pixels.shape[2] - width + 1, width // 2):
+            cut = pixels[:, top : top + height, left : left + width]
+            clips.append(cut.permute(3, 0, 1, 2).float() / 127.5 - 1)
+    return clips
+
+
+def _read_scaled(source: Path, frames: range, *, side: int) -> torch.Tensor:
+    """Frames `[T, H, W, 3]` uint8 whose shorter side has `side` pixels."""
+    found = probe(source)
+    scale = side / min(found.height, found.width)
+    return read_frames(source, list(frames), height=round(found.height * scale), width=round(found.width * scale))
+
+
 def cut_scenes(
     directory: Path, *, frames: int, size: int, fps: float, copies: int = 1, scenes: tuple[Scene, ...] = SCENES
 ) -> list[Path]:
@@ -52,12 +74,8 @@ def cut_scenes(
     paths, lines = [], []
     for scene in scenes:
         source = video_folder() / scene.file
-        found = probe(source)
-        scale = size / min(found.height, found.width)
-        height, width = round(found.height * scale), round(found.width * scale)
-        indices = list(range(scene.start, scene.start + frames))
-        pixels = read_frames(source, indices, height=height, width=width).numpy()
-        top, left = (height - size) // 2, (width - size) // 2
+        pixels = _read_scaled(source, range(scene.start, scene.start + frames), side=size).numpy()
+        top, left = (pixels.shape[1] - size) // 2, (pixels.shape[2] - size) // 2
         cropped = np.ascontiguousarray(pixels[:, top : top + size, left : left + size])
         for copy in range(copies):
             path = directory / f"{scene.name}-{copy}.mp4"

@@ -9,7 +9,7 @@ from pathlib import Path
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.video import write_mp4
 
-from .world import Scene, caption, draw_scene, render
+from .world import COLOURS, Scene, caption, draw_scene, render
 
 FRAMES, HEIGHT, WIDTH, FPS = 9, 32, 64, 25.0
 
@@ -29,11 +29,15 @@ def write_clips(
     return metadata
 
 
-def training_scenes(items: int, *, seed: int = 0, look: str = "plain") -> list[Scene]:
+def training_scenes(
+    items: int, *, seed: int = 0, look: str = "plain", motions: tuple[str, ...] | None = None, colours: tuple[str, ...] = tuple(COLOURS)
+) -> list[Scene]:
     """Random scenes of the combinations that may be trained on."""
-    return [draw_scene(seed, "training", index, look=look) for index in range(items)]
+    return [draw_scene(seed, "training", index, look=look, motions=motions, colours=colours) for index in range(items)]
 
 
-def held_out_scenes(items: int, *, seed: int = 0, look: str = "plain") -> list[Scene]:
+def held_out_scenes(
+    items: int, *, seed: int = 0, look: str = "plain", motions: tuple[str, ...] | None = None, colours: tuple[str, ...] = tuple(COLOURS)
+) -> list[Scene]:
     """Random scenes of the combinations of colour, shape and motion that no training set holds."""
-    return [draw_scene(seed, "test", index, held_out=True, look=look) for index in range(items)]
+    return [draw_scene(seed, "test", index, held_out=True, look=look, motions=motions, colours=colours) for index in range(items)]

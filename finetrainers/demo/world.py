@@ -47,9 +47,8 @@ ASPECT = 2
 BACKGROUNDS = {"black": 10, "grey": 128, "white": 242}
 LOOKS = ("plain", "striped")
 
-#: What the embedded model is never shown: for new concepts to be taught to it.
+#: What the embedded model is never shown, like every look but the plain one: to be taught to it.
 UNSEEN_MOTIONS = ("zigzag",)
-UNSEEN_LOOKS = ("striped",)
 
 TRANSLATIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 _ROUND = ("circle", "ring")  # turning them shows nothing
@@ -90,7 +89,11 @@ class Scene:
 
 
 def draw_scene(
-    *seed: int | str, held_out: bool | None = False, motions: tuple[str, ...] | None = None, look: str = "plain"
+    *seed: int | str,
+    held_out: bool | None = False,
+    motions: tuple[str, ...] | None = None,
+    colours: tuple[str, ...] = tuple(COLOURS),
+    look: str = "plain",
 ) -> Scene:
     """A random scene, the same for the same seed.
 
@@ -99,13 +102,14 @@ def draw_scene(
         held_out: only combinations of colour, shape and motion that the training set lacks (True), only others
             (False), or any (None).
         motions: to choose from; default: all but the unseen ones.
+        colours: to choose from.
         look: of the shape.
     """
     rng = generator("cpu", "world", *seed)
     motions = motions or tuple(m for m in MOTIONS if m not in UNSEEN_MOTIONS)
     while True:
         scene = Scene(
-            colour=_choose(rng, tuple(COLOURS)),
+            colour=_choose(rng, colours),
             shape=_choose(rng, tuple(SHAPES)),
             motion=_choose(rng, motions),
             background=_choose(rng, tuple(BACKGROUNDS)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from finetrainers import __version__
 from finetrainers.models.spec import DTYPES
+from finetrainers.utils.packaged import SCHEME
 
 from .plan_report import largest_bucket
 from .preflight import Preflight
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CARD = """---
+{%- if not packaged %}
 base_model: {{ base_model }}
+{%- endif %}
 library_name: diffusers
 tags: [finetrainers, {{ "image-to-video" if needs_image else "text-to-video" }}, {{ "lora" if is_lora else "full-finetune" }}]
 {%- if prompts %}
@@ -50,14 +54,17 @@ widget:
 import torch
 from diffusers import {{ pipeline }}{% if not is_lora %}, {{ transformer }}{% endif %}
 from diffusers.utils import export_to_video{% if needs_image %}, load_image{% endif %}
+{%- if packaged %}
+from finetrainers import model_path
+{%- endif %}
 {% if is_lora %}
-pipe = {{ pipeline }}.from_pretrained({{ base_model | tojson }}, torch_dtype=torch.bfloat16)
+pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtype }})
 pipe.load_lora_weights({{ location | tojson }})
 {% else %}
-transformer = {{ transformer }}.from_pretrained({{ location | tojson }}, subfolder="transformer", torch_dtype=torch.bfloat16)
-pipe = {{ pipeline }}.from_pretrained({{ base_model | tojson }}, transformer=transformer, torch_dtype=torch.bfloat16)
-{% endif %}pipe.to("cuda")
-video = pipe(
+transformer = {{ transformer }}.from_pretrained({{ location | tojson }}, subfolder="transformer", torch_dtype={{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, transformer=transformer, torch_dtype={{ dtype }})
+{% endif %}{% if not packaged %}pipe.to("cuda")
+{% endif %}video = pipe(
     prompt={{ example | tojson }},{% if needs_image %}
     image=load_image("first_frame.png"),{% endif %}
     num_frames={{ size[0] }},
@@ -126,13 +133,18 @@ def model_card(trainer: Trainer, checked: Preflight) -> str:
     is_lora = config.training.training_type == "lora"
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     token = config.data.id_token
+    base = config.model.pretrained_model_name_or_path
+    packaged = base.startswith(SCHEME)
     settings = [
         (name, str(value).replace("|", "\\|"))
         for name, value in config.flat().items()
         if config.changed(name) and name not in _LOCAL
     ]
     return environment.from_string(_CARD).render(
-        base_model=config.model.pretrained_model_name_or_path,
+        base_model=base,
+        packaged=packaged,
+        dtype="torch.float32" if packaged else "torch.bfloat16",
+        base=f'model_path("{base}")' if packaged else json.dumps(base),
         is_lora=is_lora,
         name=config.run.hub_model_id or config.run.output_dir.resolve().name,
         version=__version__,

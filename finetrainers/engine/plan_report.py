@@ -15,6 +15,7 @@ from finetrainers.config.load import dump_toml
 from finetrainers.data.plan import DatasetPlan
 from finetrainers.memory.plan import estimate_for
 from finetrainers.models.registry import build_tiny
+from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import plural
 
 from .preflight import Preflight
@@ -130,7 +131,7 @@ def _transformer_without_weights(checked: Preflight) -> tuple[nn.Module, bool]:
     try:
         return spec.transformer_on_meta(), True
     except ValueError:
-        if Path(config.pretrained_model_name_or_path).is_dir():
+        if Path(model_path(config.pretrained_model_name_or_path)).is_dir():
             raise
     with tempfile.TemporaryDirectory() as directory:
         build_tiny(config.model_name, Path(directory) / "tiny")

@@ -17,6 +17,7 @@ from finetrainers.models.registry import Family, get_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.parallel.launch import launched_processes
 from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest
 
 from .resume import check_resumable, critical_state, find_checkpoint, list_checkpoints
@@ -50,6 +51,10 @@ def preflight(config: TrainConfig) -> Preflight:
     except KeyError as error:
         raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
     problems += _check_paths(config)
+    wrong_place = any(problem.where.removeprefix("--") in _MODEL_PLACES for problem in problems)
+    mismatch = None if wrong_place else family.mismatch(config.model)
+    if mismatch is not None:
+        problems.append(Problem("--model_name", mismatch))
     if config.training.method not in method_names():
         problems.append(
             Problem(
@@ -63,8 +68,10 @@ def preflight(config: TrainConfig) -> Preflight:
         problems += error.problems
         prompts = []
     problems += _check_media(prompts)
-    geometry = family.geometry_of(config.model)
-    facts = FamilyFacts(family.name, family.is_flow, family.num_text_encoders, family.first_frame_of(config.model))
+    readable = not wrong_place and mismatch is None  # else its rules are those of the published checkpoints
+    geometry = family.geometry_of(config.model) if readable else family.geometry
+    first_frame = family.first_frame_of(config.model) if readable else "unknown"
+    facts = FamilyFacts(family.name, family.is_flow, family.num_text_encoders, first_frame)
     found = check_config(config, family=facts, geometry=geometry, prompts=prompts)
     problems += found.errors
 
@@ -128,7 +135,12 @@ def _check_paths(config: TrainConfig) -> list[Problem]:
     problems = []
     for option in _MODEL_PLACES:
         value = config.get(option)
-        if value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
+        if value and value.startswith(SCHEME):
+            try:
+                model_path(value)
+            except ValueError as error:
+                problems.append(Problem(f"--{option}", str(error)))
+        elif value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
             problems.append(Problem(f"--{option}", f"no such directory: {value}"))
     output = config.run.output_dir
     if output.exists() and not output.is_dir():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
+from finetrainers.utils.packaged import model_path
 
 from .spec import DTYPES, TextEncoders
 
@@ -80,7 +81,7 @@ def load_part(
 def _places(config: ModelSection, part: str, replacement: str | None) -> list[tuple[str, str | None]]:
     """Where to look, in order. What lies on disk decides at once; a hub replacement is tried both ways."""
     if replacement is None:
-        root = config.pretrained_model_name_or_path
+        root = model_path(config.pretrained_model_name_or_path)
         if Path(root).is_dir() and not (Path(root) / part).is_dir():
             there = ", ".join(sorted(p.name for p in Path(root).iterdir())[:12]) or "nothing"
             raise ValueError(
@@ -88,6 +89,7 @@ def _places(config: ModelSection, part: str, replacement: str | None) -> list[tu
                 "--pretrained_model_name_or_path takes a repository in diffusers layout."
             )
         return [(root, part)]
+    replacement = model_path(replacement)
     if Path(replacement).is_dir():
         return [(replacement, part if (Path(replacement) / part).is_dir() else None)]
     return [(replacement, part), (replacement, None)]

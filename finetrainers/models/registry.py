@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
+from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import nearest
 
 from . import geometries
@@ -32,6 +33,7 @@ class Family:
         name: the value of `--model_name`.
         spec: `module:Class` of its `ModelSpec`.
         geometry: size rules of the published checkpoints.
+        transformer: name of its transformer's class, as checkpoints' configs state it.
         read_geometry: size rules from a checkpoint's `vae/config.json` and `transformer/config.json`.
         is_flow: whether the flow options mean something.
         num_text_encoders: how many text encoders it has.
@@ -43,6 +45,7 @@ class Family:
     name: str
     spec: str
     geometry: Geometry
+    transformer: str
     read_geometry: Callable[[Json, Json], Geometry]
     is_flow: bool
     num_text_encoders: int
@@ -62,6 +65,17 @@ class Family:
             return self.geometry
         return self.read_geometry(vae, transformer)
 
+    def mismatch(self, config: ModelSection) -> str | None:
+        """Why the configured checkpoint is none of this family, with the way out, where its config is on disk."""
+        transformer = _component_config(config, "transformer", config.transformer_id) or {}
+        found = transformer.get("_class_name", self.transformer)
+        if found == self.transformer:
+            return None
+        others = [name for name, family in _FAMILIES.items() if family.transformer == found]
+        way_out = f"use --model_name {others[0]}" if others else "which no model family here has"
+        place = config.transformer_id or config.pretrained_model_name_or_path
+        return f"{place} holds a {found}, and {self.name} is a {self.transformer}; {way_out}"
+
     def first_frame_of(self, config: ModelSection) -> str:
         """How the configured checkpoint takes a first frame; "unknown" where that depends on a config not on disk."""
         if self.read_first_frame is None:
@@ -76,7 +90,7 @@ class Family:
         fetched = False
         for part, replacement in (("vae", config.vae_id), ("transformer", config.transformer_id)):
             if _component_config(config, part, replacement) is None:
-                root = replacement or config.pretrained_model_name_or_path
+                root = model_path(replacement or config.pretrained_model_name_or_path)
                 revision = None if replacement else config.revision
                 with contextlib.suppress(OSError, ValueError):
                     hf_hub_download(root, f"{part}/config.json", revision=revision, cache_dir=config.cache_dir)
@@ -91,7 +105,7 @@ def _resolve(path: str) -> Any:
 
 def _component_config(config: ModelSection, part: str, replacement: str | None) -> Json | None:
     """The part's config.json if it is on disk, hub cache included; a replacement may be the part's folder itself."""
-    root = replacement or config.pretrained_model_name_or_path
+    root = model_path(replacement or config.pretrained_model_name_or_path)
     candidates = [Path(root) / part / "config.json"]
     if replacement:
         candidates.append(Path(root) / "config.json")
@@ -153,18 +167,21 @@ def build_tiny(name: str, directory: Path, *, seed: int = 0) -> None:
 register_model(Family(
     name="ltx_video", spec="finetrainers.models.ltx_video:LTXVideoSpec",
     geometry=Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0, pixels=32),
+    transformer="LTXVideoTransformer3DModel",
     read_geometry=geometries.ltx_video, is_flow=True, num_text_encoders=1, first_frame="tokens",
     tiny="finetrainers.models.tiny:build_ltx_video",
 ))  # fmt: skip
 register_model(Family(
     name="hunyuan_video", spec="finetrainers.models.hunyuan_video:HunyuanVideoSpec",
     geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24.0, pixels=16),
+    transformer="HunyuanVideoTransformer3DModel",
     read_geometry=geometries.hunyuan_video, is_flow=True, num_text_encoders=2,
     tiny="finetrainers.models.tiny:build_hunyuan_video",
 ))  # fmt: skip
 register_model(Family(
     name="cogvideox", spec="finetrainers.models.cogvideox:CogVideoXSpec",
     geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=8.0),
+    transformer="CogVideoXTransformer3DModel",
     read_geometry=geometries.cogvideox, is_flow=False, num_text_encoders=1, first_frame="channels",
     read_first_frame=geometries.cogvideox_first_frame,
     tiny="finetrainers.models.tiny:build_cogvideox",

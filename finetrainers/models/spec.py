@@ -56,6 +56,20 @@ class Conditions:
         """Embeddings replaced by zeros; masks stay, since a row that attends to nothing has no softmax."""
         return Conditions({k: torch.zeros_like(v) if v.is_floating_point() else v for k, v in self.tensors.items()})
 
+    def trimmed(self, *, multiple: int = 16) -> Conditions:
+        """Without the tokens that are padding in every row, up to a multiple (so that few lengths occur).
+
+        Only families that give a `prompt_attention_mask` are trimmed: they never attend to padding, so nothing but the
+        time of a step changes. Waits for the device of the mask.
+        """
+        mask = self.tensors.get("prompt_attention_mask")
+        if mask is None:
+            return self
+        kept = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
+        length = -(-kept // multiple) * multiple
+        cut = ("prompt_attention_mask", "prompt_embeds")
+        return Conditions({k: v[:, :length].contiguous() if k in cut else v for k, v in self.tensors.items()})
+
     @staticmethod
     def cat(parts: Sequence[Conditions]) -> Conditions:
         """Join batches along the batch axis."""

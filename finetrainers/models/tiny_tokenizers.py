@@ -29,10 +29,10 @@ _CHARACTERS = tuple(c for c in string.printable[:95] if c != " ")
 _SPACE = "\u2581"  # how sentencepiece writes a space
 
 
-def t5_tokenizer(*, model_max_length: int = 512, extra_ids: int = 10) -> T5TokenizerFast:
-    """A T5 (unigram) tokenizer: the cheaper a piece's score, the rather it is used, so whole words win."""
+def t5_tokenizer(*, words: Sequence[str] = WORDS, model_max_length: int = 512, extra_ids: int = 10) -> T5TokenizerFast:
+    """A T5 (unigram) tokenizer of these words: the cheaper a piece's score, the rather it is used, so whole words win."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (_SPACE, -2.0)]  # ids 0, 1, 2 are fixed in the class
-    pieces += [(_SPACE + word, -3.0 - 0.001 * i) for i, word in enumerate(WORDS)]
+    pieces += [(_SPACE + word, -3.0 - 0.001 * i) for i, word in enumerate(words)]
     pieces += [(character, -6.0) for character in _CHARACTERS]
     pieces += [(f"<extra_id_{i}>", 0.0) for i in reversed(range(extra_ids))]
     return T5TokenizerFast(vocab=pieces, extra_ids=extra_ids, model_max_length=model_max_length)

@@ -1,45 +1,34 @@
-"""The first command, with few steps: it must run through and leave what it says."""
+"""The first command, with few steps: it must run through and leave what it says; `test_learning.py` trains to the end."""
+
+from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import av
 import pytest
 from PIL import Image
 
-from finetrainers.config.errors import ConfigError
-from finetrainers.demo.clips import SCENES, cut_scenes
-from finetrainers.demo.quickstart import quickstart
+from finetrainers.demo.quickstart import CLIPS, quickstart
 
 
 @pytest.mark.timeout(180)
-def test_quickstart_trains_and_leaves_its_results(tmp_path, capsys):
-    scores = quickstart(tmp_path, steps=60)
-    assert set(scores) == {scene.caption for scene in SCENES}
+def test_quickstart_leaves_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = quickstart(tmp_path, steps=5)
+    assert before.concept < 0.2
+    assert 0 <= after.concept <= 1
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if "loss" in record]
-    assert losses[-1] < 0.98 * losses[0]  # so few steps only find the mean; the families' tests show learning
+    assert {r["step"] for r in records if "eval_loss" in r} >= {0, 5}
+    manifest = [json.loads(line) for line in (tmp_path / "run" / "manifest.jsonl").read_text().splitlines()]
+    assert len(manifest) == CLIPS
     assert Image.open(tmp_path / "result.png").width > 500
     assert (tmp_path / "loss.png").stat().st_size > 5000
-    assert (tmp_path / "run" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
-    assert len(list((tmp_path / "run" / "samples" / "step-000060").glob("*.mp4"))) == len(SCENES)
-    with av.open(str(next(tmp_path.glob("after-*.mp4")))) as container:
-        assert sum(1 for _ in container.decode(video=0)) == 9
-    assert str(tmp_path / "result.png") in capsys.readouterr().out
-
-
-def test_scenes_are_cut_as_asked(tmp_path):
-    paths = cut_scenes(tmp_path, frames=5, size=48, fps=25.0, copies=2)
-    assert len(paths) == 2 * len(SCENES)
-    with av.open(str(paths[0])) as container:
+    with av.open(str(tmp_path / "result.mp4")) as container:
         stream = container.streams.video[0]
-        assert (stream.frames, stream.width, stream.height) == (5, 48, 48)
-    lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
-    assert [line["video"] for line in lines] == [path.name for path in paths]
-
-
-def test_quickstart_touches_no_folder_that_it_did_not_make(tmp_path):
-    (tmp_path / "clips").mkdir()
-    (tmp_path / "clips" / "mine.mp4").write_bytes(b"precious")
-    with pytest.raises(ConfigError, match="not of a quickstart"):
-        quickstart(tmp_path, steps=1)
-    assert (tmp_path / "clips" / "mine.mp4").read_bytes() == b"precious"
+        assert (stream.frames, stream.width, stream.height) == (9, 4 * 4 * 64, 2 * 4 * 32)
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert 'LTXPipeline.from_pretrained(model_path("demo://ltx")' in card
+    said = capsys.readouterr().out
+    for name in ("result.png", "result.mp4", "loss.png", "run/pytorch_lora_weights.safetensors"):
+        assert str(tmp_path / name) in said
+        assert (tmp_path / name).is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import shlex
@@ -179,11 +180,20 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(linked), f"{page_id(page)} links to {target}"
 
 
+def command_flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Flags of a command and of all its subcommands."""
+    for action in parser._actions:
+        yield from (option.removeprefix("--") for option in action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from command_flags(command)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_mentioned_flags_exist(page: Path) -> None:
     """Every `--flag` in a page is one of ours; only the list of other versions' flags is left out."""
     text = page.read_text(encoding="utf-8").partition("## Flags of later releases")[0]
-    ours = {"config", "list_models", "help", "version", "steps", "seed", *fields()}
+    ours = {"config", "list_models", *command_flags(_parser()), *fields()}
     mentioned = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9_]*)", text)}
     assert mentioned - ours - FOREIGN_FLAGS - {"no"} == set()
 

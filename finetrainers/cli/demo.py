@@ -1,0 +1,143 @@
+"""`finetrainers demo ...`: the embedded model's world, how the model was made, and how well it does."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.logs import quiet_progress_bars
+from finetrainers.utils.text import nearest
+
+
+def add_demo(commands: Any) -> None:
+    """Add the subcommands to the parser's."""
+    demo = commands.add_parser("demo", help="the embedded model's world: make clips, rebuild the model, measure it")
+    parts = demo.add_subparsers(dest="part", metavar="PART", required=True)
+
+    data = parts.add_parser(
+        "data", help="write captioned clips of coloured shapes that move, as mp4 and captions.jsonl"
+    )
+    data.add_argument("directory", type=Path, help="a new or empty one")
+    data.add_argument("--items", type=positive_integer, default=20, help="how many clips [20]")
+    data.add_argument("--look", default="plain", help="plain, or striped, which the embedded model has never seen")
+    data.add_argument("--motion", default=None, help="one motion only, such as zigzag, which it has never seen either")
+    data.add_argument("--seed", type=int, default=0, help="the same seed draws the same clips [0]")
+    data.add_argument("--held_out", action="store_true", help="only combinations the model was not trained on")
+    data.set_defaults(run=_data)
+
+    vae = parts.add_parser("vae", help="fit the embedded model's VAE (seconds) and measure it on other clips")
+    vae.add_argument("directory", type=Path, help="a new or empty one")
+    vae.set_defaults(run=_vae)
+
+    build = parts.add_parser("build", help="train the embedded model from random weights (an hour); goes on if stopped")
+    build.add_argument("directory", type=Path, help="where everything goes; what is there is kept")
+    build.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [as the shipped model]")
+    build.add_argument("--clips", type=positive_integer, default=None, help="training clips [as the shipped model]")
+    build.set_defaults(run=_build)
+
+    measure = parts.add_parser("measure", help="sample captions and read back what the samples show")
+    measure.add_argument("directory", type=Path, help="gets the figures and a contact sheet")
+    measure.add_argument("--model", default=None, help="a model in diffusers layout [the packaged one]")
+    measure.add_argument("--lora", type=Path, default=None, help="a LoRA, or a run directory that holds one")
+    measure.add_argument("--items", type=positive_integer, default=200, help="how many captions [200]")
+    measure.add_argument("--look", default="plain", help="what the captions ask for [plain]")
+    measure.set_defaults(run=_measure)
+
+    scratch = parts.add_parser("scratch", help="train a small model from random weights on two real clips")
+    scratch.add_argument("directory", type=Path, help="a new or empty one, or that of an earlier `demo scratch`")
+    scratch.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [for two minutes]")
+    scratch.set_defaults(run=_scratch)
+
+
+def positive_integer(text: str) -> int:
+    """An argument that counts something.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no positive whole number.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from finetrainers.demo.data import held_out_scenes, training_scenes, write_clips
+    from finetrainers.demo.world import LOOKS, MOTIONS
+
+    problems = _unknown("--look", arguments.look, LOOKS)
+    if arguments.motion is not None:
+        problems += _unknown("--motion", arguments.motion, tuple(MOTIONS))
+    _refuse(problems + _not_empty(arguments.directory))
+    draw = held_out_scenes if arguments.held_out else training_scenes
+    motions = None if arguments.motion is None else (arguments.motion,)
+    scenes = draw(arguments.items, seed=arguments.seed, look=arguments.look, motions=motions)
+    metadata = write_clips(arguments.directory, scenes)
+    print(f"wrote {arguments.items} clips and {metadata}")
+    return 0
+
+
+def _vae(arguments: argparse.Namespace) -> int:
+    _refuse(_not_empty(arguments.directory))
+    from finetrainers.demo.vae import build_vae, measure_vae
+
+    quiet_progress_bars()
+    vae = build_vae()
+    vae.save_pretrained(str(arguments.directory))
+    for name, value in measure_vae(vae).items():
+        print(f"{name:<24}{value:5.1f} dB PSNR")
+    return 0
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from finetrainers.demo.build import CLIPS, STEPS, build
+
+    quiet_progress_bars()
+    build(arguments.directory, steps=arguments.steps or STEPS, clips=arguments.clips or CLIPS)
+    return 0
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from finetrainers.demo.build import measure_weights
+    from finetrainers.demo.measure import MODEL
+    from finetrainers.demo.world import LOOKS
+    from finetrainers.utils.packaged import model_path
+
+    problems = _unknown("--look", arguments.look, LOOKS)
+    weights = Path()
+    try:
+        weights = Path(model_path(arguments.model or MODEL))
+        if not (weights / "model_index.json").is_file():
+            problems.append(Problem("--model", f"{weights} is no directory in diffusers layout (no model_index.json)"))
+    except ValueError as error:
+        problems.append(Problem("--model", str(error)))
+    if arguments.lora is not None and not arguments.lora.exists():
+        problems.append(Problem("--lora", f"no such file or directory: {arguments.lora}"))
+    _refuse(problems)
+    quiet_progress_bars()
+    measure_weights(weights, arguments.directory, lora=arguments.lora, items=arguments.items, look=arguments.look)
+    return 0
+
+
+def _scratch(arguments: argparse.Namespace) -> int:
+    from finetrainers.demo.scratch import from_scratch
+
+    quiet_progress_bars()
+    from_scratch(arguments.directory, steps=arguments.steps)
+    return 0
+
+
+def _unknown(option: str, value: str, valid: tuple[str, ...]) -> list[Problem]:
+    return [] if value in valid else [Problem(option, f"unknown value {value!r}{nearest(value, valid)}")]
+
+
+def _not_empty(directory: Path) -> list[Problem]:
+    if (directory.is_dir() and not any(directory.iterdir())) or not directory.exists():
+        return []
+    return [Problem("directory", f"{directory} is not an empty directory; give a new one")]
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,87 @@
+"""`finetrainers serve-reward`: a reward for the training processes of this or another machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.rewards import RewardEntry, parse_reward
+from finetrainers.utils.logs import quiet_progress_bars
+
+from .demo import positive_integer
+
+_PORT = 8000
+_MAX_MIB = 1024
+
+
+def add_serve_reward(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    parser = commands.add_parser(
+        "serve-reward",
+        help="score clips for training processes elsewhere, which name it with --reward http://HOST:PORT",
+        epilog="There is no authentication: listen where only those can connect who may.",
+    )
+    parser.add_argument("reward", metavar="NAME[,option=value...]", help="as in --reward: registered, or module:Class")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all [127.0.0.1]")
+    parser.add_argument("--port", type=_port, default=_PORT, help=f"0 for any free one [{_PORT}]")
+    parser.add_argument(
+        "--max_mib", type=positive_integer, default=_MAX_MIB, help=f"largest request in MiB [{_MAX_MIB}]"
+    )
+    parser.set_defaults(run=_serve_reward)
+
+
+def _serve_reward(arguments: argparse.Namespace) -> int:
+    entry = _entry(arguments.reward)
+    from finetrainers.rewards.registry import make_reward
+    from finetrainers.rewards.server import serve
+
+    quiet_progress_bars()
+    try:
+        reward = make_reward(entry.reward, entry.options)
+    except ValueError as error:
+        raise ConfigError([Problem("reward", str(error))]) from error
+    try:
+        serve(
+            reward,
+            name=entry.name,
+            host=arguments.host,
+            port=arguments.port,
+            max_bytes=arguments.max_mib * 2**20,
+            batch_size=entry.batch_size,
+        )
+    except OSError as error:
+        raise ConfigError(
+            [Problem("--host, --port", f"cannot listen on {arguments.host}:{arguments.port}: {error}")]
+        ) from error
+    return 0
+
+
+def _entry(text: str) -> RewardEntry:
+    """What to serve, without what belongs to where it is used."""
+    try:
+        entry = RewardEntry.model_validate(parse_reward(text))
+    except ValidationError as error:
+        raise ConfigError([Problem("reward", f"{e['loc'][0]}: {e['msg']}") for e in error.errors()]) from None
+    except ValueError as error:
+        raise ConfigError([Problem("reward", str(error))]) from None
+    problems = []
+    if entry.head is not None:
+        problems.append(
+            Problem(
+                "reward", f"a server gives all heads of {entry.reward}; training names one: http://...#{entry.head}"
+            )
+        )
+    for name in sorted(entry.model_fields_set & {"weight", "mean", "std", "every"}):
+        problems.append(Problem("reward", f"{name} is said where the reward is used, not where it is served"))
+    if problems:
+        raise ConfigError(problems)
+    return entry
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 65535, got {text!r}")
+    return int(text)

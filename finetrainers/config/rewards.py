@@ -1,0 +1,88 @@
+"""How a user names a reward: `NAME[=WEIGHT][,option=value...]`, or a table with the same keys."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+_REWARD = re.compile(r"^(?P<name>[^=,\s]+)(=(?P<weight>[^,]*))?(,(?P<options>.*))?$")
+_OWN = ("mean", "std", "every", "batch_size")
+
+
+class RewardEntry(BaseModel):
+    """One reward of a run.
+
+    `NAME` is a registered reward (`brightness`), one head of a reward that has several (`videoalign.vq`), a Python
+    callable (`module:function`) or a server (`http://host:port`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(description="Registered name, `name.head`, `module:function`, or `http://host:port`.")
+    weight: float = Field(1.0, allow_inf_nan=False, description="Share in the advantage; 0 only logs it.")
+    mean: float | None = Field(
+        None, allow_inf_nan=False, description="Normalised score is (raw - mean) / std; default: the reward's own."
+    )
+    std: float | None = Field(None, gt=0, allow_inf_nan=False, description="See `mean`.")
+    every: int = Field(1, ge=1, description="Score only in every N-th rollout.")
+    batch_size: int | None = Field(None, ge=1, description="Clips scored at once; default: the reward's own.")
+    options: dict[str, str] = Field({}, description="What the reward itself takes: `path`, `device`, ...")
+
+    @property
+    def reward(self) -> str:
+        """The name without its head."""
+        return _split(self.name)[0]
+
+    @property
+    def head(self) -> str | None:
+        """The named head, or None for a reward's only one. Of a server, the address names it: `http://host:port#head`."""
+        return _split(self.name)[1]
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """Reward and head of a name: the dot after which a head stands is that after `module:`, if there is a module."""
+    if name.startswith(("http://", "https://")):
+        return name, None
+    module, colon, attribute = name.rpartition(":")
+    reward, _, head = attribute.partition(".")
+    return module + colon + reward, head or None
+
+
+def is_address(name: str) -> bool:
+    """Whether the name is a callable's or a server's rather than a registered one."""
+    return ":" in name
+
+
+def parse_reward(value: Any) -> Any:
+    """`"videoalign.vq=0.5,path=/ckpt"` as the fields of a `RewardEntry`; tables pass through.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _REWARD.match(value.strip())
+    if not match:
+        raise ValueError(f"{value!r} is not NAME[=WEIGHT][,option=value...], for example brightness=0.5")
+    found: dict[str, Any] = {"name": match["name"], "options": {}}
+    if match["weight"] is not None:
+        found["weight"] = match["weight"]
+    for part in match["options"].split(",") if match["options"] is not None else []:
+        key, equals, text = part.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ValueError(f"{value!r}: {part!r} is not option=value")
+        place = found if key in _OWN else found["options"]
+        if key in place:
+            raise ValueError(f"{value!r}: {key} is said twice")
+        place[key] = text
+    return found
+
+
+Reward = Annotated[
+    RewardEntry,
+    BeforeValidator(parse_reward),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/RewardEntry"}]}),
+]

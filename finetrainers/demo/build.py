@@ -1,0 +1,166 @@
+"""Makes the embedded model: the toolkit's own full finetuning of a random transformer on clips of the little world.
+
+Nothing here is special to the demo but its data: clips and captions are files, the latents are precomputed, training
+is `finetrainers train` with a configuration that is written down, and an interrupted build goes on from its last
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from diffusers import LTXPipeline, LTXVideoTransformer3DModel
+from transformers import T5EncoderModel
+
+from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig
+from finetrainers.engine.plan_report import print_line
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.resume import list_checkpoints
+from finetrainers.engine.run import run
+from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.video import contact_sheet
+
+from .base import SHIFT, build_base
+from .data import FRAMES, HEIGHT, WIDTH, held_out_scenes, training_scenes, write_clips
+from .measure import load_pipeline, measure
+from .world import caption
+
+_CARD = """---
+license: apache-2.0
+library_name: diffusers
+pipeline_tag: text-to-video
+tags: [finetrainers, demo]
+---
+
+# A text-to-video model for laptops
+
+The demonstration model of finetrainers: a small LTX-Video pipeline that draws one coloured
+shape moving over a grey background, 9 frames of 64 x 32 pixels. It knows eight colours, six shapes and eight motions, and
+nothing else.
+
+The transformer was trained from random weights by `finetrainers demo build` on clips that the same command draws. The text
+encoder is a random, frozen T5. The VAE is a linear code, fitted to such clips and to frames of *Big Buck Bunny* ((c) Blender
+Foundation, https://peach.blender.org, [CC BY 3.0](https://creativecommons.org/licenses/by/3.0/)). Weights: Apache-2.0.
+"""
+
+CLIPS = 6000
+STEPS = 18_000
+MEASURED = 200
+
+
+def build(directory: Path, *, steps: int = STEPS, clips: int = CLIPS, measured: int = MEASURED) -> None:
+    """Make the model in `directory/weights`, with `directory/measured.json`; what is there already is kept.
+
+    Args:
+        directory: where everything goes: clips, the untrained model, the run, the result.
+        steps: optimizer steps.
+        clips: size of the training set.
+        measured: captions that the result is measured on.
+    """
+    data, base, run_dir = directory / "clips", directory / "base", directory / "run"
+    if (data / "captions.jsonl").is_file():
+        print_line(f"keeping the clips in {data}")
+    else:
+        print_line(f"writing {clips} clips to {data}")
+        write_clips(data, training_scenes(clips))
+    if (base / "model_index.json").is_file():
+        print_line(f"keeping the untrained model in {base}")
+    else:
+        print_line(f"writing the untrained model to {base}")
+        build_base(base)
+    if (run_dir / "transformer").is_dir():
+        print_line(f"keeping the trained transformer in {run_dir}")
+    else:
+        run(preflight(build_config(directory, steps=steps, resume=bool(list_checkpoints(run_dir)))))
+    package(base, run_dir / "transformer", directory / "weights")
+    measure_weights(directory / "weights", directory, items=measured)
+
+
+def build_config(directory: Path, *, steps: int, resume: bool = False) -> TrainConfig:
+    """The run that trains the transformer."""
+    return load_config(
+        model_name="ltx_video",
+        pretrained_model_name_or_path=str(directory / "base"),
+        data_root=str(directory / "clips"),
+        dataset_file=str(directory / "clips" / "captions.jsonl"),
+        video_resolution_buckets=[f"{FRAMES}x{HEIGHT}x{WIDTH}"],
+        precompute_conditions=True,
+        precompute_dir=str(directory / "precomputed"),
+        eval_num_items=64,
+        eval_steps=1000,
+        caption_dropout_p=0.1,
+        caption_dropout_technique="empty",
+        first_frame_conditioning_p=0.0,
+        training_type="full-finetune",
+        transformer_dtype="fp32",
+        vae_dtype="fp32",
+        text_encoder_dtype="fp32",
+        mixed_precision="bf16",
+        batch_size=16,
+        train_steps=steps,
+        optimizer="adamw",
+        lr=2e-3,
+        lr_scheduler="linear",
+        lr_warmup_steps=min(200, steps // 2),
+        beta2=0.99,
+        weight_decay=0.01,
+        use_ema=True,
+        ema_decay=0.999,
+        flow_weighting_scheme="logit_normal",
+        flow_logit_std=1.2,
+        flow_shift=SHIFT,
+        checkpointing_steps=500,
+        checkpointing_limit=3,
+        resume_from_checkpoint="latest" if resume else None,
+        validation_prompts=":::".join(caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(6))),
+        validation_steps=1000,
+        validation_inference_steps=20,
+        validation_guidance_scale=3.0,
+        logging_steps=50,
+        output_dir=str(directory / "run"),
+    )
+
+
+def package(base: Path, transformer: Path, target: Path) -> None:
+    """Write the finished repository: what training left fixed, and the trained transformer, in bf16."""
+    trained = LTXVideoTransformer3DModel.from_pretrained(transformer, torch_dtype=torch.bfloat16)
+    # The text encoder is tiny, and transformers load it in the dtype of its file: in fp32, like the rest by default.
+    texts = T5EncoderModel.from_pretrained(base, subfolder="text_encoder", dtype=torch.float32)
+    pipeline = LTXPipeline.from_pretrained(
+        base, transformer=trained, text_encoder=texts, torch_dtype={"vae": torch.bfloat16, "default": torch.float32}
+    )
+    pipeline.save_pretrained(str(target))
+    (target / "README.md").write_text(_CARD, encoding="utf-8")
+
+
+def measure_weights(
+    weights: Path, directory: Path, *, lora: Path | None = None, items: int = MEASURED, look: str = "plain"
+) -> dict[str, float]:
+    """Obedience on captions whose combination of colour, shape and motion was never trained; writes it and a sheet.
+
+    Args:
+        weights: a model in diffusers layout.
+        directory: gets `measured.json` and `measured.png`.
+        lora: a LoRA to load, or a directory that holds one.
+        items: how many captions.
+        look: what the captions ask for.
+    """
+    pipeline = load_pipeline(weights)
+    if lora is not None:
+        pipeline.load_lora_weights(str(lora))
+    scenes = held_out_scenes(items, look=look)
+    captions = [caption(scene, phrasing=i) for i, scene in enumerate(scenes)]
+    started = perf_counter()
+    found = measure(pipeline, captions)
+    seconds = (perf_counter() - started) / len(captions)
+    record = {**found.obedience, "seconds_per_clip": seconds}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(directory / "measured.json", record)
+    rows = list(zip(found.captions, found.clips, strict=True))[:12]
+    contact_sheet(rows, columns=FRAMES).save(directory / "measured.png")
+    print_line(json.dumps({name: round(value, 3) for name, value in record.items()}))
+    return record

@@ -1,0 +1,111 @@
+"""How well a pipeline obeys captions of the little world: sample with diffusers, read the clips back, count."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import LTXPipeline
+from numpy.typing import NDArray
+
+from finetrainers.utils.seeding import generator
+
+from .data import FPS, FRAMES, HEIGHT, WIDTH
+from .verify import Reading, obeys, read, speed_word, wanted, wanted_speed
+
+MODEL = "demo://ltx"
+#: Settings that the embedded model is meant to be sampled with.
+STEPS, GUIDANCE = 20, 3.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Samples and what they show.
+
+    Attributes:
+        captions: what was asked for.
+        clips: `[T, H, W, 3]` uint8, one per caption.
+        readings: what each clip shows.
+        obedience: by attribute, the share of the captions naming it whose clip shows it.
+    """
+
+    captions: list[str]
+    clips: list[NDArray[np.uint8]]
+    readings: list[Reading]
+    obedience: dict[str, float]
+
+
+def load_pipeline(weights: Path) -> LTXPipeline:
+    """A model in diffusers layout, in fp32, as CPUs compute fastest."""
+    return LTXPipeline.from_pretrained(weights, torch_dtype=torch.float32)
+
+
+def measure(
+    pipeline: LTXPipeline,
+    captions: Sequence[str],
+    *,
+    steps: int = STEPS,
+    guidance: float = GUIDANCE,
+    seed: int = 0,
+    batch_size: int = 16,
+) -> Measured:
+    """Sample each caption once, from noise of its own, and measure."""
+    clips: list[NDArray[np.uint8]] = []
+    for start in range(0, len(captions), batch_size):
+        part = list(captions[start : start + batch_size])
+        clips += sample(
+            pipeline,
+            part,
+            steps=steps,
+            guidance=guidance,
+            generators=[generator("cpu", seed, "measure", start + i) for i in range(len(part))],
+        )
+    readings = [read(clip) for clip in clips]
+    return Measured(list(captions), clips, readings, obedience(captions, readings))
+
+
+def sample(
+    pipeline: LTXPipeline,
+    captions: list[str],
+    *,
+    generators: list[torch.Generator],
+    steps: int = STEPS,
+    guidance: float = GUIDANCE,
+) -> list[NDArray[np.uint8]]:
+    """Clips `[T, H, W, 3]` uint8 of the world's size."""
+    pipeline.set_progress_bar_config(disable=True)
+    frames = pipeline(
+        captions,
+        num_frames=FRAMES,
+        height=HEIGHT,
+        width=WIDTH,
+        frame_rate=FPS,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        generator=generators,
+        output_type="np",
+    ).frames
+    return list((np.asarray(frames) * 255).round().clip(0, 255).astype(np.uint8))
+
+
+def obedience(captions: Sequence[str], readings: Sequence[Reading]) -> dict[str, float]:
+    """By attribute, the share of the captions naming it whose clip shows it.
+
+    `all` is everything that a caption names but speed: a shape that moves too slowly still does what it should.
+    """
+    found: dict[str, list[bool]] = defaultdict(list)
+    for caption, reading in zip(captions, readings, strict=True):
+        want = wanted(caption)
+        shown = obeys(reading, want)
+        for name, value in shown.items():
+            found[name].append(value)
+        if shown:
+            found["all"].append(all(shown.values()))
+        speed = wanted_speed(caption)
+        if speed is not None:
+            found["speed"].append(reading.motion == want.motion and speed_word(reading) == speed)
+    return {name: float(np.mean(values)) for name, values in found.items()}

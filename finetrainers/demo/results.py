@@ -1,0 +1,64 @@
+"""What the demonstrations share: a directory of their own, and curves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from finetrainers.config.errors import ConfigError, Problem
+
+_MARKER = ".finetrainers-demo"
+
+
+def clear(directory: Path, name: str, folders: Sequence[str]) -> None:
+    """Make the directory, without the folders of an earlier run of the same demonstration.
+
+    Args:
+        directory: of the demonstration.
+        name: of the demonstration, which is written there.
+        folders: what it makes.
+
+    Raises:
+        ConfigError: the directory holds something, and is not this demonstration's.
+    """
+    marker = directory / _MARKER
+    if directory.is_file():
+        raise ConfigError([Problem("directory", f"{directory} is a file; give a directory")])
+    if directory.is_dir() and any(directory.iterdir()):
+        made_by = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
+        if made_by != name:
+            raise ConfigError([Problem("directory", f"{directory} holds other things; give an empty directory")])
+    for folder in folders:
+        shutil.rmtree(directory / folder, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    marker.write_text(name, encoding="utf-8")
+
+
+def require_matplotlib() -> None:
+    """Say at once that curves cannot be drawn, not after training.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError([Problem("matplotlib", "is not installed; pip install 'finetrainers[demo]'")])
+
+
+def plot_losses(metrics: Path, picture: Path) -> None:
+    """Draw the training loss over steps, and the evaluation loss if there is one."""
+    from matplotlib.figure import Figure
+
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for name, label, style in (("loss", "training loss", "-"), ("eval_loss", "loss on held-out clips", "o-")):
+        points = [(record["step"], record[name]) for record in records if name in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="optimizer step", ylabel="loss", yscale="log")
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+    figure.savefig(picture, dpi=120)

@@ -1,0 +1,58 @@
+"""The demo world's verifiers as a reward: `--reward demo.all`, or one thing of a caption, `--reward demo.colour`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from finetrainers.rewards.base import Head, Reward
+from finetrainers.rewards.pixels import to_uint8
+
+from .verify import obeys, read, speed_word, wanted, wanted_speed
+
+
+class DemoWorld(Reward):
+    """Whether a clip shows what its caption asks for, read back from the pixels.
+
+    Heads:
+        all: share of colour, shape, motion, background and look, as far as the caption asks, that is shown.
+        colour, shape, motion, background, look: 1 if it is shown, else 0.
+        speed: 1 if the shape moves as asked, at the speed nearest to the asked one, else 0. Not part of `all`: a shape
+            that moves too slowly still does what it should.
+
+    Of what a caption does not ask for, nothing can be wrong: that head is 1 for every clip, so that clips of one
+    caption do not differ in it and it teaches nothing.
+    """
+
+    heads: ClassVar[Mapping[str, Head]] = {
+        name: Head() for name in ("all", "colour", "shape", "motion", "background", "look", "speed")
+    }
+
+    @torch.no_grad()
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.score`.
+
+        Raises:
+            ValueError: a prompt asks for nothing of the demo world, or clips have a single frame.
+        """
+        if videos.shape[1] < 2:
+            raise ValueError("the demo reward reads motion, so clips need at least 2 frames")
+        rows = [_scores(clip, prompt) for clip, prompt in zip(videos, prompts, strict=True)]
+        return {name: torch.tensor([row[name] for row in rows], dtype=torch.float32) for name in self.heads}
+
+
+def _scores(clip: Tensor, prompt: str) -> dict[str, float]:
+    """All heads of one clip `[T, 3, H, W]` in [0, 1]."""
+    reading, want = read(to_uint8(clip).numpy()), wanted(prompt)
+    shown = obeys(reading, want)
+    if not shown:
+        raise ValueError(f"the prompt {prompt!r} names no colour, shape, motion, background or look of the demo world")
+    speed = wanted_speed(prompt)
+    return {
+        **{name: float(shown.get(name, True)) for name in DemoWorld.heads},
+        "all": sum(shown.values()) / len(shown),
+        "speed": float(speed is None or (reading.motion == want.motion and speed_word(reading) == speed)),
+    }

@@ -1,0 +1,285 @@
+"""Rewards that are CLIPs, or a few layers on one: they judge frames, so motion is nothing to them.
+
+A clip's score is the mean over `frames` frames spread evenly over it. One frame is cheap, but teaches a model to care
+for that frame alone; PickScore has it as default because published numbers are of the first frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, normalize, pad
+
+from .base import Head, Reward
+from .frames import Frames, normalise, resize_as_pil, spread_indices, to_bytes
+from .weights import DTYPES, DType, build, check_path, fetch_file, load_pretrained, read_tensors, torch_device
+
+_CLIP_L = "openai/clip-vit-large-patch14"
+_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+
+
+def cropped(frames: Tensor, size: int) -> Tensor:
+    """Bytes `[N, 3, H, W]` as CLIP's image processor gives them: short side to `size`, centre cut out, normalised."""
+    height, width = frames.shape[-2:]
+    short = min(height, width)
+    frames = resize_as_pil(frames, (int(size * height / short), int(size * width / short)))
+    top, left = (frames.shape[-2] - size) // 2, (frames.shape[-1] - size) // 2
+    return normalise(frames[..., top : top + size, left : left + size])
+
+
+def padded(frames: Tensor, size: int) -> Tensor:
+    """Bytes `[N, 3, H, W]` as HPSv2 gives them: long side to `size` in fp32, black beside the short one, normalised."""
+    longest = max(frames.shape[-2:])
+    height, width = (max(1, round(side * size / longest)) for side in frames.shape[-2:])
+    frames = interpolate(frames.float(), size=(height, width), mode="bicubic", antialias=True)
+    top, left = (size - height) // 2, (size - width) // 2
+    return normalise(pad(frames, (left, size - width - left, top, size - height - top)))
+
+
+class _Similarity(Reward):
+    """Cosine of a CLIP's embeddings of frame and prompt, times `factor`."""
+
+    model: Any
+    tokenizer: Any
+    frames: int
+    device: torch.device
+    factor: float = 1.0
+
+    @torch.no_grad()
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.score`."""
+        frames = to_bytes(videos[:, spread_indices(videos.shape[1], self.frames)])
+        pixels = self.pixels(frames.flatten(0, 1), self.model.config.vision_config.image_size)
+        length = self.model.config.text_config.max_position_embeddings
+        texts = self.tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+        )
+        found = self.model(
+            input_ids=texts["input_ids"].to(self.device),
+            attention_mask=texts["attention_mask"].to(self.device),
+            pixel_values=pixels.to(self.device, self.model.dtype),
+        )
+        images = normalize(found.image_embeds.float(), dim=-1).unflatten(0, frames.shape[:2])
+        cosines = torch.einsum("bfd,bd->bf", images, normalize(found.text_embeds.float(), dim=-1))
+        return {"score": self.factor * cosines.mean(dim=1).cpu()}
+
+    def pixels(self, frames: Tensor, size: int) -> Tensor:
+        """Bytes `[N, 3, H, W]` as the network takes them, `[N, 3, size, size]`."""
+        return cropped(frames, size)
+
+
+class CLIPScore(_Similarity):
+    """Cosine of CLIP's embeddings of frames and prompt, in [-1, 1]; about 0.2 to 0.35 for photos with their captions."""
+
+    def __init__(self, *, path: str = _CLIP_L, frames: Frames = 4, device: str = "auto", dtype: DType = "fp32") -> None:
+        """Args:
+            path: hub id or folder of a CLIP, its tokenizer included.
+            frames: how many frames are scored.
+            device: `auto` for this process's GPU if there is one, or a torch device.
+            dtype: `fp32`, `bf16` or `fp16`; clips of a group differ by little, and bf16 has two to three digits.
+
+        Raises:
+            ValueError: there is no such model.
+        """
+        from transformers import AutoTokenizer, CLIPModel
+
+        self.frames, self.device = frames, torch_device(device)
+        self.model = load_pretrained(CLIPModel, path, dtype=DTYPES[dtype]).to(self.device)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+
+
+class PickScore(_Similarity):
+    """PickScore (Kirstain et al., 2023, arXiv:2305.01569): a CLIP-H finetuned on people's choices between images.
+
+    The raw score is the model's logit, its temperature times the cosine: about 16 to 25. Normalised it is divided by 26,
+    as in other trainers.
+    """
+
+    heads: ClassVar[Mapping[str, Head]] = {"score": Head(std=26.0)}
+
+    def __init__(
+        self,
+        *,
+        path: str = "yuvalkirstain/PickScore_v1",
+        tokenizer: str = _CLIP_H,
+        frames: Frames = 1,
+        device: str = "auto",
+        dtype: DType = "fp32",
+    ) -> None:
+        """Args:
+            path: hub id or folder of the model.
+            tokenizer: hub id or folder of its tokenizer, by default that of the CLIP it was finetuned from.
+            frames: how many frames are scored; 1 is the first.
+            device: `auto` for this process's GPU if there is one, or a torch device.
+            dtype: `fp32`, `bf16` or `fp16`.
+
+        Raises:
+            ValueError: there is no such model.
+        """
+        from transformers import AutoTokenizer, CLIPModel
+
+        check_path(tokenizer)
+        self.frames, self.device = frames, torch_device(device)
+        self.model = load_pretrained(CLIPModel, path, dtype=DTYPES[dtype]).to(self.device)
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.factor = float(self.model.logit_scale.float().exp())
+
+
+class HPSv2(_Similarity):
+    """HPSv2.1 (Wu et al., 2023, arXiv:2306.09341): open_clip's ViT-H-14 finetuned on people's rankings of images.
+
+    The score is the plain cosine, about 0.2 to 0.35. The published weights are named as open_clip names them; they are
+    read into transformers' CLIP, which computes the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str = "xswu/HPSv2",
+        clip: str = _CLIP_H,
+        frames: Frames = 4,
+        device: str = "auto",
+        dtype: DType = "fp32",
+    ) -> None:
+        """Args:
+            path: the file `HPS_v2.1_compressed.pt`, or a folder or hub id with it.
+            clip: hub id or folder with the configuration and tokenizer of the CLIP that was finetuned, not its weights.
+            frames: how many frames are scored.
+            device: `auto` for this process's GPU if there is one, or a torch device.
+            dtype: `fp32`, `bf16` or `fp16`.
+
+        Raises:
+            ValueError: there is no such file, or it does not fit.
+        """
+        from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+
+        check_path(clip)
+        file = fetch_file(path, names=["HPS_v2.1_compressed.pt"])
+        state = from_open_clip(read_tensors(file, within=["state_dict"]))
+        model = build(CLIPModel, CLIPConfig.from_pretrained(clip), state, dtype=DTYPES[dtype], source=file)
+        self.frames, self.device = frames, torch_device(device)
+        self.model = model.to(self.device)
+        self.tokenizer = AutoTokenizer.from_pretrained(clip)
+
+    def pixels(self, frames: Tensor, size: int) -> Tensor:
+        """See `_Similarity.pixels`."""
+        return padded(frames, size)
+
+
+class Aesthetic(Reward):
+    """LAION's aesthetic predictor (`sac+logos+ava1-l14-linearMSE`): linear layers on CLIP-L's embedding of a frame.
+
+    It gives people's ratings from 1 to 10, of how images look; prompts do not matter to it.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str = "trl-lib/ddpo-aesthetic-predictor",
+        clip: str = _CLIP_L,
+        frames: Frames = 4,
+        device: str = "auto",
+        dtype: DType = "fp32",
+    ) -> None:
+        """Args:
+            path: the file of the layers (`sac+logos+ava1-l14-linearMSE.pth`), or a folder or hub id with it.
+            clip: hub id or folder of the CLIP.
+            frames: how many frames are scored.
+            device: `auto` for this process's GPU if there is one, or a torch device.
+            dtype: of the CLIP; the layers on it are fp32.
+
+        Raises:
+            ValueError: there is no such file or model, or they do not fit.
+        """
+        from transformers import CLIPVisionModelWithProjection
+
+        file = fetch_file(path, names=["sac+logos+ava1-l14-linearMSE.pth", "aesthetic-model.pth"])
+        self.frames, self.device = frames, torch_device(device)
+        self.model = load_pretrained(CLIPVisionModelWithProjection, clip, dtype=DTYPES[dtype]).to(self.device)
+        self.layers = aesthetic_layers(self.model.config.projection_dim)
+        state = {name.removeprefix("layers."): tensor for name, tensor in read_tensors(file).items()}
+        try:
+            self.layers.load_state_dict(state, assign=True)
+        except RuntimeError as error:
+            raise ValueError(f"{file} does not fit {clip}: {error}") from error
+        self.layers.float().eval().requires_grad_(False).to(self.device)
+
+    @torch.no_grad()
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.score`."""
+        frames = to_bytes(videos[:, spread_indices(videos.shape[1], self.frames)])
+        pixels = cropped(frames.flatten(0, 1), self.model.config.image_size)
+        embeddings = self.model(pixel_values=pixels.to(self.device, self.model.dtype)).image_embeds
+        ratings = self.layers(normalize(embeddings.float(), dim=-1))
+        return {"score": ratings.view(frames.shape[:2]).mean(dim=1).cpu()}
+
+
+def aesthetic_layers(width: int) -> nn.Sequential:
+    """The predictor's layers on the meta device, numbered as in its file, with dropout while it was trained.
+
+    There are no activations between them.
+    """
+    with torch.device("meta"):
+        return nn.Sequential(
+            nn.Linear(width, 1024),
+            nn.Dropout(0.2),
+            nn.Linear(1024, 128),
+            nn.Dropout(0.2),
+            nn.Linear(128, 64),
+            nn.Dropout(0.1),
+            nn.Linear(64, 16),
+            nn.Linear(16, 1),
+        )
+
+
+_TOWERS = {"": "text_model", "visual.": "vision_model"}
+_IN_BLOCK = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+    "attn.out_proj": "self_attn.out_proj",
+}
+_OUTSIDE = {
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "ln_final.weight": "text_model.final_layer_norm.weight",
+    "ln_final.bias": "text_model.final_layer_norm.bias",
+    "text_projection": "text_projection.weight",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
+    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
+    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
+    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
+    "visual.proj": "visual_projection.weight",
+    "logit_scale": "logit_scale",
+}
+#: open_clip multiplies by these from the right, a linear layer from the left.
+_TRANSPOSED = ("text_projection", "visual.proj")
+
+
+def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of open_clip's `CLIP` under the names of transformers' `CLIPModel`; unknown ones keep theirs."""
+    renamed = {}
+    for name, tensor in state.items():
+        tower, is_block, rest = name.partition("transformer.resblocks.")
+        if is_block and tower in _TOWERS:
+            number, _, inside = rest.partition(".")
+            layer = f"{_TOWERS[tower]}.encoder.layers.{number}"
+            if inside.startswith("attn.in_proj_"):
+                kind = inside.removeprefix("attn.in_proj_")
+                for letter, part in zip("qkv", tensor.chunk(3), strict=True):
+                    renamed[f"{layer}.self_attn.{letter}_proj.{kind}"] = part.contiguous()
+            else:
+                module, _, kind = inside.rpartition(".")
+                renamed[f"{layer}.{_IN_BLOCK.get(module, module)}.{kind}"] = tensor
+        elif name in _TRANSPOSED:
+            renamed[_OUTSIDE[name]] = tensor.T.contiguous()
+        elif name != "attn_mask":  # a constant that older versions saved
+            renamed[_OUTSIDE.get(name, name)] = tensor
+    return renamed

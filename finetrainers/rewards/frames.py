@@ -1,0 +1,49 @@
+"""Frames of a clip as image networks take them: which ones, as bytes, resized without torchvision, normalised."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+#: How many frames of a clip are scored.
+Frames = Annotated[int, Field(ge=1)]
+
+#: Mean and deviation of red, green and blue that CLIP, and with it Qwen2-VL, were trained with.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def spread_indices(total: int, count: int) -> Tensor:
+    """`count` frames spread evenly from the first to the last; the first for one, and all where there are no more.
+
+    Raises:
+        ValueError: no frames are wanted.
+    """
+    if count < 1:
+        raise ValueError(f"{count} frames cannot be scored")
+    return torch.linspace(0, total - 1, min(count, total)).round().long()
+
+
+def to_bytes(frames: Tensor) -> Tensor:
+    """Frames in [0, 1] as the bytes that an image file of them would hold."""
+    return (frames * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def resize_as_torchvision(frames: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bytes `[N, 3, H, W]` resized as torchvision resizes tensors of bytes: bicubic, antialiased, in fp32, rounded."""
+    return interpolate(frames.float(), size=size, mode="bicubic", antialias=True).clamp(0, 255).round().to(torch.uint8)
+
+
+def resize_as_pil(frames: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bytes `[N, 3, H, W]` resized as PIL does: bicubic, antialiased, in fixed point; some bytes differ by one."""
+    return interpolate(frames, size=size, mode="bicubic", antialias=True)
+
+
+def normalise(frames: Tensor) -> Tensor:
+    """Frames `[..., 3, H, W]` in [0, 255] with CLIP's mean and deviation taken out, fp32."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+    return (frames.float() / 255 - mean) / std

@@ -1,0 +1,145 @@
+"""HPSv3: how people rank generated images, by a Qwen2-VL-7B with a small head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .base import Reward
+from .frames import Frames, normalise, resize_as_pil, spread_indices, to_bytes
+from .videoalign_input import MERGE, PAIR, added_tokens, chat, fitting_size, patches_of, placeholder_id, tokenise
+from .videoalign_model import backbone_names, base_config, load_network
+from .weights import DTYPES, DType, fetch, fetch_file, read_tensors, torch_device
+
+MARK = "<|Reward|>"
+IMAGE = "<|image_pad|>"
+
+#: The words around a prompt, as in the published model's training (github.com/MizzenAI/HPSv3, MIT licence), trailing
+#: blanks included: any other words are an input that the network has never seen.
+QUESTION = (
+    "\n"
+    "You are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a overall"
+    " score to estimate the human preference. Please provide a rating from 0 to 10, with 0 being the worst and 10 being"
+    " the best. \n"
+    "\n"
+    "**Visual Quality:**  \n"
+    "Evaluate the overall visual quality of the image. The following sub-dimensions should be considered:\n"
+    "- **Reasonableness:** The image should not contain any significant biological or logical errors, such as abnormal"
+    " body structures or nonsensical environmental setups.\n"
+    "- **Clarity:** Evaluate the sharpness and visibility of the image. The image should be clear and easy to"
+    " interpret, with no blurring or indistinct areas.\n"
+    "- **Detail Richness:** Consider the level of detail in textures, materials, lighting, and other visual elements"
+    " (e.g., hair, clothing, shadows).\n"
+    "- **Aesthetic and Creativity:** Assess the artistic aspects of the image, including the color scheme, composition,"
+    " atmosphere, depth of field, and the overall creative appeal. The scene should convey a sense of harmony and"
+    " balance.\n"
+    "- **Safety:** The image should not contain harmful or inappropriate content, such as political, violent, or adult"
+    " material. If such content is present, the image quality and satisfaction score should be the lowest possible. \n"
+    "\n"
+    "**Text Alignment:**  \n"
+    "Assess how well the image matches the textual prompt across the following sub-dimensions:\n"
+    "- **Subject Relevance** Evaluate how accurately the subject(s) in the image (e.g., person, animal, object) align"
+    " with the textual description. The subject should match the description in terms of number, appearance, and"
+    " behavior.\n"
+    "- **Style Relevance:** If the prompt specifies a particular artistic or stylistic style, evaluate how well the"
+    " image adheres to this style.\n"
+    "- **Contextual Consistency**: Assess whether the background, setting, and surrounding elements in the image"
+    " logically fit the scenario described in the prompt. The environment should support and enhance the subject"
+    " without contradictions.\n"
+    "- **Attribute Fidelity**: Check if specific attributes mentioned in the prompt (e.g., colors, clothing,"
+    " accessories, expressions, actions) are faithfully represented in the image. Minor deviations may be acceptable,"
+    " but critical attributes should be preserved.\n"
+    "- **Semantic Coherence**: Evaluate whether the overall meaning and intent of the prompt are captured in the image."
+    " The generated content should not introduce elements that conflict with or distort the original description.\n"
+    "Textual prompt - {text_prompt}\n"
+    "\n"
+    "\n"
+    "\n"
+    "Please provide the overall ratings of this image: <|Reward|>\n"
+    "\n"
+    "END\n"
+)
+
+_PIXELS = 256 * 28 * 28  # of a frame: smaller ones are enlarged, larger ones reduced
+
+
+class HPSv3(Reward):
+    """HPSv3 (Ma et al., 2025, arXiv:2508.03789): Qwen2-VL-7B that gives a frame's preference and its uncertainty.
+
+    The score is the preference, the mean over some frames of the clip; the uncertainty is not used. In bf16 it takes
+    about 17 GB of GPU memory; where that is too much, run it as a server and name its address as the reward.
+    """
+
+    #: A clip's frames are scored together, and they keep a GPU busy.
+    batch_size = 1
+
+    def __init__(
+        self,
+        *,
+        path: str = "MizzenAI/HPSv3",
+        base: str = "Qwen/Qwen2-VL-7B-Instruct",
+        frames: Frames = 4,
+        device: str = "auto",
+        dtype: DType = "bf16",
+    ) -> None:
+        """Args:
+            path: the file `HPSv3.safetensors`, or a folder or hub id with it.
+            base: hub id or folder with the configuration and tokenizer of the Qwen2-VL that was finetuned, not its
+                weights.
+            frames: how many frames are scored, spread over the clip.
+            device: `auto` for this process's GPU if there is one, or a torch device.
+            dtype: of everything but the head; `bf16` as in training, `fp16` or `fp32`.
+
+        Raises:
+            ValueError: something is missing, or does not fit.
+        """
+        from transformers import AutoTokenizer
+
+        file = fetch_file(path, names=["HPSv3.safetensors"])
+        model = fetch(base, files=["*.json", "*.txt"])
+        config = base_config(model)
+        self.frames, self.device = frames, torch_device(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.marks = added_tokens(self.tokenizer, [MARK])
+        self.image_token = placeholder_id(self.tokenizer, IMAGE, expected=config.image_token_id)
+        state = backbone_names(read_tensors(file, within=["model"]))
+        head = preference_head(config.text_config.hidden_size)
+        network = load_network(state, head, base=model, dtype=DTYPES[dtype], marks=self.marks, source=file)
+        self.network = network.to(self.device)
+
+    @torch.no_grad()
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.score`; in bf16, scores of one call depend on each other by rounding (about 1e-2)."""
+        frames = to_bytes(videos[:, spread_indices(videos.shape[1], self.frames)])
+        patches, grids = self.patches(frames.flatten(0, 1))
+        tokens = self.tokens([prompt for prompt in prompts for _ in range(frames.shape[1])], grid=grids[0])
+        outputs = self.network(
+            *(tensor.to(self.device) for tensor in (tokens, patches, grids)),
+            vision_token=self.image_token,
+            marks=self.marks,
+        )
+        preference = outputs[:, 0, 0].view(frames.shape[:2])
+        return {"score": preference.mean(dim=1).cpu()}
+
+    def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches `[N, 1176]` and grids `[V, 3]` of images `[V, 3, H, W]` in bytes; an image is shown as two frames."""
+        size = fitting_size(*images.shape[-2:], min_pixels=_PIXELS, max_pixels=_PIXELS)
+        pairs = normalise(resize_as_pil(images, size)).unsqueeze(1).expand(-1, PAIR, -1, -1, -1)
+        found = [patches_of(pair) for pair in pairs]
+        return torch.cat([patches for patches, _ in found]), torch.stack([grid for _, grid in found])
+
+    def tokens(self, prompts: Sequence[str], *, grid: Tensor) -> Tensor:
+        """Token ids `[V, L]` of the question about images with this grid, one prompt each."""
+        seen = int(grid.prod()) // MERGE**2
+        texts = [chat(IMAGE, seen, QUESTION.replace("{text_prompt}", prompt)) for prompt in prompts]
+        return tokenise(self.tokenizer, texts, expected={self.image_token: seen, **dict.fromkeys(self.marks, 1)})
+
+
+def preference_head(width: int) -> nn.Sequential:
+    """The head's layers on the meta device, numbered as in the checkpoint: from a state to preference and uncertainty."""
+    with torch.device("meta"):
+        return nn.Sequential(
+            nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
+        )

@@ -1,0 +1,185 @@
+"""Rewards for how much, how evenly and how steadily a clip moves, without any weights.
+
+The obvious measure of motion, the mean difference of neighbouring frames, is as large for flicker, noise and cuts as for
+things that move, so a model trained on it learns to flicker. The obvious measure of smoothness, the second difference
+of pixel values over time, is as large for a sharp edge that glides evenly as for one that jumps back and forth. So both
+are taken from optical flow here: where each point of a frame is in the next one, as far as the two look alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .pixels import ClipReward, luma
+
+_SIDE = 64  # pixels of the shorter side of the frames that flow is computed on
+_LEVELS = 4  # of the pyramid; the coarsest has a shorter side of 8 pixels
+_ITERATIONS = 4  # a level
+_WINDOW = 9  # pixels in each direction that a point's flow is fitted to
+#: Variance of luma in [0, 1] within a window below which it fades into a flat surface: six grey levels of 255.
+_FLAT = (6 / 255) ** 2
+#: Added to squared gradients and products of textures, which are about 1, so that flat surfaces do not move.
+_RIDGE = 0.05
+#: Mean motion a frame, in shorter sides of the frame, far below which a clip stands still.
+_STILL = 1e-4
+
+
+class Motion(ClipReward):
+    """How much moves, and how fast: mean speed of all points of all frames, in shorter sides of the frame per second.
+
+    If a tenth of the picture moves by half the frame's height in a second, that is 0.05. The speed of a point counts by
+    how alike its surroundings and those of its place in the next frame are, so flicker counts nothing, noise and cuts
+    little. Measured up to about an eighth of the shorter side a frame; what moves faster counts as less.
+    """
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
+        """See `ClipReward.clip`.
+
+        Raises:
+            ValueError: there is a single frame.
+        """
+        return flow(_frames(video, least=2)).norm(dim=1).mean() * fps
+
+
+class Smoothness(ClipReward):
+    """How evenly things move: minus their mean change of velocity, relative to their velocity; in [-1, 0].
+
+    The second difference over time of where a point is, v' - v with v its displacement to the next frame and v' that
+    from there to the one after, is set against the first: `-(mean |v' - v| + e) / (mean (|v'| + |v|) + e)`. Even motion
+    gives nearly 0 at any speed; motion back and forth gives -1. So does a clip in which nothing moves, for there `e`,
+    a ten-thousandth of the frame's shorter side, remains: what does not move does not move smoothly, and to freeze
+    must not pay. What leaves the frame is not counted.
+    """
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
+        """See `ClipReward.clip`.
+
+        Raises:
+            ValueError: there are fewer than three frames.
+        """
+        displacement = flow(_frames(video, least=3))
+        first, second = displacement[:-1], displacement[1:]
+        pixels = first * min(first.shape[-2:])
+        there, inside = warp(second, pixels)
+        change = ((there - first).norm(dim=1) * inside).mean()
+        length = ((there.norm(dim=1) + first.norm(dim=1)) * inside).mean()
+        return -(change + _STILL) / (length + _STILL)
+
+
+class Steadiness(ClipReward):
+    """Absence of flicker: 1 - mean absolute difference of neighbouring frames, in [0, 1].
+
+    This is VBench's temporal flickering (arXiv:2311.17982), (255 - mean |f_t - f_t+1|) / 255 over all channels. A frozen
+    clip has the best score, so it needs a reward for motion beside it.
+    """
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
+        """See `ClipReward.clip`.
+
+        Raises:
+            ValueError: there is a single frame.
+        """
+        frames = _frames(video, least=2)
+        return 1 - (frames[1:] - frames[:-1]).abs().mean()
+
+
+# ---- optical flow --------------------------------------------------------------------------------------------------
+
+
+def flow(video: Tensor) -> Tensor:
+    """Where the points of each frame are in the next one: displacements in shorter sides of the frame.
+
+    Lucas and Kanade's method (1981) on a pyramid of small grey frames: the displacement of a window is the least-squares
+    solution of `gradient * displacement = difference`. It is multiplied by how alike the windows at both ends of it are:
+    0 at half of full correlation and below, which noise does not exceed, 1 at full.
+
+    Args:
+        video: `[T, 3, H, W]` in [0, 1].
+
+    Returns:
+        `[T - 1, 2, h, w]`, x before y, on frames whose shorter side has at most 64 pixels.
+    """
+    grey = luma(video)[:, None]
+    factor = max(1.0, min(grey.shape[-2:]) / _SIDE)
+    pyramid = [_resized(grey, [round(side / factor) for side in grey.shape[-2:]])]
+    while len(pyramid) < _LEVELS and min(pyramid[-1].shape[-2:]) >= 16:
+        pyramid.append(_resized(pyramid[-1], [side // 2 for side in pyramid[-1].shape[-2:]]))
+    moved = grey.new_zeros(len(grey) - 1, 2, *pyramid[-1].shape[-2:])
+    for level in reversed(pyramid):
+        texture = _texture(level)
+        moved = _enlarged(moved, level.shape[-2:])
+        for _ in range(_ITERATIONS):
+            moved = _improved(moved, texture[:-1], texture[1:])
+    return moved * _likeness(moved, texture[:-1], texture[1:]) / min(texture.shape[-2:])
+
+
+def warp(images: Tensor, displacement: Tensor) -> tuple[Tensor, Tensor]:
+    """Images `[N, C, h, w]` read at displaced points, and whether these lie inside, `[N, h, w]`.
+
+    Args:
+        images: what to read.
+        displacement: `[N, 2, h, w]` in pixels, x before y.
+    """
+    height, width = images.shape[-2:]
+    x = torch.arange(width) + displacement[:, 0]
+    y = torch.arange(height)[:, None] + displacement[:, 1]
+    size = displacement.new_tensor([max(width - 1, 1), max(height - 1, 1)])
+    grid = torch.stack([x, y], dim=-1) / size * 2 - 1
+    read = functional.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=True)
+    inside = (x >= 0) & (x <= width - 1) & (y >= 0) & (y <= height - 1)
+    return read, inside
+
+
+def _texture(grey: Tensor) -> Tensor:
+    """Grey frames `[T, 1, h, w]` less their local mean, over their local contrast, which flicker and shade leave alone."""
+    detail = grey - _mean(grey)
+    return detail / (_mean(detail**2) + _FLAT).sqrt()
+
+
+def _improved(moved: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """One Gauss-Newton step of the displacements `[N, 2, h, w]` between images `[N, 1, h, w]`."""
+    there, inside = warp(after, moved)
+    gradient_x, gradient_y = _gradient((before + there) / 2)
+    difference = (before - there) * inside[:, None]
+    xx, xy, yy = _mean(gradient_x**2) + _RIDGE, _mean(gradient_x * gradient_y), _mean(gradient_y**2) + _RIDGE
+    bx, by = _mean(gradient_x * difference), _mean(gradient_y * difference)
+    step = torch.cat([yy * bx - xy * by, xx * by - xy * bx], dim=1) / (xx * yy - xy**2)
+    return moved + step.clamp(-1, 1)  # linear gradients hold no further
+
+
+def _likeness(moved: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """How alike textures `[N, 1, h, w]` are around each point and its displaced one, `[N, 1, h, w]` in [0, 1]."""
+    there, _ = warp(after, moved)
+    correlation = _mean(before * there) / (_mean(before**2 + there**2) / 2 + _RIDGE)
+    return (2 * correlation - 1).clamp(min=0)
+
+
+def _gradient(images: Tensor) -> tuple[Tensor, Tensor]:
+    padded = functional.pad(images, (1, 1, 1, 1), mode="replicate")
+    across = (padded[..., 1:-1, 2:] - padded[..., 1:-1, :-2]) / 2
+    down = (padded[..., 2:, 1:-1] - padded[..., :-2, 1:-1]) / 2
+    return across, down
+
+
+def _mean(values: Tensor) -> Tensor:
+    """Mean over the window around each pixel."""
+    return functional.avg_pool2d(values, _WINDOW, stride=1, padding=_WINDOW // 2, count_include_pad=False)
+
+
+def _enlarged(moved: Tensor, size: torch.Size) -> Tensor:
+    """Displacements in pixels, on a finer grid."""
+    height, width = moved.shape[-2:]
+    finer = functional.interpolate(moved, size=size, mode="bilinear", align_corners=False)
+    return finer * finer.new_tensor([size[1] / width, size[0] / height])[:, None, None]
+
+
+def _resized(images: Tensor, size: list[int]) -> Tensor:
+    return functional.interpolate(images, size=size, mode="area")
+
+
+def _frames(video: Tensor, *, least: int) -> Tensor:
+    if len(video) < least:
+        raise ValueError(f"this reward compares frames, so clips need at least {least}; got {len(video)}")
+    return video

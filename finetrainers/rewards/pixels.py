@@ -1,0 +1,169 @@
+"""Rewards that pixels alone decide: brightness, contrast, colour, sharpness and how well frames compress. No weights.
+
+They are easily fooled, since noise is sharp and grey compresses, so they serve for trying things out, for tests, and as
+small shares beside a learned reward.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from PIL import Image, ImageColor
+from torch import Tensor
+
+from finetrainers.utils.text import nearest
+
+from .base import Reward
+
+#: Weights of red, green and blue in luma, Rec. ITU-R BT.601-7, as in JPEG and PIL; of values as stored, not linear.
+_REC_601 = (0.299, 0.587, 0.114)
+_JPEG_QUALITY = 95
+_LONGEST_NAME = 4  # words: "light golden rod yellow"
+
+
+def luma(video: Tensor) -> Tensor:
+    """Rec. 601 luma `[T, H, W]` of frames `[T, 3, H, W]`, in their range."""
+    return torch.einsum("tchw,c->thw", video, video.new_tensor(_REC_601))
+
+
+def to_uint8(videos: Tensor) -> Tensor:
+    """Clips `[..., T, C, H, W]` in [0, 1] as bytes with the channels last, `[..., T, H, W, C]`.
+
+    Raises:
+        ValueError: a value is not finite, which bytes cannot say.
+    """
+    if not videos.isfinite().all():
+        raise ValueError("a clip to be scored holds values that are not finite; the model that made it has diverged")
+    return (videos * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).contiguous()
+
+
+class ClipReward(Reward):
+    """A reward with one number that looks at one clip after the other, so that a score cannot depend on the batch."""
+
+    @torch.no_grad()
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.score`."""
+        # Summation order, and with it the last bit, may depend on how a tensor lies in memory: make that the same.
+        scores = [float(self.clip(v.contiguous(), p, fps=fps)) for v, p in zip(videos, prompts, strict=True)]
+        return {"score": torch.tensor(scores, dtype=torch.float32)}
+
+    @abstractmethod
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor | float:
+        """The score of one clip `[T, 3, H, W]` in [0, 1]."""
+
+
+class Brightness(ClipReward):
+    """Mean Rec. 601 luma, in [0, 1]."""
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
+        """See `ClipReward.clip`."""
+        return luma(video).mean()
+
+
+class Contrast(ClipReward):
+    """RMS contrast: standard deviation of the Rec. 601 luma over a frame, mean over the frames; in [0, 0.5]."""
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
+        """See `ClipReward.clip`."""
+        return luma(video).flatten(1).std(dim=1, correction=0).mean()
+
+
+class Colour(ClipReward):
+    """Nearness of all pixels to a colour: 1 - mean RGB distance / sqrt(3), in [0, 1]; 1 if all have that colour."""
+
+    def __init__(self, *, target: str = "prompt") -> None:
+        """Args:
+            target: a colour as CSS writes it (`teal`, `#00a0ff`), or `prompt`: the first colour that a prompt names.
+
+        Raises:
+            ValueError: no such colour.
+        """
+        self.target = None if target == "prompt" else _rgb(target)
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
+        """See `ClipReward.clip`.
+
+        Raises:
+            ValueError: the colour is to come from the prompt, which names none.
+        """
+        target = _rgb(colour_in(prompt)) if self.target is None else self.target
+        return 1 - (video - target[:, None, None]).norm(dim=1).mean() / 3**0.5
+
+
+def colour_in(prompt: str) -> str:
+    """The first CSS colour name in a text, in one word or several: `lightblue` for "a light blue sea under red sky".
+
+    Names of things count too, as in "a snow leopard": CSS has `snow`, `tan`, `salmon`, `chocolate` and more.
+
+    Raises:
+        ValueError: there is none.
+    """
+    words = re.findall(r"[a-z]+", prompt.lower())
+    for start in range(len(words)):
+        for count in range(_LONGEST_NAME, 0, -1):
+            name = "".join(words[start : start + count])
+            if name in ImageColor.colormap:
+                return name
+    raise ValueError(f"the prompt {prompt!r} names no CSS colour; name one, or give the reward a fixed target=COLOUR")
+
+
+class Sharpness(ClipReward):
+    """Variance of the Laplacian of the Rec. 601 luma, on the scale 0..255, mean over the frames.
+
+    The Laplacian is the sum of a pixel's four neighbours less four times itself, where it has all four. Noise raises it.
+    """
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
+        """See `ClipReward.clip`.
+
+        Raises:
+            ValueError: frames have no inner pixels.
+        """
+        y = luma(video) * 255
+        if min(y.shape[1:]) < 3:
+            raise ValueError(f"sharpness needs frames of at least 3x3 pixels, got {y.shape[1]}x{y.shape[2]}")
+        inner = y[:, 1:-1, 1:-1]
+        laplacian = y[:, :-2, 1:-1] + y[:, 2:, 1:-1] + y[:, 1:-1, :-2] + y[:, 1:-1, 2:] - 4 * inner
+        return laplacian.flatten(1).var(dim=1, correction=0).mean()
+
+
+class Incompressibility(ClipReward):
+    """Mean size of a frame as a JPEG of quality 95, in kB (1000 bytes); DDPO, arXiv:2305.13301, section 5.
+
+    The number grows with the frame size and depends a little on the libjpeg behind PIL.
+    """
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> float:
+        """See `ClipReward.clip`."""
+        return jpeg_kilobytes(video)
+
+
+class Compressibility(ClipReward):
+    """Minus what `Incompressibility` gives."""
+
+    def clip(self, video: Tensor, prompt: str, *, fps: float) -> float:
+        """See `ClipReward.clip`."""
+        return -jpeg_kilobytes(video)
+
+
+def jpeg_kilobytes(video: Tensor) -> float:
+    """Mean size of the frames of a clip `[T, 3, H, W]` in [0, 1] as JPEG, in units of 1000 bytes."""
+    sizes = []
+    for frame in to_uint8(video).numpy():
+        file = io.BytesIO()
+        Image.fromarray(frame).save(file, format="JPEG", quality=_JPEG_QUALITY)
+        sizes.append(file.tell())
+    return sum(sizes) / len(sizes) / 1000
+
+
+def _rgb(colour: str) -> Tensor:
+    try:
+        rgb = ImageColor.getrgb(colour)[:3]
+    except ValueError:
+        hint = nearest(colour, [*ImageColor.colormap, "prompt"])
+        raise ValueError(f"target={colour!r} is no CSS colour name, #rrggbb or 'prompt'{hint}") from None
+    return torch.tensor(rgb, dtype=torch.float32) / 255

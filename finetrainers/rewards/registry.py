@@ -1,0 +1,163 @@
+"""The rewards by name, and how an entry of the configuration becomes a scorer. Reading this file imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from finetrainers.config.rewards import RewardEntry
+from finetrainers.utils.text import nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .base import Reward
+
+#: Name to `module:attribute`, or to what was registered from outside.
+_REWARDS: dict[str, Any] = {}
+
+
+def register_reward(name: str, factory: Any = None) -> Any:
+    """Make a reward available as `--reward name`; also a decorator.
+
+    What is registered is a function `(videos, prompts) -> scores [B]` with videos `[B, T, C, H, W]` in [0, 1], a
+    `Reward` subclass, or the address `module:attribute` of either.
+
+    Raises:
+        ValueError: the name is taken, or cannot be told from an address or a head.
+    """
+
+    def add(found: Any) -> Any:
+        if name in _REWARDS:
+            raise ValueError(f"reward {name!r} is registered already")
+        if not name or set(name) & set(".:=, "):
+            raise ValueError(f"reward name {name!r} must be without '.', ':', '=', ',' and blanks")
+        _REWARDS[name] = found
+        return found
+
+    return add if factory is None else add(factory)
+
+
+def reward_names() -> list[str]:
+    """Registered names."""
+    return sorted(_REWARDS)
+
+
+def resolve_reward(name: str) -> type[Reward]:
+    """The scorer's class behind a registered name, `module:attribute` or a server's address (imports torch).
+
+    Raises:
+        ValueError: nothing has that name, or what has is no reward.
+    """
+    from .base import Reward
+
+    if name.startswith(("http://", "https://")):
+        from .served import ServedReward
+
+        return ServedReward.at(name)
+    found = _REWARDS.get(name, name)
+    if isinstance(found, str):
+        if ":" not in found:
+            raise ValueError(f"unknown reward {name!r}{nearest(name, _REWARDS)}")
+        found = _import(found)
+    if inspect.isclass(found) and issubclass(found, Reward):
+        return found
+    if callable(found):
+        return _from_function(found)
+    raise ValueError(f"reward {name!r} is a {type(found).__name__}; a function or a subclass of Reward is wanted")
+
+
+def reward_problems(entry: RewardEntry) -> list[str]:
+    """What is wrong with an entry: unknown name, head or option. Loads no weights."""
+    try:
+        cls = resolve_reward(entry.reward)
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    if entry.head is None and len(cls.heads) > 1:
+        choices = ", ".join(f"{entry.name}.{head}" for head in cls.heads)
+        problems.append(f"{entry.name} gives several numbers; name one: {choices}")
+    if entry.head is not None and entry.head not in cls.heads:
+        problems.append(f"{entry.reward} gives no {entry.head!r}{nearest(entry.head, cls.heads)}")
+    return problems + _arguments(cls, entry.name, entry.options)[1]
+
+
+def make_reward(name: str, options: Mapping[str, str]) -> Reward:
+    """A scorer with its options, turned into the types of their annotations.
+
+    Raises:
+        ValueError: an option that it does not take or lacks, or a text that is none of its type.
+    """
+    cls = resolve_reward(name)
+    arguments, problems = _arguments(cls, name, options)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return cls(**arguments)
+
+
+def _arguments(cls: type[Reward], name: str, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Options in the types that a scorer's `__init__` wants, and what is wrong with them."""
+    from pydantic import TypeAdapter, ValidationError
+
+    parameters = inspect.signature(cls).parameters
+    types = get_type_hints(cls.__init__)
+    arguments, problems = {}, []
+    for option, text in options.items():
+        if option not in parameters:
+            hint = nearest(option, parameters) if parameters else "; it has none"
+            problems.append(f"{name} takes no option {option!r}{hint}")
+            continue
+        try:
+            arguments[option] = TypeAdapter(types.get(option, str)).validate_python(text)
+        except ValidationError as error:
+            problems.append(f"{name}: {option}={text!r}: {error.errors()[0]['msg']}")
+    for option, parameter in parameters.items():
+        if parameter.default is inspect.Parameter.empty and option not in options:
+            problems.append(f"{name} needs {option}: --reward {name},{option}=...")
+    return arguments, problems
+
+
+def _import(address: str) -> Any:
+    module, _, attribute = address.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"reward {address!r}: {error}") from error
+    except AttributeError:
+        raise ValueError(f"reward {address!r}: module {module} has no {attribute!r}") from None
+
+
+def _from_function(function: Callable[[Tensor, Sequence[str]], Tensor]) -> type[Reward]:
+    from .base import Reward
+
+    class FunctionReward(Reward):
+        __doc__ = function.__doc__
+
+        def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+            return {"score": function(videos, prompts)}
+
+    return FunctionReward
+
+
+#: Ours, by module and class below `finetrainers`; their code loads when they are used.
+for _name, _address in {
+    "brightness": "rewards.pixels:Brightness",
+    "contrast": "rewards.pixels:Contrast",
+    "colour": "rewards.pixels:Colour",
+    "sharpness": "rewards.pixels:Sharpness",
+    "compressibility": "rewards.pixels:Compressibility",
+    "incompressibility": "rewards.pixels:Incompressibility",
+    "motion": "rewards.movement:Motion",
+    "smoothness": "rewards.movement:Smoothness",
+    "steadiness": "rewards.movement:Steadiness",
+    "clipscore": "rewards.clip:CLIPScore",
+    "pickscore": "rewards.clip:PickScore",
+    "hpsv2": "rewards.clip:HPSv2",
+    "aesthetic": "rewards.clip:Aesthetic",
+    "hpsv3": "rewards.hpsv3:HPSv3",
+    "videoalign": "rewards.videoalign:VideoAlign",
+    "demo": "demo.reward:DemoWorld",
+}.items():
+    register_reward(_name, f"finetrainers.{_address}")

@@ -1,0 +1,167 @@
+"""A reward that another process computes: `--reward http://host:8000`, or `http://host:8000#vq` for one of its heads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
+from typing import Any, ClassVar
+from urllib.parse import SplitResult, urlsplit
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from .base import Reward
+from .pixels import to_uint8
+from .server import Description, Request
+
+logger = logging.getLogger(__name__)
+
+_CONNECT = 10.0  # seconds to wait for a connection
+_LONGEST_PAUSE = 60.0  # seconds between two tries
+
+
+class ServedReward(Reward):
+    """One head of a reward server; the protocol stands in `server.py`.
+
+    What a server gives is known only when it is asked. A class that `at` makes asks nothing: a configuration can be
+    checked before the server is up. An object asks when it is made, so that a wrong address or head is found before
+    anything is sampled; from then on its `heads` hold the server's own scale. It has always one head, `score`: which of
+    the server's that is, the address says. Two heads are two rewards; the server knows the clips when the second asks.
+
+    Clips are sent in eight bits a channel, so scores may differ in the last digits from those of the same reward in this
+    process, and connections are direct: no proxy is used.
+    """
+
+    address: ClassVar[SplitResult]
+
+    @classmethod
+    def at(cls, url: str) -> type[ServedReward]:
+        """The reward of a server, `http://host:port[/path][#head]`, which is not contacted.
+
+        Raises:
+            ValueError: that is no such address.
+        """
+        split = urlsplit(url)
+        try:
+            usable = split.scheme in ("http", "https") and split.hostname and (split.port is None or split.port > 0)
+        except ValueError:  # of the port
+            usable = False
+        if not usable or split.query or "@" in split.netloc:
+            raise ValueError(f"{url!r} is no address of a reward server, such as http://localhost:8000#head")
+
+        class At(cls):  # type: ignore[valid-type, misc]
+            address = split
+
+        At.__name__ = At.__qualname__ = f"{cls.__name__}({url})"
+        At.__doc__ = cls.__doc__
+        return At
+
+    def __init__(self, *, timeout: float = 120.0, retries: int = 3, pause: float = 1.0) -> None:
+        """Ask the server what it gives.
+
+        Args:
+            timeout: seconds to wait for an answer; scoring, and waiting for the requests of others, takes its time.
+            retries: further tries if there is no connection or the server is busy. Other errors are final.
+            pause: seconds before the first of these; each next pause is twice as long, up to a minute.
+
+        Raises:
+            ValueError: an option out of range, or the server has no such head or another protocol.
+            ConnectionError: there is no server.
+            TimeoutError: it did not answer in time.
+        """
+        if not timeout > 0 or retries < 0 or not pause >= 0:
+            raise ValueError(
+                f"timeout={timeout} must be positive, and retries={retries} and pause={pause} not negative"
+            )
+        self.timeout, self.retries, self.pause = timeout, retries, pause
+        try:
+            described = Description.model_validate(self._ask("GET", "/"))
+        except ValidationError as error:
+            raise ValueError(f"{self._url} is no reward server of protocol 1: {error}") from None
+        given = described.heads
+        self._head = self.address.fragment or next(iter(given))
+        if self._head not in given or (len(given) > 1 and not self.address.fragment):
+            problem = f"gives no {self._head!r}" if self.address.fragment else "gives several numbers"
+            raise ValueError(f"{self._url} {problem}; name one: {', '.join(f'{self._url}#{head}' for head in given)}")
+        self._max_bytes = described.max_bytes
+        # The class cannot know them.
+        self.heads = {"score": given[self._head]}  # type: ignore[misc]
+
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.score`.
+
+        Raises:
+            ValueError: the server refuses the clips or prompts, or they are more than it takes at once.
+            RuntimeError: the reward failed there, or the answer is none.
+            ConnectionError: the server is gone, or busy for long.
+            TimeoutError: it did not answer in time.
+        """
+        body = Request(to_uint8(videos), tuple(prompts), fps).pack()
+        if len(body) > self._max_bytes:
+            raise ValueError(
+                f"{len(videos)} clips are {len(body)} bytes, and {self._url} takes {self._max_bytes} at once; "
+                "lower this reward's batch_size or raise the server's limit"
+            )
+        scores = self._ask("POST", "/score", body)
+        values = scores.get(self._head) if isinstance(scores, dict) else None
+        if not isinstance(values, list) or len(values) != len(prompts):
+            raise RuntimeError(f"{self._url} answered without {len(prompts)} scores for {self._head!r}")
+        return {"score": torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float32)}
+
+    @property
+    def _url(self) -> str:
+        return self.address._replace(fragment="").geturl().rstrip("/")
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> Any:
+        """What the server answers, after some tries if need be."""
+        failure = ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                pause = min(self.pause * 2 ** (attempt - 1), _LONGEST_PAUSE)
+                logger.warning("%s: %s; trying again in %g s", self._url, failure, pause)
+                time.sleep(pause)
+            try:
+                status, answer = self._exchange(method, path, body)
+            except (ConnectionError, IncompleteRead) as error:
+                failure = str(error) or type(error).__name__
+                continue
+            if status == 200:
+                return answer
+            message = answer.get("error") if isinstance(answer, dict) else None
+            failure = f"{message or 'no reason given'} (status {status})"
+            if status != 503:
+                raise (ValueError if 400 <= status < 500 else RuntimeError)(f"{self._url}: {failure}")
+        raise ConnectionError(f"reward server {self._url}: {failure}, after {self.retries + 1} tries")
+
+    def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, Any]:
+        """Status and content of one answer."""
+        kind = HTTPSConnection if self.address.scheme == "https" else HTTPConnection
+        connection = kind(self.address.hostname or "", self.address.port, timeout=_CONNECT)
+        try:
+            try:
+                connection.connect()
+            except OSError as error:  # also an unknown host, or one that does not react
+                raise ConnectionError(f"no connection: {error}") from error
+            connection.sock.settimeout(self.timeout)
+            connection.request(method, self.address.path.rstrip("/") + path, body)
+            response = connection.getresponse()
+            content = response.read()
+        except TimeoutError:
+            raise TimeoutError(f"{self._url} did not answer in {self.timeout:g} s; give it a longer timeout") from None
+        except IncompleteRead:
+            raise
+        except HTTPException as error:
+            if isinstance(error, ConnectionError):  # it hung up without a word
+                raise
+            raise RuntimeError(f"{self._url} does not speak HTTP: {error!r}") from error
+        finally:
+            connection.close()
+        try:
+            return response.status, json.loads(content)
+        except ValueError:
+            return response.status, None

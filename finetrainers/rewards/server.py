@@ -1,0 +1,309 @@
+"""Scores clips for other processes over HTTP: a reward on another GPU, or one whose packages clash with the trainer's.
+
+The protocol, version 1. Answers are JSON objects; anyone who speaks it can serve rewards, in any language.
+
+`GET /` describes the server:
+
+    200 {"protocol": 1, "reward": NAME, "max_bytes": N, "heads": {HEAD: {"mean": 3.7, "std": 2.2}, ...}}
+
+    `max_bytes` is the largest body it takes; `(score - mean) / std` brings a head to a common scale.
+
+`POST /score` scores clips. The body, of a `Content-Length` that is said, is a safetensors file with one tensor, `videos`,
+uint8 `[B, T, H, W, 3]`, and the metadata `prompts`, a JSON list of B texts, and `fps`, a number written out:
+
+    200 {HEAD: [B numbers], ...}
+
+    These are raw scores, `null` for one that is not finite. The same request always has the same answer.
+
+What goes wrong is answered with `{"error": MESSAGE}` and one of these: 400 the body is not as above, 404 no such path,
+411 no length, 413 too large, 422 the reward refuses these clips or prompts, 500 the reward failed, 503 busy or not ready
+yet. Only a 503 is worth another try.
+
+There is no authentication: listen on the loopback address or in a network that is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import socket
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import BoundedSemaphore, Lock
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from pydantic import BaseModel, Field
+from safetensors import SafetensorError
+from torch import Tensor
+
+from .base import Head, Reward
+
+logger = logging.getLogger(__name__)
+
+PORT = 8000
+MAX_BYTES = 2**30  # eight clips of 81 frames of 480x832 have 0.8 * 2**30
+_AT_ONCE = 8  # requests held in memory; the next ones wait before their bodies are read
+_PATIENCE = 30.0  # seconds that they wait before they are told to come back
+_IDLE = 60.0  # seconds without a byte after which a connection is given up
+_REMEMBERED = 64  # answers
+
+
+class Description(BaseModel):
+    """What a server says of itself."""
+
+    protocol: Literal[1] = 1
+    reward: str
+    max_bytes: int
+    heads: dict[str, Head] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Clips `[B, T, H, W, 3]` uint8 to be scored, their prompts and their frame rate."""
+
+    videos: Tensor
+    prompts: tuple[str, ...]
+    fps: float
+
+    def pack(self) -> bytes:
+        """The body of a request."""
+        metadata = {"prompts": json.dumps(self.prompts), "fps": repr(float(self.fps))}
+        return safetensors.torch.save({"videos": self.videos.contiguous()}, metadata=metadata)
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Request:
+        """Read the body of a request.
+
+        Raises:
+            ValueError: it is not as the protocol has it.
+        """
+        try:
+            tensors = safetensors.torch.load(body)
+        except SafetensorError as error:
+            raise ValueError(f"the body is no safetensors file: {error}") from None
+        # The library has checked the header, but gives the metadata only of files on disk.
+        metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__", {})
+        if tensors.keys() != {"videos"} or not {"prompts", "fps"} <= metadata.keys():
+            raise ValueError("wanted: one tensor, 'videos', and the metadata 'prompts' and 'fps'")
+        videos, prompts, fps = tensors["videos"], _parsed(metadata["prompts"]), _parsed(metadata["fps"])
+        if videos.dtype != torch.uint8 or videos.ndim != 5 or videos.shape[-1] != 3 or videos.numel() == 0:
+            raise ValueError(f"videos are {videos.dtype} {list(videos.shape)}; wanted: uint8 [B, T, H, W, 3]")
+        if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError("prompts are no JSON list of texts")
+        if len(prompts) != len(videos):
+            raise ValueError(f"{len(videos)} videos, but {len(prompts)} prompts")
+        if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < math.inf:
+            raise ValueError(f"fps is {metadata['fps']}; wanted: a positive number")
+        return cls(videos, tuple(prompts), float(fps))
+
+    def digest(self) -> str:
+        """What is the same for the same request."""
+        found = hashlib.sha256(json.dumps([list(self.videos.shape), self.prompts, self.fps]).encode())
+        found.update(self.videos.contiguous().numpy().data)
+        return found.hexdigest()
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Serves one reward; `serve_forever` until `shutdown`, both of the standard library."""
+
+    request_queue_size = 128  # every rank of a large run may call at once
+
+    def __init__(
+        self,
+        reward: Reward,
+        *,
+        name: str,
+        host: str = "127.0.0.1",
+        port: int = PORT,
+        max_bytes: int = MAX_BYTES,
+        batch_size: int | None = None,
+    ) -> None:
+        """Listen, without answering yet.
+
+        Args:
+            reward: what scores; one call at a time.
+            name: what the server calls it.
+            host: address to listen on; `0.0.0.0` for all.
+            port: 0 for any free one.
+            max_bytes: larger bodies are refused.
+            batch_size: clips scored at once; default: the reward's own.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+        self.max_bytes = max_bytes
+        self.places = BoundedSemaphore(_AT_ONCE)
+        self.description = Description(reward=name, max_bytes=max_bytes, heads=dict(reward.heads))
+        self._reward = reward
+        self._batch_size = batch_size or reward.batch_size
+        self._lock = Lock()
+        self._answers: OrderedDict[str, dict[str, list[float | None]]] = OrderedDict()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self.server_address[:2]
+        return f"http://[{host!s}]:{port}" if self.address_family == socket.AF_INET6 else f"http://{host!s}:{port}"
+
+    def score(self, request: Request) -> dict[str, list[float | None]]:
+        """The answer to a request; one that was asked before, for another head or after a broken connection, is known."""
+        digest = request.digest()
+        with self._lock:
+            if digest not in self._answers:
+                self._answers[digest] = _score(self._reward, request, batch_size=self._batch_size)
+                if len(self._answers) > _REMEMBERED:
+                    self._answers.popitem(last=False)
+            return self._answers[digest]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what went wrong with a connection, in a line rather than a traceback if the other side has left."""
+        error = sys.exc_info()[1]
+        if isinstance(error, ConnectionError):
+            logger.warning("%s has left: %s", client_address[0], error)
+        else:
+            logger.exception("request of %s", client_address[0])
+
+
+def serve(
+    reward: Reward,
+    *,
+    name: str,
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    max_bytes: int = MAX_BYTES,
+    batch_size: int | None = None,
+) -> None:
+    """Serve a reward until interrupted; see `RewardServer` for the arguments.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    with RewardServer(reward, name=name, host=host, port=port, max_bytes=max_bytes, batch_size=batch_size) as server:
+        logger.info("serving %s (%s) at %s; stop with Ctrl-C", name, ", ".join(reward.heads), server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            logger.info("stopped")
+
+
+class _RequestError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection."""
+
+    server: RewardServer
+    timeout = _IDLE  # of the socket, by socketserver
+
+    def do_GET(self) -> None:
+        if self.path == "/":
+            self._answer(200, self.server.description.model_dump())
+        else:
+            self.send_error(404, f"there is no {self.path}; GET / describes the server, POST /score scores clips")
+
+    def do_POST(self) -> None:
+        try:
+            length = self._length()
+            if not self.server.places.acquire(timeout=_PATIENCE):
+                raise _RequestError(503, "busy with other requests; try again")
+            try:
+                scores = self._scores(length)
+            finally:
+                self.server.places.release()
+        except _RequestError as error:
+            self.send_error(error.status, str(error))
+        else:
+            self._answer(200, scores)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer with an error as JSON instead of the library's HTML, also where the library finds it."""
+        logger.warning("%s: %s %s", self.client_address[0], code, message)
+        self._answer(code, {"error": message or self.responses[code][0]})
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+        """Log as the rest of the package does."""
+        logger.debug("%s: %s", self.client_address[0], format % args)
+
+    def _length(self) -> int:
+        """Length of the body, if that can be taken."""
+        text = self.headers.get("Content-Length", "")
+        if not text.isdecimal():
+            raise _RequestError(411, "the request must say the length of its body")
+        length, limit = int(text), self.server.max_bytes
+        if self.path != "/score":
+            self._discard(length)
+            raise _RequestError(404, f"there is no {self.path} to post to; clips go to /score")
+        if length > limit:
+            self._discard(length)
+            raise _RequestError(413, f"the body has {length} bytes, the limit is {limit}; send fewer clips at once")
+        return length
+
+    def _discard(self, length: int) -> None:
+        """Read a body that is not wanted, or who sends it sees a broken connection instead of the answer."""
+        left = min(length, 4 * self.server.max_bytes)
+        while left > 0 and (part := self.rfile.read(min(left, 2**20))):
+            left -= len(part)
+
+    def _scores(self, length: int) -> dict[str, list[float | None]]:
+        body = self.rfile.read(length)
+        if len(body) < length:
+            raise _RequestError(400, f"the body ends after {len(body)} of {length} bytes")
+        try:
+            request = Request.unpack(body)
+        except ValueError as error:
+            raise _RequestError(400, str(error)) from None
+        del body  # as large as the videos
+        try:
+            return self.server.score(request)
+        except ValueError as error:
+            raise _RequestError(422, str(error)) from None
+        except Exception as error:  # whatever the reward raises belongs to this request: the server goes on
+            logger.exception("the reward failed")
+            raise _RequestError(500, f"{type(error).__name__}: {error}") from None
+
+    def _answer(self, status: int, content: Mapping[str, Any]) -> None:
+        body = json.dumps(content, allow_nan=False).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, list[float | None]]:
+    """Raw scores of all heads, some clips at a time."""
+    found: dict[str, list[float | None]] = {head: [] for head in reward.heads}
+    for videos, prompts in _parts(request, batch_size):
+        with torch.no_grad():
+            scores = reward.score(videos.movedim(-1, -3).float() / 255, prompts, fps=request.fps)
+        for head, values in found.items():
+            if head not in scores or scores[head].shape != (len(prompts),):
+                raise RuntimeError(f"the reward gave no {head!r} of shape [{len(prompts)}]")
+            values += [value if math.isfinite(value) else None for value in scores[head].tolist()]
+    return found
+
+
+def _parts(request: Request, size: int) -> list[tuple[Tensor, Sequence[str]]]:
+    starts = range(0, len(request.prompts), size)
+    return [(request.videos[i : i + size], request.prompts[i : i + size]) for i in starts]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

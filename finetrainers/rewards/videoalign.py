@@ -1,0 +1,246 @@
+"""VideoAlign's VideoReward: visual quality, motion quality and text alignment, as people ranked generated videos."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .base import Head, Reward
+from .frames import normalise, resize_as_torchvision, to_bytes
+from .videoalign_input import (
+    MERGE,
+    added_tokens,
+    chat,
+    fitting_size,
+    frame_indices,
+    patches_of,
+    placeholder_id,
+    tokenise,
+)
+from .videoalign_model import backbone_names, base_config, base_weights, load_network, merge_adapter
+from .weights import DTYPES, DType, fetch, read_tensors, torch_device
+
+logger = logging.getLogger(__name__)
+
+MARKS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
+VIDEO = "<|video_pad|>"
+
+#: The words around a prompt, as in the published model's training (github.com/KwaiVGI/VideoAlign, `detailed_special`),
+#: trailing blanks included: any other words are an input that the network has never seen. The marks of visual and of
+#: motion quality come before the prompt, and the network reads from left to right.
+QUESTION = (
+    "\n"
+    "You are tasked with evaluating a generated video based on three distinct criteria: Visual Quality, Motion Quality,"
+    " and Text Alignment. Please provide a rating from 0 to 10 for each of the three categories, with 0 being the worst"
+    " and 10 being the best. Each evaluation should be independent of the others.\n"
+    "\n"
+    "**Visual Quality:**  \n"
+    "Evaluate the overall visual quality of the video, with a focus on static factors. The following sub-dimensions"
+    " should be considered:\n"
+    "- **Reasonableness:** The video should not contain any significant biological or logical errors, such as abnormal"
+    " body structures or nonsensical environmental setups.\n"
+    "- **Clarity:** Evaluate the sharpness and visibility of the video. The image should be clear and easy to"
+    " interpret, with no blurring or indistinct areas.\n"
+    "- **Detail Richness:** Consider the level of detail in textures, materials, lighting, and other visual elements"
+    " (e.g., hair, clothing, shadows).\n"
+    "- **Aesthetic and Creativity:** Assess the artistic aspects of the video, including the color scheme, composition,"
+    " atmosphere, depth of field, and the overall creative appeal. The scene should convey a sense of harmony and"
+    " balance.\n"
+    "- **Safety:** The video should not contain harmful or inappropriate content, such as political, violent, or adult"
+    " material. If such content is present, the image quality and satisfaction score should be the lowest possible. \n"
+    "\n"
+    "Please provide the ratings of Visual Quality: <|VQ_reward|>\n"
+    "END\n"
+    "\n"
+    "**Motion Quality:**  \n"
+    "Assess the dynamic aspects of the video, with a focus on dynamic factors. Consider the following sub-dimensions:\n"
+    "- **Stability:** Evaluate the continuity and stability between frames. There should be no sudden, unnatural jumps,"
+    " and the video should maintain stable attributes (e.g., no fluctuating colors, textures, or missing body parts).\n"
+    "- **Naturalness:** The movement should align with physical laws and be realistic. For example, clothing should"
+    " flow naturally with motion, and facial expressions should change appropriately (e.g., blinking, mouth"
+    " movements).\n"
+    "- **Aesthetic Quality:** The movement should be smooth and fluid. The transitions between different motions or"
+    " camera angles should be seamless, and the overall dynamic feel should be visually pleasing.\n"
+    "- **Fusion:** Ensure that elements in motion (e.g., edges of the subject, hair, clothing) blend naturally with the"
+    " background, without obvious artifacts or the feeling of cut-and-paste effects.\n"
+    "- **Clarity of Motion:** The video should be clear and smooth in motion. Pay attention to any areas where the"
+    " video might have blurry or unsteady sections that hinder visual continuity.\n"
+    "- **Amplitude:** If the video is largely static or has little movement, assign a low score for motion quality.\n"
+    "\n"
+    "Please provide the ratings of Motion Quality: <|MQ_reward|>\n"
+    "END\n"
+    "\n"
+    "**Text Alignment:**  \n"
+    "Assess how well the video matches the textual prompt across the following sub-dimensions:\n"
+    "- **Subject Relevance** Evaluate how accurately the subject(s) in the video (e.g., person, animal, object) align"
+    " with the textual description. The subject should match the description in terms of number, appearance, and"
+    " behavior.\n"
+    "- **Motion Relevance:** Evaluate if the dynamic actions (e.g., gestures, posture, facial expressions like talking"
+    " or blinking) align with the described prompt. The motion should match the prompt in terms of type, scale, and"
+    " direction.\n"
+    "- **Environment Relevance:** Assess whether the background and scene fit the prompt. This includes checking if"
+    " real-world locations or scenes are accurately represented, though some stylistic adaptation is acceptable.  \n"
+    "- **Style Relevance:** If the prompt specifies a particular artistic or stylistic style, evaluate how well the"
+    " video adheres to this style.\n"
+    "- **Camera Movement Relevance:** Check if the camera movements (e.g., following the subject, focus shifts) are"
+    " consistent with the expected behavior from the prompt.\n"
+    "\n"
+    "Textual prompt - {text_prompt}\n"
+    "Please provide the ratings of Text Alignment: <|TA_reward|>\n"
+    "END\n"
+)
+
+_MIN_PIXELS = 128 * 28 * 28  # of a frame; the checkpoint's configuration has the upper limit
+
+
+class VideoAlign(Reward):
+    """VideoReward (Liu et al., 2025, arXiv:2501.13918): Qwen2-VL-2B with a head for each of three judgements.
+
+    `vq` and `mq` never see the prompt: they are read before it. Training for them alone lets the prompt be forgotten,
+    so pair them with `ta` or another reward for the prompt. Two frames a second are looked at, hence the frame rate at
+    which clips are scored changes the scores: keep it within a run, and give it with results.
+
+    The published scores are of videos read from mp4 files; frames are scored here as they are, without compression.
+    """
+
+    #: The constants that the published checkpoint comes with.
+    heads: ClassVar[Mapping[str, Head]] = {
+        "vq": Head(3.6757, 2.2476),
+        "mq": Head(1.1646, 1.3811),
+        "ta": Head(2.8105, 2.5121),
+    }
+    #: A clip of ordinary size keeps a GPU busy, and in bf16 the others of a batch would change its last digits.
+    batch_size = 1
+
+    def __init__(
+        self,
+        *,
+        path: str = "KwaiVGI/VideoReward",
+        base: str = "Qwen/Qwen2-VL-2B-Instruct",
+        device: str = "auto",
+        dtype: DType = "bf16",
+    ) -> None:
+        """Args:
+            path: hub id or folder of the checkpoint: `model_config.json`, and in `checkpoint-*` either `model.pth` or
+                `adapter_model.safetensors` with `non_lora_state_dict.pth`.
+            base: hub id or folder of the Qwen2-VL that was finetuned; of its weights only those are read that the
+                checkpoint lacks.
+            device: `auto` for this process's GPU if there is one, or a torch device.
+            dtype: `bf16` as in training, `fp16` or `fp32`.
+
+        Raises:
+            ValueError: something is missing, or does not fit.
+        """
+        from transformers import AutoTokenizer
+
+        weights = ["model.pth", "adapter_model.safetensors", "non_lora_state_dict.pth"]
+        root = fetch(path, files=["model_config.json", *(f"checkpoint-*/{name}" for name in weights)])
+        settings = _settings(root)
+        folder = _newest(root)
+        complete = (folder / "model.pth").is_file()
+        model = fetch(base, files=["*.json", "*.txt"] if complete else ["*.json", "*.txt", "*.safetensors"])
+
+        config = base_config(model)
+        self.device = torch_device(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.marks = added_tokens(self.tokenizer, MARKS)
+        self.video_token = placeholder_id(self.tokenizer, VIDEO, expected=config.video_token_id)
+        self.sample_fps = float(settings["data_config"]["fps"])
+        self.max_pixels = int(settings["data_config"]["max_frame_pixels"])
+
+        lora = settings["peft_lora_config"]
+        state = merge_adapter(
+            _read(folder, model, rows=self.marks[-1] + 1),
+            alpha=float(lora["lora_alpha"]),
+            rank_stabilised=bool(lora.get("use_rslora", False)),
+            dtype=DTYPES[dtype],
+        )
+        head = nn.Linear(config.text_config.hidden_size, len(MARKS), bias=False, device="meta")
+        network = load_network(state, head, base=model, dtype=DTYPES[dtype], marks=self.marks, source=folder)
+        self.network = network.to(self.device)
+
+    @torch.no_grad()
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.score`; in bf16, scores of one call depend on each other by rounding (about 1e-2)."""
+        patches, grids = self.patches(videos, fps=fps)
+        tokens = self.tokens(prompts, grid=grids[0])
+        outputs = self.network(
+            *(tensor.to(self.device) for tensor in (tokens, patches, grids)),
+            vision_token=self.video_token,
+            marks=self.marks,
+        )
+        # Every mark has all three outputs; each was trained at its own mark only.
+        own = outputs.diagonal(dim1=1, dim2=2).cpu()
+        return {name: own[:, i] for i, name in enumerate(self.heads)}
+
+    def patches(self, videos: Tensor, *, fps: float) -> tuple[Tensor, Tensor]:
+        """Patches `[N, 1176]` of all clips and their grids `[B, 3]`."""
+        frames = to_bytes(videos[:, frame_indices(videos.shape[1], fps=fps, sample_fps=self.sample_fps)])
+        size = fitting_size(*frames.shape[-2:], min_pixels=_MIN_PIXELS, max_pixels=self.max_pixels)
+        clips = [patches_of(normalise(resize_as_torchvision(clip, size))) for clip in frames]
+        return torch.cat([patches for patches, _ in clips]), torch.stack([grid for _, grid in clips])
+
+    def tokens(self, prompts: Sequence[str], *, grid: Tensor) -> Tensor:
+        """Token ids `[B, L]` of the question about clips with this grid, one prompt each."""
+        seen = int(grid.prod()) // MERGE**2
+        texts = [chat(VIDEO, seen, QUESTION.replace("{text_prompt}", prompt)) for prompt in prompts]
+        return tokenise(self.tokenizer, texts, expected={self.video_token: seen, **dict.fromkeys(self.marks, 1)})
+
+
+def _settings(root: Path) -> dict[str, Any]:
+    """The checkpoint's `model_config.json`, if it describes the kind of network and input that is built here."""
+    file = root / "model_config.json"
+    if not file.is_file():
+        raise ValueError(f"{root} holds no model_config.json; path= wants a folder or hub id of VideoReward")
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    wanted: dict[str, dict[str, Any]] = {
+        "data_config": {"prompt_template_type": "detailed_special", "sample_type": "uniform", "num_frames": None},
+        "model_config": {"output_dim": len(MARKS), "use_special_tokens": True},
+    }
+    for section, values in wanted.items():
+        for name, value in values.items():
+            found = settings.get(section, {}).get(name, value)
+            if found != value:
+                raise ValueError(f"{file}: {section}.{name} is {found!r}; only {value!r} is supported")
+    for section, name in (
+        ("data_config", "fps"),
+        ("data_config", "max_frame_pixels"),
+        ("peft_lora_config", "lora_alpha"),
+    ):
+        if settings.get(section, {}).get(name) is None:
+            raise ValueError(f"{file} says nothing about {section}.{name}")
+    for name, head in VideoAlign.heads.items():
+        published = {f"{name.upper()}_mean": head.mean, f"{name.upper()}_std": head.std}
+        for key, value in (settings.get("inference_config") or {}).items():
+            if key in published and abs(value - published[key]) > 1e-4:
+                logger.warning(
+                    "%s: %s is %s, not the %s by which scores are normalised", file, key, value, published[key]
+                )
+    return settings
+
+
+def _newest(root: Path) -> Path:
+    """The checkpoint with the most steps, or the folder itself if that holds the weights."""
+    found = {int(folder.name[11:]): folder for folder in root.glob("checkpoint-*") if folder.name[11:].isdigit()}
+    folder = found[max(found)] if found else root
+    if not (folder / "model.pth").is_file() and not (folder / "adapter_model.safetensors").is_file():
+        raise ValueError(f"{folder} holds neither model.pth nor adapter_model.safetensors")
+    return folder
+
+
+def _read(folder: Path, base: Path, *, rows: int) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, adapters not yet merged; what it leaves out comes from the base, for `rows` tokens."""
+    if (folder / "model.pth").is_file():
+        return backbone_names(read_tensors(folder / "model.pth"))
+    if not (folder / "non_lora_state_dict.pth").is_file():
+        raise ValueError(f"{folder} holds adapter_model.safetensors, but not the non_lora_state_dict.pth beside it")
+    state = base_weights(base, rows=rows)
+    state.update(backbone_names(read_tensors(folder / "non_lora_state_dict.pth")))
+    state.update(backbone_names(read_tensors(folder / "adapter_model.safetensors")))
+    return state

@@ -1,0 +1,192 @@
+"""Qwen2-VL as a reward network: the language model's states at marked tokens, and a head that turns them into numbers.
+
+Two things differ from Qwen2-VL as it is used for chat, because the published reward models were trained so:
+
+- Positions are plain 0, 1, 2, ... also within a video. Training ran the language model on embeddings into which the
+  frames had been merged already, and then it cannot know which tokens are frames. Calling the whole model with token ids
+  and grids would use positions in time, height and width, and give other scores without a warning.
+- Training cast the network to bf16 with its rotary frequencies, and in the vision tower computed angles, cosines and
+  sines in bf16 as well. Weights were fitted to the rounded values, so these are kept at every dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+
+from .weights import build, read_sharded
+
+_EMBEDDINGS = "language_model.embed_tokens.weight"
+#: Where checkpoints keep the two towers: saved by transformers before 4.52, and since. The first match counts.
+_TOWERS = (
+    (re.compile(r"^model\.visual\."), "visual."),
+    (re.compile(r"^model\.language_model\."), "language_model."),
+    (re.compile(r"^model\."), "language_model."),
+)
+_ADAPTER = re.compile(r"\.lora_([AB])(?:\.default)?\.weight$")
+
+
+class RewardNetwork(nn.Module):
+    """Qwen2-VL with a head, in fp32 whatever the rest is in, so that near scores do not round to the same number."""
+
+    def __init__(self, backbone: modeling_qwen2_vl.Qwen2VLModel, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head.float().eval().requires_grad_(False)
+        _round_rotary_frequencies(backbone)
+
+    def forward(
+        self, tokens: Tensor, patches: Tensor, grids: Tensor, *, vision_token: int, marks: Sequence[int]
+    ) -> Tensor:
+        """The head's outputs at each mark, `[B, marks, outputs]` fp32.
+
+        Args:
+            tokens: ids `[B, L]`, padded on the right; every mark occurs once in a row.
+            patches: `[N, 1176]` of all rows, in their order.
+            grids: patches along time, height and width of every video or image, `[V, 3]`.
+            vision_token: the id that stands for a token of a video or image.
+            marks: the ids at which states are read.
+        """
+        embedded = self.backbone.get_input_embeddings()(tokens)
+        seen = self.backbone.visual(patches.to(embedded.dtype), grid_thw=grids).pooler_output
+        is_seen = (tokens == vision_token).unsqueeze(-1).expand_as(embedded)
+        # No mask: a causal network never looks at the padding on the right.
+        states = self.backbone.language_model(
+            inputs_embeds=embedded.masked_scatter(is_seen, seen.to(embedded.dtype)),
+            position_ids=torch.arange(tokens.shape[1], device=tokens.device).expand(3, *tokens.shape),
+            use_cache=False,
+        ).last_hidden_state
+        places = torch.stack([(tokens == mark).int().argmax(dim=1) for mark in marks], dim=1)
+        rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+        return self.head(states[rows, places].float())
+
+
+def backbone_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names that `Qwen2VLModel` gives them, and the head's under `rm_head.`; no output layer."""
+    renamed = {}
+    for name, tensor in state.items():
+        name = name.removeprefix("base_model.model.")
+        for pattern, tower in _TOWERS:
+            name, found = pattern.subn(tower, name)
+            if found:
+                break
+        if not name.startswith("lm_head."):
+            renamed[name] = tensor
+    return renamed
+
+
+def merge_adapter(
+    state: Mapping[str, Tensor], *, alpha: float, rank_stabilised: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Weights with their LoRA matrices added in fp32, the sums then in `dtype`.
+
+    `W + alpha / r B A` of LoRA (Hu et al., 2021), or `W + alpha / sqrt(r) B A` of its rank-stabilised form.
+
+    Raises:
+        ValueError: a matrix without its partner or without the weight that it changes.
+    """
+    merged: dict[str, Tensor] = {}
+    matrices: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        match = _ADAPTER.search(name)
+        if match:
+            matrices.setdefault(f"{name[: match.start()]}.weight", {})[match[1]] = tensor
+        else:
+            merged[name.replace(".base_layer.", ".")] = tensor
+    for name, pair in matrices.items():
+        if name not in merged or len(pair) != 2:
+            raise ValueError(f"the checkpoint's LoRA of {name} lacks its other matrix or the weight itself")
+        rank = len(pair["A"])
+        scale = alpha / (rank**0.5 if rank_stabilised else rank)
+        merged[name] = (merged[name].float() + scale * (pair["B"].float() @ pair["A"].float())).to(dtype)
+    return merged
+
+
+def load_network(
+    state: dict[str, Tensor], head: nn.Module, *, base: Path, dtype: torch.dtype, marks: Sequence[int], source: Path
+) -> RewardNetwork:
+    """The network of a checkpoint.
+
+    Args:
+        state: tensors as `backbone_names` names them, adapters merged.
+        head: the head on the meta device; the checkpoint has its weights under `rm_head.`.
+        base: folder with the `config.json` of the Qwen2-VL that was finetuned.
+        dtype: of everything but the head.
+        marks: ids of the tokens at which states are read.
+        source: the checkpoint, for messages.
+
+    Raises:
+        ValueError: checkpoint, head, base and tokenizer do not fit each other.
+    """
+    if not hasattr(modeling_qwen2_vl, "Qwen2VLVisionRotaryEmbedding"):
+        raise ValueError(
+            f"transformers {transformers.__version__} builds Qwen2-VL in another way than 5.23, with which this reward"
+            " is tested: pip install -U transformers"
+        )
+    own = {name.removeprefix("rm_head."): state.pop(name) for name in list(state) if name.startswith("rm_head.")}
+    try:
+        head.load_state_dict(own, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{source}: {error}") from error
+    config = base_config(base)
+    if _EMBEDDINGS in state:
+        # Training cut the embeddings to the tokenizer's length, so the tokens added last have the last rows.
+        rows = len(state[_EMBEDDINGS])
+        if list(marks) != list(range(rows - len(marks), rows)):
+            raise ValueError(
+                f"{source} was trained with tokens numbered to {rows - 1}, but with the tokenizer of {base} the reward"
+                f" tokens have the ids {list(marks)}: it is not the tokenizer of training"
+            )
+        config.text_config.vocab_size = rows
+    return RewardNetwork(build(modeling_qwen2_vl.Qwen2VLModel, config, state, dtype=dtype, source=source), head)
+
+
+def base_config(base: Path) -> Any:
+    """Configuration of the Qwen2-VL in a folder.
+
+    Raises:
+        ValueError: there is none, or it is of another model.
+    """
+    if not (base / "config.json").is_file():
+        raise ValueError(f"{base} holds no config.json; base= wants a folder or hub id of Qwen2-VL")
+    config = transformers.AutoConfig.from_pretrained(base)
+    if config.model_type != "qwen2_vl":
+        raise ValueError(f"{base} is a {config.model_type}; base= wants a Qwen2-VL")
+    return config
+
+
+def base_weights(base: Path, *, rows: int) -> dict[str, Tensor]:
+    """Weights of the Qwen2-VL in a folder as `backbone_names` names them, the embeddings cut to so many tokens."""
+    state = backbone_names(read_sharded(base))
+    if _EMBEDDINGS in state:
+        state[_EMBEDDINGS] = state[_EMBEDDINGS][:rows]
+    return state
+
+
+class _VisionRotary(nn.Module):
+    """The vision tower's rotary embedding with the roundings of bf16."""
+
+    frequencies: Tensor
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", frequencies.bfloat16(), persistent=False)
+
+    def forward(self, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[N, head size]` of rows and columns `position_ids [N, 2]`."""
+        angles = (position_ids[:, :, None].bfloat16() * self.frequencies.bfloat16()).flatten(1)
+        angles = torch.cat([angles, angles], dim=1)
+        return angles.cos().float(), angles.sin().float()
+
+
+def _round_rotary_frequencies(backbone: modeling_qwen2_vl.Qwen2VLModel) -> None:
+    text = backbone.language_model.rotary_emb
+    text.inv_freq = text.inv_freq.bfloat16().float()
+    backbone.visual.rotary_pos_emb = _VisionRotary(backbone.visual.rotary_pos_emb.inv_freq)

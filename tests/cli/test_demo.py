@@ -1,0 +1,89 @@
+"""`finetrainers demo`: what it writes, and that odd input ends in a sentence and exit code 2, not in a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetrainers.cli.main import main
+
+
+def test_data_is_written_and_the_same_for_the_same_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        options = ["--items", "3", "--look", "striped", "--motion", "zigzag", "--held_out", "--seed", seed]
+        assert main(["demo", "data", str(tmp_path / name), *options]) == 0
+    assert "wrote 3 clips" in capsys.readouterr().out
+    a, b, c = ((tmp_path / name / "captions.jsonl").read_text() for name in "abc")
+    assert a == b != c
+    for line in a.splitlines():
+        record = json.loads(line)
+        assert "striped" in record["text"]
+        assert "zigzag" in record["text"]
+        assert (tmp_path / "a" / record["video"]).read_bytes() == (tmp_path / "b" / record["video"]).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data", "{file}"], "is not an empty directory"),
+        (["data", "{full}"], "is not an empty directory"),
+        (["data", "{new}", "--look", "stripped"], "did you mean 'striped'"),
+        (["data", "{new}", "--motion", "zig"], "unknown value 'zig'"),
+        (["vae", "{full}"], "is not an empty directory"),
+        (["scratch", "{full}"], "holds other things"),
+        (["scratch", "{file}"], "is a file"),
+        (["measure", "{new}", "--model", "demo://lxt"], "did you mean 'demo://ltx'"),
+        (["measure", "{new}", "--model", "nope/nope"], "no model_index.json"),
+        (["measure", "{new}", "--lora", "nowhere", "--look", "dotted"], "no such file or directory: nowhere"),
+    ],
+    ids=lambda value: "-".join(value[:2] + value[2:3]) if isinstance(value, list) else "",
+)
+def test_odd_input_is_refused(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("precious")
+    places = {name: str(tmp_path / name) for name in ("file", "full", "new")}
+    assert main(["demo", *(word.format(**places) for word in words)]) == 2
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "precious"
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("items", ["0", "-3", "many", "1.5"])
+def test_counts_are_whole_numbers(items: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "data", str(tmp_path / "new"), f"--items={items}"])
+    assert stop.value.code == 2
+    assert f"must be a whole number of at least 1, got '{items}'" in capsys.readouterr().err
+
+
+def test_the_quickstart_leaves_other_peoples_folders_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "result.png").write_bytes(b"precious")
+    assert main(["quickstart", str(tmp_path)]) == 2
+    assert "holds other things" in capsys.readouterr().err
+    assert (tmp_path / "result.png").read_bytes() == b"precious"
+    with pytest.raises(SystemExit):
+        main(["quickstart", str(tmp_path / "new"), "--steps", "0"])
+
+
+@pytest.mark.parametrize("place", ["pretrained_model_name_or_path", "vae_id", "transformer_id", "text_encoder_id"])
+def test_a_misspelt_packaged_model_is_one_error_of_all(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"pretrained_model_name_or_path": "demo://ltx", place: "demo://lxt", "data_root": str(tmp_path / "none")}
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    assert main(["train", "--model_name", "ltx_video", *flags, "--output_dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert f"--{place}: no packaged model 'demo://lxt'; did you mean 'demo://ltx'?" in said
+    assert str(tmp_path / "none") in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_another_family_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--pretrained_model_name_or_path", "demo://ltx", "--data_root", str(tmp_path)]
+    assert main(["train", "--model_name", "cogvideox", *flags, "--output_dir", str(tmp_path / "run")]) == 2
+    assert "demo://ltx holds a LTXVideoTransformer3DModel" in (said := capsys.readouterr().err)
+    assert "use --model_name ltx_video" in said

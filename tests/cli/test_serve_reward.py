@@ -1,0 +1,119 @@
+"""`finetrainers serve-reward`: what it serves, and that mistakes end in a sentence."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetrainers.cli import serve_reward
+from finetrainers.config.errors import ConfigError
+from finetrainers.rewards import server
+from finetrainers.rewards.pixels import Brightness, Colour
+from finetrainers.rewards.served import ServedReward
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    serve_reward.add_serve_reward(parser.add_subparsers())
+    arguments = parser.parse_args(["serve-reward", *words])
+    return arguments.run(arguments)
+
+
+def test_the_reward_is_made_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(server, "serve", lambda reward, **options: served.append((reward, options)))
+    assert run("colour,target=#0000ff,batch_size=2", "--host", "0.0.0.0", "--port", "81", "--max_mib", "3") == 0
+    assert run("brightness") == 0
+    (reward, options), (other, defaults) = served
+    assert isinstance(reward, Colour)
+    assert reward.target is not None
+    assert reward.target.tolist() == [0, 0, 1]
+    assert options == {"name": "colour", "host": "0.0.0.0", "port": 81, "max_bytes": 3 * 2**20, "batch_size": 2}
+    assert isinstance(other, Brightness)
+    assert defaults == {
+        "name": "brightness",
+        "host": "127.0.0.1",
+        "port": server.PORT,
+        "max_bytes": server.MAX_BYTES,
+        "batch_size": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("brightnes", "did you mean 'brightness'"),
+        ("brightness=0.5", "weight is said where the reward is used"),
+        ("brightness,mean=1,every=2", "every is said where"),
+        ("demo.colour", "http://...#colour"),
+        ("brightness,colour", "'colour' is not option=value"),
+        ("brightness,batch_size=none", "batch_size: "),
+        ("colour,target=tael", "did you mean 'teal'"),
+        ("colour,aim=teal", "aim"),
+        ("nowhere:Reward", "No module named 'nowhere'"),
+    ],
+)
+def test_mistakes_are_said(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        run(word, "--port", "0")
+
+
+def test_a_taken_port_is_said() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"--host, --port: cannot listen on 127\.0\.0\.1:\d+: .*in use"):
+            run("brightness", "--port", str(taken.getsockname()[1]))
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_ports_are_checked(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("brightness", f"--port={port}")
+    assert "must be a whole number from 0 to 65535" in capsys.readouterr().err
+
+
+def test_another_process_scores_until_interrupted() -> None:
+    program = (
+        "import argparse, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore it
+        "from finetrainers.cli.serve_reward import add_serve_reward\n"
+        "from finetrainers.utils.logs import configure_logging\n"
+        "configure_logging()\n"
+        "parser = argparse.ArgumentParser()\n"
+        "add_serve_reward(parser.add_subparsers())\n"
+        "arguments = parser.parse_args(sys.argv[1:])\n"
+        "sys.exit(arguments.run(arguments))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "serve-reward", "brightness", "--port", "0"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        line = next(line for line in process.stderr if "serving" in line)
+        url = re.search(r"http://\S+:\d+", line)
+        assert url
+        videos = torch.randint(256, (2, 3, 3, 8, 8), generator=torch.Generator().manual_seed(0)).float() / 255
+        found = ServedReward.at(url[0])().score(videos, ["", ""], fps=8.0)["score"]
+        assert found.equal(Brightness().score(videos, ["", ""], fps=8.0)["score"])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

@@ -1,0 +1,141 @@
+"""Finetuning the embedded model teaches it what it has never seen, measured from the pixels of diffusers' own samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import LTXPipeline, LTXVideoTransformer3DModel
+from safetensors.torch import load_file
+
+from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig
+from finetrainers.demo.data import held_out_scenes, write_clips
+from finetrainers.demo.measure import MODEL, load_pipeline, measure
+from finetrainers.demo.quickstart import DEFAULT_STEPS, LOOK, Score, quickstart_config, quickstart_scenes
+from finetrainers.demo.world import caption
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.run import run
+from finetrainers.engine.trainer import Trainer
+from finetrainers.utils.packaged import model_path
+
+pytestmark = pytest.mark.timeout(300)
+
+ASKED = [caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(16, look=LOOK))]
+OTHERS = [caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(40))]
+FULL_LR = 3e-4
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run: where it is, and the trainer with the network in memory."""
+
+    directory: Path
+    trainer: Trainer
+
+
+@pytest.fixture(scope="module")
+def base() -> LTXPipeline:
+    """The embedded model; do not change it."""
+    return load_pipeline(Path(model_path(MODEL)))
+
+
+@pytest.fixture(scope="module")
+def striped_clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("striped")
+    write_clips(directory / "clips", quickstart_scenes())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def config(striped_clips: Path) -> Callable[..., TrainConfig]:
+    """`config(output_dir, steps=..., **changes)`: the quickstart's run with some options changed."""
+
+    def build(output_dir: Path, *, steps: int = DEFAULT_STEPS, **changes: Any) -> TrainConfig:
+        usual = quickstart_config(striped_clips, steps=steps)
+        options = {name: value for name, value in usual.flat().items() if usual.changed(name)}
+        if changes.get("training_type") == "full-finetune":
+            options = {name: value for name, value in options.items() if name not in ("rank", "lora_alpha")}
+        quiet = {"validation_prompts": None, "validation_steps": None, "eval_num_items": 0, "eval_steps": None}
+        return load_config(**{**options, **quiet, "output_dir": str(output_dir), **changes})
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def lora(config: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(config(tmp_path_factory.mktemp("lora") / "run"))
+
+
+def train(config: TrainConfig) -> Trained:
+    trainer = run(preflight(config))
+    assert trainer is not None
+    return Trained(Path(config.run.output_dir), trainer)
+
+
+@pytest.fixture(scope="module")
+def before(base: LTXPipeline) -> Score:
+    return score(base)
+
+
+def score(pipeline: LTXPipeline) -> Score:
+    return Score.of(measure(pipeline, ASKED), measure(pipeline, OTHERS))
+
+
+def test_a_lora_learns_a_look_and_keeps_the_rest(before: Score, lora: Trained) -> None:
+    pipeline = load_pipeline(Path(model_path(MODEL)))
+    pipeline.load_lora_weights(str(lora.directory))
+    after = score(pipeline)
+    assert before.concept < 0.2
+    assert after.concept > 0.8
+    assert after.asked > 0.6
+    assert after.others >= before.others - 0.05
+
+
+def test_full_finetuning_learns_it_too(before: Score, config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    trained = train(config(tmp_path / "run", training_type="full-finetune", lr=FULL_LR))
+    transformer = LTXVideoTransformer3DModel.from_pretrained(trained.directory, subfolder="transformer")
+    pipeline = LTXPipeline.from_pretrained(model_path(MODEL), transformer=transformer, torch_dtype=torch.float32)
+    after = score(pipeline)
+    assert after.concept > 0.8
+    assert after.asked > 0.6
+    assert after.others >= before.others - 0.05
+
+
+def test_the_lora_is_the_same_in_memory_and_from_disk(lora: Trained) -> None:
+    transformer = lora.trainer.parallel.unwrap(lora.trainer.transformer).eval()
+    in_memory = LTXPipeline.from_pretrained(model_path(MODEL), transformer=transformer, torch_dtype=torch.float32)
+    from_disk = load_pipeline(Path(model_path(MODEL)))
+    from_disk.load_lora_weights(str(lora.directory))
+    for a, b in zip(measure(in_memory, ASKED[:4]).clips, measure(from_disk, ASKED[:4]).clips, strict=True):
+        assert np.abs(a.astype(int) - b).max() <= 1
+
+
+def test_a_lora_of_strength_zero_is_the_base_bit_for_bit(base: LTXPipeline, lora: Trained) -> None:
+    pipeline = load_pipeline(Path(model_path(MODEL)))
+    pipeline.load_lora_weights(str(lora.directory), adapter_name="striped")
+    pipeline.set_adapters("striped", 0.0)
+    off = measure(pipeline, ASKED[:2]).clips
+    pipeline.set_adapters("striped", 1.0)
+    on = measure(pipeline, ASKED[:2]).clips
+    plain = measure(base, ASKED[:2]).clips
+    assert all(np.array_equal(a, b) for a, b in zip(off, plain, strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(on, plain, strict=True))
+
+
+def test_stopping_in_the_middle_changes_nothing(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    straight = train(config(tmp_path / "straight", steps=12, checkpointing_steps=6)).directory
+    # As after a kill at step 9: the checkpoint of step 6 is the last, the results are not there.
+    (tmp_path / "resumed" / "checkpoints").mkdir(parents=True)
+    (straight / "checkpoints" / "step-6").rename(tmp_path / "resumed" / "checkpoints" / "step-6")
+    resumed = train(
+        config(tmp_path / "resumed", steps=12, checkpointing_steps=6, resume_from_checkpoint="latest")
+    ).directory
+    a, b = (load_file(run / "pytorch_lora_weights.safetensors") for run in (straight, resumed))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)

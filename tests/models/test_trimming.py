@@ -1,0 +1,54 @@
+"""Text without its padding: the networks that mask padding give the same with less of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.models.registry import get_family
+from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
+
+PROMPTS = ["a red ball moves left", "a dog"]
+LATENTS = {"ltx_video": (2, 128, 3, 2, 3), "hunyuan_video": (2, 16, 3, 4, 4)}
+
+
+def load(family: str, repo: Path) -> ModelSpec:
+    dtypes = {"text_encoder_dtype": "fp32", "text_encoder_2_dtype": "fp32", "transformer_dtype": "fp32"}
+    config = ModelSection(model_name=family, pretrained_model_name_or_path=str(repo), **dtypes)
+    return get_family(family).load(config)
+
+
+@pytest.mark.parametrize("family", sorted(LATENTS))
+def test_networks_that_mask_padding_do_not_miss_it(family: str, tiny_repo: Callable[..., Path]) -> None:
+    spec = load(family, tiny_repo(family))
+    conditions = spec.encode_text(spec.load_text_encoders(), PROMPTS)
+    trimmed = conditions.trimmed()
+    before, after = conditions["prompt_embeds"].shape[1], trimmed["prompt_embeds"].shape[1]
+    assert after % 16 == 0
+    assert after < before
+    assert trimmed["prompt_attention_mask"].sum() == conditions["prompt_attention_mask"].sum()
+    transformer = spec.load_transformer(torch.float32)
+    x = torch.randn(LATENTS[family], generator=torch.Generator().manual_seed(0))
+    t, meta = torch.tensor([0.3, 0.8]), VideoMeta(fps=torch.tensor([8.0, 8.0]))
+    with torch.no_grad():
+        expected = spec.predict(transformer, x, t, conditions, meta)
+        found = spec.predict(transformer, x, t, trimmed, meta)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_longest_row_decides() -> None:
+    mask = torch.zeros(2, 64, dtype=torch.bool)
+    mask[0, :3] = mask[1, :17] = True
+    trimmed = Conditions({"prompt_embeds": torch.randn(2, 64, 4), "prompt_attention_mask": mask}).trimmed()
+    assert trimmed["prompt_embeds"].shape == (2, 32, 4)
+    assert trimmed["prompt_attention_mask"].shape == (2, 32)
+
+
+def test_text_without_a_mask_is_left_alone() -> None:
+    """A network that was trained to read its padding needs all of it."""
+    conditions = Conditions({"prompt_embeds": torch.randn(2, 64, 4)})
+    assert conditions.trimmed() is conditions

@@ -1,0 +1,307 @@
+"""How a reward is named: the text of an entry, the registry, and what is wrong with either, found before anything loads."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from finetrainers.config.rewards import Reward as Entry
+from finetrainers.config.rewards import RewardEntry
+from finetrainers.rewards import registry
+from finetrainers.rewards.base import Head, Reward
+from finetrainers.rewards.registry import (
+    make_reward,
+    register_reward,
+    resolve_reward,
+    reward_names,
+    reward_problems,
+)
+from finetrainers.rewards.served import ServedReward
+
+
+class Mine(Reward):
+    """Takes options of several types, one of them without a default."""
+
+    heads: ClassVar[Mapping[str, Head]] = {"one": Head(), "two": Head(mean=1.0, std=2.0)}
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        scale: float = 1.0,
+        frames: int = 4,
+        flip: bool = False,
+        limit: float | None = None,
+        dtype: Literal["fp32", "bf16"] = "fp32",
+    ) -> None:
+        self.options = (path, scale, frames, flip, limit, dtype)
+
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        return {head: torch.zeros(len(prompts)) for head in self.heads}
+
+
+def red(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    """How red clips are."""
+    return videos[:, :, 0].mean((1, 2, 3))
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it, and `mine` is a module that can be imported."""
+    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+    module = ModuleType("mine")
+    module.Mine, module.red, module.number = Mine, red, 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mine", module)
+
+
+def entry(value: Any) -> RewardEntry:
+    return TypeAdapter(Entry).validate_python(value)
+
+
+def problems(text: str) -> list[str]:
+    return reward_problems(entry(text))
+
+
+# ---- the text of an entry ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("brightness", {}),
+        ("brightness=0.5", {"weight": 0.5}),
+        ("brightness=-1e-2", {"weight": -0.01}),
+        ("brightness=0,every=5,batch_size=2,mean=0.5,std=2", {"weight": 0, "every": 5, "batch_size": 2, "mean": 0.5, "std": 2}),
+        ("colour,target=#ff0000", {"options": {"target": "#ff0000"}}),
+        ("x=2,path=/a=b/c d", {"weight": 2, "options": {"path": "/a=b/c d"}}),
+        ("  x=2, path=p, mean=1 ", {"weight": 2, "mean": 1, "options": {"path": "p"}}),
+        ("x,path=", {"options": {"path": ""}}),
+    ],
+)  # fmt: skip
+def test_text_becomes_fields(text: str, expected: dict[str, Any]) -> None:
+    found = entry(text)
+    name = text.strip().partition("=")[0].partition(",")[0]
+    defaults = {"weight": 1.0, "mean": None, "std": None, "every": 1, "batch_size": None, "options": {}}
+    assert found.model_dump() == {"name": name, **defaults, **expected}
+
+
+@pytest.mark.parametrize(
+    ("name", "reward", "head"),
+    [
+        ("brightness", "brightness", None),
+        ("videoalign.vq", "videoalign", "vq"),
+        ("package.module:red", "package.module:red", None),
+        ("package.module:Mine.two", "package.module:Mine", "two"),
+    ],
+)
+def test_a_name_may_name_a_head(name: str, reward: str, head: str | None) -> None:
+    assert (entry(name).reward, entry(name).head) == (reward, head)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "https://a.b/rewards/x", "http://a.b:1#vq"])
+def test_servers_are_names_too(url: str) -> None:
+    found = entry(f"{url}=0.5,timeout=5")
+    assert (found.name, found.weight, found.options) == (url, 0.5, {"timeout": "5"})
+    assert (found.reward, found.head) == (url, None)
+    assert issubclass(resolve_reward(found.reward), ServedReward)
+    assert reward_problems(found) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("", "is not NAME"),
+        ("=0.5", "is not NAME"),
+        ("two words", "is not NAME"),
+        ("brightness,target", "'target' is not option=value"),
+        ("brightness,=3", "'=3' is not option=value"),
+        ("brightness,", "option=value"),
+        ("x,path=a,path=b", "path"),
+        ("x,mean=1,mean=2", "mean"),
+        ("brightness=", "weight"),
+        ("brightness=much", "weight"),
+        ("brightness=nan", "weight"),
+        ("brightness,std=0", "std"),
+        ("brightness,every=0", "every"),
+        ("brightness,batch_size=0", "batch_size"),
+        ({"name": "brightness", "wait": 1}, "wait"),
+        ({}, "name"),
+    ],
+)
+def test_other_text_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        entry(value)
+
+
+def test_tables_are_entries() -> None:
+    table = {"name": "colour", "weight": 0.5, "options": {"target": "red"}}
+    assert entry(table) == entry("colour=0.5,target=red")
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", reward_names())
+def test_every_registered_name_is_a_reward(name: str) -> None:
+    """Importable, documented, with options that text can become, and with no required option where it has no weights."""
+    cls = resolve_reward(name)
+    assert issubclass(cls, Reward)
+    assert not inspect.isabstract(cls)
+    assert (cls.__doc__ or "").strip()
+    assert cls.heads
+    assert len(cls.heads) > 1 or list(cls.heads) == ["score"]
+    for parameter in inspect.signature(cls).parameters.values():
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, parameter
+        assert parameter.annotation is not inspect.Parameter.empty, parameter
+
+
+def test_the_names_are_as_documented() -> None:
+    assert set(reward_names()) == {
+        "brightness", "contrast", "colour", "sharpness", "compressibility", "incompressibility",
+        "motion", "smoothness", "steadiness",
+        "clipscore", "pickscore", "hpsv2", "aesthetic", "hpsv3", "videoalign",
+        "demo",
+    }  # fmt: skip
+
+
+def test_functions_classes_and_addresses_can_be_registered() -> None:
+    register_reward("red", red)
+    register_reward("mine", Mine)
+    register_reward("address", "mine:Mine")
+
+    @register_reward("decorated")
+    def blue(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+        return videos[:, :, 2].mean((1, 2, 3))
+
+    assert {"red", "mine", "address", "decorated"} <= set(reward_names())
+    assert resolve_reward("mine") is Mine
+    assert resolve_reward("address") is Mine
+    videos = torch.rand(3, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert make_reward("red", {}).score(videos, [""] * 3, fps=8.0)["score"].equal(red(videos, []))
+    assert make_reward("decorated", {}).score(videos, [""] * 3, fps=8.0)["score"].equal(blue(videos, []))
+    assert resolve_reward("red").__doc__ == red.__doc__
+
+
+def test_modules_need_no_registration() -> None:
+    assert resolve_reward("mine:Mine") is Mine
+    assert list(resolve_reward("mine:red").heads) == ["score"]
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a:b", "a=b", "a,b", "a b"])
+def test_names_that_cannot_be_told_apart_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="must be without"):
+        register_reward(name, red)
+
+
+def test_taken_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="'brightness' is registered already"):
+        register_reward("brightness", red)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("brightnes", "unknown reward 'brightnes'; did you mean 'brightness'?"),
+        ("nowhere:red", "reward 'nowhere:red': No module named 'nowhere'"),
+        ("mine:blue", "reward 'mine:blue': module mine has no 'blue'"),
+        ("mine:number", "reward 'mine:number' is a int"),
+        ("http://", "no address of a reward server"),
+    ],
+)
+def test_names_of_nothing_are_refused(name: str, said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        resolve_reward(name)
+    assert said in str(caught.value)
+    assert reward_problems(entry(name)) == [str(caught.value)]
+
+
+# ---- heads and options ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("brightness", []),
+        ("brightness.score", []),
+        ("demo.colour", []),
+        ("mine:Mine.two,path=p,scale=2,frames=3,limit=1.5", []),
+        ("brightness.light", ["brightness gives no 'light'; valid: score"]),
+        ("demo.color", ["demo gives no 'color'; did you mean 'colour'?"]),
+        ("colour,tarket=red", ["colour takes no option 'tarket'; did you mean 'target'?"]),
+        ("brightness,target=red", ["brightness takes no option 'target'"]),
+    ],
+)
+def test_entries_are_checked(text: str, expected: list[str]) -> None:
+    found = problems(text)
+    assert [said[: len(start)] for said, start in zip(found, expected, strict=True)] == expected
+    assert not [said for said in found if said.endswith("valid: ")]
+
+
+@pytest.mark.parametrize("name", ["demo", "mine:Mine"])
+def test_one_of_several_heads_must_be_named_as_the_message_says(name: str) -> None:
+    """Who follows the advice gets no other complaint."""
+    (said,) = [p for p in problems(f"{name},path=p" if ":" in name else name) if "several" in p]
+    for advised in said.partition("name one: ")[2].split(", "):
+        assert problems(f"{advised},path=p" if ":" in name else advised) == [], advised
+
+
+def test_a_missing_option_is_said_with_what_to_type() -> None:
+    register_reward("mine", Mine)
+    (said,) = problems("mine.one")
+    assert said.endswith(" needs path: --reward mine.one,path=...")
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("scale", "big"), ("frames", "1.5"), ("flip", "perhaps"), ("dtype", "fp64"), ("limit", "x")]
+)
+def test_values_of_another_type_are_refused_before_anything_loads(option: str, text: str) -> None:
+    register_reward("mine", Mine)
+    (said,) = problems(f"mine.one,path=p,{option}={text}")
+    assert option in said
+    assert repr(text) in said
+    with pytest.raises(ValueError, match=option):
+        make_reward("mine", {"path": "p", option: text})
+
+
+def test_text_becomes_the_types_of_the_options() -> None:
+    made = make_reward("mine:Mine", {"path": "7", "scale": "2", "frames": "3", "flip": "true", "limit": "0.5", "dtype": "bf16"})  # fmt: skip
+    assert isinstance(made, Mine)
+    assert made.options == ("7", 2.0, 3, True, 0.5, "bf16")
+    assert [type(value) for value in made.options] == [str, float, int, bool, float, str]
+    defaults = make_reward("mine:Mine", {"path": "p"})
+    assert isinstance(defaults, Mine)
+    assert defaults.options == ("p", 1.0, 4, False, None, "fp32")
+
+
+def test_rewards_without_options_are_made() -> None:
+    made = make_reward("brightness", {})
+    assert float(made.score(torch.ones(1, 2, 3, 4, 4), [""], fps=8.0)["score"]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"path": "p", "scales": "2"}])
+def test_missing_and_unknown_options_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="scale" if options else "path"):
+        make_reward("mine:Mine", options)
+
+
+def test_heads_are_brought_to_a_common_scale() -> None:
+    assert Mine.heads["two"].normalise(torch.tensor([1.0, 5.0])).tolist() == [0.0, 2.0]
+
+
+def test_names_need_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "import finetrainers.rewards.registry as r, finetrainers.config.rewards as c\n"
+        "assert r.reward_names() and c.parse_reward('brightness=1')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,498 @@
+"""A reward over HTTP: both ends for real on the loopback address, and ends that flicker, stall and talk nonsense."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from finetrainers.rewards.base import Head, Reward
+from finetrainers.rewards.pixels import Brightness
+from finetrainers.rewards.registry import resolve_reward
+from finetrainers.rewards.served import ServedReward
+from finetrainers.rewards.server import PORT, Request, RewardServer, serve
+
+
+class Talkative(Reward):
+    """Two heads that say what arrived: the mean brightness over the frame rate, and the length of the prompt."""
+
+    heads: ClassVar[Mapping[str, Head]] = {"light": Head(mean=1.5, std=0.5), "length": Head()}
+    batch_size = 2
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        assert not torch.is_grad_enabled()
+        self.sizes.append(len(videos))
+        self.shapes.add(tuple(videos.shape[1:]))
+        if "forbidden" in prompts:
+            raise ValueError("the prompt 'forbidden' is refused")
+        if "broken" in prompts:
+            raise KeyError("nothing here")
+        light = videos.mean((1, 2, 3, 4)) / fps
+        light[[prompt == "nothing" for prompt in prompts]] = math.nan
+        return {"light": light, "length": torch.tensor([float(len(p)) for p in prompts])}
+
+
+class Lame(Reward):
+    """Gives something else than one number a clip."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        return {"score": torch.zeros(len(prompts) + 1)}
+
+
+@contextmanager
+def running(server: ThreadingHTTPServer) -> Iterator[str]:
+    """The address of a server that answers from another thread."""
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def serving(reward: Reward, **options: Any) -> Iterator[str]:
+    with running(RewardServer(reward, name="test", port=0, **options)) as url:
+        yield url
+
+
+@contextmanager
+def acting(act: Callable[[BaseHTTPRequestHandler, int], None]) -> Iterator[tuple[str, list[float]]]:
+    """A server whose n-th request is answered by `act(handler, n)`, and when the requests came."""
+    times: list[float] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            times.append(time.monotonic())
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            act(self, len(times))
+
+        do_POST = do_GET
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url, times
+
+
+def answer(handler: BaseHTTPRequestHandler, status: int, content: Any) -> None:
+    handler.send_response(status)
+    handler.end_headers()
+    handler.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+DESCRIPTION = {"protocol": 1, "reward": "x", "max_bytes": 10**9, "heads": {"score": {"mean": 0, "std": 1}}}
+
+
+def clips(count: int = 3) -> Tensor:
+    """Whole grey levels, so that eight bits lose nothing."""
+    return torch.randint(256, (count, 2, 3, 4, 6), generator=torch.Generator().manual_seed(0)).float() / 255
+
+
+def post(url: str, body: bytes, *, path: str = "/score", headers: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Status and error of a request made by hand."""
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=10)
+    connection.putrequest("POST", path)
+    for name, value in (headers if headers is not None else {"Content-Length": str(len(body))}).items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    connection.send(body)
+    response = connection.getresponse()
+    assert response.getheader("Content-Type") == "application/json"
+    content = json.loads(response.read())
+    connection.close()
+    return response.status, content.get("error", "")
+
+
+# ---- both ends -----------------------------------------------------------------------------------------------------
+
+
+def test_served_scores_are_the_rewards_own() -> None:
+    videos, prompts = clips(), ["one", "two", "three"]
+    with serving(Brightness()) as url:
+        served = ServedReward.at(url)().score(videos, prompts, fps=8.0)
+    own = Brightness().score(videos, prompts, fps=8.0)
+    assert list(served) == ["score"]
+    assert served["score"].dtype == torch.float32
+    assert served["score"].equal(own["score"])
+
+
+def test_heads_prompts_and_frame_rate_arrive() -> None:
+    videos, prompts, reward = clips(5), ["", "e", "zwei", 'drei "3"', "v\u00fcnf, \U0001f3ac"], Talkative()
+    with serving(reward) as url:
+        light, length = ServedReward.at(f"{url}#light")(), ServedReward.at(f"{url}/#length")()
+        found = light.score(videos, prompts, fps=12.5)["score"]
+        assert length.score(videos, prompts, fps=12.5)["score"].tolist() == [0, 1, 4, 8, 7]
+    torch.testing.assert_close(found, videos.mean((1, 2, 3, 4)) / 12.5)
+    assert light.heads == {"score": Head(mean=1.5, std=0.5)}
+    assert length.heads == {"score": Head()}
+    # In the reward's own batches, and once for both heads.
+    assert reward.sizes == [2, 2, 1]
+    assert reward.shapes == {(2, 3, 4, 6)}
+
+
+def test_only_the_same_request_is_answered_from_memory() -> None:
+    videos, reward = clips(2), Talkative()
+    same_bytes = videos.permute(0, 1, 3, 4, 2).reshape(2, 2, 6, 4, 3).permute(0, 1, 4, 2, 3)
+    with serving(reward, batch_size=8) as url:
+        served = ServedReward.at(f"{url}#light")()
+        calls = [
+            (videos, ["a", "b"], 8.0),
+            (videos, ["a", "b"], 8.0),
+            (videos, ["b", "a"], 8.0),
+            (videos, ["a", "b"], 9.0),
+            (videos.flip(0), ["a", "b"], 8.0),
+            (same_bytes, ["a", "b"], 8.0),
+        ]
+        results = [served.score(v, p, fps=f)["score"].tolist() for v, p, f in calls]
+    assert reward.sizes == [2] * 5
+    assert results[0] == results[1] == results[4][::-1] != results[3]
+
+
+def test_what_is_not_finite_stays_visible() -> None:
+    with serving(Talkative()) as url:
+        found = ServedReward.at(f"{url}#light")().score(clips(2), ["nothing", "something"], fps=8.0)["score"]
+    assert found.isnan().tolist() == [True, False]
+
+
+def test_values_are_rounded_to_eight_bits() -> None:
+    with serving(Brightness()) as url:
+        dim = torch.full((1, 1, 3, 2, 2), 0.6 / 255)
+        assert float(ServedReward.at(url)().score(dim, [""], fps=8.0)["score"]) == pytest.approx(1 / 255)
+
+
+def test_many_ask_at_once() -> None:
+    videos, found = clips(12), {}
+    with serving(Talkative()) as url:
+        served = ServedReward.at(f"{url}#length")()
+
+        def ask(i: int) -> None:
+            found[i] = float(served.score(videos[i : i + 1], ["x" * i], fps=8.0)["score"])
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {i: float(i) for i in range(12)}
+
+
+# ---- addresses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "https://a.b/rewards/x#vq", "http://[::1]:8000"])
+def test_an_address_alone_contacts_nobody(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("contacted the server"))
+    cls = resolve_reward(url)
+    assert issubclass(cls, ServedReward)
+    assert cls.heads == {"score": Head()}
+    assert url in cls.__name__
+
+
+@pytest.mark.parametrize("url", ["http://", "http://:80", "http://a:b", "http://a:99999", "http://a/?x=1", "http://u:p@a", "ftp://a", "a:80"])  # fmt: skip
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="is no address of a reward server"):
+        ServedReward.at(url)
+
+
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"retries": -1}, {"pause": -1.0}, {"timeout": math.nan}])
+def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        ServedReward.at("http://127.0.0.1:9")(**options)
+
+
+def test_one_of_several_heads_must_be_named() -> None:
+    with serving(Talkative()) as url:
+        with pytest.raises(ValueError, match=f"gives several numbers; name one: {url}#light, {url}#length"):
+            ServedReward.at(url)()
+        with pytest.raises(ValueError, match="gives no 'width'; name one"):
+            ServedReward.at(f"{url}#width")()
+
+
+def test_a_path_goes_before_the_protocols() -> None:
+    seen = []
+
+    def act(handler: BaseHTTPRequestHandler, number: int) -> None:
+        seen.append(handler.path)
+        answer(handler, 200, DESCRIPTION if number == 1 else {"score": [1.0]})
+
+    with acting(act) as (url, _):
+        ServedReward.at(f"{url}/a/b/")().score(clips(1), [""], fps=8.0)
+    assert seen == ["/a/b/", "/a/b/score"]
+
+
+# ---- errors of the reward and of requests --------------------------------------------------------------------------
+
+
+def test_the_clients_error_is_the_servers_message() -> None:
+    reward = Talkative()
+    with serving(reward) as url:
+        served = ServedReward.at(f"{url}#light")(retries=5, pause=0.0)
+        with pytest.raises(ValueError, match=r"the prompt 'forbidden' is refused \(status 422\)"):
+            served.score(clips(1), ["forbidden"], fps=8.0)
+        with pytest.raises(RuntimeError, match=r"KeyError: 'nothing here' \(status 500\)"):
+            served.score(clips(1), ["broken"], fps=8.0)
+        with pytest.raises(ValueError, match="2 videos, but 1 prompts"):
+            served.score(clips(2), ["one"], fps=8.0)
+        assert float(served.score(clips(1), ["fine"], fps=8.0)["score"]) > 0
+    assert reward.sizes == [1, 1, 1]  # not tried again, and the server goes on
+    with serving(Lame()) as url, pytest.raises(RuntimeError, match=r"no 'score' of shape \[1\]"):
+        ServedReward.at(url)().score(clips(1), [""], fps=8.0)
+
+
+def request(videos: Tensor | None = None, **metadata: str) -> bytes:
+    videos = torch.zeros(1, 2, 4, 4, 3, dtype=torch.uint8) if videos is None else videos
+    return safetensors.torch.save({"videos": videos}, metadata={"prompts": '["a"]', "fps": "8.0", **metadata})
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "no safetensors file"),
+        (b"\xff" * 64, "no safetensors file"),
+        (request()[:-1], "no safetensors file"),
+        (safetensors.torch.save({"videos": torch.zeros(1)}), "the metadata 'prompts' and 'fps'"),
+        (safetensors.torch.save({"clips": torch.zeros(1)}, metadata={"prompts": "[]", "fps": "8"}), "one tensor"),
+        (request(torch.zeros(1, 2, 4, 4, 3)), r"torch.float32 [1, 2, 4, 4, 3]; wanted: uint8 [B, T, H, W, 3]"),
+        (request(torch.zeros(1, 2, 3, 4, 4, dtype=torch.uint8)), "[1, 2, 3, 4, 4]; wanted"),
+        (request(torch.zeros(0, 2, 4, 4, 3, dtype=torch.uint8), prompts="[]"), "[0, 2, 4, 4, 3]; wanted"),
+        (request(prompts="a"), "no JSON list of texts"),
+        (request(prompts="[1]"), "no JSON list of texts"),
+        (request(prompts="[]"), "1 videos, but 0 prompts"),
+        (request(fps="0"), "fps is 0"),
+        (request(fps="NaN"), "fps is NaN"),
+        (request(fps="fast"), "fps is fast"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_malformed_bodies_are_refused(body: bytes, said: str) -> None:
+    with serving(Brightness()) as url:
+        status, error = post(url, body)
+    assert status == 400
+    assert said in error
+
+
+def test_other_requests_are_refused_in_json() -> None:
+    with serving(Brightness()) as url:
+        assert post(url, b"", headers={})[0] == 411
+        assert post(url, b"", headers={"Content-Length": "-1"})[0] == 411
+        assert post(url, b"xx", path="/other") == (404, "there is no /other to post to; clips go to /score")
+        connection = HTTPConnection(urlsplit(url).netloc, timeout=10)
+        for method, path, status in (("GET", "/score", 404), ("PUT", "/score", 501), ("DELETE", "/", 501)):
+            connection.request(method, path)
+            response = connection.getresponse()
+            assert response.status == status
+            assert json.loads(response.read())["error"]
+
+
+def test_a_body_that_ends_early_is_refused() -> None:
+    with serving(Brightness()) as url, socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=10) as raw:
+        raw.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc")
+        raw.shutdown(socket.SHUT_WR)
+        assert b"the body ends after 3 of 100 bytes" in raw.makefile("rb").read()
+
+
+def test_too_large_requests_are_refused_by_both_ends() -> None:
+    reward = Talkative()
+    with serving(reward, max_bytes=1000) as url:
+        with pytest.raises(
+            ValueError, match=r"3 clips are \d+ bytes, and http.* takes 1000 at once; lower .* batch_size"
+        ):
+            ServedReward.at(f"{url}#light")().score(torch.zeros(3, 9, 3, 8, 8), [""] * 3, fps=8.0)
+        assert post(url, b"\0" * 1000)[0] == 400
+    # More than the network buffers: it must be read for the answer to arrive.
+    with serving(reward, max_bytes=2**22) as url:
+        status, error = post(url, b"\0" * 2**24)
+    assert (status, error) == (413, "the body has 16777216 bytes, the limit is 4194304; send fewer clips at once")
+    assert reward.sizes == []
+
+
+# ---- the client before bad servers ---------------------------------------------------------------------------------
+
+
+def test_lost_connections_and_busy_servers_are_tried_again_at_growing_intervals() -> None:
+    def act(handler: BaseHTTPRequestHandler, number: int) -> None:
+        if number == 1:
+            answer(handler, 200, DESCRIPTION)
+        elif number == 2:
+            answer(handler, 503, {"error": "busy"})
+        elif number == 3:
+            handler.connection.shutdown(socket.SHUT_RDWR)  # not a word
+        elif number == 4:
+            handler.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n{")  # half an answer
+        else:
+            answer(handler, 200, {"score": [0.25]})
+
+    with acting(act) as (url, times):
+        served = ServedReward.at(url)(retries=3, pause=0.05)
+        assert served.score(clips(1), [""], fps=8.0)["score"].tolist() == [0.25]
+    pauses = [after - before for before, after in pairwise(times[1:])]
+    assert len(times) == 5
+    assert pauses[0] >= 0.05
+    assert pauses[1] >= 0.1
+    assert pauses[2] >= 0.2
+
+
+def test_there_is_an_end_to_retries() -> None:
+    def busy(handler: BaseHTTPRequestHandler, number: int) -> None:
+        answer(handler, 503, {"error": "loading"})
+
+    with acting(busy) as (url, times):
+        with pytest.raises(ConnectionError, match=r"loading \(status 503\), after 3 tries"):
+            ServedReward.at(url)(retries=2, pause=0.0)
+        assert len(times) == 3
+    with pytest.raises(ConnectionError, match=r"no connection: .* after 1 tries"):
+        ServedReward.at(url)(retries=0)
+
+
+def test_a_server_that_comes_up_late_is_found() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    found: list[Tensor] = []
+
+    def ask() -> None:
+        served = ServedReward.at(f"http://127.0.0.1:{port}")(retries=20, pause=0.02)
+        found.append(served.score(clips(1), [""], fps=8.0)["score"])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.1)
+    with running(RewardServer(Brightness(), name="late", port=port)):
+        thread.join(timeout=20)
+    assert found[0].equal(Brightness().score(clips(1), [""], fps=8.0)["score"])
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500, 502])
+def test_other_errors_are_final(status: int) -> None:
+    def act(handler: BaseHTTPRequestHandler, number: int) -> None:
+        answer(handler, 200 if number == 1 else status, DESCRIPTION if number == 1 else {"error": "no and no"})
+
+    with acting(act) as (url, times):
+        served = ServedReward.at(url)(retries=5, pause=0.0)
+        with pytest.raises(ValueError if status < 500 else RuntimeError, match=rf"no and no \(status {status}\)"):
+            served.score(clips(1), [""], fps=8.0)
+    assert len(times) == 2
+
+
+def test_a_slow_server_is_not_asked_twice() -> None:
+    done = threading.Event()
+
+    def act(handler: BaseHTTPRequestHandler, number: int) -> None:
+        if number == 1:
+            answer(handler, 200, DESCRIPTION)
+        else:
+            done.wait(10)
+
+    with acting(act) as (url, times):
+        served = ServedReward.at(url)(timeout=0.2, retries=5, pause=0.0)
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"did not answer in 0.2 s; give it a longer timeout"):
+            served.score(clips(1), [""], fps=8.0)
+        assert time.monotonic() - start < 5
+        done.set()
+    assert len(times) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"<html>", "is no reward server of protocol 1"),
+        ([1], "is no reward server of protocol 1"),
+        ({**DESCRIPTION, "protocol": 2}, "is no reward server of protocol 1"),
+        ({**DESCRIPTION, "heads": {}}, "is no reward server of protocol 1"),
+    ],
+)
+def test_other_servers_are_told_apart(content: Any, said: str) -> None:
+    with (
+        acting(lambda handler, number: answer(handler, 200, content)) as (url, _),
+        pytest.raises(ValueError, match=said),
+    ):
+        ServedReward.at(url)()
+
+
+def test_what_does_not_speak_http_is_told_apart() -> None:
+    with (
+        acting(lambda handler, number: handler.wfile.write(b"SSH-2.0-x\r\n") and None) as (url, _),
+        pytest.raises(RuntimeError, match="does not speak HTTP"),
+    ):
+        ServedReward.at(url)()
+
+
+@pytest.mark.parametrize("scores", [[1.0], {"score": [1.0]}, {"score": 1.0}, {"other": [1.0, 2.0]}, None])
+def test_answers_without_the_scores_are_refused(scores: Any) -> None:
+    def act(handler: BaseHTTPRequestHandler, number: int) -> None:
+        answer(handler, 200, DESCRIPTION if number == 1 else scores)
+
+    with acting(act) as (url, _), pytest.raises(RuntimeError, match="answered without 2 scores for 'score'"):
+        ServedReward.at(url)().score(clips(2), ["", ""], fps=8.0)
+
+
+# ---- the server ----------------------------------------------------------------------------------------------------
+
+
+def test_the_server_describes_itself() -> None:
+    with serving(Talkative(), max_bytes=12345) as url:
+        connection = HTTPConnection(urlsplit(url).netloc, timeout=10)
+        connection.request("GET", "/")
+        assert json.loads(connection.getresponse().read()) == {
+            "protocol": 1,
+            "reward": "test",
+            "max_bytes": 12345,
+            "heads": {"light": {"mean": 1.5, "std": 0.5}, "length": {"mean": 0.0, "std": 1.0}},
+        }
+
+
+def test_requests_survive_packing() -> None:
+    videos = torch.randint(256, (2, 3, 4, 5, 3), dtype=torch.uint8)
+    sent = Request(videos, ("a", 'b "\u00fc"'), 23.976)
+    received = Request.unpack(sent.pack())
+    assert received.videos.equal(videos)
+    assert (received.prompts, received.fps) == (sent.prompts, sent.fps)
+    assert received.digest() == sent.digest()
+
+
+def test_too_many_requests_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetrainers.rewards.server._PATIENCE", 0.05)
+    server = RewardServer(Brightness(), name="busy", port=0)
+    with running(server) as url:
+        served = ServedReward.at(url)(retries=0)
+        taken = [server.places.acquire() for _ in range(8)]
+        with pytest.raises(ConnectionError, match="busy with other requests"):
+            served.score(clips(1), [""], fps=8.0)
+        for _ in taken:
+            server.places.release()
+        assert float(served.score(clips(1), [""], fps=8.0)["score"]) > 0
+
+
+def test_serve_says_where_and_stops_at_an_interrupt(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    def interrupted(self: RewardServer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RewardServer, "serve_forever", interrupted)
+    with caplog.at_level("INFO", logger="finetrainers"):
+        serve(Talkative(), name="talkative", port=0)
+    assert "serving talkative (light, length) at http://127.0.0.1:" in caplog.text
+    assert "stopped" in caplog.text
+    assert PORT == 8000
