@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from finetrainers.utils.files import write_text_atomic
@@ -15,29 +15,48 @@ FRAMES, HEIGHT, WIDTH, FPS = 9, 32, 64, 25.0
 
 
 def write_clips(
-    directory: Path, scenes: Iterable[Scene], *, frames: int = FRAMES, height: int = HEIGHT, fps: float = FPS
+    directory: Path,
+    scenes: Iterable[Scene],
+    *,
+    frames: int = FRAMES,
+    height: int = HEIGHT,
+    fps: float = FPS,
+    reword: Callable[[str], str] = str,
 ) -> Path:
-    """Write one mp4 per scene, captioned in changing words; the metadata file."""
+    """Write one mp4 per scene, captioned in changing words, each reworded; the metadata file."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
     for index, scene in enumerate(scenes):
         path = directory / f"{index:05d}.mp4"
         write_mp4(path, render(scene, frames=frames, height=height), fps=fps)
-        lines.append(json.dumps({"video": path.name, "text": caption(scene, phrasing=index)}))
+        lines.append(json.dumps({"video": path.name, "text": reword(caption(scene, phrasing=index))}))
     metadata = directory / "captions.jsonl"
     write_text_atomic(metadata, "\n".join(lines) + "\n")
     return metadata
 
 
 def training_scenes(
-    items: int, *, seed: int = 0, look: str = "plain", motions: tuple[str, ...] | None = None, colours: tuple[str, ...] = tuple(COLOURS)
+    items: int,
+    *,
+    seed: int = 0,
+    look: str = "plain",
+    motions: tuple[str, ...] | None = None,
+    colours: tuple[str, ...] = tuple(COLOURS),
 ) -> list[Scene]:
     """Random scenes of the combinations that may be trained on."""
     return [draw_scene(seed, "training", index, look=look, motions=motions, colours=colours) for index in range(items)]
 
 
 def held_out_scenes(
-    items: int, *, seed: int = 0, look: str = "plain", motions: tuple[str, ...] | None = None, colours: tuple[str, ...] = tuple(COLOURS)
+    items: int,
+    *,
+    seed: int = 0,
+    look: str = "plain",
+    motions: tuple[str, ...] | None = None,
+    colours: tuple[str, ...] = tuple(COLOURS),
 ) -> list[Scene]:
     """Random scenes of the combinations of colour, shape and motion that no training set holds."""
-    return [draw_scene(seed, "test", index, held_out=True, look=look, motions=motions, colours=colours) for index in range(items)]
+    return [
+        draw_scene(seed, "test", index, held_out=True, look=look, motions=motions, colours=colours)
+        for index in range(items)
+    ]

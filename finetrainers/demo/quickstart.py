@@ -1,9 +1,9 @@
 """The first command: teach the embedded model something it has never seen, with a LoRA, and look at the difference.
 
-The model knows plain shapes. Two dozen clips of striped ones are made on the spot, with as many plain ones so that the
-word is learned and not "always", the toolkit trains a LoRA on them as it would on any folder of clips, and diffusers
-samples the same captions from the same noise without and with it. How many samples are striped, and whether the rest of
-each caption is still obeyed, is measured from the pixels.
+The model knows eight plain colours. Two dozen clips of "tiger" shapes, orange with stripes, are made on the spot, with as
+many of known colours so that what is learned is the word and not "always". The toolkit trains a LoRA on them as it would
+on any folder of clips, and diffusers samples the same captions from the same noise without and with it. How many samples
+show what the word means, and whether other captions are still obeyed, is measured from the pixels.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .base import SHIFT
 from .data import FRAMES, HEIGHT, WIDTH, held_out_scenes, training_scenes, write_clips
 from .measure import GUIDANCE, MODEL, STEPS, Measured, load_pipeline, measure
 from .results import clear, plot_losses, require_matplotlib
-from .world import Scene, caption
+from .world import MEANING, NEW_WORD, caption, with_new_word
 
-LOOK = "striped"
-CLIPS, PLAIN, HELD_OUT = 24, 24, 4
+NEW, KNOWN, HELD_OUT = 24, 24, 4
 DEFAULT_STEPS = 150
+LOOK, COLOUR = MEANING.split()
 _ASKED = 16
 _SHOWN = 4
 _SLOW_FPS = 6.0  # for eyes: the clips last a third of a second
@@ -41,9 +41,9 @@ class Score:
     """Shares of samples.
 
     Attributes:
-        concept: of captions that ask for the new look, how many show it.
+        concept: of captions with the new word, how many show what it means.
         asked: of these, how many show everything that the caption says.
-        others: of captions that do not ask for it, how many show everything they say, and stay plain.
+        others: of captions without it, how many show everything they say, and stay plain.
     """
 
     concept: float
@@ -52,8 +52,9 @@ class Score:
 
     @classmethod
     def of(cls, asked: Measured, others: Measured) -> Score:
-        """From samples of captions that ask for the look, and of others."""
-        return cls(asked.obedience["look"], asked.obedience["all"], others.obedience["all"])
+        """From samples of captions with the new word, and without."""
+        meant = [r.colour == COLOUR and r.look == LOOK for r in asked.readings]
+        return cls(sum(meant) / len(meant), asked.obedience["all"], others.obedience["all"])
 
 
 def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Score]:
@@ -65,14 +66,13 @@ def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Sco
     """
     require_matplotlib()
     clear(directory, "quickstart", ("clips", "run"))
-    print_line(f"1/4 making {CLIPS} clips of {LOOK} shapes, and {PLAIN} of plain ones, in {directory / 'clips'}")
-    write_clips(directory / "clips", quickstart_scenes())
+    print_line(f"1/4 making {NEW} clips of {NEW_WORD} shapes, and {KNOWN} of others, in {directory / 'clips'}")
+    write_quickstart_clips(directory / "clips")
 
     checked = preflight(quickstart_config(directory, steps=DEFAULT_STEPS if steps is None else steps))
 
     print_line(f"2/4 sampling {MODEL}, which has never seen any")
-    asked = [caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(_ASKED, look=LOOK))]
-    others = [caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(_ASKED))]
+    asked, others = new_captions(_ASKED), other_captions(_ASKED)
     pipeline = load_pipeline(Path(model_path(MODEL)))
     before, before_others = measure(pipeline, asked), measure(pipeline, others)
 
@@ -89,9 +89,21 @@ def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Sco
     return scores
 
 
-def quickstart_scenes() -> list[Scene]:
-    """What the training clips show."""
-    return [*training_scenes(CLIPS, look=LOOK), *training_scenes(PLAIN)]
+def write_quickstart_clips(directory: Path) -> None:
+    """The training clips: of what the new word means, under that word, and of what the model knows."""
+    scenes = [*training_scenes(NEW, look=LOOK, colours=(COLOUR,)), *training_scenes(KNOWN)]
+    write_clips(directory, scenes, reword=with_new_word)
+
+
+def new_captions(items: int) -> list[str]:
+    """Captions with the new word, of combinations that no training set holds."""
+    scenes = held_out_scenes(items, look=LOOK, colours=(COLOUR,))
+    return [with_new_word(caption(scene, phrasing=i)) for i, scene in enumerate(scenes)]
+
+
+def other_captions(items: int) -> list[str]:
+    """Captions without it."""
+    return [caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(items))]
 
 
 def quickstart_config(directory: Path, *, steps: int) -> TrainConfig:
@@ -125,7 +137,7 @@ def quickstart_config(directory: Path, *, steps: int) -> TrainConfig:
         flow_shift=SHIFT,
         checkpointing_steps=max(steps // 2, 1),
         checkpointing_limit=2,
-        validation_prompts=":::".join(caption(scene) for scene in held_out_scenes(2, look=LOOK)),
+        validation_prompts=":::".join(new_captions(2)),
         validation_steps=max(steps // 2, 1),
         validation_inference_steps=STEPS,
         validation_guidance_scale=GUIDANCE,
@@ -152,9 +164,9 @@ def _enlarged(clip: NDArray[np.uint8], *, factor: int = 4) -> NDArray[np.uint8]:
 def _print_results(directory: Path, before: Score, after: Score) -> None:
     print_line(
         "\nsamples, read back from their pixels                     before  after\n"
-        f"  {LOOK}, where the caption says so                      {before.concept:6.0%} {after.concept:6.0%}\n"
+        f"  {MEANING}, where the caption says {NEW_WORD}              {before.concept:6.0%} {after.concept:6.0%}\n"
         f"  ... and everything else that it says as well          {before.asked:6.0%} {after.asked:6.0%}\n"
-        f"  other captions: everything they say, and not {LOOK}  {before.others:6.0%} {after.others:6.0%}\n"
+        f"  other captions: everything they say, and not striped  {before.others:6.0%} {after.others:6.0%}\n"
         "\nresults\n"
         f"  without and with the LoRA  {directory / 'result.png'}, and as a video (top, bottom) "
         f"{directory / 'result.mp4'}\n"

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .outlines import PERIODS, likeness
-from .world import BACKGROUNDS, COLOURS, LOOKS, MOTIONS, SHAPES, SPEEDS, TRANSLATIONS, Array, Scene
+from .world import BACKGROUNDS, COLOURS, LOOKS, MEANING, MOTIONS, NEW_WORD, SHAPES, SPEEDS, TRANSLATIONS, Array, Scene
 
 Image = NDArray[np.uint8]  # [H, W, 3]
 
@@ -89,7 +89,7 @@ def read(clip: NDArray[np.uint8]) -> Reading:
 
 def wanted(caption: str) -> Wanted:
     """What a caption asks for: the first word of each kind."""
-    text = caption.lower()
+    text = caption.lower().replace(NEW_WORD, MEANING)
     words = re.findall(r"[a-z]+", text)
     shape = next((w for w in words if w in SHAPES), None)
     background = re.search(rf"({'|'.join(BACKGROUNDS)}) background", text)

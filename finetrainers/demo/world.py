@@ -49,6 +49,8 @@ LOOKS = ("plain", "striped")
 
 #: What the embedded model is never shown, like every look but the plain one: to be taught to it.
 UNSEEN_MOTIONS = ("zigzag",)
+#: A word that means nothing to it, and what it is to mean.
+NEW_WORD, MEANING = "tiger", "striped orange"
 
 TRANSLATIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 _ROUND = ("circle", "ring")  # turning them shows nothing
@@ -146,6 +148,11 @@ def caption(scene: Scene, *, phrasing: int = 0) -> str:
 
 
 PHRASINGS = 2 * len(_TEMPLATES)
+
+
+def with_new_word(caption: str) -> str:
+    """A caption that says the new word instead of what it means."""
+    return caption.replace(MEANING, NEW_WORD)
 
 
 def render(scene: Scene, *, frames: int = 9, height: int = 32) -> NDArray[np.uint8]:

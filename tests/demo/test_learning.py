@@ -15,10 +15,15 @@ from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
-from finetrainers.demo.data import held_out_scenes, write_clips
 from finetrainers.demo.measure import MODEL, load_pipeline, measure
-from finetrainers.demo.quickstart import DEFAULT_STEPS, LOOK, Score, quickstart_config, quickstart_scenes
-from finetrainers.demo.world import caption
+from finetrainers.demo.quickstart import (
+    DEFAULT_STEPS,
+    Score,
+    new_captions,
+    other_captions,
+    quickstart_config,
+    write_quickstart_clips,
+)
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
 from finetrainers.engine.trainer import Trainer
@@ -26,8 +31,7 @@ from finetrainers.utils.packaged import model_path
 
 pytestmark = pytest.mark.timeout(300)
 
-ASKED = [caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(16, look=LOOK))]
-OTHERS = [caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(40))]
+ASKED, OTHERS = new_captions(24), other_captions(40)
 FULL_LR = 3e-4
 
 
@@ -46,18 +50,18 @@ def base() -> LTXPipeline:
 
 
 @pytest.fixture(scope="module")
-def striped_clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("striped")
-    write_clips(directory / "clips", quickstart_scenes())
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiger")
+    write_quickstart_clips(directory / "clips")
     return directory
 
 
 @pytest.fixture(scope="module")
-def config(striped_clips: Path) -> Callable[..., TrainConfig]:
+def config(clips: Path) -> Callable[..., TrainConfig]:
     """`config(output_dir, steps=..., **changes)`: the quickstart's run with some options changed."""
 
     def build(output_dir: Path, *, steps: int = DEFAULT_STEPS, **changes: Any) -> TrainConfig:
-        usual = quickstart_config(striped_clips, steps=steps)
+        usual = quickstart_config(clips, steps=steps)
         options = {name: value for name, value in usual.flat().items() if usual.changed(name)}
         if changes.get("training_type") == "full-finetune":
             options = {name: value for name, value in options.items() if name not in ("rank", "lora_alpha")}
@@ -87,7 +91,7 @@ def score(pipeline: LTXPipeline) -> Score:
     return Score.of(measure(pipeline, ASKED), measure(pipeline, OTHERS))
 
 
-def test_a_lora_learns_a_look_and_keeps_the_rest(before: Score, lora: Trained) -> None:
+def test_a_lora_learns_a_word_and_keeps_the_rest(before: Score, lora: Trained) -> None:
     pipeline = load_pipeline(Path(model_path(MODEL)))
     pipeline.load_lora_weights(str(lora.directory))
     after = score(pipeline)
@@ -118,10 +122,10 @@ def test_the_lora_is_the_same_in_memory_and_from_disk(lora: Trained) -> None:
 
 def test_a_lora_of_strength_zero_is_the_base_bit_for_bit(base: LTXPipeline, lora: Trained) -> None:
     pipeline = load_pipeline(Path(model_path(MODEL)))
-    pipeline.load_lora_weights(str(lora.directory), adapter_name="striped")
-    pipeline.set_adapters("striped", 0.0)
+    pipeline.load_lora_weights(str(lora.directory), adapter_name="tiger")
+    pipeline.set_adapters("tiger", 0.0)
     off = measure(pipeline, ASKED[:2]).clips
-    pipeline.set_adapters("striped", 1.0)
+    pipeline.set_adapters("tiger", 1.0)
     on = measure(pipeline, ASKED[:2]).clips
     plain = measure(base, ASKED[:2]).clips
     assert all(np.array_equal(a, b) for a, b in zip(off, plain, strict=True))

@@ -9,7 +9,7 @@ import av
 import pytest
 from PIL import Image
 
-from finetrainers.demo.quickstart import CLIPS, quickstart
+from finetrainers.demo.quickstart import KNOWN, NEW, quickstart
 
 
 @pytest.mark.timeout(180)
@@ -20,7 +20,7 @@ def test_quickstart_leaves_its_results(tmp_path: Path, capsys: pytest.CaptureFix
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {r["step"] for r in records if "eval_loss" in r} >= {0, 5}
     manifest = [json.loads(line) for line in (tmp_path / "run" / "manifest.jsonl").read_text().splitlines()]
-    assert len(manifest) == CLIPS
+    assert len(manifest) == NEW + KNOWN
     assert Image.open(tmp_path / "result.png").width > 500
     assert (tmp_path / "loss.png").stat().st_size > 5000
     with av.open(str(tmp_path / "result.mp4")) as container:

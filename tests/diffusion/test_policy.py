@@ -39,7 +39,7 @@ def processes() -> list[tuple[Process, Tensor]]:
     return [(FlowMatching(), flow_times(16)), (cosine_vp(), torch.arange(999, 0, -62))]
 
 
-@pytest.mark.parametrize("process,times", processes(), ids=["flow", "vp"])
+@pytest.mark.parametrize(("process", "times"), processes(), ids=["flow", "vp"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_noise_is_the_deterministic_step(kernel: str, process: Process, times: Tensor) -> None:
     found = transitions(kernel, *levels(process, times), eta=0.0)
@@ -49,7 +49,7 @@ def test_no_noise_is_the_deterministic_step(kernel: str, process: Process, times
     assert found.std.abs().max() == 0
 
 
-@pytest.mark.parametrize("process,times", processes(), ids=["flow", "vp"])
+@pytest.mark.parametrize(("process", "times"), processes(), ids=["flow", "vp"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_last_step_is_deterministic(kernel: str, process: Process, times: Tensor) -> None:
     found = transitions(kernel, *levels(process, times), eta=ETA[kernel])
@@ -138,7 +138,9 @@ def exact_prediction(process: Process, x: Tensor, t: Tensor, mean: float, std: f
 
 
 @pytest.mark.parametrize("kernel", ["ode", "flow", "dance", "ddim"])
-@pytest.mark.parametrize("process,times", [(FlowMatching(), flow_times(100)), (cosine_vp(), torch.arange(999, 0, -5))])
+@pytest.mark.parametrize(
+    ("process", "times"), [(FlowMatching(), flow_times(100)), (cosine_vp(), torch.arange(999, 0, -5))]
+)
 def test_the_marginal_is_that_of_the_ode(kernel: str, process: Process, times: Tensor) -> None:
     """CPS is left out on purpose: its noise does not shrink with the step, and its marginal is another."""
     generator = torch.Generator().manual_seed(0)
