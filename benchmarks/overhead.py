@@ -394,7 +394,7 @@ def compare(
     checked = preflight(config)
     parallel = make_parallel(config)
     trainer = assemble(checked, parallel)
-    batches = list(islice(trainer.method.steps(0), total + steps))
+    batches = list(islice(trainer.method.steps(0, trainer.transformer), total + steps))
     if data == "memory":
         trainer.method.batches = InMemory(batches)  # type: ignore[attr-defined]
     network = load_trainable_transformer(checked, trainer.spec, trainable_dtype(config)).to(parallel.device)

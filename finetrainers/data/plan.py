@@ -100,6 +100,28 @@ class DatasetPlan:
     notes: tuple[str, ...]
     fingerprint: str
 
+    noun = "clip"
+
+    @property
+    def count(self) -> int:
+        """How many clips are trained on."""
+        return len(self.clips)
+
+    @property
+    def size(self) -> Bucket:
+        """The training bucket with most pixels, `(frames, height, width)`."""
+        return max((clip.bucket for clip in self.clips), key=lambda b: b[0] * b[1] * b[2])
+
+    @property
+    def example(self) -> str:
+        """Caption of the first clip."""
+        return self.clips[0].caption
+
+    @property
+    def fps(self) -> float:
+        """Frame rate of the first clip."""
+        return self.clips[0].fps
+
     def write(self, path: Path) -> None:
         """Write the verdicts, one JSON object a line."""
         lines = [json.dumps(verdict.record(), ensure_ascii=False) for verdict in self.verdicts]
@@ -127,6 +149,20 @@ class _Probed:
     reason: str | None
     fps: float = 0.0
     available: int = 0
+
+
+def plan_clips(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> DatasetPlan | None:
+    """The plan of the configured data set; None where none is named, or where no clip can be placed.
+
+    Raises:
+        DataError: see `plan_dataset`.
+    """
+    if not (config.data.data_root or config.data.dataset_file):
+        return None
+    if sizes_are_wrong:  # whether the data is there can still be said
+        read_items(config.data)
+        return None
+    return plan_dataset(config, geometry)
 
 
 def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:

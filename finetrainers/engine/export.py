@@ -16,8 +16,8 @@ from torch import Tensor
 from finetrainers import __version__
 from finetrainers.models.spec import DTYPES
 from finetrainers.utils.packaged import SCHEME
+from finetrainers.utils.text import plural
 
-from .plan_report import largest_bucket
 from .preflight import Preflight
 from .trainable import LORA_FILE, save_weights
 
@@ -45,7 +45,7 @@ widget:
 
 # {{ name }}
 
-{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ base_model }}`, trained with finetrainers {{ version }} for {{ steps }} steps on {{ num_clips }} clips.
+{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ base_model }}`, trained with finetrainers {{ version }} for {{ steps }} steps on {{ items }}.
 {%- if id_token %} Put `{{ id_token }}` before your prompt.{% endif %}
 
 ## Use
@@ -149,14 +149,14 @@ def model_card(trainer: Trainer, checked: Preflight) -> str:
         name=config.run.hub_model_id or config.run.output_dir.resolve().name,
         version=__version__,
         steps=trainer.step,
-        num_clips=len(checked.plan.clips),
+        items=plural(checked.plan.count, checked.plan.noun),
         id_token=token,
         pipeline=trainer.spec.pipeline_class,
         transformer=type(trainer.parallel.unwrap(trainer.transformer)).__name__,
         location=config.run.hub_model_id or str(config.run.output_dir),
-        example=checked.prompts[0].prompt if checked.prompts else checked.plan.clips[0].caption,
-        size=largest_bucket(checked.plan),
-        fps=round(checked.plan.clips[0].fps) or round(checked.geometry.fps),
+        example=checked.prompts[0].prompt if checked.prompts else checked.plan.example,
+        size=checked.plan.size,
+        fps=round(checked.plan.fps) or round(checked.geometry.fps),
         needs_image=trainer.spec.first_frame == "channels",
         prompts=_samples(trainer.run_dir.root, [p.prompt for p in checked.prompts]),
         settings=settings,

@@ -12,7 +12,6 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
-from finetrainers.data.plan import DatasetPlan
 from finetrainers.memory.plan import estimate_for
 from finetrainers.models.registry import build_tiny
 from finetrainers.utils.packaged import model_path
@@ -33,7 +32,7 @@ def print_start(checked: Preflight, parallel: Parallel) -> None:
     config = checked.config
     console.print(
         f"{config.training.method} {config.training.training_type} of {config.model.model_name} "
-        f"({config.model.pretrained_model_name_or_path}) on {plural(len(checked.plan.clips), 'clip')}; {parallel.describe()}"
+        f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}; {parallel.describe()}"
     )
     _print_data(console, checked)
     _print_remarks(console, checked)
@@ -79,9 +78,7 @@ def dry_run_report(checked: Preflight) -> None:
     )
     console.print(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained ({what})")
     if is_real:
-        for name, gib in estimate_for(
-            config, checked.geometry, transformer, bucket=largest_bucket(checked.plan)
-        ).table():
+        for name, gib in estimate_for(config, checked.geometry, transformer, bucket=checked.plan.size).table():
             console.print(f"  {name:<28}{gib}")
     else:
         console.print("  memory: estimated only from the model's own config")
@@ -96,11 +93,6 @@ def dry_run_report(checked: Preflight) -> None:
         console.print(f"continues from {checked.resume_from}")
     _print_remarks(console, checked)
     console.print("\n" + dump_toml(config), markup=False)
-
-
-def largest_bucket(plan: DatasetPlan) -> tuple[int, int, int]:
-    """The training bucket with most pixels, `(frames, height, width)`."""
-    return max((clip.bucket for clip in plan.clips), key=lambda b: b[0] * b[1] * b[2])
 
 
 def print_results(root: Path) -> None:

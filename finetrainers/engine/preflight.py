@@ -10,9 +10,8 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.manifest import DataError, read_items
-from finetrainers.data.plan import DatasetPlan, plan_dataset
-from finetrainers.methods.registry import method_names
+from finetrainers.data.manifest import DataError
+from finetrainers.methods.registry import WorkPlan, method_names, plan_work
 from finetrainers.models.registry import Family, get_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.parallel.launch import launched_processes
@@ -34,7 +33,7 @@ class Preflight:
     family: Family
     geometry: Geometry
     prompts: list[ValidationPrompt]
-    plan: DatasetPlan
+    plan: WorkPlan
     resume_from: Path | None
     warnings: list[str] = field(default_factory=list)
 
@@ -97,12 +96,9 @@ def preflight(config: TrainConfig) -> Preflight:
 
     sizes_are_wrong = any(p.where.endswith("_resolution_buckets") for p in problems)
     plan = None
-    if config.data.data_root or config.data.dataset_file:
+    if config.training.method in method_names():
         try:
-            if sizes_are_wrong:  # no clip can be placed, but whether the data is there can be said
-                read_items(config.data)
-            else:
-                plan = plan_dataset(config, geometry)
+            plan = plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
         except DataError as error:
             problems.append(Problem("data", str(error)))
     if resume_from is not None and plan is not None:

@@ -19,11 +19,10 @@ from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.decode import read_frames
 from finetrainers.data.probe import probe
-from finetrainers.data.source import BatchSource, open_source
-from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.memory.casting import enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_gradient_checkpointing
-from finetrainers.methods.registry import load_method
+from finetrainers.methods.base import MethodParts
+from finetrainers.methods.registry import load_method, open_work
 from finetrainers.models.spec import DTYPES, Conditions, ModelSpec, TextEncoders
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
@@ -38,7 +37,7 @@ from .callbacks.metrics import MetricsFile, ProgressLine, Tracker
 from .callbacks.validation import EncodedPrompt, Validation
 from .checkpoint import load_checkpoint
 from .export import export
-from .plan_report import dry_run_report, largest_bucket, print_line, print_results, print_start
+from .plan_report import dry_run_report, print_line, print_results, print_start
 from .preflight import Preflight, preflight
 from .resume import critical_state
 from .run_dir import RunDirectory
@@ -123,7 +122,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     compute_dtype = parallel.compute_dtype(
         weights_dtype if config.training.training_type == "full-finetune" else DTYPES[config.model.transformer_dtype]
     )
-    source = open_source(plan, config, spec=spec, parallel=parallel)
+    source = open_work(plan, config, spec=spec, parallel=parallel)
 
     # Phase 1: text. With precomputation, each phase's networks are gone before the next phase loads its own.
     encoders = spec.load_text_encoders().to(parallel.device)
@@ -143,17 +142,6 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
 
     # Phase 3: the transformer.
     transformer = load_trainable_transformer(checked, spec, weights_dtype)
-    method = load_method(config.training.method)(
-        spec=spec,
-        process=process,
-        vae_stats=vae_stats,
-        noise_levels=NoiseLevels(config.diffusion, is_flow=process.is_flow, scheduler_config=dict(scheduler.config)),
-        tokens_per_latent=1 / (geometry.patch_t * geometry.patch**2),
-        first_frame_p=first_frame_p,
-        seed=config.training.seed,
-        batches=source,
-        accumulation=config.training.gradient_accumulation_steps,
-    )
     lr = config.optimizer.lr * lr_scale(config, parallel)
     transformer, optimizer = parallel.prepare(
         transformer,
@@ -165,6 +153,20 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
             stochastic_rounding=config.training.master_weights == "stochastic_rounding",
         ),
         blocks=spec.blocks,
+    )
+    method = load_method(config.training.method).create(
+        MethodParts(
+            config=config,
+            spec=spec,
+            process=process,
+            scheduler=scheduler,
+            geometry=geometry,
+            vae_stats=vae_stats,
+            first_frame_p=first_frame_p,
+            source=source,
+            parallel=parallel,
+            network=parallel.unwrap(transformer),
+        )
     )
     total_steps = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
     trainer = Trainer(
@@ -205,7 +207,7 @@ def encode_prompts(
     """Validation prompts as conditions on the CPU, so that sampling needs no text encoder; and the empty prompt's."""
     if not checked.prompts:
         return [], None
-    default_size = largest_bucket(checked.plan)
+    default_size = checked.plan.size
     encoded = [
         EncodedPrompt(
             prompt=prompt,
@@ -303,7 +305,7 @@ def make_callbacks(
     checked: Preflight,
     parallel: Parallel,
     *,
-    source: BatchSource,
+    source: Any,
     scheduler: Any,
     prompts: list[EncodedPrompt],
     negative: Conditions | None,
@@ -346,7 +348,7 @@ def make_callbacks(
     return callbacks
 
 
-def validation_schedule(config: TrainConfig, source: BatchSource) -> Callable[[int], bool]:
+def validation_schedule(config: TrainConfig, source: Any) -> Callable[[int], bool]:
     """Whether to sample after a step: every N steps, at the ends of every N epochs, and after the last step."""
     steps, epochs = config.validation.validation_steps, config.validation.validation_epochs
     total = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)

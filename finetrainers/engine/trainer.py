@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import Method
-from finetrainers.models.spec import Batch, ModelSpec
+from finetrainers.models.spec import ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.schedules import set_lr
 from finetrainers.parallel.engine import Parallel
@@ -77,7 +77,7 @@ class Trainer:
             callback.on_start(self)
         remaining = max(0, self.total_steps - self.step)
         busy, started = 0.0, time.perf_counter()
-        for micro_batches in islice(self.method.steps(self.step), remaining):
+        for micro_batches in islice(self.method.steps(self.step, self.transformer), remaining):
             metrics = self.train_step(micro_batches)
             is_log_step = self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps
             record = self.parallel.mean(metrics) if is_log_step else {}  # waits for the device
@@ -91,13 +91,14 @@ class Trainer:
                 callback.on_step(self)
             started = time.perf_counter()
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor]:
+    def train_step(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
         """One optimizer step; its metrics, still on the device."""
         # Dropout draws from the global generator; seeding it per step makes it resumable.
         _seed_global(
             self.parallel.device, derive_seed(self.config.training.seed, "step", self.step, self.parallel.rank)
         )
         set_lr(self.optimizer, self.lr_at(self.step))
+        self.parallel.begin_step(len(micro_batches))
         totals: dict[str, Tensor] = {}
         for batch in micro_batches:
             with self.parallel.accumulate(self.transformer):

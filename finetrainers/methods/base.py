@@ -3,28 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from finetrainers.models.spec import Batch
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.diffusion.process import Process
+from finetrainers.models.spec import Batch, ModelSpec, VAEStats
 
 #: Named scalars of one micro-batch, on the device until they are logged; they add up over a step's micro-batches.
 Metrics = Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class MethodParts:
+    """What a method may be built from.
+
+    Attributes:
+        config: the resolved configuration.
+        spec, process, scheduler, geometry, vae_stats: the loaded checkpoint's description.
+        first_frame_p: probability, per sample, of conditioning on the clean first frame.
+        source: what feeds the method; see `register_method`.
+        parallel: the processes of the run.
+        network: the trained network below its wrappers, for what concerns its adapters.
+    """
+
+    config: TrainConfig
+    spec: ModelSpec
+    process: Process
+    scheduler: Any
+    geometry: Geometry
+    vae_stats: VAEStats
+    first_frame_p: float
+    source: Any
+    parallel: Any
+    network: nn.Module
+
+
 class Method(Protocol):
     """One training algorithm. The trainer asks for the micro-batches of a step and for the loss of each."""
 
-    #: Micro-batches per optimizer step, the same on every rank and at every step.
-    accumulation: int
-
-    def steps(self, start: int) -> Iterator[Sequence[Batch]]:
-        """The micro-batches of optimizer steps `start`, `start + 1`, ... of this rank, without end."""
+    @classmethod
+    def create(cls, parts: MethodParts) -> Method:
+        """The method of a run."""
         ...
 
-    def loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+    def steps(self, start: int, transformer: nn.Module) -> Iterator[Sequence[Any]]:
+        """The micro-batches of optimizer steps `start`, `start + 1`, ... of this rank, without end.
+
+        Every rank gives equally many in a step. A method may call the (wrapped) network to make them.
+        """
+        ...
+
+    def loss(self, transformer: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
         """Loss of a micro-batch, weighted so that a step's losses sum to its mean, and its metrics likewise."""
         ...
 

@@ -1,22 +1,95 @@
-"""The training methods by name. Reading this file imports no torch."""
+"""The training methods by name, and what each works on. Reading this file imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-_METHODS: dict[str, str] = {}
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+
+_CLIPS_PLAN, _CLIPS_SOURCE = "finetrainers.data.plan:plan_clips", "finetrainers.data.source:open_source"
 
 
-def register_method(name: str, factory: str) -> None:
-    """Make `module:Class` available as `--method name`.
+class WorkPlan(Protocol):
+    """What a run will work on, known before a weight is loaded: clips, or prompts.
+
+    Attributes:
+        fingerprint: changes with anything that a checkpoint must not be continued without.
+        warnings, notes: what the user should know, and what was decided for them.
+        eval_clips: clips held out for the evaluation loss, if there are clips.
+    """
+
+    fingerprint: str
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    eval_clips: tuple[Any, ...]
+
+    @property
+    def count(self) -> int:
+        """How many items are trained on."""
+        ...
+
+    @property
+    def noun(self) -> str:
+        """What an item is called."""
+        ...
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """The largest size, frames x height x width."""
+        ...
+
+    @property
+    def example(self) -> str:
+        """A text that the result can be sampled with."""
+        ...
+
+    @property
+    def fps(self) -> float:
+        """Frame rate of the example; 0 if it is the model's own."""
+        ...
+
+    def table(self) -> list[tuple[str, ...]]:
+        """For printing: a row of headings, then the others."""
+        ...
+
+    def write(self, path: Path) -> None:
+        """Write what is known of every item, one JSON object a line."""
+        ...
+
+
+Planner = Callable[..., WorkPlan | None]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    factory: str
+    plan: str
+    source: str
+
+
+_METHODS: dict[str, _Entry] = {}
+
+
+def register_method(name: str, factory: str, *, plan: str = _CLIPS_PLAN, source: str = _CLIPS_SOURCE) -> None:
+    """Make a method available as `--method name`; all three are addresses `module:attribute`.
+
+    Args:
+        name: what users call it.
+        factory: the class, with `create(parts: MethodParts)`.
+        plan: `(config, geometry, *, sizes_are_wrong) -> WorkPlan | None`, without torch; default: clips.
+        source: `(plan, config, *, spec, parallel)`, what takes the text encoders and the VAE; default: of clips.
 
     Raises:
         ValueError: the name is taken.
     """
     if name in _METHODS:
         raise ValueError(f"method {name!r} is registered already")
-    _METHODS[name] = factory
+    _METHODS[name] = _Entry(factory, plan, source)
 
 
 def method_names() -> list[str]:
@@ -26,7 +99,26 @@ def method_names() -> list[str]:
 
 def load_method(name: str) -> Any:
     """The class of a method (imports torch)."""
-    module, _, attribute = _METHODS[name].partition(":")
+    return _resolve(_METHODS[name].factory)
+
+
+def plan_work(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
+    """What the configured method will work on; None where the configuration names nothing, or sizes hinder.
+
+    Raises:
+        DataError: what is named cannot be read or used.
+    """
+    planner: Planner = _resolve(_METHODS[config.training.method].plan)
+    return planner(config, geometry, sizes_are_wrong=sizes_are_wrong)
+
+
+def open_work(plan: WorkPlan, config: TrainConfig, *, spec: Any, parallel: Any) -> Any:
+    """What feeds the configured method (imports torch)."""
+    return _resolve(_METHODS[config.training.method].source)(plan, config, spec=spec, parallel=parallel)
+
+
+def _resolve(address: str) -> Any:
+    module, _, attribute = address.partition(":")
     return getattr(import_module(module), attribute)
 
 

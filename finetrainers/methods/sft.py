@@ -20,7 +20,7 @@ from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.models.spec import Batch, ModelSpec, VAEStats
 from finetrainers.utils.seeding import derive_seed, generator
 
-from .base import Metrics, standard_normal
+from .base import MethodParts, Metrics, standard_normal
 
 
 class SFT:
@@ -37,7 +37,6 @@ class SFT:
         first_frame_p: float,
         seed: int,
         batches: Any,
-        accumulation: int,
     ) -> None:
         """Args:
         spec, process, vae_stats: the model's description.
@@ -46,7 +45,6 @@ class SFT:
         first_frame_p: probability, per sample, of conditioning on the clean first frame.
         seed: seed of the run.
         batches: object with `steps(start) -> Iterator[Sequence[Batch]]`.
-        accumulation: micro-batches per step.
         """
         self.spec = spec
         self.process = process
@@ -56,9 +54,22 @@ class SFT:
         self.first_frame_p = first_frame_p
         self.seed = seed
         self.batches = batches
-        self.accumulation = accumulation
 
-    def steps(self, start: int) -> Iterator[Sequence[Batch]]:
+    @classmethod
+    def create(cls, parts: MethodParts) -> SFT:
+        config, geometry, is_flow = parts.config, parts.geometry, parts.process.is_flow
+        return cls(
+            spec=parts.spec,
+            process=parts.process,
+            vae_stats=parts.vae_stats,
+            noise_levels=NoiseLevels(config.diffusion, is_flow=is_flow, scheduler_config=dict(parts.scheduler.config)),
+            tokens_per_latent=1 / (geometry.patch_t * geometry.patch**2),
+            first_frame_p=parts.first_frame_p,
+            seed=config.training.seed,
+            batches=parts.source,
+        )
+
+    def steps(self, start: int, transformer: nn.Module) -> Iterator[Sequence[Batch]]:
         return self.batches.steps(start)
 
     def loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:

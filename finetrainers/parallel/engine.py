@@ -167,6 +167,21 @@ class Parallel:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, prepared
 
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Say how many micro-batches the coming optimizer step has.
+
+        Raises:
+            ValueError: DeepSpeed was set up for another number, and takes no other.
+        """
+        if self.is_deepspeed and num_micro_batches != self.accumulation:
+            raise ValueError(
+                f"DeepSpeed was set up for {self.accumulation} micro-batches a step and got {num_micro_batches}; use DDP or "
+                "FSDP for methods whose steps differ"
+            )
+        self.accumulation = num_micro_batches
+        self.accelerator.gradient_accumulation_steps = num_micro_batches
+        self.accelerator.step = 0  # counts micro-batches; ranks exchange gradients when it is a multiple
+
     def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Around one micro-batch: ranks exchange gradients on the last of a step only."""
         return self.accelerator.accumulate(model)

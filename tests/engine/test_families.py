@@ -25,7 +25,7 @@ GOALS = {
 
 
 def first_batch(trainer: Any) -> Batch:
-    return next(iter(trainer.method.steps(0)))[0]
+    return next(iter(trainer.method.steps(0, trainer.transformer)))[0]
 
 
 @torch.no_grad()

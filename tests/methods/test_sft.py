@@ -54,7 +54,6 @@ class Setting:
             first_frame_p=first_frame_p,
             seed=SEED,
             batches=None,
-            accumulation=1,
         )
         self.seen: list[tuple[Tensor, Tensor, Conditions, VideoMeta]] = []
         self.spec.predict = self._predict  # type: ignore[method-assign]
