@@ -14,6 +14,7 @@ from finetrainers.parallel.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
 from .demo import add_demo, positive_integer
+from .serve_reward import add_serve_reward
 
 _EPILOG = """examples:
   finetrainers quickstart                         teach the embedded model a new look, on any CPU, in two minutes
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny.set_defaults(run=_tiny)
 
     add_demo(commands)
+    add_serve_reward(commands)
 
     schema = commands.add_parser("schema", help="print the JSON schema of config files, for editors")
     schema.set_defaults(run=_schema)

@@ -84,9 +84,10 @@ class CacheKeys:
 
 
 def precompute_text(
-    clips: Iterable[Clip],
+    captions: Iterable[str],
     encode_text: EncodeText,
-    keys: CacheKeys,
+    cache: TensorCache,
+    key: Callable[[str], str],
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -94,15 +95,15 @@ def precompute_text(
     progress: Progress | None = None,
 ) -> int:
     """Encode this rank's share of the distinct captions, and the empty prompt. Returns how many were encoded."""
-    captions = sorted({"", *(clip.caption for clip in clips)})[rank::world_size]
-    todo = [caption for caption in captions if not keys.cache.has(keys.text(caption))]
+    share = sorted({"", *captions})[rank::world_size]
+    todo = [caption for caption in share if not cache.has(key(caption))]
     for start in range(0, len(todo), batch_size):
         prompts = todo[start : start + batch_size]
         conditions = encode_text(prompts)
         for row, caption in enumerate(prompts):
             tensors = {name: tensor[row : row + 1] for name, tensor in conditions.tensors.items()}
             _refuse_non_finite(tensors, f"the caption {caption!r}")
-            keys.cache.put(keys.text(caption), tensors)
+            cache.put(key(caption), tensors)
         if progress:
             progress(start + len(prompts), len(todo))
     return len(todo)

@@ -73,9 +73,10 @@ class BatchSource:
 
         def work(progress: Progress) -> int:
             return precompute_text(
-                self._clips(),
+                (clip.caption for clip in self._clips()),
                 lambda prompts: self.spec.encode_text(encoders, prompts),
-                keys,
+                keys.cache,
+                keys.text,
                 rank=self.parallel.rank,
                 world_size=self.parallel.world_size,
                 progress=progress,

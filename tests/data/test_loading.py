@@ -126,7 +126,7 @@ def test_cached_batches_equal_fresh_ones(clips: list[Clip], tmp_path: Path, tech
     stream = BatchStream(clips, batch_size=2, seed=7)
     fresh = Encoder(model.encode_text, model.encode_video, data=data, seed=7, with_first_frame=first_frame)
     keys = keys_for(tmp_path / "cache", data, first_frame=first_frame)
-    precompute_text(clips, model.encode_text, keys)
+    precompute_text((c.caption for c in clips), model.encode_text, keys.cache, keys.text)
     precompute_video(clips, model.encode_video, keys)
     model.prompts.clear()
     cached = CachedEncoder(data=data, seed=7)
@@ -178,7 +178,10 @@ def test_precomputing_again_does_nothing_and_an_edit_redoes_only_its_part(
     def precompute(items: list[Clip], **identities: str) -> tuple[int, int]:
         keys = keys_for(tmp_path / "cache", data, **identities)
         model = FakeModel()
-        counted = precompute_text(items, model.encode_text, keys), precompute_video(items, model.encode_video, keys)
+        counted = (
+            precompute_text((c.caption for c in items), model.encode_text, keys.cache, keys.text),
+            precompute_video(items, model.encode_video, keys),
+        )
         assert counted == (len(model.prompts), model.videos)
         return counted
 
@@ -201,7 +204,9 @@ def test_ranks_share_the_encoding_and_find_each_others(clips: list[Clip], tmp_pa
     model = FakeModel()
     shares = [
         (
-            precompute_text(clips, model.encode_text, keys, rank=rank, world_size=2),
+            precompute_text(
+                (c.caption for c in clips), model.encode_text, keys.cache, keys.text, rank=rank, world_size=2
+            ),
             precompute_video(clips, model.encode_video, keys, rank=rank, world_size=2, num_workers=rank),
         )
         for rank in (0, 1)
@@ -212,7 +217,7 @@ def test_ranks_share_the_encoding_and_find_each_others(clips: list[Clip], tmp_pa
 
 def test_a_damaged_entry_is_named_then_computed_again(clips: list[Clip], tmp_path: Path) -> None:
     keys, model = keys_for(tmp_path / "cache", DataSection()), FakeModel()
-    precompute_text(clips, model.encode_text, keys)
+    precompute_text((c.caption for c in clips), model.encode_text, keys.cache, keys.text)
     precompute_video(clips, model.encode_video, keys)
     path = keys.cache.path(keys.video(clips[0]))
     data = bytearray(path.read_bytes())
