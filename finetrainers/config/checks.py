@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .aliases import launched_processes
 from .errors import Problem
 from .geometry import Geometry
+from .grpo_checks import check_grpo, check_no_grpo
 from .prompts import ValidationPrompt
 from .root import TrainConfig
 
@@ -40,15 +42,41 @@ class Findings:
 
 
 def check_config(
-    config: TrainConfig, *, family: FamilyFacts, geometry: Geometry, prompts: list[ValidationPrompt]
+    config: TrainConfig,
+    *,
+    family: FamilyFacts,
+    geometry: Geometry,
+    prompts: list[ValidationPrompt],
+    world_size: int | None = None,
 ) -> Findings:
-    """All cross-option findings of a configuration for a given model."""
+    """All cross-option findings of a configuration for a given model.
+
+    Args:
+        config: the whole run.
+        family: of the model.
+        geometry: its size rules.
+        prompts: to be sampled during training.
+        world_size: how many processes train together; default: what the launcher says.
+    """
     found = Findings()
     _check_sizes(config, geometry, prompts, found)
     _check_model(config, family, found)
-    _check_diffusion(config, family, found)
     _check_training(config, found)
     _check_validation(config, family, prompts, found)
+    if config.training.method == "grpo":
+        if family.first_frame == "channels":
+            found.error("method", "this checkpoint animates an image, and prompts bring none; use a text-to-video one")
+        check_grpo(
+            config,
+            geometry=geometry,
+            is_flow=family.is_flow,
+            world_size=launched_processes() if world_size is None else world_size,
+            found=found,
+        )
+        return found
+    check_no_grpo(config, found)
+    _check_diffusion(config, family, found)
+    _check_data(config, family, found)
     return found
 
 
@@ -117,7 +145,7 @@ def _check_diffusion(config: TrainConfig, family: FamilyFacts, found: Findings) 
 
 
 def _check_training(config: TrainConfig, found: Findings) -> None:
-    training, data = config.training, config.data
+    training = config.training
     if training.training_type == "full-finetune":
         for option in _LORA_OPTIONS:
             if config.changed(option):
@@ -129,6 +157,25 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
             found.warnings.append(f"--{option} has no effect without --use_ema")
     if config.changed("train_epochs") and training.train_steps is not None:
         found.warnings.append(f"--train_epochs {training.train_epochs} is overridden by --train_steps")
+
+
+def _check_validation(
+    config: TrainConfig, family: FamilyFacts, prompts: list[ValidationPrompt], found: Findings
+) -> None:
+    validation = config.validation
+    every = validation.validation_steps or validation.validation_epochs
+    if every and not prompts:
+        found.error("validation_prompts", "validation is scheduled but there are no prompts; give some")
+    conditioned = any(p.image or p.video for p in prompts)
+    if family.first_frame == "channels" and any(not (p.image or p.video) for p in prompts):
+        found.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
+    if family.first_frame == "none" and conditioned:
+        found.error("validation_images", f"this {family.name} takes no first frame; remove the images and videos")
+
+
+def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> None:
+    """What only training on clips has a use for."""
+    data, validation = config.data, config.validation
     if config.changed("caption_dropout_technique") and data.caption_dropout_p == 0:
         found.warnings.append("--caption_dropout_technique has no effect while --caption_dropout_p is 0")
     if data.precompute_dir is not None and not data.precompute_conditions:
@@ -140,20 +187,6 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
         )
     if data.data_root is None and data.dataset_file is None:
         found.error("data_root", "no data: give --data_root (a folder) or --dataset_file (.csv, .json, .jsonl)")
-
-
-def _check_validation(
-    config: TrainConfig, family: FamilyFacts, prompts: list[ValidationPrompt], found: Findings
-) -> None:
-    validation, data = config.validation, config.data
-    every = validation.validation_steps or validation.validation_epochs
-    if every and not prompts:
-        found.error("validation_prompts", "validation is scheduled but there are no prompts; give some")
-    conditioned = any(p.image or p.video for p in prompts)
-    if family.first_frame == "channels" and any(not (p.image or p.video) for p in prompts):
-        found.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
-    if family.first_frame == "none" and conditioned:
-        found.error("validation_images", f"this {family.name} takes no first frame; remove the images and videos")
     if family.first_frame == "none" and data.first_frame_conditioning_p:
         found.error("first_frame_conditioning_p", f"this {family.name} takes no first frame; remove it")
     if validation.eval_steps and not data.eval_num_items:

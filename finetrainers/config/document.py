@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_origin
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from .flags import choices, default_text, is_list, is_switch
+from .rewards import RewardEntry
 from .root import TrainConfig, fields
 
 _INTRO = """# Configuration
@@ -32,7 +35,8 @@ video_resolution_buckets = ["49x512x768"]
 ```
 
 `finetrainers schema > finetrainers.schema.json` writes a JSON schema with which editors check and complete such files.
-How options differ from the tools that first used these names: [compatibility](compatibility.md).
+How options differ from the tools that first used these names: [compatibility](compatibility.md). With `--method grpo`, flags
+and keys may also have the names that they have in DanceGRPO.
 """
 
 
@@ -66,15 +70,19 @@ def _type_text(field: FieldInfo) -> str:
         return _escape(" | ".join(f"`{value}`" for value in allowed)) + (", several" if is_list(field) else "")
     if is_switch(field):
         return "switch"
-    names = {int: "integer", float: "number", str: "text"}
-    candidates = [field.annotation, *get_args(field.annotation)]
-    kind = next((text for kind, text in names.items() if kind in candidates), None)
-    if is_list(field):
-        kind = "text" if kind == "text" else "size"
+    kind = _kind(field.annotation)
     bounds = _bounds(field)
-    text = kind or ("path" if any("Path" in str(c) for c in candidates) else "text")
-    several = " list" if get_origin(field.annotation) is list else ""
-    return f"{text}{several}{f', {bounds}' if bounds else ''}"
+    several = " list" if is_list(field) else ""
+    return f"{kind}{several}{f', {bounds}' if bounds else ''}"
+
+
+def _kind(annotation: Any) -> str:
+    """What one value of an option is, whatever stands around its type: `None`, `Annotated`, `list`."""
+    while get_origin(annotation) in (list, Union, UnionType, Annotated):
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is tuple:
+        return "size"
+    return {int: "integer", float: "number", Path: "path", RewardEntry: "reward"}.get(annotation, "text")
 
 
 def _bounds(field: FieldInfo) -> str:

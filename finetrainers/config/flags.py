@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from finetrainers.utils.text import nearest
 
+from .aliases import REFUSED, SWITCHES, foreign_names
 from .errors import ConfigError, Problem
 from .load import Source, build_config, file_source
 from .root import TrainConfig, fields
@@ -88,6 +89,11 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
             if is_list(field):
                 options["nargs"] = "*"
         groups[section].add_argument(f"--{name}", **options)
+    for name in foreign_names():
+        shape: dict[str, Any] = {"nargs": "?", "const": True} if name in SWITCHES else {}
+        if name in REFUSED:
+            shape = {"nargs": "*"}
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **shape)
     return parser
 
 

@@ -14,7 +14,9 @@ from pydantic import ValidationError
 
 from finetrainers.utils.text import nearest
 
+from .aliases import is_foreign, translate
 from .errors import ConfigError, Problem
+from .presets import fill_preset
 from .root import TrainConfig, fields
 
 if sys.version_info >= (3, 11):
@@ -66,9 +68,9 @@ def file_source(path: Path) -> Source:
 
     def take(name: str, value: Any, section: str | None) -> None:
         where = f"{path}:{_line_of(text, name, section)}"
-        if name not in known:
+        if name not in known and not is_foreign(name):
             problems.append(Problem(where, f"unknown option {name!r}{nearest(name, known)}"))
-        elif section not in (None, known[name][0]):
+        elif name in known and section not in (None, known[name][0]):
             problems.append(Problem(where, f"{name!r} belongs in [{known[name][0]}], not in [{section}]"))
         elif name in values:
             problems.append(Problem(where, f"{name!r} is given twice"))
@@ -102,7 +104,7 @@ def _line_of(text: str, name: str | None, section: str | None) -> int:
 
 
 def build_config(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> TrainConfig:
-    """Merge sources, later ones winning, and validate.
+    """Merge sources, later ones winning, translate other programs' names, fill in the preset, and validate.
 
     Raises:
         ConfigError: all problems of all sources at once.
@@ -115,11 +117,16 @@ def build_config(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> T
         source = item if isinstance(item, Source) else Source(item[1], lambda name: name)
         problems.extend(source.problems)
         for name, value in source.values.items():
-            if name not in known:
+            if name not in known and not is_foreign(name):
                 problems.append(Problem(source.where(name), f"unknown option {name!r}{nearest(name, known)}"))
                 continue
             merged[name] = value
             where[name] = source.where(name)
+
+    translated = translate(merged, where)
+    problems.extend(translated.problems)
+    lost = [*_lost(sources), *translated.lost]
+    fill_preset(merged)
 
     nested: dict[str, dict[str, Any]] = {"model": {}}
     for name, value in merged.items():
@@ -128,11 +135,9 @@ def build_config(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> T
         config = TrainConfig.model_validate(nested)
     except ValidationError as error:
         found = _translate(error, where)
-        raise ConfigError(
-            [*problems, *found.values()], rest=_without(nested, found), wrong=[*found, *_lost(sources)]
-        ) from None
+        raise ConfigError([*problems, *found.values()], rest=_without(nested, found), wrong=[*found, *lost]) from None
     if problems:
-        raise ConfigError(problems, rest=config, wrong=_lost(sources))
+        raise ConfigError(problems, rest=config, wrong=lost)
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
 _REWARD = re.compile(r"^(?P<name>[^=,\s]+)(=(?P<weight>[^,]*))?(,(?P<options>.*))?$")
 _OWN = ("mean", "std", "every", "batch_size")
@@ -81,8 +81,24 @@ def parse_reward(value: Any) -> Any:
     return found
 
 
+def reward_text(entry: RewardEntry) -> str | dict[str, Any]:
+    """The text that `parse_reward` reads back as an equal entry; a table where no text does (an option with a comma)."""
+    own = {
+        name: getattr(entry, name) for name in _OWN if getattr(entry, name) != type(entry).model_fields[name].default
+    }
+    text = ",".join(
+        [f"{entry.name}={entry.weight!r}", *(f"{key}={value}" for key, value in {**own, **entry.options}.items())]
+    )
+    try:
+        same = RewardEntry.model_validate(parse_reward(text)) == entry
+    except ValueError:
+        same = False
+    return text if same else entry.model_dump(exclude_none=True)
+
+
 Reward = Annotated[
     RewardEntry,
     BeforeValidator(parse_reward),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/RewardEntry"}]}),
+    PlainSerializer(reward_text),
+    WithJsonSchema({"anyOf": [{"type": "string"}, RewardEntry.model_json_schema()]}),
 ]

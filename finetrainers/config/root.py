@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from .grpo import GRPOSection
 from .sections import (
     DataloaderSection,
     DataSection,
@@ -29,6 +30,7 @@ class TrainConfig(Section):
     dataloader: DataloaderSection = Field(default=DataloaderSection(), description=DataloaderSection.__doc__)
     diffusion: DiffusionSection = Field(default=DiffusionSection(), description=DiffusionSection.__doc__)
     training: TrainingSection = Field(default=TrainingSection(), description=TrainingSection.__doc__)
+    grpo: GRPOSection = Field(default=GRPOSection(), description=GRPOSection.__doc__)
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description=OptimizerSection.__doc__)
     validation: ValidationSection = Field(default=ValidationSection(), description=ValidationSection.__doc__)
     run: RunSection = Field(default=RunSection(), description=RunSection.__doc__)

@@ -1,4 +1,5 @@
 """Every option of a training run: its name, type, bounds, default and help are written here and nowhere else.
+Those of reward finetuning are in `grpo.py`.
 
 The command line, TOML files, the Python API, the JSON schema and `docs/configuration.md` are derived from these
 classes. Field names are unique over all sections, so that each one is also a flat flag (`--batch_size`).
@@ -169,7 +170,9 @@ class TrainingSection(Section):
     """What is trained, and for how long."""
 
     training_type: Literal["lora", "full-finetune"] = Field("lora", description="Train an adapter or every weight.")
-    method: str = Field("sft", description="Training method: `sft`, supervised finetuning on clips.")
+    method: str = Field(
+        "sft", description="`sft`, supervised finetuning on clips, or `grpo`, reward finetuning on prompts."
+    )
     seed: int = Field(42, ge=0, lt=2**31, description="Seed of everything random in the run.")
     mixed_precision: Literal["no", "fp16", "bf16"] | None = Field(
         None, description="Autocast dtype; default: what `accelerate launch` says, else `transformer_dtype`."

@@ -1,4 +1,4 @@
-"""The small value types of the configuration: buckets and validation prompts, and the text forms users write."""
+"""The small value types of the configuration: buckets and rows of numbers, and the text forms users write."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ def parse_image_bucket(value: Any) -> Any:
             raise ValueError(f"{value!r} is not HEIGHTxWIDTH, for example 512x768")
         return tuple(int(part) for part in match.groups())
     return value
+
+
+def parse_numbers(value: Any) -> Any:
+    """`"0:0.5"` as the texts of its numbers, also as the only item of a list; other lists pass through."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    return value.split(":") if isinstance(value, str) else value
 
 
 def _joined(value: tuple[int, ...]) -> str:

@@ -34,6 +34,7 @@ from finetrainers.parallel.launch import launched_rank
 from .callbacks.base import Callback
 from .callbacks.evaluation import EvaluationLoss
 from .callbacks.metrics import MetricsFile, ProgressLine, Tracker
+from .callbacks.rewards import MethodEvaluation, RewardFiles
 from .callbacks.validation import EncodedPrompt, Validation
 from .checkpoint import load_checkpoint
 from .export import export
@@ -117,7 +118,8 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     process = spec.process(scheduler)
     weights_dtype = trainable_dtype(config)
     first_frame_p = first_frame_probability(config, spec)
-    if parallel.is_main and first_frame_p > 0 and config.data.first_frame_conditioning_p is None:
+    asked = config.data.first_frame_conditioning_p is not None
+    if parallel.is_main and first_frame_p > 0 and not asked and plan.noun == "clip":
         print_line(f"note: {first_frame_p:.0%} of samples see their clean first frame (--first_frame_conditioning_p)")
     compute_dtype = parallel.compute_dtype(
         weights_dtype if config.training.training_type == "full-finetune" else DTYPES[config.model.transformer_dtype]
@@ -323,13 +325,15 @@ def make_callbacks(
                 enabled=parallel.is_main,
             )
         )
+    due = every_n(validation.eval_steps)
+    if config.grpo.reward:
+        callbacks += [RewardFiles(), MethodEvaluation(fps=checked.plan.fps, due=due)]
     if checked.plan.eval_clips:
-        every = validation.eval_steps
         callbacks.append(
             EvaluationLoss(
                 batches=source.eval_batches,
                 num_levels=validation.eval_num_timesteps,
-                due=lambda step: every is not None and step % every == 0,
+                due=due,
             )
         )
     if prompts and negative is not None:
@@ -346,6 +350,11 @@ def make_callbacks(
             )
         )
     return callbacks
+
+
+def every_n(steps: int | None) -> Callable[[int], bool]:
+    """Whether a step is a multiple; never for None."""
+    return lambda step: steps is not None and step % steps == 0
 
 
 def validation_schedule(config: TrainConfig, source: Any) -> Callable[[int], bool]:

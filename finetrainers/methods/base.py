@@ -43,6 +43,19 @@ class MethodParts:
     network: nn.Module
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What a method says of the current network.
+
+    Attributes:
+        record: named numbers, the same on every rank.
+        clips: this rank's samples: number, prompt, and `[T, C, H, W]` in [0, 1].
+    """
+
+    record: Mapping[str, float]
+    clips: Sequence[tuple[int, str, Tensor]]
+
+
 class Method(Protocol):
     """One training algorithm. The trainer asks for the micro-batches of a step and for the loss of each."""
 
@@ -64,6 +77,10 @@ class Method(Protocol):
 
     def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
         """Unweighted per-sample loss `[B]` at one fixed noise-level quantile, with noise fixed per sample."""
+        ...
+
+    def evaluate(self, transformer: nn.Module) -> Evaluation | None:
+        """Samples and scores of the current network; None for methods that judge by held-out clips alone."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

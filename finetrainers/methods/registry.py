@@ -123,3 +123,9 @@ def _resolve(address: str) -> Any:
 
 
 register_method("sft", "finetrainers.methods.sft:SFT")
+register_method(
+    "grpo",
+    "finetrainers.methods.grpo.method:GRPO",
+    plan="finetrainers.methods.grpo.plan:plan_prompts",
+    source="finetrainers.methods.grpo.source:open_prompts",
+)

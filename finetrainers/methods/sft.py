@@ -135,6 +135,9 @@ class SFT:
         mask = torch.tensor(given, device=latents.device).view(-1, 1, 1, 1, 1)
         return latents * mask
 
+    def evaluate(self, transformer: nn.Module) -> None:
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -123,6 +123,20 @@ class HunyuanVideoSpec(ModelSpec):
             {"prompt_embeds": embeds, "prompt_attention_mask": mask.bool(), "pooled_prompt_embeds": pooled}
         )
 
+    def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
+        """From DanceGRPO's preprocessing: `[257, 4096]` with CLIP's pooled embedding, padded by zeros, in the first row."""
+        config = common.load_config(
+            HunyuanVideoTransformer3DModel, self.config, "transformer", replacement=self.config.transformer_id
+        )
+        pooled = embedding[0, : config["pooled_projection_dim"]]
+        return Conditions(
+            {
+                "prompt_embeds": embedding[None, 1:],
+                "prompt_attention_mask": mask.flatten()[None, -(len(embedding) - 1) :].bool(),
+                "pooled_prompt_embeds": pooled[None],
+            }
+        )
+
     def vae_stats(self, vae: nn.Module) -> VAEStats:
         scale = torch.tensor(vae.config.scaling_factor, dtype=torch.float32)  # type: ignore[union-attr]
         return VAEStats(mean=torch.tensor(0.0), scale=scale)
@@ -139,7 +153,8 @@ class HunyuanVideoSpec(ModelSpec):
         dtype = input_dtype(network)
         guidance = None
         if network.config.guidance_embeds:
-            guidance = torch.full_like(t, TRAINING_GUIDANCE * EMBEDDING_SCALE, dtype=dtype)
+            scale = TRAINING_GUIDANCE if meta.guidance is None else meta.guidance
+            guidance = torch.full_like(t, scale * EMBEDDING_SCALE, dtype=dtype)
         return transformer(
             hidden_states=x_BCTHW.to(dtype),
             # In fp32, like the pipeline's: bf16 would round noise levels to 1/256.

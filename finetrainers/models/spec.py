@@ -66,9 +66,12 @@ class Conditions:
         if mask is None:
             return self
         kept = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
-        length = -(-kept // multiple) * multiple
-        cut = ("prompt_attention_mask", "prompt_embeds")
-        return Conditions({k: v[:, :length].contiguous() if k in cut else v for k, v in self.tensors.items()})
+        return self.cut(-(-kept // multiple) * multiple)
+
+    def cut(self, length: int | None) -> Conditions:
+        """The first `length` tokens of text and mask; None leaves all."""
+        names = ("prompt_attention_mask", "prompt_embeds") if length is not None else ()
+        return Conditions({k: v[:, :length].contiguous() if k in names else v for k, v in self.tensors.items()})
 
     @staticmethod
     def cat(parts: Sequence[Conditions]) -> Conditions:
@@ -98,10 +101,12 @@ class VideoMeta:
         fps: frame rate of each clip, `[B]`, in frames per second.
         first_frame: normalised latent of the given first frame, `[B, C, 1, H, W]`, for models that take it on extra
             channels (`ModelSpec.first_frame == "channels"`); rows that are not conditioned are zero.
+        guidance: scale for networks that take guidance as an input; None: what they are trained at.
     """
 
     fps: Tensor
     first_frame: Tensor | None = None
+    guidance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,15 @@ class ModelSpec(ABC):
     @abstractmethod
     def encode_text(self, encoders: TextEncoders, prompts: Sequence[str]) -> Conditions:
         """Text conditioning of the prompts, equal to what the family's pipeline computes. Padded, batch first."""
+
+    def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
+        """Conditioning of one prompt from tensors that another tool has computed, as a batch of one.
+
+        Args:
+            embedding: text states `[L, D]`.
+            mask: `[L]`, which of them are text.
+        """
+        return Conditions({"prompt_embeds": embedding[None], "prompt_attention_mask": mask[None].bool()})
 
     def encode_video(self, vae: nn.Module, video_BCTHW: Tensor) -> Tensor:
         """VAE moments `[B, 2C, T', H', W']` of videos in [-1, 1], `[B, 3, T, H, W]`."""

@@ -1,0 +1,244 @@
+"""Published settings of reward finetuning by name: which option a paper's code sets to what, and where it says so.
+
+A preset gives what the user does not. It holds what carries over to another model; sizes, noise shift and guidance belong
+to a checkpoint, and are listed with the rest that is not set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, and where it is published."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One publication's settings.
+
+    Attributes:
+        title: what it is.
+        reference: paper and code.
+        settings: option to value, whatever is trained.
+        lora: further ones for `--training_type lora`, if published.
+        full: further ones for `--training_type full-finetune`, if published.
+        not_set: what else is published, or done otherwise there, and why it is not here.
+    """
+
+    title: str
+    reference: str
+    settings: Mapping[str, Setting]
+    lora: Mapping[str, Setting] = field(default_factory=dict)
+    full: Mapping[str, Setting] = field(default_factory=dict)
+    not_set: tuple[str, ...] = ()
+
+    def options(self, training_type: str) -> dict[str, Any]:
+        """Option to value, for what is trained."""
+        further = self.lora if training_type == "lora" else self.full
+        return {name: setting.value for name, setting in {**self.settings, **further}.items()}
+
+
+def fill_preset(options: MutableMapping[str, Any]) -> None:
+    """Add what the preset named in `options` sets and they do not. None is what TOML cannot say: not given."""
+    for name, value in preset_options(options).items():
+        if options.get(name) is None:
+            options[name] = value
+
+
+def preset_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the preset named in `options` sets for them; nothing without a known one, or for another method."""
+    name = options.get("grpo_preset")
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is None or options.get("method") != "grpo":
+        return {}
+    found = preset.options(options.get("training_type") or "lora")
+    # An amount of noise is in units of its kernel.
+    if options.get("sampler") not in (None, found.get("sampler")):
+        found.pop("eta", None)
+    return found
+
+
+def preset_tables() -> str:
+    """Markdown: of each preset, what it sets to what, and where that is published."""
+    lines: list[str] = []
+    for name, preset in PRESETS.items():
+        lines += [
+            f"### `{name}`\n",
+            f"{preset.title}: {preset.reference}.\n",
+            "| option | value | published in |",
+            "|---|---|---|",
+        ]
+        for condition, settings in (("", preset.settings), ("LoRA: ", preset.lora), ("full: ", preset.full)):
+            lines += [f"| {condition}`{key}` | {_shown(s.value)} | {s.source} |" for key, s in settings.items()]
+        lines += ["", "Not set:\n", *(f"* {text}" for text in preset.not_set), ""]
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{' '.join(map(str, value)) if isinstance(value, list) else value}`"
+
+
+def _from(source: str, **values: Any) -> dict[str, Setting]:
+    """Several settings that are published in one place."""
+    return {name: Setting(value, source) for name, value in values.items()}
+
+
+_DANCE_SCRIPT = "video launch script, 4 nodes x 8 GPUs"
+_DANCE_CODE = "video trainer"
+_MIX_SCRIPT = "launch script, 4 nodes x 8 GPUs"
+_FLOW_BASE = "`config/base.py`"
+_FLOW_CODE = "`train_sd3.py`"
+_FAST = "`config/grpo.py`, `geneval_sd3_fast_nocfg`"
+_NFT = "`config/nft.py`, `sd3_geneval`"
+_NFT_CODE = "`train_nft_sd3.py`"
+_FLASH = "`config/dgx.py`"
+_FLASH_CODE = "its trainer"
+_EMA = "(0.9 every 8 steps, as a decay per step)"
+
+PRESETS: dict[str, Preset] = {
+    "dancegrpo": Preset(
+        title="DanceGRPO",
+        reference="arXiv:2505.07818, github.com/XueZeyue/DanceGRPO",
+        settings={
+            **_from(_DANCE_CODE, rl_algorithm="grpo", sampler="dance", window_size=0),
+            **_from(_DANCE_SCRIPT, eta=0.25, sampling_steps=16, num_generations=24, best_of_n=8, init_same_noise=True,
+                    timestep_fraction=0.6, reward_fps=8.0),
+            **_from(f"{_DANCE_SCRIPT}: one prompt each", prompts_per_step=32),
+            **_from(f"{_DANCE_SCRIPT}: 8 kept clips, 4 a step", updates_per_rollout=2),
+            **_from(f"{_DANCE_CODE}, fixed in the code", clip_range=1e-4, advantage_clip=5.0, advantage_eps=1e-8),
+            **_from(_DANCE_CODE, advantage="group_std", reward_combination="sum", kl_coef=0.0, optimizer="adamw",
+                    beta2=0.999),
+            **_from(_DANCE_SCRIPT, weight_decay=1e-4, max_grad_norm=1.0),
+            **_from(f"{_DANCE_SCRIPT}: with a warm-up of 0", lr_scheduler="constant"),
+        },
+        lora=_from("image LoRA script", lr=3e-4, rank=128, lora_alpha=256),
+        full=_from(_DANCE_SCRIPT, lr=1e-5),
+        not_set=(
+            "of the checkpoint: clips of 53x480x480, `shift` 5, embedded guidance 6.018;",
+            "of the run: 202 rollouts, a checkpoint every 50, VideoAlign's VQ with weight 1 and MQ with 0;",
+            "the best and worst clips are those of a process there, of a prompt here: the same with one prompt each;",
+            "trained steps are drawn for every clip there, for every prompt here;",
+            "deviations are estimates of a sample there: advantages are 2 % smaller than here.",
+        ),
+    ),
+    "flow-grpo": Preset(
+        title="Flow-GRPO",
+        reference="arXiv:2505.05470, github.com/yifan123/flow_grpo",
+        settings={
+            **_from("`config/grpo.py`, `geneval_sd3`", sampling_steps=10, num_generations=24, prompts_per_step=48,
+                    updates_per_rollout=2, init_same_noise=False, kl_coef=0.04, advantage="global_std", use_ema=True),
+            **_from(_FLOW_BASE, eta=0.7, clip_range=1e-4, advantage_clip=5.0, optimizer="adamw", beta2=0.999,
+                    weight_decay=1e-4, max_grad_norm=1.0),
+            **_from(_FLOW_CODE, rl_algorithm="grpo", sampler="flow", window_size=0, kl_space="mean",
+                    lr_scheduler="constant"),
+            **_from("`stat_tracking.py`", advantage_eps=1e-4),
+            **_from(f"{_FLOW_CODE} {_EMA}", ema_decay=0.987),
+        },
+        lora={**_from(_FLOW_BASE, lr=3e-4), **_from(_FLOW_CODE, rank=32, lora_alpha=64)},
+        not_set=(
+            "of the checkpoint: images of 512x512, classifier-free guidance 4.5 (`rollout_cfg`);",
+            "`kl_coef` is 0.04 for GenEval and OCR, 0.01 for PickScore, 0.004 for its video trainer;",
+            "`timestep_fraction` 0.99 leaves out the last step, which is never trained here;",
+            "their KL is divided by the squared noise rate without the step's length;",
+            "evaluation takes 40 steps; nothing is published for full finetuning.",
+        ),
+    ),
+    "flow-grpo-fast": Preset(
+        title="Flow-GRPO-Fast, with the sampler of Flow-CPS and without guidance",
+        reference="github.com/yifan123/flow_grpo; CPS: arXiv:2509.05952",
+        settings={
+            **_from(_FAST, sampler="cps", eta=0.8, sampling_steps=10, num_generations=24, prompts_per_step=48,
+                    updates_per_rollout=2, window_size=3, window_range=[0.0, 0.5], clip_range=1e-5, kl_coef=0.0,
+                    advantage="global_std", rollout_cfg=1.0, use_ema=True),
+            **_from("its pipeline", window_strategy="random"),
+            **_from(_FLOW_BASE, init_same_noise=False, advantage_clip=5.0, optimizer="adamw", beta2=0.999,
+                    weight_decay=1e-4, max_grad_norm=1.0),
+            **_from(_FLOW_CODE, rl_algorithm="grpo", lr_scheduler="constant"),
+            **_from("`stat_tracking.py`", advantage_eps=1e-4),
+            **_from(f"{_FLOW_CODE} {_EMA}", ema_decay=0.987),
+        },
+        lora={**_from(_FLOW_BASE, lr=3e-4), **_from(_FLOW_CODE, rank=32, lora_alpha=64)},
+        full=_from("`config/grpo.py`, `pickscore_bagel`", lr=1e-4),
+        not_set=(
+            "of the checkpoint: images of 512x512;",
+            "their log-density lacks the division by twice the variance; here it is the true one, and `clip_range` "
+            "binds differently where noise is low.",
+        ),
+    ),
+    "mixgrpo": Preset(
+        title="MixGRPO",
+        reference="arXiv:2507.21802, repository MixGRPO",
+        settings={
+            **_from(_MIX_SCRIPT, rl_algorithm="grpo", sampler="flow", eta=0.7, sampling_steps=25, num_generations=12,
+                    window_size=4, window_strategy="progressive", window_every=25, window_stride=1,
+                    init_same_noise=True, clip_range=1e-4, advantage_clip=5.0, kl_coef=0.0, reward_combination="sum",
+                    weight_decay=1e-4, max_grad_norm=1.0),
+            **_from(f"{_MIX_SCRIPT}: one prompt each", prompts_per_step=32),
+            **_from(f"{_MIX_SCRIPT}: 12 clips, 3 a step", updates_per_rollout=4),
+            **_from("its trainer", window_range=[0.0, 1.0], advantage="group_std", advantage_eps=1e-8,
+                    optimizer="adamw", beta2=0.999),
+            **_from(f"{_MIX_SCRIPT}: with a warm-up of 0", lr_scheduler="constant"),
+        },
+        full=_from(_MIX_SCRIPT, lr=1e-5),
+        not_set=(
+            "of the checkpoint: images of 720x720, `shift` 3;",
+            "of the run: 300 rollouts, a checkpoint every 50, up to five rewards whose weights sum to 1;",
+            "the Flash variants finish a clip with fewer steps of DPM-Solver++; nothing is published for LoRA.",
+        ),
+    ),
+    "nft": Preset(
+        title="DiffusionNFT",
+        reference="arXiv:2509.16117, github.com/NVlabs/DiffusionNFT",
+        settings={
+            **_from(_NFT, rl_algorithm="nft", sampling_steps=10, num_generations=24, prompts_per_step=48,
+                    updates_per_rollout=1, rollout_cfg=1.0, nft_beta=1.0, nft_kl=1e-4),
+            **_from(f"{_NFT_CODE}, `decay_type` 1", nft_decay=[0.0, 0.001, 0.5]),
+            **_from("`config/base.py`: 0.99 of 10 steps", nft_timesteps=9),
+            **_from("`config/base.py`", advantage="global_std", advantage_clip=5.0, optimizer="adamw", beta2=0.999,
+                    weight_decay=1e-4, max_grad_norm=1.0, use_ema=True),
+            **_from(_NFT_CODE, init_same_noise=False, ema_decay=0.9, lr_scheduler="constant"),
+            **_from("`stat_tracking.py`", advantage_eps=1e-4),
+        },
+        lora={**_from("`config/base.py`", lr=3e-4), **_from(_NFT_CODE, rank=32, lora_alpha=64)},
+        not_set=(
+            "of the checkpoint: images of 512x512;",
+            "clips are sampled with a second-order solver there, with Euler steps here;",
+            "`nft_beta` is 0.1 and `sampling_steps` 25 for several rewards; for OCR `nft_beta` is 0.1, `nft_decay` "
+            "75:0.0075:0.999 and `updates_per_rollout` 2; full finetuning is refused there.",
+        ),
+    ),
+    "flash": Preset(
+        title="Flash-GRPO",
+        reference="arXiv:2605.15980, github.com/Shredded-Pork/Flash-GRPO",
+        settings={
+            **_from(_FLASH, sampling_steps=20, clip_range=1e-3, kl_coef=0.0, advantage="global_std", use_ema=True),
+            **_from(f"{_FLASH_CODE}: one step of the first 10", window_size=1, window_range=[0.0, 0.5],
+                    window_strategy="random"),
+            **_from(f"{_FLASH_CODE}: 4 processes x 2 clips", num_generations=8),
+            **_from(f"{_FLASH_CODE}, 96 GPUs: 2 batches of 24", prompts_per_step=48, updates_per_rollout=2),
+            **_from(_FLASH_CODE, rl_algorithm="grpo", step_weight="flash", init_same_noise=False,
+                    lr_scheduler="constant"),
+            **_from("its noise rate, sigma itself, is 0.98 to 0.77 at these steps", sampler="dance", eta=0.9),
+            **_from("`config/base.py`", advantage_clip=5.0, optimizer="adamw", beta2=0.999, weight_decay=1e-4,
+                    max_grad_norm=1.0),
+            **_from("`stat_tracking.py`", advantage_eps=1e-4),
+            **_from(f"{_FLASH_CODE} {_EMA}", ema_decay=0.987),
+        },
+        lora={**_from(_FLASH, lr=1e-4), **_from(_FLASH_CODE, rank=16, lora_alpha=32)},
+        not_set=(
+            "of the checkpoint: clips of 81x480x832, classifier-free guidance 4.5 (`rollout_cfg`);",
+            "of the run: 300 rollouts, HPSv3;",
+            "the step is drawn for every prompt there, for every rollout here;",
+            "nothing is published for full finetuning.",
+        ),
+    ),
+}  # fmt: skip

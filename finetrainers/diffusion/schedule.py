@@ -1,0 +1,52 @@
+"""The noise levels that a sampler visits: what the checkpoint's own scheduler says, as times of the noise process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .timesteps import resolution_mu
+
+
+def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float | None = None) -> Tensor:
+    """Process times of `steps` denoising steps, from pure noise down, `[S]`; the end, clean, is not among them.
+
+    Rectified flow visits equal parts of [0, 1], shifted as the checkpoint's scheduler says: statically, or by the number of
+    video tokens, as the families' pipelines do. Other schedulers give their timesteps.
+
+    Args:
+        scheduler: the checkpoint's; it is not changed.
+        steps: how many.
+        num_tokens: video tokens of the clip, for schedulers that shift by it.
+        shift: a static shift instead of the checkpoint's.
+
+    Raises:
+        ValueError: a shift for a process that has none.
+    """
+    config = dict(scheduler.config)
+    is_flow = hasattr(scheduler, "sigmas") and "use_dynamic_shifting" in config
+    if not is_flow:
+        if shift is not None:
+            raise ValueError(
+                f"{type(scheduler).__name__} is no flow-matching scheduler, so shift {shift:g} means nothing"
+            )
+        fresh = type(scheduler).from_config(config)
+        fresh.set_timesteps(steps)
+        return fresh.timesteps.clone()
+    # As arguments: in the config, values that were defaults when it was made count as not given.
+    own = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
+    fresh = type(scheduler).from_config(config, **own)
+    mu = None
+    if fresh.config["use_dynamic_shifting"]:
+        mu = resolution_mu(
+            num_tokens,
+            base_len=config["base_image_seq_len"],
+            max_len=config["max_image_seq_len"],
+            base_shift=config["base_shift"],
+            max_shift=config["max_shift"],
+        )
+    fresh.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    return fresh.sigmas[:-1].to(torch.float32).clone()

@@ -1,0 +1,82 @@
+"""Rewards of a run: one text file per reward to follow or plot, and evaluations with their clips."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.video import slug, write_mp4
+
+from .base import Callback, Record
+
+if TYPE_CHECKING:
+    from finetrainers.engine.trainer import Trainer
+
+_PREFIX = "reward/"
+
+
+class RewardFiles(Callback):
+    """Appends the mean raw score of every logged rollout to `rewards/NAME.txt`, a number a line."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """After a resume, the files hold what metrics.jsonl holds, and nothing of steps that will be redone."""
+        if not trainer.run_dir.writes or not trainer.run_dir.metrics_file.is_file():
+            return
+        found: dict[str, list[str]] = defaultdict(list)
+        for line in trainer.run_dir.metrics_file.read_text(encoding="utf-8").splitlines():
+            for name, value in json.loads(line).items():
+                if name.startswith(_PREFIX):
+                    found[name].append(f"{value:.6g}\n")
+        for name, lines in found.items():
+            write_text_atomic(self._path(trainer, name), "".join(lines))
+
+    def on_log(self, trainer: Trainer, record: Record) -> None:
+        if not trainer.run_dir.writes:
+            return
+        for name, value in record.items():
+            if name.startswith(_PREFIX):
+                path = self._path(trainer, name)
+                path.parent.mkdir(exist_ok=True)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(f"{value:.6g}\n")
+
+    def _path(self, trainer: Trainer, name: str) -> Path:
+        return trainer.run_dir.root / "rewards" / f"{name.removeprefix(_PREFIX)}.txt"
+
+
+class MethodEvaluation(Callback):
+    """Has the method evaluate the network before the first step, when `due(step)`, and at the end; keeps the clips."""
+
+    def __init__(self, *, fps: float, due: Callable[[int], bool]) -> None:
+        """Args:
+        fps: frame rate of the clips.
+        due: whether to evaluate after this step.
+        """
+        self.fps = fps
+        self.due = due
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.step == 0:
+            self.evaluate(trainer)
+
+    def on_step(self, trainer: Trainer) -> None:
+        if self.due(trainer.step) or trainer.step == trainer.total_steps:
+            self.evaluate(trainer)
+
+    def evaluate(self, trainer: Trainer) -> None:
+        """Evaluate, log, and write the clips to `samples/step-N/`."""
+        use_ema = trainer.ema.applied() if trainer.ema is not None else contextlib.nullcontext()
+        with use_ema:
+            found = trainer.method.evaluate(trainer.transformer)
+        if found is None:
+            return
+        directory = trainer.run_dir.root / "samples" / f"step-{trainer.step:06d}"
+        for number, prompt, video in found.clips:
+            frames = (video.permute(0, 2, 3, 1) * 255).round().byte().numpy()
+            write_mp4(directory / f"eval-{number:03d}-{slug(prompt)}.mp4", frames, fps=self.fps)
+        trainer.log(dict(found.record))

@@ -1,0 +1,136 @@
+"""From a configuration to the parts of reward finetuning."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from finetrainers.diffusion.schedule import sampling_times
+from finetrainers.methods.base import MethodParts
+from finetrainers.models.spec import DTYPES
+from finetrainers.rewards.panel import RewardPanel
+
+from .collect import Collector, Comparison
+from .evaluate import PromptEvaluation
+from .rollout import Sampler
+from .tables import StepTables
+from .windows import Windows
+
+#: Amount of noise when the user does not say, by kernel: published values; see docs/grpo.md.
+DEFAULT_ETA = {"flow": 0.7, "dance": 0.25, "cps": 0.7, "ddim": 0.3, "ode": 0.0}
+
+
+def build_collector(parts: MethodParts, *, keep_means: bool = False, stochastic: bool = True) -> Collector:
+    """What makes the rollouts of a run.
+
+    Args:
+        parts: of the run.
+        keep_means: keep the means of trained transitions.
+        stochastic: whether any transition is; else all are deterministic and none is kept.
+    """
+    config, section = parts.config, parts.config.grpo
+    sampler = build_sampler(parts)
+    kernel = section.sampler or ("flow" if parts.process.is_flow else "ddim")
+    windows = Windows(
+        section.sampling_steps,
+        seed=config.training.seed,
+        size=section.window_size,
+        span=tuple(section.window_range),
+        strategy=section.window_strategy,
+        every=section.window_every,
+        stride=section.window_stride,
+        timestep_fraction=section.timestep_fraction,
+    )
+    return Collector(
+        sampler=sampler,
+        tables=StepTables(
+            parts.process,
+            sampler.times,
+            kernel=kernel if stochastic else "ode",
+            eta=DEFAULT_ETA[kernel] if section.eta is None else section.eta,
+            windows=windows if stochastic else None,
+            weight=section.step_weight,
+        ),
+        source=parts.source,
+        vae_stats=parts.vae_stats,
+        panel=RewardPanel(
+            section.reward,
+            on_error=section.reward_on_error,
+            failures=config.run.output_dir / "failed_rewards",
+        ),
+        comparison=Comparison(
+            mode=section.advantage,
+            combination=section.reward_combination,
+            eps=section.advantage_eps,
+            clip=section.advantage_clip,
+            best_of_n=section.best_of_n,
+        ),
+        parallel=parts.parallel,
+        seed=config.training.seed,
+        num_generations=section.num_generations,
+        batch_size=config.dataloader.batch_size,
+        same_noise=section.init_same_noise,
+        keep_means=keep_means,
+        keep_on="cpu" if section.offload_trajectory else None,
+    )
+
+
+def build_evaluation(parts: MethodParts, collector: Collector) -> PromptEvaluation | None:
+    """Scores of the evaluation prompts, by the evaluation rewards or else by those trained on; None without prompts."""
+    section, prompts = parts.config.grpo, parts.source.plan.eval_prompts
+    if not prompts:
+        return None
+    panel = (
+        RewardPanel(section.eval_reward, on_error=section.reward_on_error) if section.eval_reward else collector.panel
+    )
+    return PromptEvaluation(collector, prompts, panel)
+
+
+def build_sampler(parts: MethodParts) -> Sampler:
+    """How clips of the configured size are denoised."""
+    section, geometry = parts.config.grpo, parts.geometry
+    size = section.rollout_size
+    return Sampler(
+        spec=parts.spec,
+        process=parts.process,
+        times=sampling_times(
+            parts.scheduler, section.sampling_steps, num_tokens=geometry.num_tokens(*size), shift=section.shift
+        ),
+        shape=(parts.network.config.out_channels, *geometry.latent_shape(*size)),  # type: ignore[union-attr]
+        fps=section.reward_fps or geometry.fps,
+        guidance=section.rollout_guidance,
+        cfg=section.rollout_cfg,
+        storage=DTYPES[section.trajectory_dtype],
+    )
+
+
+def reference_policy(parts: MethodParts) -> Callable[[nn.Module], AbstractContextManager[nn.Module]]:
+    """A context within which the returned network is the policy before training.
+
+    A LoRA is switched off; of a fully trained network a frozen copy is loaded, which takes as much memory again.
+    """
+    network = parts.network
+    if parts.config.training.training_type == "lora":
+
+        @contextlib.contextmanager
+        def without_adapter(transformer: nn.Module) -> Iterator[nn.Module]:
+            network.disable_adapters()
+            try:
+                yield transformer
+            finally:
+                network.enable_adapters()
+
+        return without_adapter
+    dtype = next(network.parameters()).dtype
+    frozen = parts.spec.load_transformer(dtype).to(parts.parallel.device).eval().requires_grad_(False)
+
+    @contextlib.contextmanager
+    def frozen_copy(_: nn.Module) -> Iterator[nn.Module]:
+        with torch.no_grad(), parts.parallel.accelerator.autocast():
+            yield frozen
+
+    return frozen_copy

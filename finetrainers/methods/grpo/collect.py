@@ -1,0 +1,251 @@
+"""One rollout from prompts to advantages: sample, decode, score, compare. What is learnt from it is decided elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.models.spec import VAEStats
+from finetrainers.rewards.panel import RewardPanel
+
+from .advantage import Advantages, best_of_n, compute_advantages
+from .rollout import Job, Replay, Sampler
+from .source import PromptSource
+from .tables import StepTables
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How scores become advantages; see `compute_advantages`."""
+
+    mode: Any
+    combination: Any
+    eps: float
+    clip: float | None
+    best_of_n: int | None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """This rank's clips of a rollout.
+
+    Attributes:
+        jobs: what the clips are.
+        latents: clean latents, one `[C, T, H, W]` a clip.
+        replays: trained transitions, one `Replay` without batch axis (`[K, ...]`) a clip; empty where none were kept.
+        advantages: `[n]` fp32.
+        kept: indices of the clips to train on.
+        most_kept: the largest number of kept clips of any rank.
+        total_kept: over all ranks.
+        stats: named numbers of the whole rollout, the same on every rank.
+    """
+
+    jobs: Sequence[Job]
+    latents: Sequence[Tensor]
+    replays: Sequence[Replay]
+    advantages: Tensor
+    kept: Sequence[int]
+    most_kept: int
+    total_kept: int
+    stats: Mapping[str, float]
+
+
+class Collector:
+    """Makes rollouts. All ranks call it together; what they make does not depend on how many they are."""
+
+    def __init__(
+        self,
+        *,
+        sampler: Sampler,
+        tables: StepTables,
+        source: PromptSource,
+        vae_stats: VAEStats,
+        panel: RewardPanel,
+        comparison: Comparison,
+        parallel: Any,
+        seed: int,
+        num_generations: int,
+        batch_size: int,
+        same_noise: bool,
+        keep_means: bool,
+        keep_on: str | None,
+    ) -> None:
+        """Args:
+        sampler: how clips are denoised.
+        tables: which steps are stochastic and trained.
+        source: prompts, their text conditioning, and the VAE.
+        vae_stats: of the VAE.
+        panel: what scores clips.
+        comparison: how scores become advantages.
+        parallel: the processes of the run.
+        seed: of the run.
+        num_generations: clips per prompt.
+        batch_size: clips sampled at once; training uses as many, so that both compute the same numbers.
+        same_noise: whether the clips of a prompt start from the same noise.
+        keep_means, keep_on: see `Sampler.rollout`.
+        """
+        self.sampler = sampler
+        self.tables = tables
+        self.source = source
+        self.vae_stats = vae_stats
+        self.panel = panel
+        self.comparison = comparison
+        self.parallel = parallel
+        self.seed = seed
+        self.num_generations = num_generations
+        self.batch_size = batch_size
+        self.same_noise = same_noise
+        self.keep_means = keep_means
+        self.keep_on = keep_on
+
+    def jobs(self, rollout: int) -> list[Job]:
+        """This rank's clips: the clips of all prompts in order, cut into as many equal parts as there are ranks."""
+        prompts = self.source.prompts_of(rollout)
+        jobs = [Job(slot, prompt, g) for slot, prompt in enumerate(prompts) for g in range(self.num_generations)]
+        share, rest = divmod(len(jobs), self.parallel.world_size)
+        if rest or share % self.batch_size:
+            raise ValueError(
+                f"{len(prompts)} prompts x {self.num_generations} generations = {len(jobs)} clips do not divide into "
+                f"{self.parallel.world_size} ranks x batches of {self.batch_size}; change --prompts_per_step, "
+                "--num_generations or --batch_size"
+            )
+        start = self.parallel.rank * share
+        return jobs[start : start + share]
+
+    def collect(self, transformer: nn.Module, rollout: int) -> Collected:
+        """Sample this rank's clips of a rollout, have all clips scored, and compare them."""
+        jobs, device, spent = self.jobs(rollout), self.parallel.device, defaultdict(float)
+        latents: list[Tensor] = []
+        replays: list[Replay] = []
+        raw: dict[str, list[float]] = defaultdict(list)
+        normalised: dict[str, list[float]] = defaultdict(list)
+        failed: list[bool] = []
+        for first in range(0, len(jobs), self.batch_size):
+            chunk = jobs[first : first + self.batch_size]
+            with _timed(spent, "rollout"):
+                noise = self.sampler.initial_noise(
+                    chunk, seed=self.seed, rollout=rollout, same=self.same_noise, device=device
+                )
+                clean, replay = self.sampler.rollout(
+                    transformer,
+                    noise,
+                    jobs=chunk,
+                    tables=[self.tables.of(rollout, job.slot) for job in chunk],
+                    trained=torch.tensor([self.tables.trained(rollout, job.slot) for job in chunk]).view(
+                        len(chunk), -1
+                    ),
+                    conditions=self.source.conditions([job.prompt for job in chunk], device),
+                    negative=self.source.negative(len(chunk), device) if self.sampler.cfg != 1.0 else None,
+                    seed=self.seed,
+                    rollout=rollout,
+                    keep_means=self.keep_means,
+                    keep_on=self.keep_on,
+                )
+            latents += list(clean)
+            replays += replay.rows() if replay is not None else []
+            with _timed(spent, "decode"):
+                videos = self.source.decode(clean, self.vae_stats)
+            with _timed(spent, "reward"):
+                texts = [self.source.text(job.prompt) for job in chunk]
+                number = self.parallel.rank * len(jobs) + first
+                scores = self.panel.score(videos, texts, fps=self.sampler.fps, rollout=rollout, first_clip=number)
+            for name, head in scores.heads.items():
+                raw[name] += head.raw.tolist()
+                normalised[name] += head.normalised.tolist()
+            failed += scores.failed.tolist()
+        everything = self.parallel.gather_objects(
+            [{"raw": dict(raw), "normalised": dict(normalised), "failed": {"": failed}}]
+        )
+        lost = _grid(everything, "failed", "", self.num_generations).bool()
+        found = self._compare(everything, list(normalised), lost)
+        stats = self._stats(everything, found, spent)
+        return self._select(jobs, latents, replays, found, lost, stats)
+
+    def _compare(self, everything: Sequence[Mapping[str, Any]], names: Sequence[str], lost: Tensor) -> Advantages:
+        """Advantages `[P, G]` over all ranks."""
+        return compute_advantages(
+            {name: _grid(everything, "normalised", name, self.num_generations) for name in names},
+            weights=self.panel.weights,
+            failed=lost,
+            mode=self.comparison.mode,
+            combination=self.comparison.combination,
+            eps=self.comparison.eps,
+            clip=self.comparison.clip,
+        )
+
+    def _select(
+        self,
+        jobs: Sequence[Job],
+        latents: list[Tensor],
+        replays: list[Replay],
+        found: Advantages,
+        lost: Tensor,
+        stats: dict[str, float],
+    ) -> Collected:
+        """Which clips are trained on: the best and worst of their group, none of a group that teaches nothing."""
+        values = found.values
+        wanted = torch.ones_like(values, dtype=torch.bool)
+        if self.comparison.best_of_n is not None:
+            wanted = torch.zeros_like(wanted)
+            wanted.view(-1)[best_of_n(values, self.comparison.best_of_n, failed=lost).flatten()] = True
+        wanted[list(found.constant)] = False
+        wanted &= ~lost  # their advantage is 0, and they would only thin out the mean
+        flat = wanted.flatten().tolist()
+        share = len(jobs)
+        counts = [sum(flat[start : start + share]) for start in range(0, len(flat), share)]
+        start = self.parallel.rank * share
+        return Collected(
+            jobs=jobs,
+            latents=latents,
+            replays=replays,
+            advantages=values.flatten()[start : start + share].float(),
+            kept=[i for i in range(share) if flat[start + i]],
+            most_kept=max(counts),
+            total_kept=sum(counts),
+            stats={**stats, "clips_trained": float(sum(counts))},
+        )
+
+    def _stats(
+        self, everything: Sequence[Mapping[str, Any]], found: Advantages, spent: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Scores raw and normalised, spread within groups, share of groups that teach nothing, seconds by phase."""
+        stats: dict[str, float] = {}
+        for kind, prefix in (("raw", "reward"), ("normalised", "reward_normalised")):
+            for name in everything[0][kind]:
+                values = _grid(everything, kind, name, self.num_generations)
+                values = values[torch.isfinite(values)]
+                stats[f"{prefix}/{name}"] = values.mean().item()
+                if kind == "raw":
+                    stats[f"reward_std/{name}"] = values.std(correction=0).item()
+        for name, spread in found.group_std.items():
+            stats[f"group_std/{name}"] = spread.nanmean().item()
+        stats["constant_groups"] = found.constant_share
+        stats["failed_clips"] = float(found.failed)
+        stats["advantage_abs"] = found.values.abs().mean().item()
+        return stats | {f"seconds/{name}": seconds for name, seconds in spent.items()}
+
+
+def _grid(everything: Sequence[Mapping[str, Any]], kind: str, name: str, generations: int) -> Tensor:
+    """All ranks' scores of one head, `[P, G]` fp64."""
+    values = [value for rank in everything for value in rank[kind][name]]
+    return torch.tensor(values, dtype=torch.float64).view(-1, generations)
+
+
+class _timed:
+    """Adds the seconds of a block to a named total."""
+
+    def __init__(self, totals: dict[str, float], name: str) -> None:
+        self.totals = totals
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.totals[self.name] += time.perf_counter() - self.start

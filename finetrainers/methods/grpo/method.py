@@ -1,0 +1,239 @@
+"""Reward finetuning by policy gradients: clips that scored above the others of their prompt become more likely.
+
+A rollout serves one or more optimizer steps. Its transitions are replayed through the network, and each clip's advantage
+weighs the ratio of the new policy's density to that of the policy that sampled it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.diffusion.policy import Transitions, log_density, transition_mean
+from finetrainers.methods.base import Evaluation, MethodParts, Metrics
+from finetrainers.models.spec import Conditions
+
+from .batches import shares_of_updates
+from .build import build_collector, build_evaluation, reference_policy
+from .collect import Collected, Collector
+from .evaluate import PromptEvaluation
+from .objective import clip_range, clipped_ratio, mean_divergence, velocity_divergence, without_drift
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One trained transition of each of some clips, ready for the loss.
+
+    Attributes:
+        before, after: latents on both sides, `[B, C, T, H, W]` fp32.
+        time: process time before, `[B]`.
+        step: the transition's coefficients, `[B]`.
+        log_old, mean_old: of the policy that sampled it; see `Replay`.
+        advantage: `[B]`.
+        weight: share of each clip in the step's loss, times its step's weight, `[B]`; 0 for clips that only fill up.
+        share: the same without the step's weight, for averages of what is watched.
+        conditions, negative: text.
+        stats: numbers of the rollout, on its first micro-batch.
+    """
+
+    before: Tensor
+    after: Tensor
+    time: Tensor
+    step: Transitions
+    log_old: Tensor
+    mean_old: Tensor | None
+    advantage: Tensor
+    weight: Tensor
+    share: Tensor
+    conditions: Conditions
+    negative: Conditions | None
+    stats: Mapping[str, float] | None
+
+
+class GRPO:
+    """Group relative policy optimisation of any registered model."""
+
+    def __init__(
+        self,
+        *,
+        collector: Collector,
+        reference: Any,
+        evaluation: PromptEvaluation | None,
+        updates: int,
+        epsilon: float | None,
+        ratio_norm: bool,
+        kl_coef: float,
+        kl_space: str,
+        seed: int,
+    ) -> None:
+        """Args:
+        collector: makes rollouts.
+        reference: context manager factory within which the network is the reference policy, or None.
+        evaluation: scores held-out prompts, if there are any.
+        updates: optimizer steps per rollout.
+        epsilon: clip range of the ratio; None: by the size of a latent.
+        ratio_norm: centre and scale the log-ratios of all steps alike (GRPO-Guard).
+        kl_coef, kl_space: weight of the divergence from the reference, and whether of predictions or of means.
+        seed: of the run.
+        """
+        self.collector = collector
+        self.sampler = collector.sampler
+        self.reference = reference
+        self.evaluation = evaluation
+        self.updates = updates
+        elements = int(torch.tensor(self.sampler.shape).prod())
+        self.epsilon = clip_range(epsilon, elements)
+        self.ratio_norm = ratio_norm
+        self.kl_coef = kl_coef
+        self.kl_space = kl_space
+        self.seed = seed
+
+    @classmethod
+    def create(cls, parts: MethodParts) -> GRPO:
+        section = parts.config.grpo
+        if section.rl_algorithm == "nft":
+            from .nft import NFT
+
+            return NFT.create(parts)  # type: ignore[return-value]
+        collector = build_collector(parts, keep_means=section.ratio_norm)
+        return cls(
+            collector=collector,
+            evaluation=build_evaluation(parts, collector),
+            reference=reference_policy(parts) if section.kl_coef else None,
+            updates=section.updates_per_rollout,
+            epsilon=section.clip_range,
+            ratio_norm=section.ratio_norm,
+            kl_coef=section.kl_coef,
+            kl_space=section.kl_space,
+            seed=parts.config.training.seed,
+        )
+
+    # ---- batches -----------------------------------------------------------------------------------------------
+
+    def steps(self, start: int, transformer: nn.Module) -> Iterator[Sequence[Transition]]:
+        if start % self.updates:
+            raise ValueError(f"step {start} lies within a rollout of {self.updates} steps, whose clips are gone")
+        for rollout in count(start // self.updates):
+            transformer.eval()  # dropout would make the replayed policy another one than the sampled
+            collected = self.collector.collect(transformer, rollout)
+            yield from self.update_batches(collected, rollout)
+
+    def update_batches(self, collected: Collected, rollout: int) -> Iterator[list[Transition]]:
+        """The micro-batches of each update: every trained transition of its clips."""
+        stats: Mapping[str, float] | None = collected.stats
+        trained = self.collector.tables.num_trained
+        for groups in shares_of_updates(
+            collected, self.collector, updates=self.updates, repeats=trained, seed=self.seed, rollout=rollout
+        ):
+            batches = []
+            for clips, shares in groups:
+                for k in range(trained):
+                    batches.append(self._transition(collected, clips, shares, k, stats))
+                    stats = None
+            yield batches
+
+    def _transition(
+        self,
+        collected: Collected,
+        clips: Sequence[int],
+        shares: Sequence[float],
+        k: int,
+        stats: Mapping[str, float] | None,
+    ) -> Transition:
+        """The k-th trained transition of the given clips, on the device."""
+        source, device = self.collector.source, self.collector.parallel.device
+        replays = [collected.replays[i] for i in clips]
+        steps = torch.stack([replay.steps[k] for replay in replays])
+        means = None if replays[0].mean_old is None else torch.stack([r.mean_old[k] for r in replays]).to(device)  # type: ignore[index]
+        share = torch.tensor(shares, device=device)
+        return Transition(
+            before=torch.stack([r.before[k] for r in replays]).to(device).float(),
+            after=torch.stack([r.after[k] for r in replays]).to(device).float(),
+            time=self.sampler.time(steps, device),
+            step=self.collector.tables.stochastic.at(steps, device),
+            log_old=torch.stack([r.log_old[k] for r in replays]).to(device),
+            mean_old=means,
+            advantage=collected.advantages[list(clips)].to(device),
+            weight=share * self.collector.tables.weights[steps.cpu()].to(device, torch.float32),
+            share=share,
+            conditions=source.conditions([collected.jobs[i].prompt for i in clips], device),
+            negative=source.negative(len(clips), device) if self.sampler.cfg != 1.0 else None,
+            stats=stats,
+        )
+
+    # ---- loss --------------------------------------------------------------------------------------------------
+
+    def loss(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Metrics]:
+        if transformer.training:  # samples and evaluations between the updates of a rollout may have changed the mode
+            transformer.eval()
+        prediction, mean = self._mean(transformer, batch)
+        log_new = log_density(batch.after, mean, batch.step.std)
+        if self.ratio_norm:
+            assert batch.mean_old is not None
+            log_new = without_drift(log_new, batch.log_old, mean, batch.mean_old, batch.step.std)
+        found = clipped_ratio(log_new, batch.log_old, batch.advantage, self.epsilon)
+        loss = (batch.weight * found.loss).sum()
+        change = (log_new - batch.log_old).detach()
+        watched = {
+            "ratio": found.ratio,
+            "clipped_high": found.clipped_high,
+            "clipped_low": found.clipped_low,
+            "approx_kl": 0.5 * change**2,
+        }
+        if self.reference is not None:
+            divergence = self._divergence(transformer, batch, prediction, mean)
+            loss = loss + self.kl_coef * (batch.share * divergence).sum()
+            watched["kl"] = divergence.detach()
+        metrics = {name: (batch.share * value).sum() for name, value in watched.items()}
+        if batch.stats is not None:
+            metrics |= self._rollout_metrics(batch, found.ratio)
+        return loss, {"loss": loss.detach(), **metrics}
+
+    def _mean(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Tensor]:
+        """The network's prediction, and the mean of the transition that it makes."""
+        prediction = self.sampler.predict(transformer, batch.before, batch.time, batch.conditions, batch.negative)
+        return prediction, transition_mean(self.sampler.process, prediction, batch.before, batch.time, batch.step)
+
+    def _divergence(self, transformer: nn.Module, batch: Transition, prediction: Tensor, mean: Tensor) -> Tensor:
+        """How far the policy is from the reference at this transition, `[B]`."""
+        with torch.no_grad(), self.reference(transformer) as network:
+            prediction_ref, mean_ref = self._mean(network, batch)
+        if self.kl_space == "velocity":
+            return velocity_divergence(prediction, prediction_ref)
+        return mean_divergence(mean, mean_ref, batch.step.std)
+
+    def _rollout_metrics(self, batch: Transition, ratio: Tensor) -> dict[str, Tensor]:
+        """What is known of the rollout, and the largest error of a ratio that must still be 1."""
+        error = ((ratio - 1).abs() * (batch.share > 0)).max()
+        if error > self.epsilon / 2:
+            logger.warning(
+                "the policy that is trained is not the one that sampled: a ratio that must be 1 is off by %.2g, and the clip "
+                "range is %.2g. In fp32 it is exactly 1; lower precision needs --trajectory_dtype fp32 and the same batch "
+                "geometry, or a larger --clip_range",
+                float(error),
+                self.epsilon,
+            )
+        assert batch.stats is not None
+        numbers = {name: torch.tensor(value, device=ratio.device) for name, value in batch.stats.items()}
+        return {"ratio_error": error, **numbers}
+
+    def evaluate(self, transformer: nn.Module) -> Evaluation | None:
+        return None if self.evaluation is None else self.evaluation.run(transformer)
+
+    def eval_loss(self, transformer: nn.Module, batch: Any, quantile: float) -> Tensor:
+        raise NotImplementedError("reward finetuning has no clips to be evaluated on; see --eval_prompts")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise ValueError(f"policy gradients have no state to restore, got {sorted(state)}")

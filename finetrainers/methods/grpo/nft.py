@@ -1,0 +1,289 @@
+"""DiffusionNFT (arXiv:2509.16117): reward finetuning on the forward process, with any sampler and no densities.
+
+Clips come from a slowly following copy of the policy. On noised clips, the policy is pulled towards what a good clip was
+and pushed away from what a bad one was, around that copy. With v the prediction at x_t, r in [0, 1] how good the clip is:
+
+    v+ = b v + (1 - b) v_old,    v- = (1 + b) v_old - b v
+    L(u) = mean((x0(u) - x0)^2) / mean|x0(u) - x0|        the divisor without gradient
+    loss = c (r L(v+) + (1 - r) L(v-)) / b + kl mean((v - v_ref)^2)
+
+where r = clip(A / (2 c) + 1/2, 0, 1) with the advantage A and its clip c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.diffusion.process import Process
+from finetrainers.methods.base import Evaluation, MethodParts, Metrics, standard_normal
+from finetrainers.models.spec import Conditions
+from finetrainers.utils.seeding import derive_seed
+
+from .batches import shares_of_updates
+from .build import build_collector, build_evaluation, reference_policy
+from .collect import Collected, Collector
+from .evaluate import PromptEvaluation
+from .prompts import clip_generator
+
+_SMALLEST_DIVISOR = 1e-5
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Some clips at one noise level each.
+
+    Attributes:
+        x0, eps: clean latents and noise, `[B, C, T, H, W]` fp32.
+        time: process time, `[B]`.
+        goodness: r, `[B]`.
+        share: part of each clip in the step's loss, `[B]`; 0 for clips that only fill up.
+        old: prediction of the policy that made the clips, like `x0`.
+        conditions, negative: text.
+        stats: numbers of the rollout, on its first micro-batch.
+    """
+
+    x0: Tensor
+    eps: Tensor
+    time: Tensor
+    goodness: Tensor
+    share: Tensor
+    old: Tensor | None
+    conditions: Conditions
+    negative: Conditions | None
+    stats: Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class Follow:
+    """How closely the sampling policy follows: `old = d old + (1 - d) new` with d = min((rollout - flat) rate, most)."""
+
+    flat: float
+    rate: float
+    most: float
+
+    def decay(self, rollout: int) -> float:
+        """d before a rollout; 0 makes the old policy the new one."""
+        return min(max(rollout - self.flat, 0.0) * self.rate, self.most)
+
+
+class OldPolicy:
+    """A copy of the trained weights that follows them."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        self.weights = {name: p.detach().clone() for name, p in self._trained.items()}
+
+    @torch.no_grad()
+    def follow(self, decay: float) -> None:
+        """Move towards the weights."""
+        for name, parameter in self._trained.items():
+            self.weights[name].lerp_(parameter.detach(), 1.0 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the block the network is the old policy."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, parameter in self._trained.items():
+            parameter.data, self.weights[name] = self.weights[name], parameter.data
+
+
+def implicit_loss(
+    process: Process,
+    prediction: Tensor,
+    old: Tensor,
+    batch_x0: Tensor,
+    x_t: Tensor,
+    time: Tensor,
+    goodness: Tensor,
+    beta: float,
+) -> Tensor:
+    """`r L(v+) + (1 - r) L(v-)`, divided by b, `[B]`; see the module."""
+
+    def distance(velocity: Tensor) -> Tensor:
+        error = process.x0_from(velocity, x_t, time) - batch_x0
+        divisor = error.detach().abs().flatten(1).mean(1).clamp_min(_SMALLEST_DIVISOR)
+        return (error**2).flatten(1).mean(1) / divisor
+
+    change = beta * (prediction - old)  # exactly 0 where they agree, so that both pulls cancel exactly
+    towards, away = old + change, old - change
+    return (goodness * distance(towards) + (1 - goodness) * distance(away)) / beta
+
+
+class NFT:
+    """DiffusionNFT of any registered model."""
+
+    def __init__(
+        self,
+        *,
+        collector: Collector,
+        old: OldPolicy,
+        follow: Follow,
+        reference: Any,
+        evaluation: PromptEvaluation | None,
+        updates: int,
+        levels: int,
+        beta: float,
+        kl: float,
+        advantage_clip: float,
+        seed: int,
+    ) -> None:
+        """Args:
+        collector: makes rollouts, without noise on the way.
+        old: the policy that samples.
+        follow: how it follows.
+        reference: context manager factory within which the network is the reference policy, or None.
+        evaluation: scores held-out prompts, if there are any.
+        updates: optimizer steps per rollout.
+        levels: noise levels at which each clip is trained.
+        beta: b, how far the two implicit policies lie from the old one.
+        kl: weight of the distance from the reference.
+        advantage_clip: c.
+        seed: of the run.
+        """
+        self.collector = collector
+        self.sampler = collector.sampler
+        self.old = old
+        self.policy_follow = follow
+        self.reference = reference
+        self.evaluation = evaluation
+        self.updates = updates
+        self.levels = levels
+        self.beta = beta
+        self.kl = kl
+        self.advantage_clip = advantage_clip
+        self.seed = seed
+
+    @classmethod
+    def create(cls, parts: MethodParts) -> NFT:
+        section = parts.config.grpo
+        collector = build_collector(parts, stochastic=False)
+        return cls(
+            collector=collector,
+            evaluation=build_evaluation(parts, collector),
+            old=OldPolicy(parts.network),
+            follow=Follow(*section.nft_decay),
+            reference=reference_policy(parts) if section.nft_kl else None,
+            updates=section.updates_per_rollout,
+            levels=section.nft_timesteps,
+            beta=section.nft_beta,
+            kl=section.nft_kl,
+            advantage_clip=section.advantage_clip,
+            seed=parts.config.training.seed,
+        )
+
+    def steps(self, start: int, transformer: nn.Module) -> Iterator[Sequence[Noised]]:
+        if start % self.updates:
+            raise ValueError(f"step {start} lies within a rollout of {self.updates} steps, whose clips are gone")
+        for rollout in count(start // self.updates):
+            transformer.eval()
+            if rollout:
+                self.old.follow(self.policy_follow.decay(rollout))
+            with self.old.applied():
+                collected = self.collector.collect(transformer, rollout)
+            for batches in self._updates(collected, rollout):
+                with self.old.applied(), torch.no_grad():
+                    batches = [replace(batch, old=self._predict(transformer, batch)) for batch in batches]
+                yield batches
+
+    def _updates(self, collected: Collected, rollout: int) -> Iterator[list[Noised]]:
+        stats: Mapping[str, float] | None = collected.stats
+        for groups in shares_of_updates(
+            collected, self.collector, updates=self.updates, repeats=self.levels, seed=self.seed, rollout=rollout
+        ):
+            batches = []
+            for clips, shares in groups:
+                for level in range(self.levels):
+                    batches.append(self._noised(collected, clips, shares, level, rollout, stats))
+                    stats = None
+            yield batches
+
+    def _noised(
+        self,
+        collected: Collected,
+        clips: Sequence[int],
+        shares: Sequence[float],
+        level: int,
+        rollout: int,
+        stats: Mapping[str, float] | None,
+    ) -> Noised:
+        """The given clips, each with its own noise at a noise level of its own."""
+        device, source = self.collector.parallel.device, self.collector.source
+        jobs = [collected.jobs[i] for i in clips]
+        keys = [(job.slot, job.generation) for job in jobs]
+        steps = torch.tensor(
+            [derive_seed(self.seed, "level", rollout, *key, level) % len(self.sampler.times) for key in keys]
+        )
+        generators = [
+            clip_generator(device, seed=self.seed, rollout=rollout, slot=slot, generation=g, stream=f"noised {level}")
+            for slot, g in keys
+        ]
+        advantage = collected.advantages[list(clips)].to(device)
+        return Noised(
+            x0=torch.stack([collected.latents[i] for i in clips]).to(device).float(),
+            eps=standard_normal(generators, self.sampler.shape),
+            time=self.sampler.time(steps, device),
+            goodness=(advantage / self.advantage_clip / 2 + 0.5).clamp(0, 1),
+            share=torch.tensor(shares, device=device),
+            old=None,
+            conditions=source.conditions([job.prompt for job in jobs], device),
+            negative=source.negative(len(jobs), device) if self.sampler.cfg != 1.0 else None,
+            stats=stats,
+        )
+
+    def _predict(self, transformer: nn.Module, batch: Noised) -> Tensor:
+        x_t = self.sampler.process.add_noise(batch.x0, batch.eps, batch.time)
+        return self.sampler.predict(transformer, x_t, batch.time, batch.conditions, batch.negative)
+
+    def loss(self, transformer: nn.Module, batch: Noised) -> tuple[Tensor, Metrics]:
+        if transformer.training:
+            transformer.eval()
+        assert batch.old is not None
+        prediction = self._predict(transformer, batch)
+        x_t = self.sampler.process.add_noise(batch.x0, batch.eps, batch.time)
+        per_clip = self.advantage_clip * implicit_loss(
+            self.sampler.process, prediction, batch.old, batch.x0, x_t, batch.time, batch.goodness, self.beta
+        )
+        moved = ((prediction.detach() - batch.old) ** 2).flatten(1).mean(1)
+        metrics = {"moved": (batch.share * moved).sum()}
+        if self.reference is not None:
+            with torch.no_grad(), self.reference(transformer) as network:
+                reference = self._predict(network, batch)
+            divergence = ((prediction - reference) ** 2).flatten(1).mean(1)
+            per_clip = per_clip + self.kl * divergence
+            metrics["kl"] = (batch.share * divergence.detach()).sum()
+        loss = (batch.share * per_clip).sum()
+        if batch.stats is not None:
+            metrics |= {name: torch.tensor(value, device=loss.device) for name, value in batch.stats.items()}
+        return loss, {"loss": loss.detach(), **metrics}
+
+    def evaluate(self, transformer: nn.Module) -> Evaluation | None:
+        return None if self.evaluation is None else self.evaluation.run(transformer)
+
+    def eval_loss(self, transformer: nn.Module, batch: Any, quantile: float) -> Tensor:
+        raise NotImplementedError("reward finetuning has no clips to be evaluated on; see --eval_prompts")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"old": dict(self.old.weights)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("old", {})
+        if saved.keys() != self.old.weights.keys():
+            raise ValueError(
+                "the checkpoint's sampling policy is of other weights; was it saved by another --rl_algorithm?"
+            )
+        for name, weight in self.old.weights.items():
+            weight.copy_(saved[name])

@@ -1,0 +1,72 @@
+"""What is minimised at one transition: the clipped ratio of the new policy to the old one, and how far it may stray.
+
+Everything is per clip, `[B]`; averaging over clips, transitions and ranks is the caller's. Log-densities are means over
+the latent's elements (see `diffusion.policy.log_density`), so a ratio here is the geometric mean of elementwise ratios.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finetrainers.diffusion.process import expand
+
+#: Clip range times the square root of the number of latent elements. The log-ratio of a mean log-density has a spread of
+#: 1 / sqrt(D), so a fixed range means another thing at every resolution; published ranges lie between 0.003 and 0.5.
+CLIP_SCALE = 0.1
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """Loss and diagnostics of the clipped objective, `[B]` each; the diagnostics carry no gradient."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped_high: Tensor
+    clipped_low: Tensor
+
+
+def clip_range(given: float | None, elements: int) -> float:
+    """The configured range, or `CLIP_SCALE / sqrt(elements)`."""
+    return CLIP_SCALE / math.sqrt(elements) if given is None else given
+
+
+def clipped_ratio(log_new: Tensor, log_old: Tensor, advantage: Tensor, epsilon: float) -> Clipped:
+    """PPO's objective (Schulman et al. 2017, eq. 7): max(-A r, -A clip(r, 1 - e, 1 + e)) with r = exp(new - old)."""
+    ratio = torch.exp(log_new - log_old)
+    held = ratio.clamp(1 - epsilon, 1 + epsilon)
+    loss = torch.maximum(-advantage * ratio, -advantage * held)
+    seen = ratio.detach()
+    return Clipped(
+        loss=loss,
+        ratio=seen,
+        clipped_high=((advantage > 0) & (seen > 1 + epsilon)).float(),
+        clipped_low=((advantage < 0) & (seen < 1 - epsilon)).float(),
+    )
+
+
+def without_drift(log_new: Tensor, log_old: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
+    """The new log-density, corrected so that its difference to the old one is centred and of one scale at all steps.
+
+    GRPO-Guard: a mean that moved by d changes the log-density by a noise term of size d / std and by -d^2 / (2 std^2), which
+    pulls all ratios below one. Added back, and scaled by std, which is sqrt(-dt) sigma_t, the ratio is
+    exp((dlogp + bias) std).
+    """
+    bias = ((mean - mean_old) ** 2).flatten(1).mean(1) / (2 * std**2)
+    return log_old + (log_new - log_old + bias) * std
+
+
+def velocity_divergence(prediction: Tensor, reference: Tensor) -> Tensor:
+    """Mean squared distance of two predictions, `[B]`: a KL divergence up to a factor that depends on the noise level.
+
+    Without that factor, low noise levels do not dominate.
+    """
+    return ((prediction - reference) ** 2).flatten(1).mean(1)
+
+
+def mean_divergence(mean: Tensor, reference: Tensor, std: Tensor) -> Tensor:
+    """KL divergence of two transitions of the same std, as a mean over elements, `[B]`: (mu - mu_ref)^2 / (2 std^2)."""
+    return (((mean - reference) / expand(std, mean)) ** 2).flatten(1).mean(1) / 2

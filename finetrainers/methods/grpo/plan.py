@@ -1,0 +1,95 @@
+"""What reward finetuning works on, known before a weight is loaded: prompts. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.utils.files import write_text_atomic
+
+from .prompts import Prompt, read_prompts
+
+#: Options that decide what a rollout is: a checkpoint is not continued with others.
+_ROLLOUT = ("rl_algorithm", "prompts_per_step", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
+            "sampler", "eta", "shift", "rollout_guidance", "rollout_cfg", "init_same_noise", "window_size",
+            "window_range", "window_strategy", "window_every", "window_stride", "timestep_fraction")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """The prompts of a run; see `WorkPlan`.
+
+    Attributes:
+        prompts: to be trained on.
+        eval_prompts: to be evaluated on.
+        size: of every clip, frames x height x width.
+    """
+
+    prompts: tuple[Prompt, ...]
+    eval_prompts: tuple[Prompt, ...]
+    size: tuple[int, int, int]
+    fps: float
+    fingerprint: str
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    noun = "prompt"
+    eval_clips: tuple[Any, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many prompts are trained on."""
+        return len(self.prompts)
+
+    @property
+    def example(self) -> str:
+        """The first prompt."""
+        return self.prompts[0].text
+
+    def table(self) -> list[tuple[str, ...]]:
+        """For printing: how many prompts, and the size of the clips."""
+        size = "x".join(map(str, self.size))
+        return [
+            ("prompts", "evaluated", "clips", "fps"),
+            (str(self.count), str(len(self.eval_prompts)), size, f"{self.fps:g}"),
+        ]
+
+    def write(self, path: Path) -> None:
+        """Write the prompts, one JSON object a line."""
+        kinds = [(prompt, "train") for prompt in self.prompts] + [(prompt, "eval") for prompt in self.eval_prompts]
+        lines = [json.dumps({"prompt": p.text, "use": use, "from": p.where}, ensure_ascii=False) for p, use in kinds]
+        write_text_atomic(path, "\n".join(lines) + "\n")
+
+
+def plan_prompts(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> PromptPlan | None:
+    """The plan of the configured prompts; None where none are named, or no size is.
+
+    Raises:
+        DataError: a file cannot be read or holds no prompts.
+    """
+    section = config.grpo
+    if section.prompts is None or section.rollout_size is None:
+        return None
+    train = read_prompts(section.prompts)
+    held = read_prompts(section.eval_prompts) if section.eval_prompts is not None else None
+    described = {
+        "prompts": train.fingerprint,
+        "size": section.rollout_size,
+        "rewards": [entry.model_dump() for entry in section.reward],
+        **{name: config.get(name) for name in _ROLLOUT},
+    }
+    fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+    return PromptPlan(
+        prompts=train.prompts,
+        eval_prompts=held.prompts if held else (),
+        size=section.rollout_size,
+        fps=section.reward_fps or geometry.fps,
+        fingerprint=fingerprint,
+        warnings=train.warnings + (held.warnings if held else ()),
+        notes=train.notes + (held.notes if held else ()),
+    )

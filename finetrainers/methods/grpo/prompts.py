@@ -1,0 +1,256 @@
+"""The prompts of a run: read from a file, put in order, and given their random numbers. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.data.manifest import DataError
+from finetrainers.utils.seeding import derive_seed, generator
+from finetrainers.utils.text import plural
+
+if TYPE_CHECKING:
+    import torch
+
+#: Keys under which a line of JSON may hold its prompt.
+TEXT_KEYS = ("prompt", "caption", "text")
+#: Keys of an entry of DanceGRPO's `videos2caption.json`; each file lies in the folder beside it that is named second.
+_ENCODED_KEYS = {"prompt_embed_path": "prompt_embed", "prompt_attention_mask": "prompt_attention_mask"}
+
+_SHOWN = 3  # repeated prompts named in a warning
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, and where it was written (`prompts.txt line 3`).
+
+    `embedding` and `mask` are the files of a prompt that DanceGRPO's preprocessing has encoded: `[257, 4096]`, the pooled
+    embedding in its first row, and the mask of the others. Either all prompts of a file have them or none.
+    """
+
+    text: str
+    where: str
+    embedding: Path | None = None
+    mask: Path | None = None
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """The prompts of a file.
+
+    Attributes:
+        prompts: in the order of the file, repeated ones included.
+        fingerprint: hex digest that changes with any text, their order, and the names and sizes of embedding files.
+        notes: what was left out, with counts.
+        warnings: what the user should know, with counts.
+    """
+
+    prompts: tuple[Prompt, ...]
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def read_prompts(path: Path) -> PromptFile:
+    """Read a prompt file.
+
+    `.txt` holds one prompt a line; blank lines and lines starting with `#` are left out. `.jsonl` holds an object a line,
+    with the prompt under `prompt`, `caption` or `text`. `.json` is DanceGRPO's `videos2caption.json`: a list of objects
+    with `caption`, `prompt_embed_path` and `prompt_attention_mask`, the latter two naming files in the folders
+    `prompt_embed/` and `prompt_attention_mask/` beside it.
+
+    Raises:
+        DataError: the file cannot be read or holds no prompts; its `problems` name every line that is wrong.
+    """
+    readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".json": _from_encoded}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"prompt file {str(path)!r} must end in .txt, .jsonl or .json")
+    problems: list[str] = []
+    notes: list[str] = []
+    prompts = reader(path, _read(path), problems, notes)
+    if problems:
+        raise DataError(f"{path}: {plural(len(problems), 'problem')}", problems)
+    if not prompts:
+        raise DataError(f"{path} holds no prompts{f' ({notes[0]})' if notes else ''}")
+    return PromptFile(tuple(prompts), _fingerprint(prompts), tuple(notes), tuple(_repeated(path, prompts)))
+
+
+class PromptOrder:
+    """Which prompts a rollout has: an endless walk through one permutation after the other, with no state to save.
+
+    The permutation of an epoch is a function of (seed, epoch), so the same at any world size. Every prompt comes once an
+    epoch. A rollout at the border of two epochs takes prompts of both, and may hold one prompt twice; so it may, if there
+    are fewer prompts than a rollout has. They are two groups then, apart from each other by their slot.
+    """
+
+    def __init__(self, num_prompts: int, *, prompts_per_step: int, seed: int) -> None:
+        if num_prompts < 1 or prompts_per_step < 1:
+            raise ValueError(f"{prompts_per_step} prompts a rollout of {num_prompts}: both must be at least 1")
+        self.num_prompts = num_prompts
+        self.prompts_per_step = prompts_per_step
+        self.seed = seed
+        self._epoch = lru_cache(maxsize=2)(self._permutation)
+
+    def prompts_of(self, rollout: int) -> list[int]:
+        """Indices of the prompts of a rollout, counted from 0; the place in the list is the slot."""
+        first = rollout * self.prompts_per_step
+        return [self._at(first + slot) for slot in range(self.prompts_per_step)]
+
+    def epoch_of(self, rollout: int) -> int:
+        """The epoch in which a rollout begins."""
+        return rollout * self.prompts_per_step // self.num_prompts
+
+    def _at(self, position: int) -> int:
+        epoch, place = divmod(position, self.num_prompts)
+        return self._epoch(epoch)[place]
+
+    def _permutation(self, epoch: int) -> tuple[int, ...]:
+        order = list(range(self.num_prompts))
+        random.Random(derive_seed(self.seed, "prompts", epoch)).shuffle(order)
+        return tuple(order)
+
+
+def clip_generator(
+    device: torch.device | str, *, seed: int, rollout: int, slot: int, generation: int, stream: str
+) -> torch.Generator:
+    """Random numbers of one clip for one purpose; another stream, clip, rollout or seed gives others.
+
+    Args:
+        device: where they are drawn.
+        seed: of the run.
+        rollout: its number.
+        slot: place of the prompt in the rollout. Not the prompt's index: a prompt that comes twice would twice give the
+            same clips.
+        generation: of the clip within its group; for the initial noise that a group shares, 0 for all of it.
+        stream: what they are for, such as `start`.
+    """
+    return generator(device, seed, "rollout", rollout, slot, generation, stream)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"prompt file {str(path)!r} cannot be read: {error.strerror}") from error
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path} line {line} is not UTF-8 text: {error.object[error.start]:#04x}") from error
+
+
+def _from_text(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
+    prompts, blank, comments = [], 0, 0
+    # Not splitlines(): a prompt may hold characters that count as line ends there.
+    for number, line in enumerate(content.split("\n"), start=1):
+        text = line.strip()
+        if not text:
+            blank += 1
+        elif text.startswith("#"):
+            comments += 1
+        else:
+            prompts.append(Prompt(text, f"{path.name} line {number}"))
+    blank -= content.endswith("\n") or not content  # what follows the last line end is no line
+    left_out = [plural(n, f"{kind} line") for n, kind in ((blank, "blank"), (comments, "comment (#)")) if n]
+    notes += [f"{path.name}: left out {' and '.join(left_out)}"] if left_out else []
+    return prompts
+
+
+def _from_json_lines(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
+    prompts, unused = [], set[str]()
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path.name} line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            problems.append(f"{where} is not JSON: {error.msg} at column {error.colno}")
+            continue
+        if not isinstance(row, dict):
+            problems.append(f'{where} is {_kind(row)}, not an object such as {{"prompt": "a cat"}}')
+            continue
+        found = [key for key in TEXT_KEYS if key in row]
+        if len(found) != 1:
+            names = map(repr, found or row)
+            what = f"has {'both ' if found else ''}{' and '.join(names) or 'no keys'}"
+            problems.append(f"{where} {what}; wanted one of {', '.join(TEXT_KEYS)}")
+            continue
+        unused |= set(row) - set(found)
+        text = _text(row[found[0]], f"{where}: {found[0]!r}", problems)
+        prompts += [Prompt(text, where)] if text else []
+    notes += [f"{path.name}: left out the keys {', '.join(sorted(unused))}"] if unused else []
+    return prompts
+
+
+def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
+    try:
+        rows = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} line {error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path} is {_kind(rows)}, not a list of objects with {', '.join(('caption', *_ENCODED_KEYS))}")
+    prompts, unused = [], set[str]()
+    for number, row in enumerate(rows, start=1):
+        where = f"{path.name} entry {number}"
+        wanted = ("caption", *_ENCODED_KEYS)
+        missing = [key for key in wanted if not isinstance(row, dict) or not isinstance(row.get(key), str)]
+        if missing:
+            problems.append(
+                f"{where} lacks the text {', '.join(map(repr, missing))}; this is the format of prompts encoded by "
+                "DanceGRPO's preprocessing, and plain prompts go into a .txt or .jsonl file"
+            )
+            continue
+        unused |= set(row) - set(wanted)
+        text = _text(row["caption"], f"{where}: 'caption'", problems)
+        files = [path.parent / folder / row[key] for key, folder in _ENCODED_KEYS.items()]
+        absent = [str(file) for file in files if not file.is_file()]
+        problems += [f"{where}: no such file: {file}" for file in absent]
+        if text and not absent:
+            prompts.append(Prompt(text, where, *files))
+    notes += [f"{path.name}: left out the keys {', '.join(sorted(unused))}"] if unused else []
+    return prompts
+
+
+def _text(value: Any, where: str, problems: list[str]) -> str:
+    """The prompt without outer blanks; empty after a problem."""
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    problems.append(f"{where} is {'empty' if isinstance(value, str) else _kind(value)}, not a text")
+    return ""
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _repeated(path: Path, prompts: list[Prompt]) -> Iterator[str]:
+    first: dict[str, Prompt] = {}
+    repeats = [
+        (prompt, first[prompt.text]) for prompt in prompts if first.setdefault(prompt.text, prompt) is not prompt
+    ]
+    if repeats:
+        shown = ", ".join(f"{_place(again)} repeats {_place(once)}" for again, once in repeats[:_SHOWN])
+        more = f" and {len(repeats) - _SHOWN} more" if len(repeats) > _SHOWN else ""
+        yield f"{path.name}: {plural(len(repeats), 'prompt')} given more than once, and sampled as often: {shown}{more}"
+
+
+def _place(prompt: Prompt) -> str:
+    return " ".join(prompt.where.split()[-2:])
+
+
+def _fingerprint(prompts: list[Prompt]) -> str:
+    files = [[(file.name, file.stat().st_size) for file in (p.embedding, p.mask) if file is not None] for p in prompts]
+    content = json.dumps([[prompt.text, names] for prompt, names in zip(prompts, files, strict=True)])
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -1,0 +1,127 @@
+"""Prompts with their text conditioning, encoded once and kept on disk, and the VAE that turns latents into clips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.data.cache import CacheError, TensorCache
+from finetrainers.data.identity import identity
+from finetrainers.data.precompute import precompute_text
+from finetrainers.models.spec import Conditions, ModelSpec, TextEncoders, VAEStats
+
+from .plan import PromptPlan
+from .prompts import Prompt, PromptOrder
+
+
+class PromptSource:
+    """The prompts of a run. `take_text_encoders`, then `take_vae`, must be called before anything is asked for."""
+
+    def __init__(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any) -> None:
+        self.plan = plan
+        self.spec = spec
+        self.parallel = parallel
+        self.updates = config.grpo.updates_per_rollout
+        self.order = PromptOrder(
+            len(plan.prompts), prompts_per_step=config.grpo.prompts_per_step, seed=config.training.seed
+        )
+        self._cache = TensorCache((config.data.precompute_dir or config.run.output_dir / "precomputed") / "tensors")
+        self._identity = ""
+        self._length: int | None = None
+        self._vae: nn.Module | None = None
+
+    # ---- what a run hands over ---------------------------------------------------------------------------------
+
+    def take_text_encoders(self, encoders: TextEncoders) -> None:
+        """Encode every prompt that is not on disk yet; the encoders are not needed any more."""
+        # The shapes tell of prompt lengths and templates, which are not the encoders' own.
+        shapes = {name: list(t.shape) for name, t in self.spec.encode_text(encoders, ["a video"]).tensors.items()}
+        self._identity = identity(encoders.modules, family=self.spec.name, shapes=shapes)
+        texts = [prompt.text for prompt in self._all() if prompt.embedding is None]
+        failure: Exception | None = None
+        try:
+            precompute_text(
+                texts,
+                lambda prompts: self.spec.encode_text(encoders, prompts),
+                self._cache,
+                self._key,
+                rank=self.parallel.rank,
+                world_size=self.parallel.world_size,
+            )
+        except Exception as error:
+            failure = error
+        self.parallel.raise_if_any_failed(failure, "encoding the prompts")
+        # One length for all batches, so that a clip's numbers do not depend on which others share its batch.
+        rows = (self._read(prompt).trimmed().tensors for prompt in (*self._all(), None))
+        self._length = max(
+            (row["prompt_attention_mask"].shape[1] for row in rows if "prompt_attention_mask" in row), default=None
+        )
+
+    def take_vae(self, vae: nn.Module) -> nn.Module:
+        """Keep the VAE, for decoding."""
+        self._vae = vae
+        return vae
+
+    def steps_for_epochs(self, epochs: int) -> int:
+        """Optimizer steps in which every prompt is sampled at least `epochs` times."""
+        return -(-epochs * self.order.num_prompts // self.order.prompts_per_step) * self.updates
+
+    # ---- what a method asks for --------------------------------------------------------------------------------
+
+    def prompts_of(self, rollout: int) -> list[int]:
+        """Indices of a rollout's prompts, in the order of its groups."""
+        return self.order.prompts_of(rollout)
+
+    def text(self, prompt: int) -> str:
+        """The prompt."""
+        return self.plan.prompts[prompt].text
+
+    def conditions(self, prompts: Sequence[int], device: torch.device) -> Conditions:
+        """Text conditioning of prompts, one row each."""
+        return self.encoded([self.plan.prompts[i] for i in prompts], device)
+
+    def negative(self, count: int, device: torch.device) -> Conditions:
+        """That of the empty prompt, as many rows."""
+        return self._joined([self._read(None)] * count, device)
+
+    def encoded(self, prompts: Sequence[Prompt], device: torch.device) -> Conditions:
+        """Text conditioning of any of the plan's prompts."""
+        return self._joined([self._read(prompt) for prompt in prompts], device)
+
+    def decode(self, latents: Tensor, vae_stats: VAEStats) -> Tensor:
+        """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of normalised latents."""
+        assert self._vae is not None, "take_vae comes first"
+        return self.spec.decode(self._vae, latents, vae_stats).transpose(1, 2).float().cpu()
+
+    def _joined(self, rows: Sequence[Conditions], device: torch.device) -> Conditions:
+        return Conditions.cat(rows).cut(self._length).to(device)
+
+    def _all(self) -> tuple[Prompt, ...]:
+        return (*self.plan.prompts, *self.plan.eval_prompts)
+
+    def _key(self, text: str) -> str:
+        return self._cache.key(kind="text", encoder=self._identity, caption=text)
+
+    def _read(self, prompt: Prompt | None) -> Conditions:
+        """One row; of the empty prompt for None."""
+        if prompt is not None and prompt.embedding is not None and prompt.mask is not None:
+            embedding, mask = (
+                torch.load(path, map_location="cpu", weights_only=True) for path in (prompt.embedding, prompt.mask)
+            )
+            return self.spec.given_text(embedding, mask)
+        tensors = self._cache.get(self._key("" if prompt is None else prompt.text))
+        if tensors is None:
+            name = "the empty prompt" if prompt is None else f"the prompt {prompt.text!r}"
+            raise CacheError(
+                f"the text conditioning of {name} has gone from {self._cache.directory}; start the run again"
+            )
+        return Conditions(tensors)
+
+
+def open_prompts(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any) -> PromptSource:
+    """The prompts of a run."""
+    return PromptSource(plan, config, spec=spec, parallel=parallel)

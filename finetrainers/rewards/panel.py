@@ -1,0 +1,370 @@
+"""All rewards of a run together: clips in, raw and normalised scores of every head out, or an error with the clip saved."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import av
+import torch
+from torch import Tensor
+
+from finetrainers.config.rewards import RewardEntry
+from finetrainers.utils.text import plural
+from finetrainers.utils.video import slug, write_mp4
+
+from .base import Head, Reward
+from .pixels import to_uint8
+from .registry import make_reward
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["raise", "mask"]
+
+#: Failures that are not about a clip; to try the clips one by one would only take longer.
+_NOT_OF_A_CLIP = (OSError, MemoryError, torch.cuda.OutOfMemoryError)
+
+
+class RewardError(RuntimeError):
+    """A reward that failed, or gave something that is no score.
+
+    Attributes:
+        reward: label of the reward.
+        head: the head whose score is wrong, or None if the reward gave none at all.
+        clip: number of the clip within the rollout, or None if no single one is to blame.
+        prompt: its prompt.
+        path: where the clip was saved, if it was.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reward: str,
+        head: str | None = None,
+        clip: int | None = None,
+        prompt: str | None = None,
+        path: Path | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reward, self.head, self.clip, self.prompt, self.path = reward, head, clip, prompt, path
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """What one entry says of every clip: `[B]` fp64 on the CPU, NaN where it failed and is masked.
+
+    Attributes:
+        raw: as the reward gives it.
+        normalised: `(raw - mean) / std` with the entry's mean and std, else the reward's own.
+    """
+
+    raw: Tensor
+    normalised: Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the rewards say of some clips.
+
+    Attributes:
+        heads: by label, in the order of the entries; those not due in this rollout are absent.
+        failed: clips of which a reward with a weight has no score, `[B]`; all False unless failures are masked.
+        masked: by label, how many clips have no score.
+        seconds: by reward, how long scoring took.
+    """
+
+    heads: Mapping[str, HeadScores]
+    failed: Tensor
+    masked: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+
+class RewardPanel:
+    """The rewards that a list of entries names.
+
+    A reward is made once for all entries that have its name and options, and scores a clip once for all of its heads. An
+    entry is known by its label: its name, or where others of that name have other options, its name with its options.
+    """
+
+    def __init__(
+        self, entries: Sequence[RewardEntry], *, on_error: OnError = "raise", failures: Path | None = None
+    ) -> None:
+        """Make the rewards, which loads their weights.
+
+        Args:
+            entries: what the user asked for.
+            on_error: what happens after an exception, or a score that is not finite: `raise` a RewardError, or `mask`
+                the clip's score with NaN, count it and warn.
+            failures: folder for the clip of which an error is raised.
+
+        Raises:
+            ValueError: an entry is given twice, or is wrong: see `registry.reward_problems`.
+        """
+        if on_error not in ("raise", "mask"):
+            raise ValueError(f"on_error={on_error!r}: wanted 'raise' or 'mask'")
+        self.on_error, self.failures = on_error, failures
+        self._entries = dict(zip(_labels([(entry.name, _options(entry)) for entry in entries]), entries, strict=True))
+        if len(self._entries) < len(entries):
+            seen = [(entry.name, _options(entry)) for entry in entries]
+            name = next(key[0] for i, key in enumerate(seen) if key in seen[:i])
+            raise ValueError(f"reward {name} is given twice; give it once, with the weight that it shall have")
+        sharing: dict[tuple[str, str], list[str]] = {}
+        for label, entry in self._entries.items():
+            sharing.setdefault((entry.reward, _options(entry)), []).append(label)
+        self._scorers = [
+            _make_scorer(name, {label: self._entries[label] for label in labels})
+            for name, labels in zip(_labels(list(sharing)), sharing.values(), strict=True)
+        ]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """By label, in the order of the entries, the share in the advantage."""
+        return {label: entry.weight for label, entry in self._entries.items()}
+
+    def due(self, rollout: int) -> list[str]:
+        """Labels of the entries that are scored in a rollout, counted from 0."""
+        return [label for label, entry in self._entries.items() if rollout % entry.every == 0]
+
+    def score(
+        self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0
+    ) -> Scores:
+        """Score clips with every reward that is due.
+
+        Args:
+            videos: `[B, T, 3, H, W]`, floating point in [0, 1], on any device.
+            prompts: one a clip.
+            fps: frame rate at which the clips play.
+            rollout: number of the rollout, counted from 0.
+            first_clip: number of the first of these clips within the rollout, for messages and file names.
+
+        Raises:
+            ValueError: the clips are no such tensor, or there are not as many prompts.
+            RewardError: a reward failed or gave a score that is not finite, and that is not masked; or it gave something
+                other than a score a clip, or changed the clips.
+        """
+        clips = _checked_clips(videos, prompts, fps, first_clip)
+        due = self.due(rollout)
+        heads: dict[str, HeadScores] = {}
+        seconds: dict[str, float] = {}
+        failed = torch.zeros(len(clips), dtype=torch.bool)
+        for scorer in self._scorers:
+            wanted = [label for label in scorer.columns if label in due]
+            if not wanted:
+                continue
+            call = _Call(scorer, wanted, clips, prompts, fps, rollout, first_clip, self.on_error, self.failures)
+            begun = time.perf_counter()
+            table = call.scores()
+            seconds[scorer.label] = time.perf_counter() - begun
+            for label, raw in zip(wanted, table, strict=True):
+                heads[label] = HeadScores(raw, scorer.columns[label].scale.normalise(raw))
+                if self._entries[label].weight:
+                    failed |= raw.isnan()
+        return Scores(
+            heads={label: heads[label] for label in due},
+            failed=failed,
+            masked={label: int(heads[label].raw.isnan().sum()) for label in due},
+            seconds=seconds,
+        )
+
+
+# ---- scorers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Column:
+    """What an entry takes of its reward: one head, on one scale."""
+
+    head: str
+    scale: Head
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """A reward with its options, and the entries that want it, by label."""
+
+    label: str
+    reward: Reward
+    batch_size: int
+    columns: Mapping[str, _Column]
+
+
+def _make_scorer(name: str, entries: Mapping[str, RewardEntry]) -> _Scorer:
+    first = next(iter(entries.values()))
+    reward = make_reward(first.reward, first.options)
+    columns = {}
+    for label, entry in entries.items():
+        head = entry.head or ("" if len(reward.heads) > 1 else next(iter(reward.heads)))
+        if head not in reward.heads:
+            problem = f"gives no {head!r}" if head else "gives several numbers"
+            raise ValueError(
+                f"{label} {problem}; name one of: {', '.join(f'{entry.reward}.{h}' for h in reward.heads)}"
+            )
+        own = reward.heads[head]
+        scale = Head(own.mean if entry.mean is None else entry.mean, own.std if entry.std is None else entry.std)
+        columns[label] = _Column(head, scale)
+    sizes = [entry.batch_size for entry in entries.values() if entry.batch_size is not None]
+    return _Scorer(name, reward, min(sizes, default=reward.batch_size), columns)
+
+
+def _options(entry: RewardEntry) -> str:
+    return ",".join(f"{key}={text}" for key, text in sorted(entry.options.items()))
+
+
+def _labels(keys: Sequence[tuple[str, str]]) -> list[str]:
+    """A label for each pair of name and options: the name where its options are the same for all of that name."""
+    variants: dict[str, set[str]] = {}
+    for name, options in keys:
+        variants.setdefault(name, set()).add(options)
+    return [f"{name},{options}" if len(variants[name]) > 1 and options else name for name, options in keys]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The clips of one call before one scorer."""
+
+    scorer: _Scorer
+    wanted: Sequence[str]
+    clips: Tensor
+    prompts: Sequence[str]
+    fps: float
+    rollout: int
+    first_clip: int
+    on_error: OnError
+    failures: Path | None
+
+    def scores(self) -> Tensor:
+        """Raw scores `[labels, B]` fp64, NaN where they are masked."""
+        size = self.scorer.batch_size
+        table = torch.cat(
+            [self._batch(i, min(i + size, len(self.clips))) for i in range(0, len(self.clips), size)], dim=1
+        )
+        for label, raw in zip(self.wanted, table, strict=True):
+            lost = (~raw.isfinite()).nonzero().flatten().tolist()
+            if not lost:
+                continue
+            head = self.scorer.columns[label].head
+            if self.on_error == "raise":
+                raise self._error(f"gave {float(raw[lost[0]])} as {head!r} of", lost[0], head=head)
+            raw[lost] = math.nan
+            logger.warning(
+                "reward %s: %s of %d in rollout %d left without a score, the first being %s",
+                label, plural(len(lost), "clip"), len(raw), self.rollout, self._name(lost[0]),
+            )  # fmt: skip
+        return table
+
+    def _batch(self, start: int, stop: int) -> Tensor:
+        """Raw scores `[labels, b]` of some clips, NaN after a masked exception."""
+        try:
+            return self._ask(start, stop)
+        except RewardError:  # no score of whatever clip: a mistake in the reward, which is not masked
+            raise
+        except Exception as error:
+            if stop - start == 1 or isinstance(error, _NOT_OF_A_CLIP):
+                if self.on_error == "raise":
+                    raise self._error("failed on", start, stop, error=error) from error
+                logger.warning("reward %s failed on %s: %s", self.scorer.label, self._name(start, stop), _said(error))
+                return torch.full((len(self.wanted), stop - start), math.nan, dtype=torch.float64)
+            # A clip's score does not depend on the others of its batch, so one by one they show which of them it was.
+            logger.warning(
+                "reward %s failed on %s together, trying one by one: %s",
+                self.scorer.label, self._name(start, stop), _said(error),
+            )  # fmt: skip
+        return torch.cat([self._batch(i, i + 1) for i in range(start, stop)], dim=1)
+
+    @torch.no_grad()
+    def _ask(self, start: int, stop: int) -> Tensor:
+        """Raw scores `[labels, b]`, one for every clip but perhaps not finite."""
+        clips, version = self.clips[start:stop], self.clips._version
+        given = self.scorer.reward.score(clips, self.prompts[start:stop], fps=self.fps)
+        if self.clips._version != version:
+            label = self.scorer.label
+            raise RewardError(f"reward {label} changed the clips that it scored; let it change a copy", reward=label)
+        return torch.stack([self._row(given, self.scorer.columns[label].head, stop - start) for label in self.wanted])
+
+    def _row(self, given: object, head: str, count: int) -> Tensor:
+        scores = given.get(head) if isinstance(given, Mapping) else None
+        if isinstance(scores, Tensor) and scores.shape == (count,) and not scores.is_complex():
+            return scores.detach().to("cpu", torch.float64)
+        if isinstance(given, Mapping) and head in given:
+            found = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            what = f"gave {found} as {head!r}"
+        else:
+            what = f"gave no {head!r} but {list(given) if isinstance(given, Mapping) else type(given).__name__}"
+        raise RewardError(
+            f"reward {self.scorer.label} {what} of {plural(count, 'clip')}; wanted a tensor [{count}], one number a clip",
+            reward=self.scorer.label,
+            head=head,
+        )
+
+    def _error(
+        self, what: str, start: int, stop: int | None = None, *, head: str | None = None, error: Exception | None = None
+    ) -> RewardError:
+        """The error to raise about one clip, which is saved, or about a batch, of which nobody knows which one it was."""
+        alone = stop is None or stop - start == 1
+        message = f"reward {self.scorer.label} {what} {self._name(start, stop)}"
+        message += f": {_said(error)}" if error is not None else ""
+        path, note = self._save(start, self.failures) if alone and self.failures is not None else (None, "")
+        return RewardError(
+            message + note,
+            reward=self.scorer.label,
+            head=head,
+            clip=self.first_clip + start if alone else None,
+            prompt=self.prompts[start] if alone else None,
+            path=path,
+        )
+
+    def _save(self, index: int, folder: Path) -> tuple[Path | None, str]:
+        """Where the clip was saved, and what to say about it; a clip that cannot be saved must not hide the error."""
+        name = f"rollout-{self.rollout:06d}-clip-{self.first_clip + index:04d}-{slug(self.scorer.label)}.mp4"
+        path = folder / name
+        try:
+            write_mp4(path, to_uint8(self.clips[index]).numpy(), fps=self.fps)
+        except (OSError, ValueError, av.FFmpegError) as problem:
+            return None, f" (saving the clip failed: {_said(problem)})"
+        return path, f" (the clip is {path})"
+
+    def _name(self, start: int, stop: int | None = None) -> str:
+        first = self.first_clip + start
+        if stop is None or stop - start == 1:
+            return f"clip {first} of rollout {self.rollout}, prompt {self.prompts[start]!r}"
+        return f"clips {first} to {self.first_clip + stop - 1} of rollout {self.rollout}"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _checked_clips(videos: Tensor, prompts: Sequence[str], fps: float, first_clip: int) -> Tensor:
+    """The clips as rewards get them: fp32 on the CPU.
+
+    Raises:
+        ValueError: they are not what `RewardPanel.score` wants.
+    """
+    if videos.ndim != 5 or videos.shape[2] != 3 or 0 in videos.shape:
+        hint = "; the channels come third" if videos.ndim == 5 and 3 in (videos.shape[1], videos.shape[4]) else ""
+        raise ValueError(f"clips to be scored must be [B, T, 3, H, W], got {list(videos.shape)}{hint}")
+    if not videos.is_floating_point():
+        raise ValueError(f"clips to be scored must be floating point in [0, 1], got {videos.dtype}")
+    if isinstance(prompts, str) or len(prompts) != len(videos):
+        raise ValueError(f"{plural(len(videos), 'clip')} to be scored, but {plural(len(prompts), 'prompt')}")
+    if not (math.isfinite(fps) and fps > 0):
+        raise ValueError(f"fps={fps}: clips to be scored need a frame rate above 0")
+    clips = videos.detach().to("cpu", torch.float32)
+    if clips.is_inference():  # such tensors do not count their changes
+        clips = clips.clone()
+    low, high = clips.flatten(1).aminmax(dim=1)
+    # NaN is neither below 0 nor above 1, but it is not between them either.
+    for index in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
+        found = f"{float(low[index]):.4g} to {float(high[index]):.4g}"
+        broken = not (math.isfinite(low[index]) and math.isfinite(high[index]))
+        hint = "; the model that made it has diverged" if broken else "; clamp decoded clips to it"
+        raise ValueError(
+            f"clip {first_clip + index}, prompt {prompts[index]!r}: values {found} are not in [0, 1]{hint}"
+        )
+    return clips

@@ -1,0 +1,289 @@
+"""DanceGRPO's commands: each of its flags becomes ours, or says what to use instead."""
+
+import logging
+
+import pytest
+
+from finetrainers.config import aliases
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.flags import parse_flags
+from finetrainers.config.load import dump_toml, load_config
+from finetrainers.config.rewards import RewardEntry
+from finetrainers.config.root import fields
+
+BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "method": "grpo"}
+FLAGS = ["--model_name", "m", "--pretrained_model_name_or_path", "data/model", "--method", "grpo"]
+
+#: Its launch script, less the flags that are refused.
+_SCRIPT = """
+--seed 42 --vae_model_path data/model/ --cache_dir data/.cache --data_json_path data/rl_embeddings/videos2caption.json
+--gradient_checkpointing --train_batch_size 1 --sp_size 1 --train_sp_batch_size 1 --dataloader_num_workers 4
+--gradient_accumulation_steps 4 --max_train_steps 202 --learning_rate 1e-5 --mixed_precision bf16
+--checkpointing_steps 50 --allow_tf32 --cfg 0.0 --output_dir data/outputs/grpo --tracker_project_name grpo
+--h 480 --w 480 --t 53 --sampling_steps 16 --eta 0.25 --lr_warmup_steps 0 --fps 8 --sampler_seed 1237
+--max_grad_norm 1.0 --weight_decay 0.0001 --num_generations 24 --shift 5 --use_group --use_videoalign
+--timestep_fraction 0.6 --use_same_noise --bestofn 8 --vq_coef 1.0 --mq_coef 0.0
+"""
+SCRIPT = _SCRIPT.split()
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    """One process, in an empty folder, whatever started the tests."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def load(**options):
+    return load_config(**{**BASE, **options})
+
+
+def problems(**options):
+    with pytest.raises(ConfigError) as error:
+        load(**options)
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_no_name_is_ours_too():
+    assert [name for name in aliases.foreign_names() if name in fields()] == []
+    assert len(set(aliases.foreign_names())) == len(aliases.foreign_names())
+    assert all(aliases.ours(name) in {*fields(), None} for name in aliases.foreign_names())
+    assert set(aliases.foreign_names()) >= aliases.SWITCHES
+
+
+def test_the_published_script(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    config, _ = parse_flags([*FLAGS, "--grpo_preset", "dancegrpo", "--training_type", "full-finetune", *SCRIPT])
+    expected = {
+        "prompts_per_step": 32, "num_generations": 24, "best_of_n": 8, "updates_per_rollout": 2, "train_steps": 404,
+        "checkpointing_steps": 50, "rollout_size": (53, 480, 480), "lr": 1e-5, "seed": 42, "reward_fps": 8.0,
+        "init_same_noise": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 1, "vae_id": None,
+        "tracker_name": "grpo", "sampler": "dance", "eta": 0.25, "shift": 5.0, "timestep_fraction": 0.6,
+    }  # fmt: skip
+    assert {name: config.get(name) for name in expected} == expected
+    assert config.grpo.reward == [
+        RewardEntry(name="videoalign.vq", weight=1.0),
+        RewardEntry(name="videoalign.mq", weight=0.0),
+    ]
+    assert str(config.grpo.prompts) == "data/rl_embeddings/videos2caption.json"
+
+
+def test_the_result_survives_the_file_without_the_launcher(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    config, _ = parse_flags([*FLAGS, *SCRIPT])
+    monkeypatch.delenv("WORLD_SIZE")
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    assert load_config(tmp_path / "config.toml").flat() == config.flat()
+    assert config.grpo.prompts_per_step == 6
+
+
+def test_names_work_in_files_and_flags_win(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("h = 256\nw = 256\n[grpo]\nt = 33\nbestofn = 4\n[optimizer]\nlearning_rate = 1e-5\n")
+    config, _ = parse_flags([*FLAGS, "--config", str(file), "--h", "128", "--learning_rate", "2e-5"])
+    assert (config.grpo.rollout_size, config.grpo.best_of_n, config.optimizer.lr) == ((33, 128, 256), 4, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"learning_rate": 1e-5, "lr": 2e-5}, "learning_rate: learning_rate and lr (lr) set the same"),
+        ({"bestofn": 4, "best_of_n": 4}, "bestofn and best_of_n"),
+        ({"h": 64, "w": 64, "t": 9, "rollout_size": "9x64x64"}, "t, h, w and rollout_size"),
+        ({"use_videoalign": True, "reward": ["brightness"]}, "use_videoalign and reward"),
+        ({"max_train_steps": 4, "train_steps": 4}, "max_train_steps and train_steps"),
+        (
+            {"gradient_accumulation_steps": 2, "updates_per_rollout": 2},
+            "gradient_accumulation_steps and updates_per_rollout",
+        ),
+        ({"use_same_noise": True, "init_same_noise": True}, "use_same_noise and init_same_noise"),
+        ({"fps": 8, "reward_fps": 8}, "fps and reward_fps"),
+    ],
+)
+def test_both_names_at_once_are_refused(options, expected):
+    [problem] = problems(**options)
+    assert expected in problem
+    assert "give one of them" in problem
+
+
+def test_the_place_of_both_is_named(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("\nlr = 1e-4\n")
+    with pytest.raises(ConfigError) as error:
+        parse_flags([*FLAGS, "--config", str(file), "--learning_rate", "1e-5"])
+    [problem] = map(str, error.value.problems)
+    assert problem == f"--learning_rate: learning_rate and lr ({file}:2) set the same; give one of them"
+
+
+def test_a_preset_yields_to_a_name_of_theirs():
+    config = load(
+        grpo_preset="dancegrpo", bestofn=4, learning_rate=1e-6, train_batch_size=2, gradient_accumulation_steps=4
+    )
+    # 2 prompts of a process, 4 kept clips of it: 2 a prompt, and one step for all four.
+    assert (config.grpo.best_of_n, config.optimizer.lr, config.grpo.prompts_per_step) == (2, 1e-6, 2)
+    assert config.grpo.updates_per_rollout == 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "clips", "updates"), [(8, 4, 2), (6, 6, 1), (6, 4, 2), (24, 3, 8), (8, 8, 1), (8, 1, 1)]
+)
+def test_clips_per_step_become_updates_per_rollout(kept, clips, updates):
+    """ceil(kept / clips); but 1 is our own default, with which nothing is asked for."""
+    config = load(
+        train_batch_size=1, num_generations=24, bestofn=kept, gradient_accumulation_steps=clips, max_train_steps=10
+    )
+    assert config.grpo.updates_per_rollout == updates
+    assert config.training.train_steps == 10 * updates
+    assert config.training.gradient_accumulation_steps == 1
+
+
+def test_clips_per_step_are_those_of_a_process(monkeypatch):
+    options = {"prompts_per_step": 8, "num_generations": 4, "gradient_accumulation_steps": 8}
+    assert load(**options).grpo.updates_per_rollout == 4
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert load(**options).grpo.updates_per_rollout == 1
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    [problem] = problems(**options)
+    assert "8 prompts x 4 clips / 8 processes = 4; use at most 4" in problem
+
+
+def test_a_step_that_never_comes_is_refused_with_the_sum():
+    """The guide for six GPUs asks for 8 of 6 clips."""
+    [problem] = problems(train_batch_size=1, num_generations=12, bestofn=6, gradient_accumulation_steps=8)
+    assert problem.startswith("gradient_accumulation_steps: a step every 8 clips never comes")
+    assert "1 prompt x 6 clips = 6; use at most 6" in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"sp_size": 2}, "a clip is not split over processes"),
+        ({"train_sp_batch_size": 2}, "a clip is not split over processes"),
+        ({"sp_size": "two"}, "wanted a positive integer, got 'two'"),
+        ({"cfg": 0.1}, "rate of dropped prompts"),
+        ({"use_group": "false"}, "within the group of their prompt"),
+        ({"master_weight_type": "fp16"}, "wanted fp32 or bf16, got 'fp16'"),
+        ({"h": 64, "t": 9}, "needs h, w and t; w is not given"),
+        ({"vq_coef": 1.0}, "needs use_videoalign"),
+        ({"use_videoalign": True, "vq_coef": "much"}, "wanted a number, got 'much'"),
+        ({"train_batch_size": 2, "bestofn": 3}, "3 kept clips of a process do not divide by its train_batch_size of 2"),
+        ({"train_batch_size": 0}, "wanted a positive integer, got 0"),
+        ({"max_train_steps": "all"}, "wanted a positive integer, got 'all'"),
+        ({"h": 64, "w": 64, "t": "9.5"}, "'9.5x64x64' is not FRAMESxHEIGHTxWIDTH"),
+        ({"learning_rate": "fast"}, "lr: input should be a valid number"),
+    ],
+)
+def test_what_cannot_be_translated_is_one_problem(options, expected):
+    [problem] = problems(**options)
+    assert expected in problem
+
+
+@pytest.mark.parametrize("name", aliases.REFUSED)
+def test_dead_flags_say_what_to_use(name):
+    with pytest.raises(ConfigError) as error:
+        parse_flags([*FLAGS, f"--{name}", "1"])
+    [problem] = error.value.problems
+    assert problem.where == f"--{name}"
+    assert problem.message == aliases.REFUSED[name]
+    mentioned = [word.strip(",;").removeprefix("--") for word in problem.message.split() if word.startswith("--")]
+    assert [flag for flag in mentioned if flag not in {*fields(), "config_file"}] == []
+
+
+def test_dead_switches_need_no_value():
+    with pytest.raises(ConfigError) as error:
+        parse_flags([*FLAGS, "--log_validation", "--precondition_outputs", "--num_frames", "53", "--rank", "0"])
+    assert [problem.where for problem in error.value.problems] == [
+        "--num_frames", "--precondition_outputs", "--log_validation", "--rank",
+    ]  # fmt: skip
+
+
+def test_switches_take_a_word_too():
+    config, _ = parse_flags([*FLAGS, "--use_same_noise", "false", "--use_cpu_offload", "false", "--use_group"])
+    assert config.grpo.init_same_noise is False
+    assert config.optimizer.use_cpu_offload_optimizer is False
+
+
+def test_memory_options(monkeypatch):
+    config = load(use_cpu_offload=True, selective_checkpointing=1.0, master_weight_type="bf16")
+    assert config.optimizer.use_cpu_offload_optimizer
+    assert config.training.gradient_checkpointing
+    assert config.training.master_weights == "stochastic_rounding"
+    assert not load(selective_checkpointing=0).training.gradient_checkpointing
+    assert load(master_weight_type="fp32").training.master_weights == "fp32"
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    [problem] = problems(use_cpu_offload=True)
+    assert "offloading is the launcher's" in problem
+
+
+def test_the_rewards_lie_where_dancegrpo_has_them(tmp_path):
+    config = load(use_videoalign=True, mq_coef=0.5)
+    assert [entry.options for entry in config.grpo.reward] == [{}, {}]
+    assert [entry.weight for entry in config.grpo.reward] == [1.0, 0.5]
+    (tmp_path / "videoalign_ckpt").mkdir()
+    config = load(use_videoalign=True)
+    assert [entry.options for entry in config.grpo.reward] == [{"path": "videoalign_ckpt"}] * 2
+    assert [entry.weight for entry in config.grpo.reward] == [1.0, 0.0]
+
+
+def test_seeds():
+    assert load(sampler_seed=7).training.seed == 7
+    assert load(sampler_seed=7, seed=3).training.seed == 3
+
+
+def test_another_place_of_the_vae_counts():
+    assert load(vae_model_path="elsewhere").model.vae_id == "elsewhere"
+    assert load(vae_model_path="repo").model.vae_id is None
+
+
+def test_what_is_not_quite_the_same_is_said_once(monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        load(bestofn=4, selective_checkpointing=0.3, sampler_seed=1, seed=2)
+    text = caplog.text
+    assert "bestofn: DanceGRPO's names" in text
+    assert "--grpo_preset dancegrpo" in text
+    assert "selective_checkpointing 0.3" in text
+    assert "sampler_seed 1" in text
+    caplog.clear()
+    load(bestofn=4, grpo_preset="dancegrpo")
+    load(bestofn=4, sampler="flow")
+    load(learning_rate=1e-5, h=64, w=64, t=9)
+    monkeypatch.setenv("RANK", "1")
+    load(bestofn=4)
+    assert caplog.text == ""
+
+
+def test_the_names_are_for_grpo_only(tmp_path):
+    found = problems(method="sft", learning_rate=1e-4, num_frames=3)
+    assert (
+        found[0] == "learning_rate: unknown option 'learning_rate'; it is DanceGRPO's name of 'lr', for --method grpo"
+    )
+    assert found[1].startswith("num_frames: unknown option 'num_frames'")
+    assert len(found) == 2
+    # Our own names mean the same as ever.
+    assert load(method="sft", gradient_accumulation_steps=8).training.gradient_accumulation_steps == 8
+
+
+def test_typos_still_get_the_nearest_name():
+    with pytest.raises(ConfigError) as error:
+        parse_flags([*FLAGS, "--bestof", "4", "--num_generation", "8"])
+    assert [str(problem) for problem in error.value.problems] == [
+        "--bestof: unknown flag; did you mean 'best_of_n'?",
+        "--num_generation: unknown flag; did you mean 'num_generations'?",
+    ]
+
+
+def test_help_shows_our_names_alone(capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(["--help"])
+    text = capsys.readouterr().out
+    assert "--best_of_n" in text
+    assert "--bestofn" not in text
+    assert "--h " not in text
+
+
+def test_what_a_refused_name_would_have_set_is_not_judged():
+    """So that its absence is no further problem when the rest is checked."""
+    with pytest.raises(ConfigError) as error:
+        load(h=64, t=9, train_batch_size="x", max_train_steps=0)
+    assert {"rollout_size", "prompts_per_step", "train_steps"} <= error.value.wrong

@@ -1,0 +1,210 @@
+"""Rules between the options of reward finetuning: every message names the setting, shows the sum, and the way out."""
+
+import re
+
+import pytest
+
+from finetrainers.config.checks import FamilyFacts, check_config
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.load import load_config
+from finetrainers.config.prompts import parse_validation_prompts
+from finetrainers.config.root import fields
+
+MODEL = {"model_name": "m", "pretrained_model_name_or_path": "repo"}
+BASE = {
+    **MODEL, "method": "grpo", "prompts": "p.txt", "reward": ["brightness"], "rollout_size": "17x64x64", "train_steps": 100,
+}  # fmt: skip
+NFT = {"rl_algorithm": "nft", "init_same_noise": False}
+GEOMETRY = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0)
+FLOW = FamilyFacts("m", is_flow=True, num_text_encoders=1, first_frame="tokens")
+VP = FamilyFacts("v", is_flow=False, num_text_encoders=1, first_frame="none")
+
+
+def findings(family=FLOW, world_size=1, base=BASE, **options):
+    config = load_config(**{**base, **options})
+    prompts = parse_validation_prompts(config.validation)
+    return check_config(config, family=family, geometry=GEOMETRY, prompts=prompts, world_size=world_size)
+
+
+@pytest.mark.parametrize("options", [{}, NFT, {"training_type": "full-finetune"}, {"best_of_n": 4}, {"window_size": 0}])
+@pytest.mark.parametrize("family", [FLOW, VP])
+def test_a_plain_run_has_no_findings(family, options):
+    found = findings(family, **options)
+    assert [text for text in found.warnings if "in memory" not in text] == []
+    assert found.errors == []
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "expected"),
+    [
+        ({"prompts": None}, "prompts", "give a file"),
+        ({"reward": []}, "reward", "give at least one"),
+        ({"rollout_size": None}, "rollout_size", "FRAMESxHEIGHTxWIDTH"),
+        ({"rollout_size": "16x64x64"}, "rollout_size", "16x64x64: 16 frames is not 8*k+1; use 9 or 17"),
+        ({"train_steps": None}, "train_steps", "give the number of optimizer steps"),
+        ({"reward": ["a=0", "b=0"]}, "reward", "every weight is 0"),
+        ({"reward": ["a=1", "a=2"]}, "reward", "a is given twice"),
+        ({"reward": ["a,p=1,q=2", "a=2,q=2,p=1"]}, "reward", "a is given twice"),
+        ({"reward": ["a,every=2", "b=0"]}, "reward", "no reward with a weight scores every rollout"),
+        ({"num_generations": 1, "batch_size": 8}, "num_generations", "one clip has no others"),
+        ({"best_of_n": 5}, "best_of_n", "5 is odd"),
+        ({"best_of_n": 10}, "best_of_n", "10 of 8 clips"),
+        ({"prompts_per_step": 1, "best_of_n": 2, "updates_per_rollout": 4}, "updates_per_rollout",
+         "4 updates of 1 process x batches of 1 take at least 4 clips, and a rollout keeps 1 prompt x 2 clips = 2; use "
+         "at most 2, or --prompts_per_step 2 or more"),
+        ({"updates_per_rollout": 3, "train_steps": 100, "checkpointing_steps": 0, "prompts_per_step": 6}, "train_steps",
+         "100 is not a multiple of --updates_per_rollout 3, and only whole rollouts can be continued; use 99 or 102"),
+        ({"updates_per_rollout": 2, "checkpointing_steps": 1}, "checkpointing_steps", "use 2"),
+        ({"window_size": 9}, "window_size",
+         "a window of 9 does not fit: of 16 --sampling_steps, --window_range 0 0.5 holds 8 steps (0 to 7), and the last "
+         "step is never trained; use at most 8, or a wider range"),
+        ({"window_size": 16, "window_range": [0, 1]}, "window_size", "holds 15 steps (0 to 14)"),
+        ({"window_range": [0.97, 1.0]}, "window_size", "holds 0 steps, and the last step is never trained; use a wider"),
+        ({"window_range": [0.5, 0.5]}, "window_range", "the second must be above the first"),
+        ({"window_strategy": "progressive", "window_stride": 3}, "window_stride", "use at most 2"),
+        ({"timestep_fraction": 0.4}, "timestep_fraction", "0.4 of 2 stochastic steps is 0.8, rounded down 0"),
+        ({"sampler": "ode"}, "sampler", "--rl_algorithm nft"),
+        ({"eta": 0}, "eta", "without noise no step has a probability"),
+        ({"sampler": "cps", "eta": 1.2}, "eta", "cps can add noise up to 1"),
+        ({"rl_algorithm": "nft"}, "init_same_noise", "use --no-init_same_noise"),
+        ({**NFT, "sampler": "flow"}, "sampler", "flow adds noise"),
+        ({**NFT, "nft_decay": [0, 0.1, 1.0]}, "nft_decay", "would stand still"),
+        ({"eval_reward": ["b"]}, "eval_reward", "give --eval_prompts"),
+        ({"eval_steps": 5}, "eval_steps", "give --eval_prompts"),
+        ({"data_root": "clips"}, "data_root", "use --prompts FILE"),
+        ({"dataset_file": "clips.csv"}, "dataset_file", "use --prompts FILE"),
+        ({"video_resolution_buckets": ["17x64x64"]}, "video_resolution_buckets", "use --rollout_size"),
+        ({"image_resolution_buckets": ["64x64"]}, "image_resolution_buckets", "use --rollout_size"),
+        ({"validation_epochs": 1, "validation_prompts": "a"}, "validation_epochs", "use --validation_steps"),
+    ],
+)  # fmt: skip
+def test_errors(options, where, expected):
+    errors = findings(**options).errors
+    assert [problem.where for problem in errors] == [f"--{where}"]
+    assert expected in errors[0].message
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "expected"),
+    [
+        (6, {}, "4 prompts x 8 clips = 32 clips do not divide by 6 processes x batches of 1 = 6; use 6,"),
+        (1, {"batch_size": 3}, "4 prompts x 8 clips = 32 clips do not divide by 1 process x batches of 3 = 3; use 6,"),
+        (5, {"batch_size": 2, "num_generations": 12}, "48 clips do not divide by 5 processes x batches of 2 = 10; use 5,"),
+    ],
+)  # fmt: skip
+def test_clips_must_divide(world_size, options, expected):
+    [problem] = findings(world_size=world_size, **options).errors
+    assert expected in problem.message
+    # What is recommended passes.
+    prompts = int(re.search(r"use (\d+),", problem.message)[1])
+    assert findings(world_size=world_size, **options, prompts_per_step=prompts).errors == []
+
+
+def test_processes_are_counted_by_the_launcher(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    [problem] = findings(world_size=None).errors
+    assert "6 processes" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"prompts_per_step": 1}, "1 prompt x 8 clips / 1 update = 8 clips per optimizer step; with fewer than 16"),
+        ({"best_of_n": 4, "updates_per_rollout": 2}, "4 prompts x 4 clips / 2 updates = 8 clips"),
+        ({"updates_per_rollout": 3, "num_generations": 16, "train_steps": 99, "checkpointing_steps": 0},
+         "4 prompts x 16 clips = 64, which do not divide by 1 process x batches of 1 x 3 --updates_per_rollout = 3"),
+        ({"clip_range": 1e-4}, "--clip_range 0.0001 has no effect with --updates_per_rollout 1"),
+        ({"updates_per_rollout": 2, "rollout_cfg": 4.5}, "one update per rollout is safer"),
+        ({"kl_space": "mean"}, "--kl_space has no effect while --kl_coef is 0"),
+        ({"kl_coef": 0.1, "training_type": "full-finetune"}, "a frozen copy of the whole network in memory"),
+        ({**NFT, "nft_kl": 0.0, "training_type": "full-finetune"}, "keeps copies of the whole network in memory: the policy"),
+        ({"nft_beta": 0.1}, "--nft_beta has no effect with --rl_algorithm grpo (needs nft)"),
+        ({**NFT, "kl_coef": 0.1}, "--kl_coef has no effect with --rl_algorithm nft"),
+        ({**NFT, "window_size": 0}, "--window_size has no effect with --rl_algorithm nft"),
+        ({"window_size": 0, "window_range": [0, 0.2]}, "--window_range has no effect with --window_size 0"),
+        ({"window_every": 5}, "--window_every has no effect with --window_strategy random"),
+        ({"eta": 3.0}, "--eta 3 is much for --sampler flow"),
+        ({"eval_prompts": "e.txt"}, "set --eval_steps"),
+        ({"eval_prompts": "p.txt", "eval_steps": 5}, "nothing is held out"),
+        ({"caption_dropout_p": 0.1}, "--caption_dropout_p has no effect with --method grpo"),
+        ({"target_fps": 8}, "--target_fps has no effect with --method grpo; --reward_fps is"),
+        ({"flow_shift": 3.0}, "--shift shifts the sampler's noise levels"),
+        ({"flow_weighting_scheme": "logit_normal"}, "--flow_weighting_scheme has no effect with --method grpo"),
+        ({"precompute_conditions": True}, "prompts are always encoded once"),
+        ({"dataloader_num_workers": 2}, "--dataloader_num_workers has no effect"),
+        ({"eval_num_items": 2}, "--eval_num_items has no effect"),
+        ({"train_epochs": 2}, "overridden by --train_steps"),
+        ({"ema_decay": 0.5}, "without --use_ema"),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_and_doubtful_ones_are_warnings(options, expected):
+    found = findings(**options)
+    assert found.errors == []
+    assert len(found.warnings) == 1
+    assert expected in found.warnings[0]
+
+
+def test_rules_of_models_that_are_no_flows():
+    assert [p.where for p in findings(VP, shift=3.0).errors] == ["--shift"]
+    assert [p.where for p in findings(VP, shift=3.0, **NFT).errors] == ["--shift"]
+    assert "published for flow-matching models" in findings(VP, sampler="dance").warnings[0]
+    assert findings(VP, sampler="ddim").warnings == []
+    assert "ddim can add noise up to 1" in findings(VP, eta=1.5).errors[0].message
+
+
+def test_an_image_to_video_checkpoint_is_refused():
+    family = FamilyFacts("c", is_flow=False, num_text_encoders=1, first_frame="channels")
+    assert "animates an image" in findings(family).errors[0].message
+
+
+def test_the_same_reward_may_stand_twice_with_other_options():
+    assert findings(reward=["colour,target=red", "colour,target=blue"]).errors == []
+
+
+def test_caches_of_prompts_have_a_place():
+    found = findings(precompute_dir="cache")
+    assert (found.errors, found.warnings) == ([], [])
+
+
+def test_validation_samples_are_checked_as_ever():
+    assert "there are no prompts" in findings(validation_steps=5).errors[0].message
+    assert "50 frames" in findings(validation_prompts="a dog@@@50x64x64").errors[0].message
+
+
+def test_options_of_grpo_need_the_method():
+    base = {**MODEL, "data_root": "clips"}
+    [problem] = findings(base=base, prompts="p.txt", reward=["brightness"], window_size=4).errors
+    assert str(problem) == (
+        "--method: sft has no use for --prompts, --reward, --window_size; add --method grpo or remove them"
+    )
+    assert findings(base=base).errors == []
+
+
+def test_other_methods_keep_the_rules_of_clips():
+    found = findings(base={**MODEL, "method": "mine"}, caption_dropout_technique="zero")
+    assert [p.where for p in found.errors] == ["--data_root"]
+    assert "while --caption_dropout_p is 0" in found.warnings[0]
+
+
+#: A value other than the default of every option of [data] and [diffusion].
+OF_CLIPS = {
+    "data_root": "x", "dataset_file": "x", "video_column": "x", "caption_column": "x", "id_token": "x",
+    "image_resolution_buckets": ["64x64"], "video_resolution_buckets": ["17x64x64"], "video_reshape_mode": "none",
+    "frame_selection": "middle", "target_fps": 8, "caption_dropout_p": 0.5, "caption_dropout_technique": "zero",
+    "remove_common_llm_caption_prefixes": True, "precompute_conditions": True, "first_frame_conditioning_p": 0.5,
+    "max_bad_samples": 1, "eval_num_items": 1, "flow_resolution_shifting": True, "flow_base_seq_len": 10,
+    "flow_max_seq_len": 20, "flow_base_shift": 0.1, "flow_max_shift": 0.2, "flow_shift": 2.0,
+    "flow_weighting_scheme": "mode", "flow_logit_mean": 0.1, "flow_logit_std": 2.0, "flow_mode_scale": 1.0,
+    "loss_weight_max": 2.0,
+}  # fmt: skip
+
+
+def test_every_option_of_clips_is_answered():
+    """It is refused, or said to do nothing."""
+    sections = ("data", "diffusion")
+    assert {name for name, (section, _) in fields().items() if section in sections} == {*OF_CLIPS, "precompute_dir"}
+    for name, value in OF_CLIPS.items():
+        found = findings(**{name: value})
+        told = [*map(str, found.errors), *found.warnings]
+        assert len(told) == 1, (name, told)
+        assert told[0].startswith(f"--{name}"), told

@@ -1,0 +1,166 @@
+"""Reward finetuning through the whole engine, on every family: runs, resumes bit for bit, keeps its records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.run import train
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "window": {"best_of_n": 2, "kl_coef": 0.1},
+    "whole": {"grpo_preset": "dancegrpo", "best_of_n": None, "clip_range": None, "ratio_norm": True},
+    "nft": {"rl_algorithm": "nft", "init_same_noise": False, "nft_timesteps": 2, "sampler": None},
+}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("a red ball\na blue cube rolls\n\n# not one\na cat\n")
+    return path
+
+
+@pytest.fixture
+def options(tiny_repo: Callable[..., Path], prompts: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def build(family: str = "ltx_video", **changes: Any) -> dict[str, Any]:
+        values = {
+            "method": "grpo",
+            "model_name": family,
+            "pretrained_model_name_or_path": str(tiny_repo(family)),
+            "prompts": str(prompts),
+            "reward": ["brightness", "motion=0"],
+            "rollout_size": "9x64x64",
+            "prompts_per_step": 2,
+            "num_generations": 4,
+            "batch_size": 4,
+            "sampling_steps": 5,
+            "transformer_dtype": "fp32",
+            "vae_dtype": "fp32",
+            "text_encoder_dtype": "fp32",
+            "optimizer": "adamw",
+            "lr": 1e-2,
+            "rank": 4,
+            "lora_alpha": 8,
+            "train_steps": 2,
+            "updates_per_rollout": 1,
+            "output_dir": str(tmp_path / "run"),
+            **changes,
+        }
+        if family == "hunyuan_video":
+            values["text_encoder_2_dtype"] = "fp32"
+        if values.get("training_type") == "full-finetune":
+            values = {name: value for name, value in values.items() if name not in ("rank", "lora_alpha")}
+        return {name: value for name, value in values.items() if value is not None}
+
+    return build
+
+
+def records(directory: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(directory: str | Path) -> list[dict[str, Any]]:
+    """What must be the same of two runs."""
+    untimed = [{k: v for k, v in r.items() if k not in ("time", "step_s") and "seconds" not in k} for r in records(directory)]
+    return [record for record in untimed if len(record) > 1]
+
+
+@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video", "cogvideox"])
+@pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
+def test_every_family_trains(family: str, training_type: str, options: Callable[..., dict[str, Any]]) -> None:
+    given = options(family, training_type=training_type, lr=1e-3)
+    trainer = train(load_config(**given))
+    assert trainer is not None
+    found = records(given["output_dir"])
+    assert [r["step"] for r in found] == [1, 2]
+    for record in found:
+        assert record["ratio_error"] == 0.0  # however the network is wrapped
+        assert record["ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert 0 < record["reward/brightness"] < 1
+        assert record["grad_norm"] > 0
+    root = Path(given["output_dir"])
+    for name in ("brightness", "motion"):
+        lines = (root / "rewards" / f"{name}.txt").read_text().splitlines()
+        assert [float(line) for line in lines] == pytest.approx([r[f"reward/{name}"] for r in found], rel=1e-4)
+    assert "for 2 steps on 3 prompts" in (root / "README.md").read_text()
+    manifest = [json.loads(line) for line in (root / "manifest.jsonl").read_text().splitlines()]
+    assert [entry["prompt"] for entry in manifest] == ["a red ball", "a blue cube rolls", "a cat"]
+
+
+@contextmanager
+def stopping_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from finetrainers.engine import checkpoint
+
+    save = checkpoint.save_checkpoint
+
+    def save_and_stop(trainer: Any) -> Path:
+        path = save(trainer)
+        if trainer.step == step:
+            raise KeyboardInterrupt
+        return path
+
+    with monkeypatch.context() as patch:
+        patch.setattr("finetrainers.engine.trainer.save_checkpoint", save_and_stop)
+        yield
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_resuming_changes_nothing(
+    name: str, options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eval_prompts = tmp_path / "eval.txt"
+    eval_prompts.write_text("a dog\n")
+    changes = {"train_steps": 4, "lora_dropout": 0.3, "use_ema": True, "updates_per_rollout": 2, "batch_size": 2,
+               "eval_prompts": str(eval_prompts), "eval_steps": 2, **ALGORITHMS[name]}  # fmt: skip
+    straight = options(**changes, output_dir=str(tmp_path / "straight"))
+    train(load_config(**straight))
+    resumed = options(**changes, output_dir=str(tmp_path / "resumed"), checkpointing_steps=2)
+    with stopping_after(2, monkeypatch), pytest.raises(KeyboardInterrupt):
+        train(load_config(**resumed))
+    train(load_config(**resumed, resume_from_checkpoint="latest"))
+    assert curve(straight["output_dir"]) == curve(resumed["output_dir"])
+    assert [r["step"] for r in records(tmp_path / "straight") if "eval_reward/brightness" in r] == [0, 2, 4]
+    a, b = (load_file(tmp_path / run / "pytorch_lora_weights.safetensors") for run in ("straight", "resumed"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    for run in ("straight", "resumed"):
+        assert len((tmp_path / run / "rewards" / "brightness.txt").read_text().splitlines()) == 2
+    assert len(list((tmp_path / "straight" / "samples" / "step-000004").glob("*.mp4"))) == 1
+
+
+def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[str, Any]]) -> None:
+    train(load_config(**options(checkpointing_steps=2)))
+    with pytest.raises(ConfigError, match="cannot continue"):
+        preflight(load_config(**options(num_generations=8, train_steps=4, resume_from_checkpoint="latest")))
+
+
+def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight(load_config(**options(reward=["brightnes"], prompts=str(tmp_path / "none.txt"), num_generations=1)))
+    said = str(caught.value)
+    assert "did you mean 'brightness'" in said
+    assert "none.txt" in said
+    assert "num_generations" in said
+
+
+def test_text_is_encoded_once(options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = {"precompute_dir": str(tmp_path / "cache")}
+    train(load_config(**options(**shared)))
+    calls = []
+    from finetrainers.models.ltx_video import LTXVideoSpec
+
+    encode = LTXVideoSpec.encode_text
+    monkeypatch.setattr(LTXVideoSpec, "encode_text", lambda self, *a: calls.append(a[1]) or encode(self, *a))
+    train(load_config(**options(**shared, output_dir=str(tmp_path / "again"))))
+    assert calls == [["a video"]]  # which tells the encoders apart

@@ -1,0 +1,243 @@
+"""The policy gradient against its definition: exact ratios, REINFORCE's gradient, shares, best-of-n, world sizes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from policies import Alone, flow, make_collector, network, vp
+from torch import Tensor, nn
+
+from finetrainers.diffusion.policy import log_density, transition_mean
+from finetrainers.methods.grpo.method import GRPO, Transition
+
+KERNELS = [("flow", 0.7), ("dance", 0.25), ("cps", 0.5), ("ddim", 0.5)]
+
+
+def grpo(collector: Any, **changes: Any) -> GRPO:
+    options = {"updates": 1, "epsilon": 1e-3, "ratio_norm": False, "kl_coef": 0.0, "kl_space": "velocity"}
+    return GRPO(collector=collector, reference=None, evaluation=None, seed=0, **{**options, **changes})
+
+
+def first_update(method: GRPO, model: nn.Module) -> list[Transition]:
+    return list(next(method.steps(0, model)))
+
+
+def gradient(model: nn.Module, loss: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+@pytest.mark.parametrize("make_process", [flow, vp])
+@pytest.mark.parametrize(("kernel", "eta"), KERNELS)
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+def test_on_policy_ratios_are_exactly_one(make_process: Any, kernel: str, eta: float, storage: torch.dtype) -> None:
+    model = network(dropout=0.5).train()
+    method = grpo(make_collector(make_process, kernel=kernel, eta=eta, storage=storage, best_of_n=4))
+    for batch in first_update(method, model):
+        model.train()  # as a sample between two updates leaves it
+        _, metrics = method.loss(model, batch)
+        assert metrics["ratio"].item() == pytest.approx(batch.share.sum().item(), rel=1e-6)
+        assert metrics.get("ratio_error", torch.tensor(0.0)).item() == 0.0
+        _, mean = method._mean(model, batch)
+        assert torch.equal(log_density(batch.after, mean, batch.step.std), batch.log_old)
+
+
+@pytest.mark.parametrize("make_process", [flow, vp])
+def test_the_gradient_is_that_of_reinforce(make_process: Any) -> None:
+    model = network()
+    method = grpo(make_collector(make_process, kernel="ddim", eta=0.5))
+    batches = first_update(method, model)
+    found = gradient(model, sum(method.loss(model, batch)[0] for batch in batches))
+    clips = 4 * 8 * 2  # prompts x generations x trained steps
+
+    def log_likelihood(batch: Transition) -> Tensor:
+        prediction = method.sampler.predict(model, batch.before, batch.time, batch.conditions, None)
+        mean = transition_mean(method.sampler.process, prediction, batch.before, batch.time, batch.step)
+        density = torch.distributions.Normal(mean, batch.step.std.view(-1, 1, 1, 1, 1)).log_prob(batch.after)
+        return (batch.advantage * density.flatten(1).mean(1)).sum()
+
+    expected = gradient(model, -sum(log_likelihood(batch) for batch in batches) / clips)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_shares_make_a_mean_however_the_work_is_cut() -> None:
+    model = network()
+    whole = grpo(make_collector(batch_size=8))
+    parts = grpo(make_collector(batch_size=2))
+    gradients = [
+        gradient(model, sum(m.loss(model, batch)[0] for batch in first_update(m, model))) for m in (whole, parts)
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-7)
+    for method in (whole, parts):
+        total = sum(batch.share.sum().item() for batch in first_update(method, model))
+        assert total == pytest.approx(1.0)
+
+
+def test_several_updates_share_a_rollouts_clips() -> None:
+    model = network()
+    method = grpo(make_collector(), updates=2)
+    first, second = itertools.islice(method.steps(0, model), 2)
+    assert len(first) == len(second)
+    assert sum(batch.share.sum().item() for batch in second) == pytest.approx(1.0)
+    seen = [batch.after.double().sum().item() for batch in (*first, *second)]
+    assert len(set(seen)) == len(seen) == 2 * 4 * 2
+    assert [batch.stats is not None for batch in (*first, *second)].count(True) == 1
+    with pytest.raises(ValueError, match="within a rollout"):
+        next(method.steps(1, model))
+
+
+def test_clipping_stops_the_gradient_of_what_has_gone_far_enough() -> None:
+    model = network()
+    method = grpo(make_collector(), epsilon=1e-3)
+    batch = first_update(method, model)[0]
+    for change, sign in ((-0.01, 1.0), (0.01, -1.0)):  # the old policy thought less of it, or more
+        moved = {
+            **batch.__dict__,
+            "log_old": batch.log_old + change,
+            "advantage": torch.full_like(batch.advantage, sign),
+        }
+        loss, metrics = method.loss(model, Transition(**moved))
+        assert gradient(model, loss).abs().max() == 0
+        clipped = metrics["clipped_high"] + metrics["clipped_low"]
+        assert clipped.item() == pytest.approx(batch.share.sum().item())
+        reverse = Transition(**{**moved, "advantage": torch.full_like(batch.advantage, -sign)})
+        assert gradient(model, method.loss(model, reverse)[0]).abs().max() > 0
+
+
+def test_groups_that_teach_nothing_are_left_out_and_counted() -> None:
+    model = network()
+    method = grpo(make_collector(reward=["policies:bright_only"]))
+    batches = first_update(method, model)
+    stats = batches[0].stats
+    assert stats is not None
+    assert stats["constant_groups"] == 0.5
+    assert stats["clips_trained"] == 16
+    assert sum(len(batch.before) for batch in batches) == 16 * 2
+
+
+def test_a_rollout_without_any_signal_changes_nothing() -> None:
+    model = network()
+    method = grpo(make_collector(reward=["policies:constant"]))
+    batches = first_update(method, model)
+    assert batches
+    loss = sum(method.loss(model, batch)[0] for batch in batches)
+    assert gradient(model, loss).abs().max() == 0
+
+
+class Rank(Alone):
+    """One of two ranks that run one after the other; what the other said is kept."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, said: list[list[Any]]) -> None:
+        self.rank = rank
+        self.said = said
+
+    def gather_objects(self, items: list[Any]) -> list[Any]:
+        self.said[self.rank] = items
+        return [item for part in self.said for item in part]
+
+    def sum(self, value: Tensor) -> Tensor:
+        return 2 * value
+
+
+def test_two_ranks_are_one() -> None:
+    model = network()
+    alone = grpo(make_collector())
+    batches = first_update(alone, model)
+    expected = gradient(model, sum(alone.loss(model, batch)[0] for batch in batches))
+    said: list[list[Any]] = [[], []]
+    for rank in (0, 1):
+        make_collector(parallel=Rank(rank, said)).jobs(0)
+    for rank in (0, 1):  # the first pass only fills in what each says
+        collector = make_collector(parallel=Rank(rank, said))
+        collector._compare = lambda *_: None  # type: ignore[assignment, method-assign, return-value]
+        collector._stats = lambda *_: {}  # type: ignore[assignment, method-assign]
+        collector._select = lambda *_: None  # type: ignore[assignment, method-assign, return-value]
+        collector.collect(model.eval(), 0)
+    total: Any = 0
+    stats = []
+    for rank in (0, 1):
+        method = grpo(make_collector(parallel=Rank(rank, said)))
+        batches = first_update(method, model)
+        total = total + gradient(model, sum(method.loss(model, batch)[0] for batch in batches))
+        stats.append({k: v for k, v in batches[0].stats.items() if not k.startswith("seconds")})  # type: ignore[union-attr]
+    torch.testing.assert_close(total / 2, expected, rtol=1e-4, atol=1e-7)
+    assert stats[0] == stats[1]
+
+
+def test_guidance_calls_both_branches_and_stays_exact() -> None:
+    model = network()
+    method = grpo(make_collector(cfg=3.0))
+    batch = first_update(method, model)[0]
+    assert batch.negative is not None
+    with_prompt = method.sampler.spec.predict(model, batch.before, batch.time, batch.conditions, None)  # type: ignore[arg-type]
+    without = method.sampler.spec.predict(model, batch.before, batch.time, batch.negative, None)  # type: ignore[arg-type]
+    found = method.sampler.predict(model, batch.before, batch.time, batch.conditions, batch.negative)
+    torch.testing.assert_close(found, without + 3 * (with_prompt - without))
+    _, metrics = method.loss(model, batch)
+    assert metrics["ratio_error"] == 0
+
+
+def test_a_policy_that_is_not_the_one_that_sampled_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    method = grpo(make_collector())
+    batch = first_update(method, model)[0]
+    with caplog.at_level(logging.WARNING):
+        method.loss(model, batch)
+    assert not caplog.records
+    with torch.no_grad():
+        model.outward.bias += 0.3
+    with caplog.at_level(logging.WARNING):
+        _, metrics = method.loss(model, batch)
+    assert metrics["ratio_error"] > 1e-3
+    assert "is not the one that sampled" in caplog.text
+
+
+def test_ratio_normalisation_centres_the_ratio() -> None:
+    """GRPO-Guard: for a mean moved independently of the noise, log-ratios drift below zero; corrected ones do not."""
+    model = network()
+    method = grpo(make_collector(keep_means=True, kernel="dance", eta=0.25), ratio_norm=True)
+    plain = grpo(make_collector(keep_means=True, kernel="dance", eta=0.25))
+    batches = first_update(method, model)
+    _, metrics = method.loss(model, batches[0])
+    assert metrics["ratio_error"] == 0
+    with torch.no_grad():
+        model.outward.bias += torch.tensor([0.5, -0.5, 0.5, -0.5])
+    drift = [sum(m.loss(model, b)[1]["ratio"].item() for b in batches) - 1 for m in (method, plain)]
+    assert drift[1] < -0.005
+    assert abs(drift[0]) < abs(drift[1]) / 20
+
+
+def test_noise_is_a_function_of_the_clip_alone() -> None:
+    model = network().eval()
+    small, large = make_collector(batch_size=4), make_collector(batch_size=8)
+    found = [collector.collect(model, 3) for collector in (small, large)]
+    for a, b in zip(found[0].latents, found[1].latents, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    again = make_collector(batch_size=4).collect(model, 3)
+    assert all(torch.equal(a, b) for a, b in zip(found[0].latents, again.latents, strict=True))
+    other = small.collect(model, 4)
+    assert not any(torch.equal(a, b) for a, b in zip(found[0].latents, other.latents, strict=True))
+
+
+def test_a_shared_start_leaves_only_the_window_to_differ() -> None:
+    model = network().eval()
+    same = make_collector(windows={"size": 1, "span": (0.4, 0.6), "strategy": "fixed"}).collect(model, 0)
+    first = same.replays[0]
+    assert all(torch.equal(first.before, replay.before) for replay in same.replays[1:8])
+    assert not any(torch.equal(first.after, replay.after) for replay in same.replays[1:8])
+    apart = make_collector(same_noise=False, windows={"size": 1, "span": (0.4, 0.6), "strategy": "fixed"}).collect(
+        model, 0
+    )
+    assert not any(torch.equal(apart.replays[0].before, replay.before) for replay in apart.replays[1:8])
+
+
+def test_work_that_does_not_divide_is_refused_with_the_sums() -> None:
+    with pytest.raises(
+        ValueError, match="4 prompts x 8 generations = 32 clips do not divide into 1 ranks x batches of 5"
+    ):
+        make_collector(batch_size=5).jobs(0)

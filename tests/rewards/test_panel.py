@@ -1,0 +1,397 @@
+"""The rewards of a run together: each made and asked once, every clip for itself, and nothing that fails goes unseen."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import av
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from finetrainers.config.rewards import Reward as Entry
+from finetrainers.config.rewards import RewardEntry
+from finetrainers.rewards import registry
+from finetrainers.rewards.base import Head, Reward
+from finetrainers.rewards.movement import Motion
+from finetrainers.rewards.panel import RewardError, RewardPanel
+from finetrainers.rewards.pixels import Brightness, Colour
+from finetrainers.rewards.registry import register_reward
+
+CALLS: list[tuple[str, int]] = []
+
+
+class Two(Reward):
+    """Mean and range of a clip, and what goes wrong with clips whose prompt says so."""
+
+    heads: ClassVar[Mapping[str, Head]] = {"mean": Head(mean=0.5, std=0.25), "range": Head()}
+    batch_size = 4
+
+    def __init__(self, *, name: str = "two", batches_of: int = 0) -> None:
+        CALLS.append((f"make {name}", 0))
+        self.name, self.batches_of = name, batches_of
+
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        CALLS.append((self.name, len(prompts)))
+        if self.batches_of and len(prompts) > 1:
+            raise ValueError("one at a time, please")
+        for index, prompt in enumerate(prompts):
+            if "explode" in prompt:
+                raise KeyError(f"boom {index}")
+            if "offline" in prompt:
+                raise ConnectionError("nobody there")
+        values = {"mean": videos.mean((1, 2, 3, 4)), "range": videos.amax((1, 2, 3, 4)) - videos.amin((1, 2, 3, 4))}
+        for index, prompt in enumerate(prompts):
+            for word in ("nan", "inf"):
+                if word in prompt:
+                    values["range"][index] = float(word)
+        return values
+
+
+class Answers(Reward):
+    """Gives what it is told to."""
+
+    answer: Any = None
+
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        return self.answer
+
+
+def greedy(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Works on the clips themselves."""
+    return videos[:, 0].sub_(0.5).mean((1, 2, 3))
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+    register_reward("two", Two)
+    register_reward("answers", Answers)
+    register_reward("greedy", greedy)
+    CALLS.clear()
+
+
+def entries(*texts: str) -> list[RewardEntry]:
+    return [TypeAdapter(Entry).validate_python(text) for text in texts]
+
+
+def panel(*texts: str, **options: Any) -> RewardPanel:
+    return RewardPanel(entries(*texts), **options)
+
+
+def clips(count: int = 6, *, seed: int = 0, frames: int = 4, height: int = 24, width: int = 32) -> Tensor:
+    return torch.rand(count, frames, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def words(count: int = 6, **special: str) -> list[str]:
+    """`a red thing` for every clip, with the words of `c3="..."` for clip 3."""
+    return [special.get(f"c{index}", f"a red thing {index}") for index in range(count)]
+
+
+# ---- what is made and asked ----------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_the_rewards() -> None:
+    videos, prompts = clips(), words()
+    found = panel("brightness", "colour=0.5", "motion=0").score(videos, prompts, fps=8.0)
+    assert list(found.heads) == ["brightness", "colour", "motion"]
+    for name, reward in (("brightness", Brightness()), ("colour", Colour()), ("motion", Motion())):
+        alone = reward.score(videos, prompts, fps=8.0)["score"].double()
+        assert found.heads[name].raw.dtype == torch.float64
+        assert torch.equal(found.heads[name].raw, alone)
+        assert torch.equal(found.heads[name].normalised, alone), "these have no scale of their own"
+    assert not found.failed.any()
+    assert found.masked == {"brightness": 0, "colour": 0, "motion": 0}
+
+
+def test_a_reward_is_made_and_asked_once_for_all_its_heads() -> None:
+    both = panel("two.range=2", "brightness", "two.mean", "two.mean,name=other")
+    assert both.weights == {"two.range": 2.0, "brightness": 1.0, "two.mean": 1.0, "two.mean,name=other": 1.0}
+    assert CALLS == [("make two", 0), ("make other", 0)]
+    CALLS.clear()
+    found = both.score(clips(), words(), fps=8.0)
+    assert CALLS == [("two", 4), ("two", 2), ("other", 4), ("other", 2)]
+    assert list(found.heads) == ["two.range", "brightness", "two.mean", "two.mean,name=other"]
+    assert set(found.seconds) == {"two", "brightness", "two,name=other"}
+    assert torch.equal(found.heads["two.mean"].raw, clips().mean((1, 2, 3, 4)).double())
+    assert found.heads["two.range"].raw.min() > 0.9
+
+
+def test_the_scale_is_the_entry_s_or_else_the_reward_s() -> None:
+    found = panel("two.mean", "two.range,mean=0.5,std=2", "brightness,std=10").score(clips(), words(), fps=8.0).heads
+    torch.testing.assert_close(found["two.mean"].normalised, (found["two.mean"].raw - 0.5) / 0.25)
+    torch.testing.assert_close(found["two.range"].normalised, (found["two.range"].raw - 0.5) / 2)
+    torch.testing.assert_close(found["brightness"].normalised, found["brightness"].raw / 10)
+    mixed = panel("two.mean,mean=1").score(clips(), words(), fps=8.0).heads["two.mean"]
+    torch.testing.assert_close(mixed.normalised, (mixed.raw - 1) / 0.25)
+
+
+@pytest.mark.parametrize(
+    ("texts", "sizes"),
+    [
+        (["two.mean"], [4, 3]),
+        (["two.mean,batch_size=2"], [2, 2, 2, 1]),
+        (["two.mean,batch_size=100"], [7]),
+        (["two.mean,batch_size=6", "two.range,batch_size=3"], [3, 3, 1]),
+    ],
+)
+def test_batches_are_of_the_size_asked_for(texts: list[str], sizes: list[int]) -> None:
+    made = panel(*texts)
+    CALLS.clear()
+    made.score(clips(7), words(7), fps=8.0)
+    assert [count for _, count in CALLS] == sizes
+
+
+def test_rewards_are_scored_only_when_due() -> None:
+    made = panel("two.mean,every=2", "two.range,every=3", "brightness,every=1")
+    asked = []
+    for rollout in range(7):
+        CALLS.clear()
+        # The range of clip 0 is no number, which nobody learns while it is not asked for.
+        prompts = words(2, c0="nan") if rollout % 3 else words(2)
+        found = made.score(clips(2), prompts, fps=8.0, rollout=rollout)
+        assert list(found.heads) == made.due(rollout) == list(found.masked)
+        assert ("two" in found.seconds) == bool(CALLS)
+        asked.append(sorted(found.heads))
+    wanted = [
+        ["brightness", *(["two.mean"] if r % 2 == 0 else []), *(["two.range"] if r % 3 == 0 else [])] for r in range(7)
+    ]
+    assert asked == wanted
+
+
+def test_time_is_taken_per_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.5, 20.0, 24.0])
+    monkeypatch.setattr("finetrainers.rewards.panel.time.perf_counter", lambda: next(times))
+    assert panel("brightness", "two.mean").score(clips(), words(), fps=8.0).seconds == {"brightness": 1.5, "two": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["brightness", "contrast", "brightness=2"], "brightness is given twice"),
+        (["two.mean,name=a", "two.mean,name=b", "two.mean,name=a"], "two.mean is given twice"),
+        (["two"], "two gives several numbers; name one of: two.mean, two.range"),
+        (["two.median"], "two.median gives no 'median'; name one of: two.mean"),
+        (["brightnes"], "unknown reward 'brightnes'; did you mean 'brightness'"),
+        (["two.mean,size=3"], "takes no option 'size'"),
+    ],
+)
+def test_wrong_entries_are_refused(texts: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        panel(*texts)
+    with pytest.raises(ValueError, match="on_error='ignore'"):
+        panel("brightness", on_error="ignore")
+
+
+# ---- each clip for itself ------------------------------------------------------------------------------------------
+
+REAL = ["brightness", "contrast", "colour", "sharpness", "incompressibility", "motion", "smoothness", "steadiness"]
+
+
+def test_scores_do_not_depend_on_time_order_or_batch() -> None:
+    """Bit for bit: again, in another order, in other batches, and of the same clips on other ranks."""
+    videos, prompts = clips(5), [f"a {colour} thing" for colour in ("red", "blue", "teal", "gold", "pink")]
+    wanted = panel(*REAL).score(videos, prompts, fps=8.0).heads
+    order = [3, 0, 4, 1, 2]
+    for made, rows in ((panel(*REAL), range(5)), (panel(*(f"{name},batch_size=2" for name in REAL)), order)):
+        found = made.score(videos[list(rows)], [prompts[row] for row in rows], fps=8.0).heads
+        for name in REAL:
+            assert torch.equal(found[name].raw, wanted[name].raw[list(rows)]), name
+    alone = [panel(*REAL).score(videos[i : i + 1], prompts[i : i + 1], fps=8.0).heads for i in range(5)]
+    for name in REAL:
+        assert torch.equal(torch.cat([heads[name].raw for heads in alone]), wanted[name].raw), name
+
+
+def test_clips_may_have_any_float_type_and_a_gradient() -> None:
+    videos = clips()
+    wanted = panel("brightness").score(videos.bfloat16().float(), words(), fps=8.0).heads["brightness"].raw
+    found = panel("brightness").score(videos.bfloat16().requires_grad_(), words(), fps=8.0).heads["brightness"].raw
+    assert torch.equal(found, wanted)
+    assert not found.requires_grad
+    with torch.inference_mode():
+        inference = videos.bfloat16().float()
+    assert torch.equal(panel("brightness").score(inference, words(), fps=8.0).heads["brightness"].raw, wanted)
+
+
+# ---- clips that are none -------------------------------------------------------------------------------------------
+
+
+def changed(value: float, *, clip: int = 2) -> Tensor:
+    videos = clips()
+    videos[clip, 1, 0, 3, 3] = value
+    return videos
+
+
+@pytest.mark.parametrize(
+    ("videos", "message"),
+    [
+        (changed(1.001), r"clip 12, prompt 'a red thing 2': values .* to 1.001 are not in \[0, 1\]; clamp"),
+        (changed(-0.5), r"clip 12, .*: values -0.5 to .* clamp decoded clips"),
+        (changed(math.nan, clip=5), r"clip 15, prompt 'a red thing 5': values nan to nan .* has diverged"),
+        (changed(math.inf), "to inf are not in .* has diverged"),
+        (clips()[0], r"must be \[B, T, 3, H, W\], got \[4, 3, 24, 32\]"),
+        (clips().transpose(1, 2), r"got \[6, 3, 4, 24, 32\]; the channels come third"),
+        (clips().permute(0, 1, 3, 4, 2), r"got \[6, 4, 24, 32, 3\]; the channels come third"),
+        (clips()[:, :0], r"got \[6, 0, 3, 24, 32\]"),
+        ((clips() * 255).to(torch.uint8), "floating point in .*, got torch.uint8"),
+        (clips(5), "5 clips to be scored, but 6 prompts"),
+    ],
+)
+def test_clips_of_another_form_are_refused(videos: Tensor, message: str) -> None:
+    """Also where failing rewards are masked: this is no failure of a reward."""
+    with pytest.raises(ValueError, match=message):
+        panel("brightness", on_error="mask").score(videos, words(), fps=8.0, first_clip=10)
+
+
+@pytest.mark.parametrize("fps", [0.0, -1.0, math.nan, math.inf])
+def test_a_frame_rate_is_needed(fps: float) -> None:
+    with pytest.raises(ValueError, match="frame rate above 0"):
+        panel("brightness").score(clips(), words(), fps=fps)
+
+
+# ---- what fails ----------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_names_reward_clip_and_prompt_and_saves_the_clip(tmp_path: Path) -> None:
+    """The clip is found out although its batch failed."""
+    made = panel("brightness", "two.mean", failures=tmp_path / "failures")
+    with pytest.raises(RewardError) as caught:
+        made.score(clips(), words(c2="please explode", c5="explode"), fps=8.0, rollout=7, first_clip=30)
+    error = caught.value
+    assert (error.reward, error.head, error.clip, error.prompt) == ("two", None, 32, "please explode")
+    assert error.path == tmp_path / "failures" / "rollout-000007-clip-0032-two.mp4"
+    assert str(error) == (
+        f"reward two failed on clip 32 of rollout 7, prompt 'please explode': KeyError: 'boom 0' (the clip is {error.path})"
+    )
+    assert isinstance(error.__cause__, KeyError)
+    with av.open(str(error.path)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        assert container.streams.video[0].average_rate == 8
+    assert len(frames) == 4
+    assert frames[0].shape == (24, 32, 3)
+    assert [path.name for path in (tmp_path / "failures").iterdir()] == [error.path.name]
+
+
+@pytest.mark.parametrize("word", ["nan", "inf"])
+def test_a_score_that_is_not_finite_names_the_head(word: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        RewardError, match=rf"two gave {word} as 'range' of clip 3 of rollout 0, prompt '{word}'"
+    ) as caught:
+        panel("two.mean", "two.range", failures=tmp_path).score(clips(), words(c3=word), fps=8.0)
+    error = caught.value
+    assert (error.reward, error.head, error.clip, error.prompt) == ("two", "range", 3, word)
+    assert error.path is not None
+    assert error.path.is_file()
+    found = panel("two.mean").score(clips(), words(c3=word), fps=8.0)
+    assert found.heads["two.mean"].raw.isfinite().all(), "a head that nobody asked for may be anything"
+
+
+def test_without_a_folder_no_clip_is_saved() -> None:
+    with pytest.raises(RewardError) as caught:
+        panel("two.mean").score(clips(), words(c0="explode"), fps=8.0)
+    assert caught.value.path is None
+    assert "the clip is" not in str(caught.value)
+
+
+def test_a_clip_that_cannot_be_saved_does_not_hide_the_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RewardError, match=r"KeyError: 'boom 0' \(saving the clip failed: (FileExists|NotADirectory)"):
+        panel("two.mean", failures=tmp_path / "file").score(clips(), words(c0="explode"), fps=8.0)
+
+
+def test_a_server_that_is_gone_is_not_asked_for_every_clip(tmp_path: Path) -> None:
+    made = panel("two.mean", failures=tmp_path)
+    CALLS.clear()
+    with pytest.raises(RewardError, match="two failed on clips 0 to 3 of rollout 0: ConnectionError: nobody") as caught:
+        made.score(clips(), words(c3="offline"), fps=8.0)
+    assert CALLS == [("two", 4)]
+    assert (caught.value.clip, caught.value.prompt, caught.value.path) == (None, None, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_masked_failures_are_counted_and_warned_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Only the clips that failed lose their score, and only in the heads that failed."""
+    made = panel("two.mean", "two.range=0.5", "brightness", on_error="mask", failures=tmp_path)
+    prompts = words(8, c1="explode", c4="nan", c6="inf", c7="explode")
+    with caplog.at_level(logging.WARNING):
+        found = made.score(clips(8), prompts, fps=8.0, rollout=2, first_clip=8)
+    whole = made.score(clips(8), words(8), fps=8.0)
+    assert found.masked == {"two.mean": 2, "two.range": 4, "brightness": 0}
+    for label, lost in (("two.mean", [1, 7]), ("two.range", [1, 4, 6, 7]), ("brightness", [])):
+        for scores, intact in zip(vars(found.heads[label]).values(), vars(whole.heads[label]).values(), strict=True):
+            assert scores.isnan().nonzero().flatten().tolist() == lost
+            assert torch.equal(scores[~scores.isnan()], intact[~scores.isnan()])
+    assert found.failed.tolist() == [index in (1, 4, 6, 7) for index in range(8)]
+    assert "reward two failed on clip 9 of rollout 2, prompt 'explode': KeyError: 'boom 0'" in caplog.text
+    assert "reward two.range: 4 clips of 8 in rollout 2 left without a score, the first being clip 9" in caplog.text
+    assert "reward two.mean: 2 clips of 8" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_masked_clips_of_a_reward_without_weight_have_not_failed() -> None:
+    found = panel("two.mean", "two.range=0", on_error="mask").score(clips(), words(c4="nan"), fps=8.0)
+    assert found.masked == {"two.mean": 0, "two.range": 1}
+    assert not found.failed.any()
+
+
+def test_a_batch_that_fails_where_no_clip_does_is_scored_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = panel("two.mean,batches_of=1").score(clips(), words(), fps=8.0)
+    assert torch.equal(
+        found.heads["two.mean"].raw, panel("two.mean").score(clips(), words(), fps=8.0).heads["two.mean"].raw
+    )
+    assert (
+        "two failed on clips 0 to 3 of rollout 0 together, trying one by one: ValueError: one at a time" in caplog.text
+    )
+
+
+def test_an_offline_server_masks_its_batch() -> None:
+    found = panel("two.mean", on_error="mask").score(clips(), words(c3="offline"), fps=8.0)
+    assert found.failed.tolist() == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"score": torch.zeros(6, 1)}, r"gave a tensor \[6, 1\] as 'score' of 6 clips; wanted a tensor \[6\]"),
+        ({"score": torch.tensor(1.0)}, r"gave a tensor \[\] as 'score'"),
+        ({"score": [0.0] * 6}, "gave list as 'score'"),
+        ({"scores": torch.zeros(6)}, r"gave no 'score' but \['scores'\]"),
+        (torch.zeros(6), "gave no 'score' but Tensor"),
+        (None, "gave no 'score' but NoneType"),
+        ({"score": torch.zeros(6, dtype=torch.complex64)}, "one number a clip"),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["raise", "mask"])
+def test_what_is_no_score_is_never_masked(
+    answer: object, message: str, on_error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Answers, "answer", answer)
+    with pytest.raises(RewardError, match=f"reward answers {message}" if message.startswith("gave") else message):
+        panel("answers", on_error=on_error).score(clips(), words(), fps=8.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.bool])
+def test_scores_of_any_real_type_are_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "answer", {"score": torch.ones(6, dtype=dtype)})
+    assert panel("answers").score(clips(), words(), fps=8.0).heads["answers"].raw.tolist() == [1.0] * 6
+
+
+def test_a_reward_may_not_change_the_clips() -> None:
+    """Those after it would score others."""
+    with pytest.raises(RewardError, match="greedy changed the clips"):
+        panel("greedy", "brightness", on_error="mask").score(clips(), words(), fps=8.0)
+
+
+def test_interruptions_are_not_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Two, "score", stop)
+    with pytest.raises(KeyboardInterrupt):
+        panel("two.mean", on_error="mask").score(clips(), words(), fps=8.0)
