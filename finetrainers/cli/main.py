@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetrainers import __version__
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.parallel.launch import launched_rank
+from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
 from .demo import add_demo, positive_integer

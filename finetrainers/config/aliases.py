@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import nearest, plural
 
 from .errors import Problem
@@ -96,11 +97,6 @@ def foreign_names() -> list[str]:
 def ours(name: str) -> str | None:
     """Our option that a foreign name sets, if it sets one."""
     return RENAMED.get(name) or COMPUTED.get(name)
-
-
-def launched_processes() -> int:
-    """How many processes the launcher started over all machines; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def translate(options: MutableMapping[str, Any], where: MutableMapping[str, str]) -> Translation:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .aliases import launched_processes
+from finetrainers.utils.launch import launched_processes
+
 from .errors import Problem
 from .geometry import Geometry
 from .grpo_checks import check_grpo, check_no_grpo

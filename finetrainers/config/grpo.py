@@ -88,6 +88,7 @@ class GRPOSection(Section):
         "random",
         description="The window stays at the start of its range, moves through it, or is drawn for each rollout.",
     )
+    window_per_prompt: bool = Field(False, description="`random` draws a window for each prompt, not each rollout.")
     window_every: int = Field(1, ge=1, description="`progressive` moves every N rollouts.")
     window_stride: int = Field(1, ge=1, description="`progressive` moves by N steps.")
     timestep_fraction: float = Field(

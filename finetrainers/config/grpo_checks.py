@@ -38,7 +38,7 @@ _HINTS = {
 }
 _NO_CLIPS = ("dataloader_num_workers", "pin_memory", "eval_num_timesteps")
 _POLICY_ONLY = (
-    "eta", "window_size", "window_range", "window_strategy", "window_every", "window_stride", "timestep_fraction",
+    "eta", "window_size", "window_range", "window_strategy", "window_per_prompt", "window_every", "window_stride", "timestep_fraction",
     "clip_range", "ratio_norm", "step_weight", "kl_coef", "kl_space", "trajectory_dtype", "offload_trajectory",
 )  # fmt: skip
 _NFT_ONLY = ("nft_beta", "nft_kl", "nft_decay", "nft_timesteps")
@@ -251,8 +251,11 @@ def _check_window(config: TrainConfig, found: Findings) -> None:
         )
     moves = ("window_every", "window_stride")
     if size == 0:
-        _no_effect(config, ("window_range", "window_strategy", *moves), "--window_size 0", found)
-    elif section.window_strategy != "progressive":
+        _no_effect(config, ("window_range", "window_strategy", "window_per_prompt", *moves), "--window_size 0", found)
+        return
+    if section.window_strategy != "random":
+        _no_effect(config, ("window_per_prompt",), f"--window_strategy {section.window_strategy}", found)
+    if section.window_strategy != "progressive":
         _no_effect(config, moves, f"--window_strategy {section.window_strategy}", found)
 
 

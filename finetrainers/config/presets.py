@@ -222,7 +222,7 @@ PRESETS: dict[str, Preset] = {
         settings={
             **_from(_FLASH, sampling_steps=20, clip_range=1e-3, kl_coef=0.0, advantage="global_std", use_ema=True),
             **_from(f"{_FLASH_CODE}: one step of the first 10", window_size=1, window_range=[0.0, 0.5],
-                    window_strategy="random"),
+                    window_strategy="random", window_per_prompt=True),
             **_from(f"{_FLASH_CODE}: 4 processes x 2 clips", num_generations=8),
             **_from(f"{_FLASH_CODE}, 96 GPUs: 2 batches of 24", prompts_per_step=48, updates_per_rollout=2),
             **_from(_FLASH_CODE, rl_algorithm="grpo", step_weight="flash", init_same_noise=False,
@@ -237,7 +237,6 @@ PRESETS: dict[str, Preset] = {
         not_set=(
             "of the checkpoint: clips of 81x480x832, classifier-free guidance 4.5 (`rollout_cfg`);",
             "of the run: 300 rollouts, HPSv3;",
-            "the step is drawn for every prompt there, for every rollout here;",
             "nothing is published for full finetuning.",
         ),
     ),

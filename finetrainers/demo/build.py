@@ -48,7 +48,7 @@ Foundation, https://peach.blender.org, [CC BY 3.0](https://creativecommons.org/l
 """
 
 CLIPS = 6000
-STEPS = 18_000
+STEPS = 23_000
 MEASURED = 200
 
 

@@ -19,7 +19,7 @@ from .verify import Reading, obeys, read, speed_word, wanted, wanted_speed
 
 MODEL = "demo://ltx"
 #: Settings that the embedded model is meant to be sampled with.
-STEPS, GUIDANCE = 20, 3.0
+STEPS, GUIDANCE = 20, 2.0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Compares an outline with every shape of the little world, at every angle."""
+"""Compares what a frame shows with every shape of the little world, at every angle and about its size."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .world import SHAPES, local_coordinates
+from .world import SHAPES, Array, coverage, local_coordinates
 
 #: Radians after which a turned shape looks the same; those that never look different have none.
 PERIODS = {"square": math.pi / 2, "triangle": 2 * math.pi / 3, "star": 2 * math.pi / 5, "cross": math.pi / 2}
 
 _ANGLES = 12  # per period
-_CANVAS = 32  # side of the picture on which outlines are compared
-_EXTENT = 1.5  # half of that side, in radii of the disc of the same area
+_SIZES = (0.8, 0.87, 0.94, 1.0, 1.08)  # a smear around a shape adds to the area that its size is told by
+_CANVAS = 32  # side of the picture on which shapes are compared
+_EXTENT = 1.6  # half of that side, in radii of the disc of the same area
+_EDGE_PIXELS = 8.0  # radius in pixels at which a template's edge is as soft as that of a drawn shape
 
 
-def likeness(inside: NDArray[np.bool_], x: float, y: float, radius: float) -> dict[str, tuple[float, float]]:
-    """Overlap (intersection over union) with every shape of the same area and centre, at the best angle.
+def likeness(covered: Array, x: float, y: float, radius: float) -> dict[str, tuple[float, float]]:
+    """Overlap with every shape at the same centre, at the best angle and size.
+
+    Coverage is compared, not outlines, since a faint arm of a star is still an arm: the overlap is the sum of the smaller
+    over the sum of the larger coverage of all pixels, the Jaccard index of fuzzy sets.
 
     Args:
-        inside: `[H, W]`, the outline's pixels.
+        covered: `[H, W]` in [0, 1], how much of each pixel the shape covers.
         x: its centre, in heights of the frame.
         y: likewise.
         radius: of the disc of the same area, likewise.
@@ -30,35 +35,47 @@ def likeness(inside: NDArray[np.bool_], x: float, y: float, radius: float) -> di
     Returns:
         By shape: the overlap in [0, 1], and the angle in radians.
     """
-    height, width = inside.shape
-    steps = (np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1
-    columns, rows = (np.floor((centre + steps * _EXTENT * radius) * height).astype(int) for centre in (x, y))
-    within = ((rows >= 0) & (rows < height))[:, None] & ((columns >= 0) & (columns < width))
-    seen = inside[np.ix_(rows.clip(0, height - 1), columns.clip(0, width - 1))] & within
+    seen = _on_canvas(covered, x, y, radius).reshape(-1)
     found = {}
-    for name, (angles, masks) in _templates().items():
-        overlap = (masks & seen).sum(axis=(1, 2)) / np.maximum((masks | seen).sum(axis=(1, 2)), 1)
+    for name, (angles, templates) in _templates().items():
+        overlap = np.minimum(templates, seen).sum(axis=1) / np.maximum(templates, seen).sum(axis=1)
         best = int(overlap.argmax())
         found[name] = (float(overlap[best]), angles[best])
     return found
 
 
+def _on_canvas(covered: Array, x: float, y: float, radius: float) -> Array:
+    """The square around a shape, resampled bilinearly; nothing is covered outside of the frame."""
+    height = covered.shape[0]
+    steps = ((np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1) * _EXTENT * radius
+    padded = np.pad(covered, 1)  # so that the border fades into nothing
+    columns, rows = ((centre + steps) * height + 0.5 for centre in (x, y))
+    column, row = (
+        np.floor(c).astype(int).clip(0, size - 2) for c, size in ((columns, padded.shape[1]), (rows, padded.shape[0]))
+    )
+    right, down = ((c - i).clip(0, 1) for c, i in ((columns, column), (rows, row)))
+    upper = padded[np.ix_(row, column)] * (1 - right) + padded[np.ix_(row, column + 1)] * right
+    lower = padded[np.ix_(row + 1, column)] * (1 - right) + padded[np.ix_(row + 1, column + 1)] * right
+    return upper * (1 - down)[:, None] + lower * down[:, None]
+
+
 @cache
-def _templates() -> dict[str, tuple[list[float], NDArray[np.bool_]]]:
-    """By shape: angles, and at each its outline of the unit disc's area, centred: `[angles, rows, columns]`."""
+def _templates() -> dict[str, tuple[list[float], NDArray[np.float32]]]:
+    """By shape: angles, and at each and every size its coverage, `[angles x sizes, pixels]`."""
     steps = (((np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1) * _EXTENT).astype(np.float32)
     y, x = np.meshgrid(steps, steps, indexing="ij")
     found = {}
-    for name, distance in SHAPES.items():
+    for name in SHAPES:
         period = PERIODS.get(name)
-        angles = [0.0] if period is None else [period * i / _ANGLES for i in range(_ANGLES)]
         area, centre_x, centre_y = _moments(name)
-        radius = math.sqrt(math.pi / area)
-        masks = []
-        for angle in angles:
-            u, v = local_coordinates(x, y, 0.0, 0.0, radius, angle)
-            masks.append(distance(u + centre_x, v + centre_y) <= 0)
-        found[name] = (angles, np.stack(masks))
+        angles, templates = [], []
+        for angle in [0.0] if period is None else [period * i / _ANGLES for i in range(_ANGLES)]:
+            for size in _SIZES:
+                radius = size * math.sqrt(math.pi / area)
+                u, v = local_coordinates(x, y, 0.0, 0.0, radius, angle)
+                templates.append(coverage(name, u + centre_x, v + centre_y, pixels=radius * _EDGE_PIXELS).reshape(-1))
+                angles.append(angle)
+        found[name] = (angles, np.stack(templates))
     return found
 
 

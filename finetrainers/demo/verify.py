@@ -26,7 +26,7 @@ Image = NDArray[np.uint8]  # [H, W, 3]
 _CHROMA = 50  # least difference between the largest and smallest colour channel inside a shape, of 255
 _EDGE = 0.45  # of the strongest difference: pixels covered less are not inside, dark stripes are
 _SMALLEST, _LARGEST = 0.016, 0.8  # squares of the frame's height: less or more is no shape
-_LIKENESS = 0.6  # least overlap with the best shape, on average, for a clip to show any
+_LIKENESS = 0.5  # least overlap with the best shape, on average, for a clip to show any
 _COLOUR_DISTANCE = 130  # between a pixel and the nearest colour, of 441
 _GREY_SPREAD = 25  # mean distance from the middle grey level above which a background is none of the world's
 _AGREE = 0.75  # share of the frames that must show the same
@@ -155,7 +155,8 @@ def _chroma(image: Image) -> NDArray[np.int64]:
 def _frame(image: Image, time: float) -> _Frame | None:
     height = image.shape[0]
     chroma = _chroma(image)
-    inside = chroma > max(_CHROMA, _EDGE * np.quantile(chroma, 0.99))
+    strongest = np.quantile(chroma, 0.99)
+    inside = chroma > max(_CHROMA, _EDGE * strongest)
     area = inside.sum() / height**2
     if not _SMALLEST < area < _LARGEST:
         return None
@@ -163,7 +164,8 @@ def _frame(image: Image, time: float) -> _Frame | None:
     x, y = (columns.mean() + 0.5) / height, (rows.mean() + 0.5) / height
     radius = math.sqrt(area / math.pi)
     pixels = image[inside]
-    return _Frame(time, x, y, radius, _colour(pixels), _striped(image, inside), likeness(inside, x, y, radius))
+    covered = (chroma / max(strongest, 1.0)).clip(0, 1).astype(np.float32)
+    return _Frame(time, x, y, radius, _colour(pixels), _striped(image, inside), likeness(covered, x, y, radius))
 
 
 def _colour(pixels: NDArray[np.uint8]) -> str | None:

@@ -14,8 +14,9 @@ from finetrainers.data.manifest import DataError
 from finetrainers.methods.registry import WorkPlan, method_names, plan_work
 from finetrainers.models.registry import Family, get_family
 from finetrainers.optim.rules import optimizer_problems
-from finetrainers.parallel.launch import launched_processes
+from finetrainers.rewards.registry import reward_problems
 from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest
 
@@ -74,6 +75,12 @@ def preflight(config: TrainConfig) -> Preflight:
     found = check_config(config, family=facts, geometry=geometry, prompts=prompts)
     problems += found.errors
 
+    problems += [
+        Problem(f"--{option}", message)
+        for option in ("reward", "eval_reward")
+        for entry in config.get(option)
+        for message in reward_problems(entry)
+    ]
     errors, optimizer_warnings = optimizer_problems(
         config, device_type=likely_device_type(), num_processes=launched_processes()
     )
@@ -94,7 +101,7 @@ def preflight(config: TrainConfig) -> Preflight:
             )
         )
 
-    sizes_are_wrong = any(p.where.endswith("_resolution_buckets") for p in problems)
+    sizes_are_wrong = any(p.where.endswith(("_resolution_buckets", "rollout_size")) for p in problems)
     plan = None
     if config.training.method in method_names():
         try:

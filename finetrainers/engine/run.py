@@ -29,7 +29,7 @@ from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.engine import Parallel
-from finetrainers.parallel.launch import launched_rank
+from finetrainers.utils.launch import launched_rank
 
 from .callbacks.base import Callback
 from .callbacks.evaluation import EvaluationLoss
@@ -239,10 +239,13 @@ def check_geometry(config: TrainConfig, geometry: Geometry) -> None:
     Raises:
         ConfigError: a bucket does not fit.
     """
+    sizes = [("--video_resolution_buckets", bucket) for bucket in config.data.video_resolution_buckets]
+    if config.grpo.rollout_size is not None:
+        sizes.append(("--rollout_size", config.grpo.rollout_size))
     problems = [
-        Problem("--video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}")
-        for bucket in config.data.video_resolution_buckets
-        for problem in geometry.problems(*bucket)
+        Problem(option, f"{'x'.join(map(str, size))}: {problem}")
+        for option, size in sizes
+        for problem in geometry.problems(*size)
     ]
     if problems:
         raise ConfigError(problems)

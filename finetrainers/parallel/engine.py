@@ -22,7 +22,7 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
-from .launch import launched_processes
+from finetrainers.utils.launch import launched_processes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from finetrainers.parallel.engine import Parallel
-from finetrainers.parallel.launch import launched_processes
+from finetrainers.utils.launch import launched_processes
 
 
 @pytest.fixture

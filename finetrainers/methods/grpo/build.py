@@ -43,6 +43,7 @@ def build_collector(parts: MethodParts, *, keep_means: bool = False, stochastic:
         strategy=section.window_strategy,
         every=section.window_every,
         stride=section.window_stride,
+        per_prompt=section.window_per_prompt,
         timestep_fraction=section.timestep_fraction,
     )
     return Collector(

@@ -17,7 +17,7 @@ from .prompts import Prompt, read_prompts
 #: Options that decide what a rollout is: a checkpoint is not continued with others.
 _ROLLOUT = ("rl_algorithm", "prompts_per_step", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
             "sampler", "eta", "shift", "rollout_guidance", "rollout_cfg", "init_same_noise", "window_size",
-            "window_range", "window_strategy", "window_every", "window_stride", "timestep_fraction")  # fmt: skip
+            "window_range", "window_strategy", "window_per_prompt", "window_every", "window_stride", "timestep_fraction")  # fmt: skip
 
 
 @dataclass(frozen=True)
