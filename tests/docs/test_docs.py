@@ -14,6 +14,7 @@ import pytest
 
 from finetrainers.cli.main import _parser
 from finetrainers.config.document import configuration_page
+from finetrainers.config.presets import preset_tables
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig, fields
@@ -201,6 +202,12 @@ def test_mentioned_flags_exist(page: Path) -> None:
 def test_option_page_is_up_to_date() -> None:
     shown = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert shown == configuration_page(), "run: finetrainers docs > docs/configuration.md"
+
+
+def test_preset_tables_are_up_to_date() -> None:
+    page = (ROOT / "docs" / "grpo.md").read_text(encoding="utf-8")
+    shown = page.partition("preset_tables -->")[2].partition("<!-- end of presets -->")[0]
+    assert shown.strip() == preset_tables().strip()
 
 
 def test_option_page_is_complete() -> None:

@@ -1,0 +1,84 @@
+"""DanceGRPO's update, written down from its formulae, gives the same weights on the same rollout."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import torch
+from policies import flow, make_collector, network, signed_brightness
+from torch import Tensor, nn
+
+from finetrainers.methods.grpo.method import GRPO, Transition
+
+ETA, CLIP, LR = 0.25, 1e-4, 1e-3
+
+
+def flux_step(model: nn.Module, batch: Transition, sigmas: Tensor) -> Tensor:
+    """Log-density of the kept next latents, by the closed form of DanceGRPO's step, in double precision."""
+    values = []
+    for row in range(len(batch.before)):
+        x, following = batch.before[row].double(), batch.after[row].double()
+        step = int((sigmas - batch.time[row]).abs().argmin())
+        sigma, dt = sigmas[step].double(), (sigmas[step + 1] - sigmas[step]).double()
+        level, text = batch.time[row : row + 1], batch.conditions["prompt_embeds"][row : row + 1]
+        v = model(batch.before[row : row + 1], level, text)[0].double()
+        std = ETA * torch.sqrt(-dt)
+        denoised = x - sigma * v
+        score = -(x - denoised * (1 - sigma)) / sigma**2
+        mean = x + dt * v - 0.5 * ETA**2 * score * dt
+        density = -((following - mean) ** 2) / (2 * std**2) - torch.log(std) - math.log(math.sqrt(2 * math.pi))
+        values.append(density.mean())
+    return torch.stack(values)
+
+
+def test_two_updates_of_one_rollout() -> None:
+    ours, theirs = network(), network()
+    old = copy.deepcopy(theirs)
+    collector = make_collector(
+        flow, kernel="dance", eta=ETA, windows={"size": 0, "timestep_fraction": 0.6}, best_of_n=4, batch_size=4
+    )
+    object.__setattr__(collector.comparison, "eps", 1e-8)
+    method = GRPO(
+        collector=collector, reference=None, evaluation=None, updates=2, epsilon=CLIP, ratio_norm=False, kl_coef=0.0,
+        kl_space="velocity", seed=0,
+    )  # fmt: skip
+    sigmas = torch.cat([collector.sampler.times, torch.zeros(1)])
+    assert collector.tables.num_trained == int((len(sigmas) - 2) * 0.6)
+
+    collected = collector.collect(ours.eval(), 0)
+    videos = collector.source.decode(torch.stack(list(collected.latents)), SimpleNamespace())
+    scores = signed_brightness(videos, [collector.source.text(job.prompt) for job in collected.jobs]).double().view(4, 8)
+    advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True, correction=0) + 1e-8)
+    torch.testing.assert_close(collected.advantages.double(), advantages.flatten(), rtol=1e-4, atol=1e-4)
+    for group, row in enumerate(advantages):
+        ranked = row.argsort().tolist()
+        kept = {8 * group + i for i in (*ranked[:2], *ranked[-2:])}
+        assert kept == {i for i in collected.kept if i // 8 == group}
+
+    mine = torch.optim.AdamW(ours.parameters(), lr=LR)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=LR)
+    for batches in method.update_batches(collected, 0):
+        for batch in batches:
+            method.loss(ours, batch)[0].backward()
+        mine.step()
+        mine.zero_grad()
+        clips = sum(len(batch.before) for batch in batches) // collector.tables.num_trained
+        for batch in batches:
+            with torch.no_grad():
+                log_old = flux_step(old, batch, sigmas)
+            ratio = torch.exp(flux_step(theirs, batch, sigmas) - log_old)
+            advantage = batch.advantage.double().clamp(-5.0, 5.0)
+            unclipped = -advantage * ratio
+            clipped = -advantage * torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
+            loss = torch.maximum(unclipped, clipped).sum() / (clips * collector.tables.num_trained)
+            loss.backward()
+        reference.step()
+        reference.zero_grad()
+    moved = max(float((a - b).detach().abs().max()) for a, b in zip(theirs.parameters(), old.parameters(), strict=True))
+    assert moved > LR
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        # Adam turns rounding in near-zero gradients into whole steps, so a few weights may differ by more.
+        close = (a - b).abs() < 0.05 * LR
+        assert close.double().mean() > 0.99
