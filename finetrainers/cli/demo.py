@@ -31,7 +31,9 @@ def add_demo(commands: Any) -> None:
     vae.add_argument("directory", type=Path, help="a new or empty one")
     vae.set_defaults(run=_vae)
 
-    build = parts.add_parser("build", help="train the embedded model from random weights (two hours); goes on if stopped")
+    build = parts.add_parser(
+        "build", help="train the embedded model from random weights (two hours); goes on if stopped"
+    )
     build.add_argument("directory", type=Path, help="where everything goes; what is there is kept")
     build.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [as the shipped model]")
     build.add_argument("--clips", type=positive_integer, default=None, help="training clips [as the shipped model]")

@@ -38,6 +38,14 @@ class Measured:
     readings: list[Reading]
     obedience: dict[str, float]
 
+    @property
+    def share(self) -> float:
+        """Of all that the captions say, the share that is shown."""
+        shown = [
+            value for c, r in zip(self.captions, self.readings, strict=True) for value in obeys(r, wanted(c)).values()
+        ]
+        return sum(shown) / len(shown)
+
 
 def load_pipeline(weights: Path) -> LTXPipeline:
     """A model in diffusers layout, in fp32, as CPUs compute fastest."""

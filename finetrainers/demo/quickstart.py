@@ -1,7 +1,7 @@
 """The first command: teach the embedded model something it has never seen, with a LoRA, and look at the difference.
 
-The model knows eight plain colours. Two dozen clips of "tiger" shapes, orange with stripes, are made on the spot, with as
-many of known colours so that what is learned is the word and not "always". The toolkit trains a LoRA on them as it would
+The model knows eight plain colours. Two dozen clips of "tiger" shapes, orange with stripes, are made on the spot, with
+twice as many of known colours so that what is learned is the word and not "always". The toolkit trains a LoRA on them as it would
 on any folder of clips, and diffusers samples the same captions from the same noise without and with it. How many samples
 show what the word means, and whether other captions are still obeyed, is measured from the pixels.
 """
@@ -28,8 +28,8 @@ from .measure import GUIDANCE, MODEL, STEPS, Measured, load_pipeline, measure
 from .results import clear, plot_losses, require_matplotlib
 from .world import MEANING, NEW_WORD, caption, with_new_word
 
-NEW, KNOWN, HELD_OUT = 24, 24, 4
-DEFAULT_STEPS = 150
+NEW, KNOWN, HELD_OUT = 24, 48, 4
+DEFAULT_STEPS = 220
 LOOK, COLOUR = MEANING.split()
 _ASKED = 16
 _SHOWN = 4
@@ -43,7 +43,7 @@ class Score:
     Attributes:
         concept: of captions with the new word, how many show what it means.
         asked: of these, how many show everything that the caption says.
-        others: of captions without it, how many show everything they say, and stay plain.
+        others: of all that captions without it say, plain included, the share that is shown.
     """
 
     concept: float
@@ -54,7 +54,7 @@ class Score:
     def of(cls, asked: Measured, others: Measured) -> Score:
         """From samples of captions with the new word, and without."""
         meant = [r.colour == COLOUR and r.look == LOOK for r in asked.readings]
-        return cls(sum(meant) / len(meant), asked.obedience["all"], others.obedience["all"])
+        return cls(sum(meant) / len(meant), asked.obedience["all"], others.share)
 
 
 def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Score]:
@@ -127,7 +127,7 @@ def quickstart_config(directory: Path, *, steps: int) -> TrainConfig:
         batch_size=8,
         train_steps=steps,
         optimizer="adamw",
-        lr=2e-3,
+        lr=3e-3,
         lr_scheduler="linear",
         lr_warmup_steps=min(10, steps // 2),
         beta2=0.99,
@@ -166,7 +166,7 @@ def _print_results(directory: Path, before: Score, after: Score) -> None:
         "\nsamples, read back from their pixels                     before  after\n"
         f"  {MEANING}, where the caption says {NEW_WORD}              {before.concept:6.0%} {after.concept:6.0%}\n"
         f"  ... and everything else that it says as well          {before.asked:6.0%} {after.asked:6.0%}\n"
-        f"  other captions: everything they say, and not striped  {before.others:6.0%} {after.others:6.0%}\n"
+        f"  other captions: share of what they say, plain included {before.others:5.0%} {after.others:6.0%}\n"
         "\nresults\n"
         f"  without and with the LoRA  {directory / 'result.png'}, and as a video (top, bottom) "
         f"{directory / 'result.mp4'}\n"

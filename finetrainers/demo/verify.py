@@ -27,6 +27,7 @@ _CHROMA = 50  # least difference between the largest and smallest colour channel
 _EDGE = 0.45  # of the strongest difference: pixels covered less are not inside, dark stripes are
 _SMALLEST, _LARGEST = 0.016, 0.8  # squares of the frame's height: less or more is no shape
 _LIKENESS = 0.5  # least overlap with the best shape, on average, for a clip to show any
+_TIE = 0.02  # overlaps that differ by less are the same: what one more angle or size would change
 _COLOUR_DISTANCE = 130  # between a pixel and the nearest colour, of 441
 _GREY_SPREAD = 25  # mean distance from the middle grey level above which a background is none of the world's
 _AGREE = 0.75  # share of the frames that must show the same
@@ -226,11 +227,12 @@ def _agreed(values: Sequence[str | None]) -> str | None:
 
 
 def _shape(frames: Sequence[_Frame]) -> str | None:
-    """The shape that is most alike over all frames, if it is alike enough and the best of most."""
+    """The shape that is most alike over all frames, if it is alike enough and no other is more alike in most."""
     overlap = {name: float(np.mean([f.likeness[name][0] for f in frames])) for name in SHAPES}
     shape = max(overlap, key=overlap.__getitem__)
-    best = [max(f.likeness, key=lambda name: f.likeness[name][0]) for f in frames]
-    return shape if overlap[shape] > _LIKENESS and best.count(shape) > len(frames) / 2 else None
+    others = [max(found for name, (found, _) in f.likeness.items() if name != shape) for f in frames]
+    held = sum(f.likeness[shape][0] > other - _TIE for f, other in zip(frames, others, strict=True))
+    return shape if overlap[shape] > _LIKENESS and held > len(frames) / 2 else None
 
 
 def _motion(frames: Sequence[_Frame], shape: str | None) -> tuple[str | None, float]:

@@ -146,7 +146,8 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> None:
             )
         parallel.accelerator.scaler.load_state_dict(torch.load(scaler_file, weights_only=True))
     method_file = directory / "method.pt"
-    trainer.method.load_state_dict(torch.load(method_file, weights_only=True) if method_file.is_file() else {})
+    method_state = torch.load(method_file, map_location="cpu", weights_only=True) if method_file.is_file() else {}
+    trainer.method.load_state_dict(method_state)
     trainer.step = state["step"]
 
 

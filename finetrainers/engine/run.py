@@ -104,6 +104,15 @@ def make_parallel(config: TrainConfig) -> Parallel:
             "averages need whole weights, and this launcher shards them; use DDP or DeepSpeed ZeRO-2, or leave it out"
         )
         problems.append(Problem("--use_ema", message))
+    if config.training.method == "grpo":
+        if parallel.is_deepspeed:
+            message = (
+                "the steps of a rollout differ in their micro-batches, which DeepSpeed does not take; use DDP or FSDP2"
+            )
+            problems.append(Problem("--method grpo", message))
+        elif parallel.is_sharded and config.grpo.rl_algorithm == "nft":
+            message = "the sampling policy is swapped in as whole weights, and FSDP shards them; use DDP"
+            problems.append(Problem("--rl_algorithm nft", message))
     if problems:
         raise ConfigError(problems)
     return parallel

@@ -210,10 +210,13 @@ class ModelSpec(ABC):
         """Conditioning of one prompt from tensors that another tool has computed, as a batch of one.
 
         Args:
-            embedding: text states `[L, D]`.
-            mask: `[L]`, which of them are text.
+            embedding: what the tool wrote.
+            mask: which of its rows are text.
+
+        Raises:
+            ValueError: the family does not know that tool's format.
         """
-        return Conditions({"prompt_embeds": embedding[None], "prompt_attention_mask": mask[None].bool()})
+        raise ValueError(f"{self.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl")
 
     def encode_video(self, vae: nn.Module, video_BCTHW: Tensor) -> Tensor:
         """VAE moments `[B, 2C, T', H', W']` of videos in [-1, 1], `[B, 3, T, H, W]`."""

@@ -31,8 +31,8 @@ from finetrainers.utils.packaged import model_path
 
 pytestmark = pytest.mark.timeout(300)
 
-ASKED, OTHERS = new_captions(24), other_captions(40)
-FULL_LR = 3e-4
+ASKED, OTHERS = new_captions(20), other_captions(24)
+FULL_LR = 5e-4
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import pytest
 
 from finetrainers.cli.main import _parser
 from finetrainers.config.document import configuration_page
-from finetrainers.config.presets import preset_tables
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
+from finetrainers.config.presets import preset_tables
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.models import registry
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -23,30 +24,45 @@ _PREFIX = "reward/"
 class RewardFiles(Callback):
     """Appends the mean raw score of every logged rollout to `rewards/NAME.txt`, a number a line."""
 
+    def __init__(self) -> None:
+        self._last = -1.0  # the rollout whose scores were written last; its other updates repeat them
+
     def on_start(self, trainer: Trainer) -> None:
         """After a resume, the files hold what metrics.jsonl holds, and nothing of steps that will be redone."""
-        if not trainer.run_dir.writes or not trainer.run_dir.metrics_file.is_file():
+        if not trainer.run_dir.writes:
+            return
+        for stale in (trainer.run_dir.root / "rewards").glob("*.txt"):
+            stale.unlink()
+        if not trainer.run_dir.metrics_file.is_file():
             return
         found: dict[str, list[str]] = defaultdict(list)
         for line in trainer.run_dir.metrics_file.read_text(encoding="utf-8").splitlines():
-            for name, value in json.loads(line).items():
-                if name.startswith(_PREFIX):
-                    found[name].append(f"{value:.6g}\n")
+            for name, value in self._scores(json.loads(line)).items():
+                found[name].append(f"{value:.6g}\n")
         for name, lines in found.items():
             write_text_atomic(self._path(trainer, name), "".join(lines))
 
     def on_log(self, trainer: Trainer, record: Record) -> None:
         if not trainer.run_dir.writes:
             return
-        for name, value in record.items():
-            if name.startswith(_PREFIX):
-                path = self._path(trainer, name)
-                path.parent.mkdir(exist_ok=True)
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(f"{value:.6g}\n")
+        for name, value in self._scores(record).items():
+            path = self._path(trainer, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{value:.6g}\n")
+
+    def _scores(self, record: Record) -> Record:
+        """Scores of a rollout that has not been written yet."""
+        rollout = record.get("rollout", self._last)
+        if rollout == self._last:
+            return {}
+        self._last = rollout
+        return {name: value for name, value in record.items() if name.startswith(_PREFIX)}
 
     def _path(self, trainer: Trainer, name: str) -> Path:
-        return trainer.run_dir.root / "rewards" / f"{name.removeprefix(_PREFIX)}.txt"
+        # An address or a path in an option holds characters that no file name may.
+        label = re.sub(r"[^\w.,=-]+", "-", name.removeprefix(_PREFIX))
+        return trainer.run_dir.root / "rewards" / f"{label}.txt"
 
 
 class MethodEvaluation(Callback):

@@ -75,6 +75,7 @@ def build_collector(parts: MethodParts, *, keep_means: bool = False, stochastic:
         num_generations=section.num_generations,
         batch_size=config.dataloader.batch_size,
         same_noise=section.init_same_noise,
+        reward_fps=section.reward_fps or parts.geometry.fps,
         keep_means=keep_means,
         keep_on="cpu" if section.offload_trajectory else None,
     )
@@ -102,7 +103,7 @@ def build_sampler(parts: MethodParts) -> Sampler:
             parts.scheduler, section.sampling_steps, num_tokens=geometry.num_tokens(*size), shift=section.shift
         ),
         shape=(parts.network.config.out_channels, *geometry.latent_shape(*size)),  # type: ignore[union-attr]
-        fps=section.reward_fps or geometry.fps,
+        fps=geometry.fps,
         guidance=section.rollout_guidance,
         cfg=section.rollout_cfg,
         storage=DTYPES[section.trajectory_dtype],

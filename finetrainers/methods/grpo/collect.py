@@ -73,6 +73,7 @@ class Collector:
         num_generations: int,
         batch_size: int,
         same_noise: bool,
+        reward_fps: float,
         keep_means: bool,
         keep_on: str | None,
     ) -> None:
@@ -88,6 +89,7 @@ class Collector:
         num_generations: clips per prompt.
         batch_size: clips sampled at once; training uses as many, so that both compute the same numbers.
         same_noise: whether the clips of a prompt start from the same noise.
+        reward_fps: frame rate at which clips are scored; what is generated does not depend on it.
         keep_means, keep_on: see `Sampler.rollout`.
         """
         self.sampler = sampler
@@ -101,6 +103,7 @@ class Collector:
         self.num_generations = num_generations
         self.batch_size = batch_size
         self.same_noise = same_noise
+        self.reward_fps = reward_fps
         self.keep_means = keep_means
         self.keep_on = keep_on
 
@@ -120,52 +123,66 @@ class Collector:
 
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         """Sample this rank's clips of a rollout, have all clips scored, and compare them."""
-        jobs, device, spent = self.jobs(rollout), self.parallel.device, defaultdict(float)
+        jobs, spent = self.jobs(rollout), defaultdict(float)
         latents: list[Tensor] = []
         replays: list[Replay] = []
-        raw: dict[str, list[float]] = defaultdict(list)
-        normalised: dict[str, list[float]] = defaultdict(list)
-        failed: list[bool] = []
+        said: dict[str, Any] = {"raw": defaultdict(list), "normalised": defaultdict(list), "failed": {"": []}}
+        error: Exception | None = None
         for first in range(0, len(jobs), self.batch_size):
             chunk = jobs[first : first + self.batch_size]
             with _timed(spent, "rollout"):
-                noise = self.sampler.initial_noise(
-                    chunk, seed=self.seed, rollout=rollout, same=self.same_noise, device=device
-                )
-                clean, replay = self.sampler.rollout(
-                    transformer,
-                    noise,
-                    jobs=chunk,
-                    tables=[self.tables.of(rollout, job.slot) for job in chunk],
-                    trained=torch.tensor([self.tables.trained(rollout, job.slot) for job in chunk]).view(
-                        len(chunk), -1
-                    ),
-                    conditions=self.source.conditions([job.prompt for job in chunk], device),
-                    negative=self.source.negative(len(chunk), device) if self.sampler.cfg != 1.0 else None,
-                    seed=self.seed,
-                    rollout=rollout,
-                    keep_means=self.keep_means,
-                    keep_on=self.keep_on,
-                )
+                clean, replay = self._sample(transformer, chunk, rollout)
             latents += list(clean)
             replays += replay.rows() if replay is not None else []
-            with _timed(spent, "decode"):
-                videos = self.source.decode(clean, self.vae_stats)
-            with _timed(spent, "reward"):
-                texts = [self.source.text(job.prompt) for job in chunk]
-                number = self.parallel.rank * len(jobs) + first
-                scores = self.panel.score(videos, texts, fps=self.sampler.fps, rollout=rollout, first_clip=number)
-            for name, head in scores.heads.items():
-                raw[name] += head.raw.tolist()
-                normalised[name] += head.normalised.tolist()
-            failed += scores.failed.tolist()
-        everything = self.parallel.gather_objects(
-            [{"raw": dict(raw), "normalised": dict(normalised), "failed": {"": failed}}]
-        )
+            try:
+                if error is None:  # else only sample on: sharded ranks must call the network equally often
+                    self._score(clean, chunk, rollout, self.parallel.rank * len(jobs) + first, said, spent)
+            except Exception as caught:
+                error = caught
+        # Another rank's reward may have failed, and would be waited for until the process group gives up.
+        self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
+        everything = self.parallel.gather_objects([{kind: dict(values) for kind, values in said.items()}])
         lost = _grid(everything, "failed", "", self.num_generations).bool()
-        found = self._compare(everything, list(normalised), lost)
-        stats = self._stats(everything, found, spent)
+        found = self._compare(everything, list(said["normalised"]), lost)
+        stats = {"rollout": float(rollout), **self._stats(everything, found, spent)}
         return self._select(jobs, latents, replays, found, lost, stats)
+
+    def _sample(self, transformer: nn.Module, chunk: Sequence[Job], rollout: int) -> tuple[Tensor, Replay | None]:
+        device = self.parallel.device
+        noise = self.sampler.initial_noise(chunk, seed=self.seed, rollout=rollout, same=self.same_noise, device=device)
+        return self.sampler.rollout(
+            transformer,
+            noise,
+            jobs=chunk,
+            tables=[self.tables.of(rollout, job.slot) for job in chunk],
+            trained=torch.tensor([self.tables.trained(rollout, job.slot) for job in chunk]).view(len(chunk), -1),
+            conditions=self.source.conditions([job.prompt for job in chunk], device),
+            negative=self.source.negative(len(chunk), device) if self.sampler.cfg != 1.0 else None,
+            seed=self.seed,
+            rollout=rollout,
+            keep_means=self.keep_means,
+            keep_on=self.keep_on,
+        )
+
+    def _score(
+        self,
+        clean: Tensor,
+        chunk: Sequence[Job],
+        rollout: int,
+        number: int,
+        said: dict[str, Any],
+        spent: dict[str, float],
+    ) -> None:
+        """Decode and score clips, the first of which is the rollout's `number`-th; adds to what this rank says."""
+        with _timed(spent, "decode"):
+            videos = self.source.decode(clean, self.vae_stats)
+        with _timed(spent, "reward"):
+            texts = [self.source.text(job.prompt) for job in chunk]
+            scores = self.panel.score(videos, texts, fps=self.reward_fps, rollout=rollout, first_clip=number)
+        for name, head in scores.heads.items():
+            said["raw"][name] += head.raw.tolist()
+            said["normalised"][name] += head.normalised.tolist()
+        said["failed"][""] += scores.failed.tolist()
 
     def _compare(self, everything: Sequence[Mapping[str, Any]], names: Sequence[str], lost: Tensor) -> Advantages:
         """Advantages `[P, G]` over all ranks."""

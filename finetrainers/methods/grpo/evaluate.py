@@ -47,7 +47,7 @@ class PromptEvaluation:
             if not chosen:
                 continue
             texts = [self.prompts[i].text for i in chosen]
-            found = self.panel.score(videos, texts, fps=collector.sampler.fps, first_clip=chosen[0])
+            found = self.panel.score(videos, texts, fps=collector.reward_fps, first_clip=chosen[0])
             for name, head in found.heads.items():
                 scores[name] += head.raw.tolist()
             clips += list(zip(texts, videos, strict=True))

@@ -41,7 +41,8 @@ class Transition:
         weight: share of each clip in the step's loss, times its step's weight, `[B]`; 0 for clips that only fill up.
         share: the same without the step's weight, for averages of what is watched.
         conditions, negative: text.
-        stats: numbers of the rollout, on its first micro-batch.
+        stats: numbers of the rollout, on the first micro-batch of every update.
+        is_fresh: whether the policy is still the one that sampled.
     """
 
     before: Tensor
@@ -56,6 +57,7 @@ class Transition:
     conditions: Conditions
     negative: Conditions | None
     stats: Mapping[str, float] | None
+    is_fresh: bool
 
 
 class GRPO:
@@ -128,15 +130,16 @@ class GRPO:
 
     def update_batches(self, collected: Collected, rollout: int) -> Iterator[list[Transition]]:
         """The micro-batches of each update: every trained transition of its clips."""
-        stats: Mapping[str, float] | None = collected.stats
         trained = self.collector.tables.num_trained
-        for groups in shares_of_updates(
+        updates = shares_of_updates(
             collected, self.collector, updates=self.updates, repeats=trained, seed=self.seed, rollout=rollout
-        ):
+        )
+        for update, groups in enumerate(updates):
+            stats: Mapping[str, float] | None = collected.stats
             batches = []
             for clips, shares in groups:
                 for k in range(trained):
-                    batches.append(self._transition(collected, clips, shares, k, stats))
+                    batches.append(self._transition(collected, clips, shares, k, stats, is_fresh=update == 0))
                     stats = None
             yield batches
 
@@ -147,6 +150,8 @@ class GRPO:
         shares: Sequence[float],
         k: int,
         stats: Mapping[str, float] | None,
+        *,
+        is_fresh: bool,
     ) -> Transition:
         """The k-th trained transition of the given clips, on the device."""
         source, device = self.collector.source, self.collector.parallel.device
@@ -167,13 +172,14 @@ class GRPO:
             conditions=source.conditions([collected.jobs[i].prompt for i in clips], device),
             negative=source.negative(len(clips), device) if self.sampler.cfg != 1.0 else None,
             stats=stats,
+            is_fresh=is_fresh,
         )
 
     # ---- loss --------------------------------------------------------------------------------------------------
 
     def loss(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Metrics]:
-        if transformer.training:  # samples and evaluations between the updates of a rollout may have changed the mode
-            transformer.eval()
+        # Samples between the updates of a rollout may have changed the mode, of the network below its wrapper too.
+        transformer.eval()
         prediction, mean = self._mean(transformer, batch)
         log_new = log_density(batch.after, mean, batch.step.std)
         if self.ratio_norm:
@@ -194,7 +200,8 @@ class GRPO:
             watched["kl"] = divergence.detach()
         metrics = {name: (batch.share * value).sum() for name, value in watched.items()}
         if batch.stats is not None:
-            metrics |= self._rollout_metrics(batch, found.ratio)
+            metrics |= {name: torch.tensor(value, device=loss.device) for name, value in batch.stats.items()}
+            metrics["ratio_error"] = self._ratio_error(batch, found.ratio)
         return loss, {"loss": loss.detach(), **metrics}
 
     def _mean(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Tensor]:
@@ -210,20 +217,19 @@ class GRPO:
             return velocity_divergence(prediction, prediction_ref)
         return mean_divergence(mean, mean_ref, batch.step.std)
 
-    def _rollout_metrics(self, batch: Transition, ratio: Tensor) -> dict[str, Tensor]:
-        """What is known of the rollout, and the largest error of a ratio that must still be 1."""
+    def _ratio_error(self, batch: Transition, ratio: Tensor) -> Tensor:
+        """The largest error of a ratio that must still be 1; 0 once the policy has been updated."""
+        if not batch.is_fresh:
+            return ratio.new_zeros(())
         error = ((ratio - 1).abs() * (batch.share > 0)).max()
         if error > self.epsilon / 2:
             logger.warning(
                 "the policy that is trained is not the one that sampled: a ratio that must be 1 is off by %.2g, and the clip "
-                "range is %.2g. In fp32 it is exactly 1; lower precision needs --trajectory_dtype fp32 and the same batch "
-                "geometry, or a larger --clip_range",
+                "range is %.2g. In fp32 it is exactly 1; lower precision may need a larger --clip_range",
                 float(error),
                 self.epsilon,
             )
-        assert batch.stats is not None
-        numbers = {name: torch.tensor(value, device=ratio.device) for name, value in batch.stats.items()}
-        return {"ratio_error": error, **numbers}
+        return error
 
     def evaluate(self, transformer: nn.Module) -> Evaluation | None:
         return None if self.evaluation is None else self.evaluation.run(transformer)

@@ -12,6 +12,7 @@ where r = clip(A / (2 c) + 1/2, 0, 1) with the advantage A and its clip c.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ class Noised:
         share: part of each clip in the step's loss, `[B]`; 0 for clips that only fill up.
         old: prediction of the policy that made the clips, like `x0`.
         conditions, negative: text.
-        stats: numbers of the rollout, on its first micro-batch.
+        stats: numbers of the rollout, on the first micro-batch of every update.
     """
 
     x0: Tensor
@@ -62,15 +63,15 @@ class Noised:
 
 @dataclass(frozen=True)
 class Follow:
-    """How closely the sampling policy follows: `old = d old + (1 - d) new` with d = min((rollout - flat) rate, most)."""
+    """How closely the sampling policy follows: `old = d old + (1 - d) new` with d = min((step - flat) rate, most)."""
 
     flat: float
     rate: float
     most: float
 
-    def decay(self, rollout: int) -> float:
-        """d before a rollout; 0 makes the old policy the new one."""
-        return min(max(rollout - self.flat, 0.0) * self.rate, self.most)
+    def decay(self, step: int) -> float:
+        """d after an optimizer step; 0 makes the old policy the new one."""
+        return min(max(step - self.flat, 0.0) * self.rate, self.most)
 
 
 class OldPolicy:
@@ -190,19 +191,20 @@ class NFT:
         for rollout in count(start // self.updates):
             transformer.eval()
             if rollout:
-                self.old.follow(self.policy_follow.decay(rollout))
+                self.old.follow(self.policy_follow.decay(rollout * self.updates))
             with self.old.applied():
                 collected = self.collector.collect(transformer, rollout)
             for batches in self._updates(collected, rollout):
+                transformer.eval()
                 with self.old.applied(), torch.no_grad():
                     batches = [replace(batch, old=self._predict(transformer, batch)) for batch in batches]
                 yield batches
 
     def _updates(self, collected: Collected, rollout: int) -> Iterator[list[Noised]]:
-        stats: Mapping[str, float] | None = collected.stats
         for groups in shares_of_updates(
             collected, self.collector, updates=self.updates, repeats=self.levels, seed=self.seed, rollout=rollout
         ):
+            stats: Mapping[str, float] | None = collected.stats
             batches = []
             for clips, shares in groups:
                 for level in range(self.levels):
@@ -223,9 +225,8 @@ class NFT:
         device, source = self.collector.parallel.device, self.collector.source
         jobs = [collected.jobs[i] for i in clips]
         keys = [(job.slot, job.generation) for job in jobs]
-        steps = torch.tensor(
-            [derive_seed(self.seed, "level", rollout, *key, level) % len(self.sampler.times) for key in keys]
-        )
+        # Without replacement, as in the published code: a clip is trained at `levels` different noise levels.
+        steps = torch.tensor([self._order(rollout, *key)[level] for key in keys])
         generators = [
             clip_generator(device, seed=self.seed, rollout=rollout, slot=slot, generation=g, stream=f"noised {level}")
             for slot, g in keys
@@ -243,13 +244,18 @@ class NFT:
             stats=stats,
         )
 
+    def _order(self, *key: int) -> list[int]:
+        """The sampler's steps in an order of a clip's own, repeated if a clip is trained at more levels than there are."""
+        order = list(range(len(self.sampler.times)))
+        random.Random(derive_seed(self.seed, "levels", *key)).shuffle(order)
+        return order * -(-self.levels // len(order))
+
     def _predict(self, transformer: nn.Module, batch: Noised) -> Tensor:
         x_t = self.sampler.process.add_noise(batch.x0, batch.eps, batch.time)
         return self.sampler.predict(transformer, x_t, batch.time, batch.conditions, batch.negative)
 
     def loss(self, transformer: nn.Module, batch: Noised) -> tuple[Tensor, Metrics]:
-        if transformer.training:
-            transformer.eval()
+        transformer.eval()
         assert batch.old is not None
         prediction = self._predict(transformer, batch)
         x_t = self.sampler.process.add_noise(batch.x0, batch.eps, batch.time)

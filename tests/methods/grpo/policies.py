@@ -96,6 +96,10 @@ class Alone:
     def sum(self, value: Tensor) -> Tensor:
         return value
 
+    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
+        if error is not None:
+            raise error
+
 
 def signed_brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """Wanted: bright clips of some prompts and dark ones of others, so that no drift can score."""
@@ -150,6 +154,7 @@ def make_collector(
         num_generations=generations,
         batch_size=batch_size,
         same_noise=same_noise,
+        reward_fps=8.0,
         keep_means=keep_means,
         keep_on=None,
     )

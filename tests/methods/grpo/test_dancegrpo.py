@@ -49,7 +49,9 @@ def test_two_updates_of_one_rollout() -> None:
 
     collected = collector.collect(ours.eval(), 0)
     videos = collector.source.decode(torch.stack(list(collected.latents)), SimpleNamespace())
-    scores = signed_brightness(videos, [collector.source.text(job.prompt) for job in collected.jobs]).double().view(4, 8)
+    scores = (
+        signed_brightness(videos, [collector.source.text(job.prompt) for job in collected.jobs]).double().view(4, 8)
+    )
     advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True, correction=0) + 1e-8)
     torch.testing.assert_close(collected.advantages.double(), advantages.flatten(), rtol=1e-4, atol=1e-4)
     for group, row in enumerate(advantages):
