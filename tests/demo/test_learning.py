@@ -32,7 +32,7 @@ from finetrainers.utils.packaged import model_path
 pytestmark = pytest.mark.timeout(300)
 
 ASKED, OTHERS = new_captions(20), other_captions(24)
-FULL_LR = 5e-4
+FULL_LR = 9e-4
 
 
 @dataclass(frozen=True)
