@@ -66,8 +66,10 @@ def test_it_loads_through_the_familys_own_spec(weights: Path) -> None:
     } == {torch.float32}
     assert pipeline("a red star", num_frames=9, height=32, width=64, num_inference_steps=1).frames
     expected = pipeline.encode_prompt("a red star", do_classifier_free_guidance=False, max_sequence_length=128)[0]
-    torch.testing.assert_close(conditions["prompt_embeds"], expected, rtol=0, atol=0)
-    assert spec.load_transformer(torch.float32).config == pipeline.transformer.config
+    torch.testing.assert_close(conditions["prompt_embeds"], expected, rtol=1e-3, atol=1e-5)
+    loaded = spec.load_transformer(torch.float32).state_dict()
+    assert loaded.keys() == pipeline.transformer.state_dict().keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in pipeline.transformer.state_dict().items())
 
 
 def test_what_is_not_trained_is_what_the_build_makes(weights: Path, tmp_path: Path) -> None:

@@ -210,7 +210,6 @@ def train_random(
         first_frame_p=0.0,
         seed=0,
         batches=None,
-        accumulation=1,
     )
     wrapped, optimizer = parallel.prepare(
         transformer,

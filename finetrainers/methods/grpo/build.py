@@ -39,7 +39,7 @@ def build_collector(parts: MethodParts, *, keep_means: bool = False, stochastic:
         section.sampling_steps,
         seed=config.training.seed,
         size=section.window_size,
-        span=tuple(section.window_range),
+        span=(section.window_range[0], section.window_range[1]),
         strategy=section.window_strategy,
         every=section.window_every,
         stride=section.window_stride,
@@ -96,6 +96,7 @@ def build_sampler(parts: MethodParts) -> Sampler:
     """How clips of the configured size are denoised."""
     section, geometry = parts.config.grpo, parts.geometry
     size = section.rollout_size
+    assert size is not None, "checked before anything is loaded"
     return Sampler(
         spec=parts.spec,
         process=parts.process,

@@ -123,7 +123,8 @@ class Collector:
 
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         """Sample this rank's clips of a rollout, have all clips scored, and compare them."""
-        jobs, spent = self.jobs(rollout), defaultdict(float)
+        jobs = self.jobs(rollout)
+        spent: dict[str, float] = defaultdict(float)
         latents: list[Tensor] = []
         replays: list[Replay] = []
         said: dict[str, Any] = {"raw": defaultdict(list), "normalised": defaultdict(list), "failed": {"": []}}

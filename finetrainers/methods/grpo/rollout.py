@@ -51,8 +51,11 @@ class Replay:
     def rows(self) -> list[Replay]:
         """One per clip, without the batch axis."""
         parts = (self.steps, self.before, self.after, self.log_old)
-        means = [None] * len(self.steps) if self.mean_old is None else list(self.mean_old)
-        return [Replay(*row, mean) for *row, mean in zip(*parts, means, strict=True)]
+        means: list[Tensor | None] = [None] * len(self.steps) if self.mean_old is None else list(self.mean_old)
+        return [
+            Replay(steps, before, after, log_old, mean)
+            for steps, before, after, log_old, mean in zip(*parts, means, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
