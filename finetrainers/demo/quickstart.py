@@ -28,7 +28,7 @@ from .measure import GUIDANCE, MODEL, STEPS, Measured, load_pipeline, measure
 from .results import clear, plot_losses, require_matplotlib
 from .world import MEANING, NEW_WORD, caption, with_new_word
 
-NEW, KNOWN, HELD_OUT = 24, 48, 4
+NEW, KNOWN, HELD_OUT = 24, 48, 12
 DEFAULT_STEPS = 220
 LOOK, COLOUR = MEANING.split()
 _ASKED = 16

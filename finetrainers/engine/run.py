@@ -194,7 +194,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         ema=make_ema(config, parallel.unwrap(transformer)),
     )
     trainer.callbacks = make_callbacks(
-        checked, parallel, source=source, scheduler=scheduler, prompts=prompts, negative=negative,
+        checked, parallel, method=method, source=source, scheduler=scheduler, prompts=prompts, negative=negative,
         load_vae=spec.load_vae if kept_vae is None else lambda: kept_vae,
     )  # fmt: skip
     if checked.resume_from is not None:
@@ -319,6 +319,7 @@ def make_callbacks(
     checked: Preflight,
     parallel: Parallel,
     *,
+    method: Any,
     source: Any,
     scheduler: Any,
     prompts: list[EncodedPrompt],
@@ -343,6 +344,7 @@ def make_callbacks(
     if checked.plan.eval_clips:
         callbacks.append(
             EvaluationLoss(
+                loss=method.eval_loss,
                 batches=source.eval_batches,
                 num_levels=validation.eval_num_timesteps,
                 due=due,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.process import Process
-from finetrainers.models.spec import Batch, ModelSpec, VAEStats
+from finetrainers.models.spec import ModelSpec, VAEStats
 
 #: Named scalars of one micro-batch, on the device until they are logged; they add up over a step's micro-batches.
 Metrics = Mapping[str, Tensor]
@@ -73,10 +73,6 @@ class Method(Protocol):
 
     def loss(self, transformer: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
         """Loss of a micro-batch, weighted so that a step's losses sum to its mean, and its metrics likewise."""
-        ...
-
-    def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
-        """Unweighted per-sample loss `[B]` at one fixed noise-level quantile, with noise fixed per sample."""
         ...
 
     def evaluate(self, transformer: nn.Module) -> Evaluation | None:

@@ -79,6 +79,7 @@ class SFT:
         return loss, {"loss": loss.detach()}
 
     def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
+        """Unweighted per-sample loss `[B]` at one fixed noise-level quantile, with noise fixed per sample."""
         return self._per_sample(transformer, batch, purpose="eval", quantile=quantile)[0]
 
     def _per_sample(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from finetrainers.models.spec import Batch
 
@@ -20,13 +21,20 @@ class EvaluationLoss(Callback):
     """Logs `eval_loss`, and one value per noise level, when `due(step)` and before the first step."""
 
     def __init__(
-        self, *, batches: Callable[[], Iterable[tuple[Batch, bool]]], num_levels: int, due: Callable[[int], bool]
+        self,
+        *,
+        loss: Callable[[nn.Module, Batch, float], Tensor],
+        batches: Callable[[], Iterable[tuple[Batch, bool]]],
+        num_levels: int,
+        due: Callable[[int], bool],
     ) -> None:
         """Args:
+        loss: of the network, a batch and a noise-level quantile: unweighted per clip, `[B]`, with noise fixed per clip.
         batches: this rank's share of the held-out batches and whether each counts (ranks have equally many).
         num_levels: noise-level quantiles, at the centres of equal intervals of [0, 1].
         due: whether to evaluate after this step.
         """
+        self.loss = loss
         self.batches = batches
         self.levels = [(i + 0.5) / num_levels for i in range(num_levels)]
         self.due = due
@@ -48,7 +56,7 @@ class EvaluationLoss(Callback):
         with use_ema, torch.no_grad():
             for batch, counts in self.batches():
                 for index, level in enumerate(self.levels):
-                    losses = trainer.method.eval_loss(trainer.transformer, batch, level)
+                    losses = self.loss(trainer.transformer, batch, level)
                     if counts:
                         sums[index] += losses.double().sum().cpu()
                 sums[-1] += len(batch) if counts else 0

@@ -278,9 +278,6 @@ class NFT:
     def evaluate(self, transformer: nn.Module) -> Evaluation | None:
         return None if self.evaluation is None else self.evaluation.run(transformer)
 
-    def eval_loss(self, transformer: nn.Module, batch: Any, quantile: float) -> Tensor:
-        raise NotImplementedError("reward finetuning has no clips to be evaluated on; see --eval_prompts")
-
     def state_dict(self) -> dict[str, Any]:
         return {"old": dict(self.old.weights)}
 
