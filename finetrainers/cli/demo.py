@@ -47,6 +47,13 @@ def add_demo(commands: Any) -> None:
     measure.add_argument("--look", default="plain", help="what the captions ask for [plain]")
     measure.set_defaults(run=_measure)
 
+    reward = parts.add_parser(
+        "reward", help="teach the embedded model a taste with a reward, on any CPU, in two minutes"
+    )
+    reward.add_argument("directory", type=Path, help="a new or empty one, or that of an earlier `demo reward`")
+    reward.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [for two minutes]")
+    reward.set_defaults(run=_reward)
+
     scratch = parts.add_parser("scratch", help="train a small model from random weights on two real clips")
     scratch.add_argument("directory", type=Path, help="a new or empty one, or that of an earlier `demo scratch`")
     scratch.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [for two minutes]")
@@ -119,6 +126,14 @@ def _measure(arguments: argparse.Namespace) -> int:
     _refuse(problems)
     quiet_progress_bars()
     measure_weights(weights, arguments.directory, lora=arguments.lora, items=arguments.items, look=arguments.look)
+    return 0
+
+
+def _reward(arguments: argparse.Namespace) -> int:
+    from finetrainers.demo.rewarded import rewarded
+
+    quiet_progress_bars()
+    rewarded(arguments.directory, steps=arguments.steps)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,16 +49,41 @@ def require_matplotlib() -> None:
 
 def plot_losses(metrics: Path, picture: Path) -> None:
     """Draw the training loss over steps, and the evaluation loss if there is one."""
+    curves = {"loss": ("training loss", "-"), "eval_loss": ("loss on held-out clips", "o-")}
+    _plot(metrics, picture, curves, ylabel="loss", yscale="log")
+
+
+def plot_rewards(metrics: Path, picture: Path) -> None:
+    """Draw the score of the rollouts over steps, and those of the held-out prompts, all in [0, 1]."""
+    curves = {
+        "reward/taste": ("rollouts: nearness to the liked colour", "-"),
+        "eval_reward/taste": ("held-out captions: the same", "o-"),
+        "eval_reward/taste_shown": ("held-out captions: liked colour shown", "s-"),
+        "eval_reward/demo.shape": ("held-out captions: shape as asked", "^:"),
+        "eval_reward/demo.motion": ("held-out captions: motion as asked", "v:"),
+    }
+    _plot(metrics, picture, curves, ylabel="mean score", yscale="linear")
+
+
+def _plot(metrics: Path, picture: Path, curves: Mapping[str, tuple[str, str]], *, ylabel: str, yscale: str) -> None:
+    """Draw named numbers over steps, as far as the records have them.
+
+    Args:
+        metrics: a run's `metrics.jsonl`.
+        picture: where to.
+        curves: for each number its label and line style.
+        ylabel, yscale: of the vertical axis.
+    """
     from matplotlib.figure import Figure
 
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
-    for name, label, style in (("loss", "training loss", "-"), ("eval_loss", "loss on held-out clips", "o-")):
+    for name, (label, style) in curves.items():
         points = [(record["step"], record[name]) for record in records if name in record]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="optimizer step", ylabel="loss", yscale="log")
-    axes.legend()
+    axes.set(xlabel="optimizer step", ylabel=ylabel, yscale=yscale)
+    axes.legend(fontsize="small")
     axes.grid(alpha=0.3, which="both")
     figure.savefig(picture, dpi=120)

@@ -149,15 +149,16 @@ class _Frame:
     likeness: dict[str, tuple[float, float]]  # by shape: overlap in [0, 1] at the best angle, and that angle
 
 
-def _chroma(image: Image) -> NDArray[np.int64]:
+def chroma(image: Image) -> NDArray[np.int64]:
+    """How colourful the pixels `[..., 3]` are: the largest less the smallest channel, `[...]`."""
     return image.max(axis=-1).astype(np.int64) - image.min(axis=-1)
 
 
 def _frame(image: Image, time: float) -> _Frame | None:
     height = image.shape[0]
-    chroma = _chroma(image)
-    strongest = np.quantile(chroma, 0.99)
-    inside = chroma > max(_CHROMA, _EDGE * strongest)
+    spread = chroma(image)
+    strongest = np.quantile(spread, 0.99)
+    inside = spread > max(_CHROMA, _EDGE * strongest)
     area = inside.sum() / height**2
     if not _SMALLEST < area < _LARGEST:
         return None
@@ -165,14 +166,14 @@ def _frame(image: Image, time: float) -> _Frame | None:
     x, y = (columns.mean() + 0.5) / height, (rows.mean() + 0.5) / height
     radius = math.sqrt(area / math.pi)
     pixels = image[inside]
-    covered = (chroma / max(strongest, 1.0)).clip(0, 1).astype(np.float32)
+    covered = (spread / max(strongest, 1.0)).clip(0, 1).astype(np.float32)
     return _Frame(time, x, y, radius, _colour(pixels), _striped(image, inside), likeness(covered, x, y, radius))
 
 
 def _colour(pixels: NDArray[np.uint8]) -> str | None:
     """The colour whose hue is nearest to the middle one of the pixels, pale edges left out."""
-    chroma = _chroma(pixels)
-    middle = np.median(pixels[chroma >= np.median(chroma)], axis=0)
+    spread = chroma(pixels)
+    middle = np.median(pixels[spread >= np.median(spread)], axis=0)
     name = min(COLOURS, key=lambda name: abs((_hue(COLOURS[name]) - _hue(middle) + 0.5) % 1 - 0.5))
     return name if np.linalg.norm(middle - COLOURS[name]) < _COLOUR_DISTANCE else None
 
@@ -184,7 +185,7 @@ def _hue(colour: Sequence[float] | NDArray[np.float64]) -> float:
 
 def _background(image: Image) -> str | None:
     """The background whose grey is nearest to the middle one of all pixels without colour, if these are even."""
-    grey = image[_chroma(image) < _CHROMA].mean(axis=-1)
+    grey = image[chroma(image) < _CHROMA].mean(axis=-1)
     if grey.size < image.shape[0] * image.shape[1] / 4:
         return None
     middle = float(np.median(grey))

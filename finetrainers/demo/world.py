@@ -135,13 +135,14 @@ def is_held_out(scene: Scene) -> bool:
     return (list(COLOURS).index(colour) + 3 * list(SHAPES).index(shape) + 5 * list(MOTIONS).index(motion)) % 8 == 0
 
 
-def caption(scene: Scene, *, phrasing: int = 0) -> str:
-    """The scene in words; there are `PHRASINGS` ways to say the same."""
+def caption(scene: Scene, *, phrasing: int = 0, colour: str | None = None) -> str:
+    """The scene in words; there are `PHRASINGS` ways to say the same. `colour` is said instead of the scene's own."""
     words = MOTIONS[scene.motion]
     motion = words[phrasing % len(words)]
     if scene.speed:
         motion = f"{motion} {scene.speed}"
-    colour = scene.colour if scene.look == "plain" else f"{scene.look} {scene.colour}"
+    colour = colour or scene.colour
+    colour = colour if scene.look == "plain" else f"{scene.look} {colour}"
     template = _TEMPLATES[phrasing // len(words) % len(_TEMPLATES)]
     article = "an" if colour[0] in "aeiou" else "a"
     return template.format(a=article, colour=colour, shape=scene.shape, motion=motion, background=scene.background)

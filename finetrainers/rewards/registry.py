@@ -159,5 +159,7 @@ for _name, _address in {
     "hpsv3": "rewards.hpsv3:HPSv3",
     "videoalign": "rewards.videoalign:VideoAlign",
     "demo": "demo.reward:DemoWorld",
+    "taste": "demo.taste:nearness",
+    "taste_shown": "demo.taste:shown",
 }.items():
     register_reward(_name, f"finetrainers.{_address}")

@@ -1,0 +1,191 @@
+"""Reward finetuning: how long until the same held-out score, with the default settings and with DanceGRPO's.
+
+    OMP_NUM_THREADS=2 python benchmarks/grpo.py
+
+Both train a LoRA on the embedded model with the reward of `finetrainers demo reward`, from the same weights and prompts, with the
+same learning rate, rank and clips per prompt. They take turns, an update of one after an update of the other, within one process,
+so that a machine that slows down slows both; evaluations are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+import torch  # noqa: E402
+
+from finetrainers.demo.rewarded import reward_config  # noqa: E402
+from finetrainers.engine.preflight import preflight  # noqa: E402
+from finetrainers.engine.run import assemble, make_parallel  # noqa: E402
+from finetrainers.engine.trainer import Trainer  # noqa: E402
+from finetrainers.utils.logs import configure_logging, quiet_progress_bars  # noqa: E402
+
+#: The default settings should reach the score this much sooner.
+TARGET_RATIO = 3.0
+#: Of the time of an update, decoding, scoring and all else may take this share.
+TARGET_OUTSIDE = 0.10
+_METRIC = "eval_reward/taste"
+
+#: What the demonstration sets for speed goes back to the default; what both need stays.
+_BOTH: dict[str, Any] = {
+    "sampling_steps": 16,
+    "prompts_per_step": 4,
+    "num_generations": 12,
+    "batch_size": 8,
+    "kl_coef": 0.0,
+    "lr": 3e-3,
+    "checkpointing_steps": 0,
+}
+ARMS: dict[str, dict[str, Any]] = {
+    "default": {"window_size": 2, "window_range": [0.0, 0.5]},
+    # 24 clips of which the 4 best and the 4 worst are trained become 12, 2 and 2; prompts are as many as above.
+    "dancegrpo": {
+        "grpo_preset": "dancegrpo",
+        "best_of_n": 4,
+        "window_size": None,
+        "window_range": None,
+        "reward_fps": 25,
+    },
+}
+
+
+@dataclass
+class Arm:
+    """One configuration in training.
+
+    Attributes:
+        seconds: spent in updates, rollouts included.
+        inside: of these, in the network's forward and backward passes.
+        calls: clips that went through the network, backward passes counted as two more.
+        reached: seconds and updates at which the score was reached, if it was.
+        scores: held-out score by update.
+    """
+
+    trainer: Trainer
+    steps: Iterator[Any]
+    seconds: float = 0.0
+    inside: float = 0.0
+    calls: int = 0
+    reached: tuple[float, int] | None = None
+    scores: dict[int, float] = field(default_factory=dict)
+
+    def update(self) -> None:
+        """One optimizer step, with a rollout if one is due."""
+        start = time.perf_counter()
+        self.trainer.train_step(next(self.steps))
+        self.seconds += time.perf_counter() - start
+
+    def evaluate(self) -> float:
+        """The held-out score, untimed."""
+        counted = self.inside, self.calls
+        found = self.trainer.method.evaluate(self.trainer.transformer)
+        assert found is not None
+        self.inside, self.calls = counted
+        score = self.scores[self.trainer.step] = found.record[_METRIC]
+        return score
+
+
+def build(directory: Path, name: str) -> Arm:
+    """An arm at its first step."""
+    options = {**_BOTH, **ARMS[name]}
+    config = reward_config(directory / name, steps=10_000, **options)
+    parallel = make_parallel(config)
+    trainer = assemble(preflight(config), parallel)
+    arm = Arm(trainer, trainer.method.steps(0, trainer.transformer))
+    _watch(arm)
+    return arm
+
+
+def _watch(arm: Arm) -> None:
+    """Count and time what goes through the network."""
+    trainer = arm.trainer
+    started: list[float] = []
+
+    def before(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        started.append(time.perf_counter())
+        arm.calls += len(kwargs["hidden_states"]) * (3 if torch.is_grad_enabled() else 1)
+
+    def after(*_: Any) -> None:
+        arm.inside += time.perf_counter() - started.pop()
+
+    network = trainer.parallel.unwrap(trainer.transformer)
+    network.register_forward_pre_hook(before, with_kwargs=True)
+    network.register_forward_hook(after)
+    backward = trainer.parallel.backward
+
+    def timed_backward(loss: torch.Tensor) -> None:
+        start = time.perf_counter()
+        backward(loss)
+        arm.inside += time.perf_counter() - start
+
+    trainer.parallel.backward = timed_backward  # type: ignore[method-assign]
+
+
+def compare(directory: Path, *, score: float, every: int, limit_s: float) -> dict[str, Arm]:
+    """Train both until both have reached the score, or for `limit_s` seconds each."""
+    arms = {name: build(directory, name) for name in ARMS}
+    running = dict(arms)
+    while running:
+        for name, arm in list(running.items()):
+            if arm.trainer.step % every == 0:
+                found = arm.evaluate()
+                print(f"{name:10} update {arm.trainer.step:4} {arm.seconds:6.0f} s  {_METRIC} {found:.4f}", flush=True)
+                if found >= score:
+                    arm.reached = arm.seconds, arm.trainer.step
+                if arm.reached or arm.seconds > limit_s:
+                    del running[name]
+                    continue
+            arm.update()
+    return arms
+
+
+def report(arms: dict[str, Arm], *, score: float) -> None:
+    """Print the table of both."""
+    print(
+        f"\nscore {score:g}; {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n"
+    )
+    print(
+        "| settings | reached after | updates | s per update | clips through the network per update | outside the network |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, arm in arms.items():
+        updates = arm.trainer.step
+        after = f"{arm.reached[0]:.0f} s" if arm.reached else f"not within {arm.seconds:.0f} s"
+        print(
+            f"| {name} | {after} | {updates} | {arm.seconds / updates:.2f} | {arm.calls / updates:.0f} "
+            f"| {1 - arm.inside / arm.seconds:.1%} |"
+        )
+    ours, theirs = arms["default"], arms["dancegrpo"]
+    if ours.reached:
+        bound = "" if theirs.reached else "more than "
+        ratio = (theirs.reached[0] if theirs.reached else theirs.seconds) / ours.reached[0]
+        print(f"\nthe default settings are {bound}{ratio:.1f} times as fast (aim: {TARGET_RATIO:g})")
+    print(f"outside the network: aim below {TARGET_OUTSIDE:.0%}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the comparison and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--score", type=float, default=0.8, help="held-out nearness to the liked colour [0.8]")
+    parser.add_argument("--every", type=int, default=4, help="evaluate every so many updates [4]")
+    parser.add_argument("--limit_s", type=float, default=1200.0, help="stop an arm after so many seconds [1200]")
+    options = parser.parse_args(argv)
+    configure_logging()
+    quiet_progress_bars()
+    with tempfile.TemporaryDirectory() as directory:
+        arms = compare(Path(directory), score=options.score, every=options.every, limit_s=options.limit_s)
+    report(arms, score=options.score)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Reward finetuning on any CPU: the embedded model learns a taste from scores, without a single clip to look at.
+
+What is liked, and why it must be learned caption by caption, is in `taste.py`. The toolkit samples clips for captions, scores them and trains a
+LoRA, as it would with any model and reward. diffusers then samples held-out captions from the same noise without and with it, and
+what the samples show is read back from their pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig
+from finetrainers.engine.plan_report import print_line
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.run import run
+from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.packaged import model_path
+from finetrainers.utils.video import contact_sheet
+
+from .base import SHIFT
+from .data import FRAMES, HEIGHT, WIDTH
+from .measure import MODEL, STEPS, Measured, load_pipeline, measure
+from .quickstart import other_captions
+from .results import clear, plot_rewards, require_matplotlib
+from .taste import choice_captions, liked, rest_shown
+
+DEFAULT_STEPS = 32
+#: The rollouts' own: without guidance, as trained.
+GUIDANCE = 1.0
+_PROMPTS, _EVALUATED, _ASKED, _SHOWN = 256, 16, 16, 4
+
+
+@dataclass(frozen=True)
+class Score:
+    """Shares of samples.
+
+    Attributes:
+        liked: of captions that leave a choice, how many show the liked colour.
+        rest: of what these captions say besides, the share that is shown.
+        others: of all that captions without a choice say, the share that is shown.
+    """
+
+    liked: float
+    rest: float
+    others: float
+
+    @classmethod
+    def of(cls, choices: Measured, others: Measured) -> Score:
+        """From samples of captions with a choice, and without."""
+        pairs = list(zip(choices.readings, choices.captions, strict=True))
+        return cls(
+            float(np.mean([reading.colour == liked(text) for reading, text in pairs])),
+            float(np.mean([rest_shown(reading, text) for reading, text in pairs])),
+            others.share,
+        )
+
+
+def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score]:
+    """Write prompts, train on the reward, sample; prints where the results are. Returns the scores before and after.
+
+    Args:
+        directory: everything is written here; an earlier demonstration in it is replaced.
+        steps: optimizer steps; default: about a minute and a half on two cores.
+    """
+    require_matplotlib()
+    clear(directory, "reward", ("prompts", "run"))
+    config = reward_config(directory, steps=DEFAULT_STEPS if steps is None else steps)
+    checked = preflight(config)
+
+    print_line(f"1/3 sampling {MODEL}, which was never told what is liked")
+    choices, others = choice_captions(_ASKED, name="asked", held_out=True), other_captions(_ASKED)
+    pipeline = load_pipeline(Path(model_path(MODEL)))
+    before, before_others = _sampled(pipeline, choices), _sampled(pipeline, others)
+
+    again = f"finetrainers train --config {directory / 'run' / 'config.toml'} --output_dir another"
+    print_line(f"2/3 training a LoRA on the reward; to train again with other settings: {again}")
+    run(checked)
+
+    print_line("3/3 sampling with the LoRA, from the same noise")
+    pipeline.load_lora_weights(str(directory / "run"))
+    after, after_others = _sampled(pipeline, choices), _sampled(pipeline, others)
+    scores = Score.of(before, before_others), Score.of(after, after_others)
+    rows = []
+    for i in range(_SHOWN):
+        rows += [(f"{choices[i]}: without the LoRA", before.clips[i]), ("with the LoRA", after.clips[i])]
+    contact_sheet(rows, columns=FRAMES).save(directory / "result.png")
+    plot_rewards(directory / "run" / "metrics.jsonl", directory / "reward.png")
+    _print_results(directory, *scores)
+    return scores
+
+
+def reward_config(directory: Path, *, steps: int, **changes: Any) -> TrainConfig:
+    """The run, after writing its prompts into the directory.
+
+    Args:
+        directory: gets `prompts/` and the run.
+        steps: optimizer steps.
+        changes: options that differ; None leaves one out.
+    """
+    train, held = directory / "prompts" / "train.txt", directory / "prompts" / "held_out.txt"
+    for path, captions in (
+        (train, choice_captions(_PROMPTS, name="train", held_out=False)),
+        (held, choice_captions(_EVALUATED, name="held out", held_out=True)),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, "\n".join(captions) + "\n")
+    options: dict[str, Any] = {
+        "model_name": "ltx_video",
+        "pretrained_model_name_or_path": MODEL,
+        "method": "grpo",
+        "prompts": str(train),
+        "reward": ["taste"],
+        "eval_prompts": str(held),
+        "eval_reward": ["taste", "taste_shown", "demo.shape", "demo.motion"],
+        "eval_steps": max(steps // 4, 1),
+        "rollout_size": f"{FRAMES}x{HEIGHT}x{WIDTH}",
+        "shift": SHIFT,
+        # Four steps are enough for a world this simple, and its colours are decided in the third.
+        "sampling_steps": 4,
+        "window_size": 1,
+        "window_range": [0.5, 0.75],
+        "prompts_per_step": 4,
+        "num_generations": 8,
+        "kl_coef": 0.003,
+        "rank": 16,
+        "lora_alpha": 16,
+        "transformer_dtype": "fp32",
+        "vae_dtype": "fp32",
+        "text_encoder_dtype": "fp32",
+        "batch_size": 16,
+        "train_steps": steps,
+        "optimizer": "adamw",
+        "lr": 2e-3,
+        "weight_decay": 0.0,
+        "checkpointing_steps": max(steps // 2, 1),
+        "checkpointing_limit": 2,
+        "logging_steps": 1,
+        "output_dir": str(directory / "run"),
+    }
+    return load_config(**{name: value for name, value in {**options, **changes}.items() if value is not None})
+
+
+def _sampled(pipeline: Any, captions: list[str]) -> Measured:
+    return measure(pipeline, captions, steps=STEPS, guidance=GUIDANCE)
+
+
+def _print_results(directory: Path, before: Score, after: Score) -> None:
+    print_line(
+        "\nsamples, read back from their pixels                       before  after\n"
+        f"  the liked colour, where the caption leaves the choice    {before.liked:6.0%} {after.liked:6.0%}\n"
+        f"  ... what the caption says besides                        {before.rest:6.0%} {after.rest:6.0%}\n"
+        f"  captions without a choice: share of what they say        {before.others:6.0%} {after.others:6.0%}\n"
+        "\nresults\n"
+        f"  without and with the LoRA  {directory / 'result.png'}\n"
+        f"  reward over steps          {directory / 'reward.png'}\n"
+        f"  the LoRA                   {directory / 'run' / 'pytorch_lora_weights.safetensors'}\n"
+        f"  samples on the way         {directory / 'run' / 'samples'}\n"
+        "next: your own prompts, model and reward, see docs/grpo.md"
+    )

@@ -1,0 +1,67 @@
+"""The taste: what its reward gives to rendered clips, and that its captions leave a choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from finetrainers.demo.taste import CHOICES, choice_captions, liked, nearness, rest_shown, shown
+from finetrainers.demo.verify import read
+from finetrainers.demo.world import COLOURS, Scene, draw_scene, is_held_out, render
+
+PROMPT = "a red or blue square moving left on a white background"
+
+
+def clip(colour: str) -> Tensor:
+    scene = Scene(colour, "square", "left", "white")
+    return torch.from_numpy(render(scene)).permute(0, 3, 1, 2) / 255
+
+
+def test_the_liked_colour_scores_highest_and_the_scale_is_that_of_distances() -> None:
+    clips = torch.stack([clip(colour) for colour in COLOURS])
+    scores = dict(zip(COLOURS, nearness(clips, [PROMPT] * len(COLOURS)).tolist(), strict=True))
+    assert max(scores, key=scores.__getitem__) == "red"
+    assert scores["red"] > 0.99
+    distance = torch.dist(torch.tensor(COLOURS["blue"]).double(), torch.tensor(COLOURS["red"]).double())
+    assert scores["blue"] == pytest.approx(1 - float(distance) / (3**0.5 * 255), abs=0.01)
+    assert shown(clips, [PROMPT] * len(COLOURS)).tolist() == [float(colour == "red") for colour in COLOURS]
+
+
+def test_a_clip_is_scored_by_its_own_caption() -> None:
+    pair = torch.stack([clip("red"), clip("red")])
+    first, second = nearness(pair, [PROMPT, "a cyan or orange square"]).tolist()
+    assert first > 0.99
+    assert second < 0.5
+
+
+@pytest.mark.parametrize("prompt", ["a green square", "a red or cyan square", "a square"])
+def test_captions_without_one_liked_colour_are_refused(prompt: str) -> None:
+    with pytest.raises(ValueError, match="must name one of"):
+        liked(prompt)
+
+
+def test_captions_name_both_colours_in_both_orders() -> None:
+    captions = choice_captions(16, name="test", held_out=True)
+    assert len(set(captions)) > 12
+    orders = set()
+    for caption in captions:
+        like = liked(caption)
+        words = [word for word in caption.split() if word in COLOURS]
+        assert set(words) == {like, CHOICES[like]}
+        orders.add(tuple(words))
+        assert f"an {words[0]}" in caption or f"a {words[0]}" in caption or not caption.startswith("a")
+        assert "a orange" not in caption
+    assert len(orders) == 2 * len(CHOICES)
+
+
+def test_held_out_captions_are_of_held_out_combinations() -> None:
+    scenes = [draw_scene("test", "choice", i, held_out=True, colours=(list(CHOICES)[i % 2],)) for i in range(8)]
+    assert all(is_held_out(scene) for scene in scenes)
+
+
+def test_the_rest_does_not_count_colour() -> None:
+    found = read(render(Scene("green", "square", "left", "white")))
+    assert rest_shown(found, PROMPT) == 1.0
+    found = read(render(Scene("green", "circle", "left", "white")))
+    assert rest_shown(found, PROMPT) == 0.75
