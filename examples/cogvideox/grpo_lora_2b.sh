@@ -6,8 +6,7 @@
 # GPU: 24 GB. By docs/memory.md 12.4 GiB (one clip at once, two with guidance), and 5 GiB of VAE and HPSv2: 18 GiB,
 # estimated; 20 GiB with 15 % for what is missing. Nothing here has been measured.
 # Steps: 100, of 16 clips each (2 prompts x 8). At 80 TFLOP/s a step samples 14 and trains 7 minutes, and decodes and
-# scores: some 25 minutes in all, by arithmetic, so 40 hours; on an 80 GB card at 400 TFLOP/s 5 to 7 minutes, so 10
-# hours.
+# scores: 25 minutes in all, by arithmetic, so 40 hours; on an 80 GB card at 400 TFLOP/s 6 minutes, so 10 hours.
 #
 # Run from the root of the repository: PROMPTS=my_prompts.txt bash examples/cogvideox/grpo_lora_2b.sh
 # Further arguments go to train.py, for example --dry_run to check everything without training.

@@ -5,18 +5,16 @@
 # What all sizes share, and what can be set, is in grpo_multi_gpu.sh.
 #
 # Nothing here has been measured. Estimated, for one H100:
-#   memory, LoRA: 34 GiB by docs/memory.md, which was 14 % low for HunyuanVideo, and 5 GiB of VAE and VideoAlign: 45
-#     GiB.
+#   memory, LoRA: 34 GiB by docs/memory.md (14 % low for HunyuanVideo), 5 GiB of VAE and VideoAlign: 45 GiB.
 #   memory, full finetuning: 5 GiB of weights and optimizer state (a 32nd), 24 of gradients, which FSDP2 keeps whole
 #     between micro-batches, 9 of activations, 5 of VAE and VideoAlign: 43 GiB; with 15 % for what is missing, 49.
 #   time: 14 minutes per rollout, of which 7 sample (24 clips x 16 steps of 1.1 s at 400 TFLOP/s) and 5.3 train (8 clips
 #     x 9 steps x 4 passes); the rest is decoding and scoring. 202 rollouts: 47 hours. Full finetuning also sends 26 GB
-#     of weights to every GPU in every pass, here between machines: the network decides how much more it takes.
+#     of weights to every GPU in every pass, here between machines: count on more, by the network.
 #   disk: checkpoints of 2 GB (LoRA) or 154 GB (full); the newest 2 are kept, a third while it is written.
-#   host memory: a LoRA loads 26 GB per process, full finetuning 51 GB, 410 GB on each machine; its checkpoints gather
-#     154 GB more.
-# Steps: 404 optimizer steps, 2 per rollout, of 128 clips each: of each prompt's 24 clips the 4 best and the 4 worst
-# train.
+#   host memory: loading takes 26 GB per process for a LoRA, 51 GB for full finetuning (8 x 51 GB a machine).
+#     Saving a checkpoint of full finetuning takes 154 GB more.
+# Steps: 404 optimizer steps, 2 per rollout, of 128 clips each: the 4 best and 4 worst of each prompt's 24.
 #
 # Run on all machines, from the root of the repository, with OUTPUT_DIR on storage that they share, for example on the
 # second of them:

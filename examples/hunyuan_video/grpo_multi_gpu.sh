@@ -65,8 +65,7 @@ grpo=(
 )
 
 # Visual quality is trained; motion quality and text alignment are only logged (weight 0). Visual quality is judged
-# without the prompt: if text alignment falls while it rises, give that a weight too. Scores are in OUTPUT_DIR/rewards/,
-# raw.
+# without the prompt: if text alignment falls while it rises, give that a weight too. Scores: OUTPUT_DIR/rewards/.
 videoalign="path=$VIDEOALIGN,base=$QWEN2_VL"
 rewards=(
   --reward
