@@ -17,14 +17,25 @@ from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.engine.plan_report import dry_run_report
-from finetrainers.engine.preflight import preflight
+from finetrainers.engine.preflight import Preflight, preflight
 from finetrainers.models.registry import families
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted(EXAMPLES.glob("*/*.sh"))
 TOMLS = sorted(EXAMPLES.glob("*/*.toml"))
 RECIPES = sorted(path.with_suffix("") for path in TOMLS)
+
+#: DanceGRPO on HunyuanVideo: GPUs and machines of each script, and clips of an optimizer step.
+DANCE = {
+    "grpo_6gpu_test.sh": (6, 1, 18),
+    "grpo_6gpu.sh": (6, 1, 18),
+    "grpo_8gpu.sh": (8, 1, 32),
+    "grpo_16gpu.sh": (16, 2, 64),
+    "grpo_32gpu.sh": (32, 4, 128),
+}
+TRAINING_TYPES = ("lora", "full-finetune")
+#: What says which of several machines this one is; the second, here.
+SECOND_MACHINE = {"MACHINE_RANK": "1", "MAIN_PROCESS_IP": "10.0.0.1"}
 
 #: 6.4 s at 25 frames per second: 49 frames and more at every family's rate, 129 at the fastest.
 NUM_FRAMES, FPS, NUM_CLIPS = 160, 25, 2
@@ -51,20 +62,30 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launched(script: Path, bin_dir: Path, *arguments: str, **environment: str) -> list[str]:
-    """The arguments that a script gives to `accelerate`, by running it with a stand-in that only writes them down."""
+def run_script(
+    script: Path, bin_dir: Path, *arguments: str, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run a script with a stand-in for `accelerate` that writes its arguments into the returned file."""
     written = bin_dir / "argv.json"
     stand_in = bin_dir / "accelerate"
     stand_in.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(written)!r}, 'w'))\n")
     stand_in.chmod(0o755)
     path = f"{bin_dir}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(
+    done = subprocess.run(
         ["bash", str(script), *arguments],
         cwd=ROOT,
         env={**os.environ, "PATH": path, **environment},
-        check=True,
+        check=False,
         capture_output=True,
+        text=True,
     )
+    return done, written
+
+
+def launched(script: Path, bin_dir: Path, *arguments: str, **environment: str) -> list[str]:
+    """The arguments that a script gives to `accelerate`."""
+    done, written = run_script(script, bin_dir, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
     return json.loads(written.read_text())
 
 
@@ -82,17 +103,38 @@ def parsed(script: Path, bin_dir: Path, *arguments: str, **environment: str) -> 
 
 
 def on_tiny_weights(config: TrainConfig, *, repo: Path, clips: Path, output_dir: Path) -> TrainConfig:
-    """The same run on a tiny local model and small clips."""
+    """The same run on a tiny local model, and small clips if it is on clips; prompts are those of the example."""
     options = {name: value for name, value in config.flat().items() if config.changed(name)}
-    options.update(pretrained_model_name_or_path=str(repo), data_root=clips, output_dir=output_dir)
+    options.update(pretrained_model_name_or_path=str(repo), output_dir=output_dir)
+    if config.training.method == "grpo":
+        options.update(prompts=ROOT / str(config.grpo.prompts), eval_prompts=ROOT / str(config.grpo.eval_prompts))
+    else:
+        options.update(data_root=clips)
     return TrainConfig.from_flat(**options)
 
 
-def test_every_family_has_both_recipes() -> None:
+def warnings_about_options(checked: Preflight) -> list[str]:
+    return [warning for warning in checked.warnings if warning not in checked.plan.warnings]
+
+
+def prompts_in(name: str) -> list[str]:
+    lines = (EXAMPLES / name).read_text(encoding="ascii").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def test_every_family_has_each_kind_of_recipe() -> None:
     for name in families():
         stems = {path.stem for path in (EXAMPLES / name).glob("*.toml")}
         assert any(stem.startswith("lora") for stem in stems), f"no LoRA example of {name}"
         assert any(stem.startswith("full") for stem in stems), f"no full finetuning example of {name}"
+        assert any(stem.startswith("grpo") for stem in stems), f"no reward finetuning example of {name}"
+
+
+def test_every_example_is_listed() -> None:
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*/*.sh"):
+        if path.parent.name != "legacy":
+            assert f"({example_id(path)})" in text, f"{example_id(path)} is not in examples/README.md"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=example_id)
@@ -124,7 +166,7 @@ def test_dry_run(
     repo = tiny_repo(config.model.model_name, **_version(path, config))
     local = on_tiny_weights(config, repo=repo, clips=clips, output_dir=tmp_path / "run")
     checked = preflight(local)
-    assert len(checked.plan.clips) == NUM_CLIPS
+    assert checked.plan.count == (len(prompts_in("prompts.txt")) if config.training.method == "grpo" else NUM_CLIPS)
     dry_run_report(checked)
     printed = capsys.readouterr().out
     assert f"dry run of {config.model.model_name} {config.training.training_type}" in printed
@@ -145,8 +187,93 @@ def test_recipes_raise_no_warnings_about_options(clips: Path, tiny_repo: Callabl
         config = load_config(path)
         repo = tiny_repo(config.model.model_name, **_version(path, config))
         checked = preflight(on_tiny_weights(config, repo=repo, clips=clips, output_dir=tmp_path))
-        about_options = [warning for warning in checked.warnings if warning not in checked.plan.warnings]
-        assert about_options == [], example_id(path)
+        assert warnings_about_options(checked) == [], example_id(path)
+
+
+def test_prompts_of_examples_are_all_different() -> None:
+    train, held_out = prompts_in("prompts.txt"), prompts_in("held_out_prompts.txt")
+    assert len(train) == 32
+    assert len(held_out) == 12
+    assert len({*train, *held_out}) == 44
+
+
+@pytest.mark.parametrize("training_type", TRAINING_TYPES)
+@pytest.mark.parametrize("name", DANCE)
+def test_dance_scripts(
+    name: str,
+    training_type: str,
+    clips: Path,
+    tiny_repo: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus, machines, clips_a_step = DANCE[name]
+    monkeypatch.setenv("WORLD_SIZE", str(gpus))  # as in the processes that will be launched
+    script = EXAMPLES / "hunyuan_video" / name
+    argv = launched(script, tmp_path, TRAINING_TYPE=training_type, **(SECOND_MACHINE if machines > 1 else {}))
+    options = argv[: argv.index("train.py")]
+    launcher = {"lora": "accelerate_configs/ddp.yaml", "full-finetune": "accelerate_configs/fsdp2.yaml"}
+    assert options[:3] == ["launch", "--config_file", launcher[training_type]]
+    assert options[options.index("--num_processes") + 1] == str(gpus)
+    over_machines = [
+        "--num_machines", str(machines), "--machine_rank", "1", "--main_process_ip", "10.0.0.1",
+        "--main_process_port", "29500",
+    ]  # fmt: skip
+    assert options[5:] == (over_machines if machines > 1 else [])
+
+    config, _ = parse_flags(train_arguments(argv))
+    assert config is not None
+    grpo = config.grpo
+    assert config.training.training_type == training_type
+    assert config.optimizer.lr == {"lora": 3e-4, "full-finetune": 1e-5}[training_type]
+    assert (grpo.sampler, grpo.window_size, grpo.eta) == ("dance", 0, 0.25)
+    assert (grpo.shift, grpo.rollout_guidance, grpo.reward_fps) == (5, 6.018, 8)
+    assert [(entry.name, entry.weight) for entry in grpo.reward if entry.weight] == [("videoalign.vq", 1)]
+    # Every process samples whole groups, and each update has as many of its clips.
+    assert grpo.prompts_per_step % gpus == 0
+    assert grpo.best_of_n is not None
+    assert (
+        grpo.prompts_per_step // gpus * grpo.best_of_n % (config.dataloader.batch_size * grpo.updates_per_rollout) == 0
+    )
+    assert grpo.prompts_per_step * grpo.best_of_n / grpo.updates_per_rollout == clips_a_step
+    assert f"{config.training.train_steps} optimizer steps, 2 per rollout, of {clips_a_step} clips each" in (
+        script.read_text(encoding="ascii")
+    )
+
+    local = on_tiny_weights(config, repo=tiny_repo("hunyuan_video"), clips=clips, output_dir=tmp_path / "run")
+    checked = preflight(local)
+    assert warnings_about_options(checked) == []
+    dry_run_report(checked)
+
+
+def test_largest_dance_script_is_as_published(tmp_path: Path) -> None:
+    grpo = parsed(EXAMPLES / "hunyuan_video" / "grpo_32gpu.sh", tmp_path, **SECOND_MACHINE).grpo
+    assert grpo.rollout_size == (53, 480, 480)
+    assert (grpo.prompts_per_step, grpo.num_generations, grpo.best_of_n) == (32, 24, 8)
+    assert (grpo.sampling_steps, grpo.timestep_fraction, grpo.updates_per_rollout) == (16, 0.6, 2)
+
+
+def test_dance_scripts_take_settings_and_say_what_is_missing(tmp_path: Path) -> None:
+    folder = EXAMPLES / "hunyuan_video"
+    config = parsed(
+        folder / "grpo_6gpu.sh", tmp_path, "--resume_from_checkpoint", "latest", "--lr", "5e-5",
+        NUM_GPUS="4", PROMPTS="my prompts.txt", VIDEOALIGN="weights/video align", QWEN2_VL="weights/qwen",
+    )  # fmt: skip
+    assert config.grpo.prompts == Path("my prompts.txt")
+    assert config.grpo.prompts_per_step == 4
+    assert [entry.options for entry in config.grpo.reward] == [
+        {"path": "weights/video align", "base": "weights/qwen"}
+    ] * 3
+    assert config.optimizer.lr == 5e-5
+    assert config.training.resume_from_checkpoint == "latest"
+    for script, environment, missing in (
+        ("grpo_16gpu.sh", {}, "MACHINE_RANK"),
+        ("grpo_32gpu.sh", {"MACHINE_RANK": "1"}, "MAIN_PROCESS_IP"),
+        ("grpo_multi_gpu.sh", {}, "NUM_GPUS"),
+    ):
+        done, _ = run_script(folder / script, tmp_path, **environment)
+        assert done.returncode != 0
+        assert missing in done.stderr
 
 
 def test_published_ltx_command_is_read_as_it_was_meant(tmp_path: Path) -> None:

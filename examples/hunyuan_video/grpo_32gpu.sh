@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Reward finetuning of HunyuanVideo with DanceGRPO and VideoAlign on 32 GPUs of 80 GB, four machines of 8: everything as
+# published (clips of 53x480x480, 16 steps, 24 clips per prompt), but that a LoRA is trained unless you say
+# TRAINING_TYPE=full-finetune, as published.
+# What all sizes share, and what can be set, is in grpo_multi_gpu.sh.
+#
+# Nothing here has been measured. Estimated, for one H100:
+#   memory, LoRA: 34 GiB by docs/memory.md (14 % low for HunyuanVideo), 5 GiB of VAE and VideoAlign: 45 GiB.
+#   memory, full finetuning: 5 GiB of weights and optimizer state (a 32nd), 24 of gradients, which FSDP2 keeps whole
+#     between micro-batches, 9 of activations, 5 of VAE and VideoAlign: 43 GiB; with 15 % for what is missing, 49.
+#   time: 14 minutes per rollout, of which 7 sample (24 clips x 16 steps of 1.1 s at 400 TFLOP/s) and 5.3 train (8 clips
+#     x 9 steps x 4 passes); the rest is decoding and scoring. 202 rollouts: 47 hours. Full finetuning also sends 26 GB
+#     of weights to every GPU in every pass, here between machines: count on more, by the network.
+#   disk: checkpoints of 2 GB (LoRA) or 154 GB (full); the newest 2 are kept, a third while it is written.
+#   host memory: loading takes 26 GB per process for a LoRA, 51 GB for full finetuning (8 x 51 GB a machine).
+#     Saving a checkpoint of full finetuning takes 154 GB more.
+# Steps: 404 optimizer steps, 2 per rollout, of 128 clips each: the 4 best and 4 worst of each prompt's 24.
+#
+# Run on all machines, from the root of the repository, with OUTPUT_DIR on storage that they share, for example on the
+# second of them:
+#   MACHINE_RANK=1 MAIN_PROCESS_IP=10.0.0.1 OUTPUT_DIR=/shared/run bash examples/hunyuan_video/grpo_32gpu.sh
+# Further arguments go to train.py: --dry_run to check everything, --resume_from_checkpoint latest to continue.
+set -euo pipefail
+
+export NUM_GPUS="${NUM_GPUS:-32}" NUM_MACHINES="${NUM_MACHINES:-4}"
+
+exec bash "$(dirname "$0")/grpo_multi_gpu.sh" \
+  --rollout_size 53x480x480 \
+  --train_steps 404 \
+  --checkpointing_steps 100 \
+  --eval_steps 100 \
+  "$@"

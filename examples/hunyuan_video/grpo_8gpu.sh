@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Reward finetuning of HunyuanVideo with DanceGRPO and VideoAlign on 8 GPUs of 80 GB: clips of 49x416x416.
+# What all sizes share, and what can be set, is in grpo_multi_gpu.sh.
+#
+# Nothing here has been measured. Estimated, for one H100:
+#   memory, LoRA: 32 GiB by docs/memory.md (14 % low for HunyuanVideo), 5 GiB of VAE and VideoAlign: 43 GiB.
+#   memory, full finetuning: 18 GiB of weights and optimizer state (an eighth), 24 of gradients, which FSDP2 keeps whole
+#     between micro-batches, 6 of activations, 5 of VAE and VideoAlign: 53 GiB; with 15 % for what is missing, 61.
+#   time: 5 minutes per rollout, of which 2.3 sample (16 clips x 12 steps of 0.7 s at 400 TFLOP/s) and 1.9 train (8
+#     clips x 5 steps x 4 passes); the rest is decoding and scoring. 202 rollouts: 17 hours. Full finetuning also sends
+#     26 GB of weights to every GPU in every pass: count on more, and much more without NVLink.
+#   disk: checkpoints of 2 GB (LoRA) or 154 GB (full); the newest 2 are kept, a third while it is written.
+#   host memory: loading takes 26 GB per process for a LoRA, 51 GB for full finetuning (8 x 51 GB in all).
+#     Saving a checkpoint of full finetuning takes 154 GB more.
+# Steps: 404 optimizer steps, 2 per rollout, of 32 clips each: the 4 best and 4 worst of each prompt's 16.
+#
+# Run from the root of the repository: bash examples/hunyuan_video/grpo_8gpu.sh
+# or: TRAINING_TYPE=full-finetune PROMPTS=my_prompts.txt bash examples/hunyuan_video/grpo_8gpu.sh
+# Further arguments go to train.py: --dry_run to check everything, --resume_from_checkpoint latest to continue.
+set -euo pipefail
+
+export NUM_GPUS="${NUM_GPUS:-8}"
+
+exec bash "$(dirname "$0")/grpo_multi_gpu.sh" \
+  --rollout_size 49x416x416 \
+  --sampling_steps 12 \
+  --num_generations 16 \
+  --best_of_n 8 \
+  --timestep_fraction 0.5 \
+  --train_steps 404 \
+  --checkpointing_steps 100 \
+  --eval_steps 100 \
+  "$@"
