@@ -6,6 +6,7 @@ of the same shape; token packing, rotary positions, guidance and padding live in
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import Process
+from finetrainers.utils.files import write_text_atomic
 
 #: Size of one weight file of a saved transformer.
 MAX_SHARD_SIZE = "10GB"
@@ -299,13 +301,24 @@ class ModelSpec(ABC):
         sharding are not whole, and are not the moving average or the dtype asked for.
         """
         target = directory / "transformer"
-        unwrap(transformer).save_config(str(target))
+        network = unwrap(transformer)
+        network.save_config(str(target))
+        _name_class(target / network.config_name, network)
         save_torch_state_dict(
             dict(state_dict),
             str(target),
             filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
             max_shard_size=MAX_SHARD_SIZE,
         )
+
+
+def _name_class(path: Path, network: nn.Module) -> None:
+    """Write diffusers' class into a saved config; FSDP2 gives the networks that it shards a class of its own."""
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved["_class_name"] = next(
+        cls.__name__ for cls in type(network).__mro__ if cls.__module__.startswith("diffusers.")
+    )
+    write_text_atomic(path, json.dumps(saved, indent=2, sort_keys=True) + "\n")
 
 
 @dataclass(frozen=True)

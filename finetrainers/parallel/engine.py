@@ -20,6 +20,7 @@ from accelerate.utils import (
     gather_object,
 )
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.integrations import unset_hf_deepspeed_config
 
 from finetrainers.utils.launch import launched_processes
@@ -196,10 +197,10 @@ class Parallel:
             norm = self.accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
             return None if norm is None else torch.as_tensor(norm, device=self.device)
         if self.max_grad_norm > 0:
-            return self.accelerator.clip_grad_norm_(self._parameters, self.max_grad_norm)
+            return _whole(self.accelerator.clip_grad_norm_(self._parameters, self.max_grad_norm))
         self.accelerator.unscale_gradients()  # fp16 gradients carry the loss scale until now
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients) if gradients else None
+        return _whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
     def unwrap(self, model: nn.Module) -> Any:
         """The network itself, below what distributes or compiles it."""
@@ -254,3 +255,8 @@ class Parallel:
     def close(self) -> None:
         """Leave the process group."""
         self.accelerator.end_training()
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """A norm over all ranks; that of sharded gradients is still a sum of parts."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

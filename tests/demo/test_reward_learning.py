@@ -9,12 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from finetrainers.demo.rewarded import reward_config, rewarded
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.run import run
-
 FULL = {"training_type": "full-finetune", "rank": None, "lora_alpha": None}
 WINDOW: dict[str, Any] = {}
 DANCEGRPO: dict[str, Any] = {}

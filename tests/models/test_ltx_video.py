@@ -457,6 +457,15 @@ def test_full_weights_reload_in_the_stock_class(spec, transformer, tmp_path, max
         assert torch.equal(value, weights[name]), name
 
 
+def test_the_saved_class_is_the_stock_one_however_the_network_is_sharded(spec, tmp_path):
+    """FSDP2 puts a class of its own in front of the network's."""
+    transformer = spec.load_transformer(torch.float32)
+    transformer.__class__ = type("FSDPLTXVideoTransformer3DModel", (type(transformer),), {})
+    spec.save_full(tmp_path, transformer, transformer.state_dict())
+    saved = json.loads((tmp_path / "transformer" / "config.json").read_text())
+    assert saved["_class_name"] == "LTXVideoTransformer3DModel"
+
+
 def test_conditions_join_into_batches(spec, encoders, conditions):
     joined = Conditions.cat([spec.encode_text(encoders, [p]) for p in PROMPTS])
     torch.testing.assert_close(joined["prompt_embeds"], conditions["prompt_embeds"], atol=1e-6, rtol=1e-5)

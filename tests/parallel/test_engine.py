@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.launch import launched_processes
@@ -90,6 +93,25 @@ def test_precision(
     assert parallel.accelerator.mixed_precision == expected
     computed = torch.bfloat16 if expected == "bf16" else torch.float32
     assert parallel.compute_dtype(torch.float32) == computed
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_the_norm_of_sharded_gradients_is_a_plain_number(max_grad_norm: float, make: Callable[..., Parallel]) -> None:
+    """FSDP2's gradients are shards, and so is their norm, which no other collective takes."""
+    parallel = make(max_grad_norm=max_grad_norm)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        network = nn.Linear(2, 1, bias=False)
+        fully_shard(network, mesh=init_device_mesh("cpu", (1,)))
+        parallel._parameters = list(network.parameters())
+        network(torch.tensor([[3.0, 4.0]])).sum().backward()
+        assert isinstance(parallel._parameters[0].grad, DTensor)
+        norm = parallel.clip()
+        assert norm is not None
+        assert not isinstance(norm, DTensor)
+        assert parallel.mean({"grad_norm": norm}) == {"grad_norm": pytest.approx(5.0)}
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
