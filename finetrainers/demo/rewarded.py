@@ -135,7 +135,7 @@ def reward_config(directory: Path, *, steps: int, **changes: Any) -> TrainConfig
         "batch_size": 16,
         "train_steps": steps,
         "optimizer": "adamw",
-        "lr": 2e-3,
+        "lr": 3e-3,
         "weight_decay": 0.0,
         "checkpointing_steps": max(steps // 2, 1),
         "checkpointing_limit": 2,

@@ -15,7 +15,17 @@ from torch.nn.functional import interpolate, normalize, pad
 
 from .base import Head, Reward
 from .frames import Frames, normalise, resize_as_pil, spread_indices, to_bytes
-from .weights import DTYPES, DType, build, check_path, fetch_file, load_pretrained, read_tensors, torch_device
+from .weights import (
+    DTYPES,
+    DType,
+    WeightsPath,
+    build,
+    check_path,
+    fetch_file,
+    load_pretrained,
+    read_tensors,
+    torch_device,
+)
 
 _CLIP_L = "openai/clip-vit-large-patch14"
 _CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -74,7 +84,9 @@ class _Similarity(Reward):
 class CLIPScore(_Similarity):
     """Cosine of CLIP's embeddings of frames and prompt, in [-1, 1]; about 0.2 to 0.35 for photos with their captions."""
 
-    def __init__(self, *, path: str = _CLIP_L, frames: Frames = 4, device: str = "auto", dtype: DType = "fp32") -> None:
+    def __init__(
+        self, *, path: WeightsPath = _CLIP_L, frames: Frames = 4, device: str = "auto", dtype: DType = "fp32"
+    ) -> None:
         """Args:
             path: hub id or folder of a CLIP, its tokenizer included.
             frames: how many frames are scored.
@@ -103,8 +115,8 @@ class PickScore(_Similarity):
     def __init__(
         self,
         *,
-        path: str = "yuvalkirstain/PickScore_v1",
-        tokenizer: str = _CLIP_H,
+        path: WeightsPath = "yuvalkirstain/PickScore_v1",
+        tokenizer: WeightsPath = _CLIP_H,
         frames: Frames = 1,
         device: str = "auto",
         dtype: DType = "fp32",
@@ -138,8 +150,8 @@ class HPSv2(_Similarity):
     def __init__(
         self,
         *,
-        path: str = "xswu/HPSv2",
-        clip: str = _CLIP_H,
+        path: WeightsPath = "xswu/HPSv2",
+        clip: WeightsPath = _CLIP_H,
         frames: Frames = 4,
         device: str = "auto",
         dtype: DType = "fp32",
@@ -178,8 +190,8 @@ class Aesthetic(Reward):
     def __init__(
         self,
         *,
-        path: str = "trl-lib/ddpo-aesthetic-predictor",
-        clip: str = _CLIP_L,
+        path: WeightsPath = "trl-lib/ddpo-aesthetic-predictor",
+        clip: WeightsPath = _CLIP_L,
         frames: Frames = 4,
         device: str = "auto",
         dtype: DType = "fp32",

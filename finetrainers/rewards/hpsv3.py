@@ -11,7 +11,7 @@ from .base import Reward
 from .frames import Frames, normalise, resize_as_pil, spread_indices, to_bytes
 from .videoalign_input import MERGE, PAIR, added_tokens, chat, fitting_size, patches_of, placeholder_id, tokenise
 from .videoalign_model import backbone_names, base_config, load_network
-from .weights import DTYPES, DType, fetch, fetch_file, read_tensors, torch_device
+from .weights import DTYPES, DType, WeightsPath, fetch, fetch_file, read_tensors, torch_device
 
 MARK = "<|Reward|>"
 IMAGE = "<|image_pad|>"
@@ -78,8 +78,8 @@ class HPSv3(Reward):
     def __init__(
         self,
         *,
-        path: str = "MizzenAI/HPSv3",
-        base: str = "Qwen/Qwen2-VL-7B-Instruct",
+        path: WeightsPath = "MizzenAI/HPSv3",
+        base: WeightsPath = "Qwen/Qwen2-VL-7B-Instruct",
         frames: Frames = 4,
         device: str = "auto",
         dtype: DType = "bf16",

@@ -102,7 +102,7 @@ def _arguments(cls: type[Reward], name: str, options: Mapping[str, str]) -> tupl
     from pydantic import TypeAdapter, ValidationError
 
     parameters = inspect.signature(cls).parameters
-    types = get_type_hints(cls.__init__)
+    types = get_type_hints(cls.__init__, include_extras=True)
     arguments, problems = {}, []
     for option, text in options.items():
         if option not in parameters:
@@ -112,7 +112,7 @@ def _arguments(cls: type[Reward], name: str, options: Mapping[str, str]) -> tupl
         try:
             arguments[option] = TypeAdapter(types.get(option, str)).validate_python(text)
         except ValidationError as error:
-            problems.append(f"{name}: {option}={text!r}: {error.errors()[0]['msg']}")
+            problems.append(f"{name}: {option}={text!r}: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
     for option, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and option not in options:
             problems.append(f"{name} needs {option}: --reward {name},{option}=...")

@@ -24,7 +24,7 @@ from .videoalign_input import (
     tokenise,
 )
 from .videoalign_model import backbone_names, base_config, base_weights, load_network, merge_adapter
-from .weights import DTYPES, DType, fetch, read_tensors, torch_device
+from .weights import DTYPES, DType, WeightsPath, fetch, read_tensors, torch_device
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +121,8 @@ class VideoAlign(Reward):
     def __init__(
         self,
         *,
-        path: str = "KwaiVGI/VideoReward",
-        base: str = "Qwen/Qwen2-VL-2B-Instruct",
+        path: WeightsPath = "KwaiVGI/VideoReward",
+        base: WeightsPath = "Qwen/Qwen2-VL-2B-Instruct",
         device: str = "auto",
         dtype: DType = "bf16",
     ) -> None:

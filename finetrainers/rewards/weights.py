@@ -6,9 +6,10 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -24,14 +25,19 @@ def torch_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def check_path(path: str) -> None:
-    """Insist that a path exists, or could be a hub id.
+def check_path(path: str) -> str:
+    """A path that exists, or could be a hub id.
 
     Raises:
         ValueError: it cannot be either.
     """
     if not Path(path).expanduser().exists() and not _HUB_ID.fullmatch(path):
         raise ValueError(f"{path!r} is no file or folder here, and no hub id (owner/name)")
+    return path
+
+
+#: The option of a reward that says where its weights are; checked before anything is loaded.
+WeightsPath = Annotated[str, AfterValidator(check_path)]
 
 
 def fetch(path: str, *, files: Sequence[str]) -> Path:

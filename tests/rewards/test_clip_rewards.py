@@ -397,5 +397,5 @@ def test_a_file_that_could_run_code_is_not_loaded(clip: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["clipscore", "pickscore", "hpsv2", "aesthetic"])
 def test_options_in_a_configuration(name: str) -> None:
-    assert reward_problems(RewardEntry(**parse_reward(f"{name}=0.5,path=x,frames=2,dtype=bf16,device=cpu"))) == []
+    assert reward_problems(RewardEntry(**parse_reward(f"{name}=0.5,path=some/x,frames=2,dtype=bf16,device=cpu"))) == []
     assert "did you mean 'frames'" in reward_problems(RewardEntry(**parse_reward(f"{name},frame=2")))[0]

@@ -153,4 +153,4 @@ def test_what_is_refused(published: Published, reward: HPSv3, videos: Tensor, tm
     save_file({"rm_head.weight": torch.zeros(3, 32)}, tmp_path / "HPSv3.safetensors")
     with pytest.raises(ValueError, match="Missing key"):
         HPSv3(path=str(tmp_path), base=str(published.base), device="cpu")
-    assert reward_problems(RewardEntry(**parse_reward("hpsv3=0.5,path=x,base=y,frames=2"))) == []
+    assert reward_problems(RewardEntry(**parse_reward("hpsv3=0.5,path=some/x,base=some/y,frames=2"))) == []

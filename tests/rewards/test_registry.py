@@ -167,7 +167,7 @@ def test_every_registered_name_is_a_reward(name: str) -> None:
 def test_the_names_are_as_documented() -> None:
     assert set(reward_names()) == {
         "brightness", "contrast", "colour", "sharpness", "compressibility", "incompressibility",
-        "motion", "smoothness", "steadiness",
+        "motion", "smoothness", "steadiness", "taste", "taste_shown",
         "clipscore", "pickscore", "hpsv2", "aesthetic", "hpsv3", "videoalign",
         "demo",
     }  # fmt: skip
@@ -305,3 +305,12 @@ def test_names_need_no_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("option", ["path", "base"])
+def test_weights_that_are_nowhere_are_found_before_anything_is_loaded(option: str) -> None:
+    entry = TypeAdapter(Entry).validate_python(f"videoalign.vq=1,{option}=/nowhere/weights")
+    assert reward_problems(entry) == [
+        f"videoalign.vq: {option}='/nowhere/weights': '/nowhere/weights' is no file or folder here, and no hub id (owner/name)"
+    ]
+    assert reward_problems(TypeAdapter(Entry).validate_python(f"videoalign.vq=1,{option}=somebody/weights")) == []

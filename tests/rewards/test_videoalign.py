@@ -427,5 +427,5 @@ def test_a_file_that_could_run_code_is_not_loaded(published: Published, tmp_path
 
 
 def test_options_and_heads_in_a_configuration() -> None:
-    assert reward_problems(RewardEntry(**parse_reward("videoalign.ta=0.5,path=x,base=y,dtype=bf16"))) == []
+    assert reward_problems(RewardEntry(**parse_reward("videoalign.ta=0.5,path=some/x,base=some/y,dtype=bf16"))) == []
     assert "videoalign.vq" in reward_problems(RewardEntry(**parse_reward("videoalign")))[0]
