@@ -1,8 +1,9 @@
 """Reward finetuning: how long until the same held-out score, with the default settings and with DanceGRPO's.
 
-    OMP_NUM_THREADS=2 python benchmarks/grpo.py
+    OMP_NUM_THREADS=2 python benchmarks/grpo.py             until the same score, default settings against DanceGRPO's
+    OMP_NUM_THREADS=2 python benchmarks/grpo.py --learning  what each algorithm reaches in how long, LoRA and full
 
-Both train a LoRA on the embedded model with the reward of `finetrainers demo reward`, from the same weights and prompts, with the
+In the first, both train a LoRA on the embedded model with the reward of `finetrainers demo reward`, from the same weights and prompts, with the
 same learning rate, rank and clips per prompt. They take turns, an update of one after an update of the other, within one process,
 so that a machine that slows down slows both; evaluations are not timed.
 """
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,23 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 
+#: Of the demonstration's settings, what an algorithm changes, and its learning rates.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "window": {"lr": {"LoRA": 3e-3, "full": 4e-4}},
+    "dancegrpo": {
+        "grpo_preset": "dancegrpo", "best_of_n": 8, "updates_per_rollout": 1, "reward_fps": 25, "window_size": None,
+        "window_range": None, "lr": {"LoRA": 2e-3, "full": 3e-4},
+    },
+    "nft": {
+        "rl_algorithm": "nft", "nft_timesteps": 2, "init_same_noise": False, "nft_kl": 1e-3, "kl_coef": None,
+        "window_size": None, "window_range": None, "train_steps": 20, "lr": {"LoRA": 4e-3, "full": 4e-4},
+    },
+}  # fmt: skip
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "full": {"training_type": "full-finetune", "rank": None, "lora_alpha": None},
+}
+
 
 @dataclass
 class Arm:
@@ -95,9 +114,8 @@ class Arm:
         return score
 
 
-def build(directory: Path, name: str) -> Arm:
+def build(directory: Path, name: str, options: dict[str, Any]) -> Arm:
     """An arm at its first step."""
-    options = {**_BOTH, **ARMS[name]}
     config = reward_config(directory / name, steps=10_000, **options)
     parallel = make_parallel(config)
     trainer = assemble(preflight(config), parallel)
@@ -133,7 +151,7 @@ def _watch(arm: Arm) -> None:
 
 def compare(directory: Path, *, score: float, every: int, limit_s: float) -> dict[str, Arm]:
     """Train both until both have reached the score, or for `limit_s` seconds each."""
-    arms = {name: build(directory, name) for name in ARMS}
+    arms = {name: build(directory, name, {**_BOTH, **options}) for name, options in ARMS.items()}
     running = dict(arms)
     while running:
         for name, arm in list(running.items()):
@@ -173,9 +191,28 @@ def report(arms: dict[str, Arm], *, score: float) -> None:
     print(f"outside the network: aim below {TARGET_OUTSIDE:.0%}")
 
 
+def learning(directory: Path, *, limit_s: float) -> None:
+    """Print what every algorithm makes of the demonstration's reward in `limit_s` seconds of updates."""
+    print("| algorithm | weights | updates | s | liked colour shown | shape as asked | motion as asked |")
+    print("|---|---|---|---|---|---|---|")
+    for (algorithm, settings), (weights, which) in product(ALGORITHMS.items(), WEIGHTS.items()):
+        lr = settings["lr"][weights]
+        arm = build(directory, f"{algorithm} {weights}", {**settings, **which, "lr": lr})
+        before = arm.trainer.method.evaluate(arm.trainer.transformer).record
+        while arm.trainer.step < settings.get("train_steps", 32) and arm.seconds < limit_s:
+            arm.update()
+        after = arm.trainer.method.evaluate(arm.trainer.transformer).record
+        change = " | ".join(
+            f"{before[f'eval_reward/{name}']:.0%} -> {after[f'eval_reward/{name}']:.0%}"
+            for name in ("taste_shown", "demo.shape", "demo.motion")
+        )
+        print(f"| {algorithm} | {weights} | {arm.trainer.step} | {arm.seconds:.0f} | {change} |", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learning", action="store_true", help="every algorithm, for two minutes at most")
     parser.add_argument("--score", type=float, default=0.8, help="held-out nearness to the liked colour [0.8]")
     parser.add_argument("--every", type=int, default=4, help="evaluate every so many updates [4]")
     parser.add_argument("--limit_s", type=float, default=1200.0, help="stop an arm after so many seconds [1200]")
@@ -183,6 +220,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure_logging()
     quiet_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
+        if options.learning:
+            learning(Path(directory), limit_s=120.0)
+            return
         arms = compare(Path(directory), score=options.score, every=options.every, limit_s=options.limit_s)
     report(arms, score=options.score)
 

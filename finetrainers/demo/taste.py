@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 import torch
@@ -59,20 +60,22 @@ def liked(prompt: str) -> str:
 
 
 def choice_captions(items: int, *, name: str, held_out: bool) -> list[str]:
-    """Captions that leave a choice, the liked colour first in about half of them.
+    """Different captions that leave a choice, the liked colour first in about half of them.
 
     Args:
         items: how many.
         name: of the set; other names draw other scenes.
         held_out: of combinations of the liked colour, shape and motion that the embedded model was not trained on.
     """
-    captions = []
-    for index in range(items):
+    captions: dict[str, None] = {}  # in order, and no caption twice
+    for index in count():
+        if len(captions) == items:
+            break
         like = list(CHOICES)[index % len(CHOICES)]
         scene = draw_scene(name, "choice", index, held_out=held_out, colours=(like,))
         pair = (like, CHOICES[like]) if index // len(CHOICES) % 2 else (CHOICES[like], like)
-        captions.append(caption(scene, phrasing=index, colour=" or ".join(pair)))
-    return captions
+        captions[caption(scene, phrasing=index, colour=" or ".join(pair))] = None
+    return list(captions)
 
 
 def rest_shown(reading: Reading, prompt: str) -> float:
