@@ -63,7 +63,7 @@ class GRPOSection(Section):
         None, gt=0, description="Shift of the sampler's noise levels (flow matching); default: the checkpoint's."
     )
     rollout_guidance: float | None = Field(
-        None, ge=0, description="Guidance that the network takes as an input, where it does; default: the family's."
+        None, ge=0, description="Guidance that the network takes as an input, where it does; default: its pipeline's."
     )
     rollout_cfg: float = Field(
         1.0,

@@ -53,13 +53,22 @@ def check_no_grpo(config: TrainConfig, found: Findings) -> None:
         )
 
 
-def check_grpo(config: TrainConfig, *, geometry: Geometry, is_flow: bool, world_size: int, found: Findings) -> None:
+def check_grpo(
+    config: TrainConfig,
+    *,
+    geometry: Geometry,
+    is_flow: bool,
+    takes_guidance: bool,
+    world_size: int,
+    found: Findings,
+) -> None:
     """All rules of `--method grpo`.
 
     Args:
         config: the whole run.
         geometry: of the model.
         is_flow: whether the model is a flow-matching one.
+        takes_guidance: whether its network takes guidance as an input.
         world_size: how many processes train together.
         found: gets what is wrong.
     """
@@ -78,6 +87,11 @@ def check_grpo(config: TrainConfig, *, geometry: Geometry, is_flow: bool, world_
         _check_window(config, found)
     if section.shift is not None and not is_flow:
         found.error("shift", "this model is not a flow-matching one, so shifting means nothing; remove it")
+    if section.rollout_guidance is not None and not takes_guidance:
+        found.error(
+            "rollout_guidance",
+            "this network takes no guidance as an input; remove it. Classifier-free guidance is --rollout_cfg",
+        )
     _check_length(config, found)
     _check_evaluation(config, found)
     _check_memory(config, found)

@@ -1,6 +1,7 @@
 """Rules between the options of reward finetuning: every message names the setting, shows the sum, and the way out."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -150,6 +151,11 @@ def test_rules_of_models_that_are_no_flows():
     assert "published for flow-matching models" in findings(VP, sampler="dance").warnings[0]
     assert findings(VP, sampler="ddim").warnings == []
     assert "ddim can add noise up to 1" in findings(VP, eta=1.5).errors[0].message
+
+
+def test_guidance_is_for_networks_that_take_it():
+    assert [p.where for p in findings(rollout_guidance=6.0).errors] == ["--rollout_guidance"]
+    assert findings(replace(FLOW, takes_guidance=True), rollout_guidance=6.0).errors == []
 
 
 def test_an_image_to_video_checkpoint_is_refused():

@@ -100,6 +100,18 @@ def test_every_family_trains(family: str, training_type: str, options: Callable[
     assert [entry["prompt"] for entry in manifest] == ["a red ball", "a blue cube rolls", "a cat"]
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, 6.0), (1.5, 1.5)])
+def test_clips_are_sampled_with_the_networks_guidance(
+    given: float | None, expected: float, options: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finetrainers.models.hunyuan_video import HunyuanVideoSpec
+
+    seen, predict = set(), HunyuanVideoSpec.predict
+    monkeypatch.setattr(HunyuanVideoSpec, "predict", lambda self, *a: seen.add(a[-1].guidance) or predict(self, *a))
+    train(load_config(**options("hunyuan_video", rollout_guidance=given, train_steps=1)))
+    assert seen == {expected}
+
+
 @contextmanager
 def stopping_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     from finetrainers.engine import checkpoint

@@ -105,7 +105,7 @@ def build_sampler(parts: MethodParts) -> Sampler:
         ),
         shape=(parts.network.config.out_channels, *geometry.latent_shape(*size)),  # type: ignore[union-attr]
         fps=geometry.fps,
-        guidance=section.rollout_guidance,
+        guidance=parts.spec.sampling_guidance if section.rollout_guidance is None else section.rollout_guidance,
         cfg=section.rollout_cfg,
         storage=DTYPES[section.trajectory_dtype],
     )
