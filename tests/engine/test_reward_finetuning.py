@@ -153,6 +153,43 @@ def test_resuming_changes_nothing(
     assert len(list((tmp_path / "straight" / "samples" / "step-000004").glob("*.mp4"))) == 1
 
 
+def test_where_no_clip_is_better_nothing_moves(
+    options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even by momentum, weight decay or averaging; and a run goes on from there exactly."""
+    (tmp_path / "no_cats.py").write_text(
+        "def score(videos, prompts):\n"
+        "    return videos.mean(dim=(1, 2, 3, 4)) * videos.new_tensor(['cat' not in prompt for prompt in prompts])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"reward": ["no_cats:score"], "prompts_per_step": 1, "train_steps": 4, "use_ema": True, "batch_size": 2,
+               "checkpointing_steps": 1}  # fmt: skip
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train(load_config(**options(**changes, output_dir=str(straight))))
+    found = records(straight)
+    skipped = [int(record["step"]) for record in found if record["updates_skipped"]]
+    assert len(skipped) == 1
+    assert skipped[0] not in (1, 4)  # else there is no momentum yet, or nothing that goes on
+    for record in found:
+        assert ("loss" in record) == ("grad_norm" in record) == (record["step"] not in skipped)
+        assert "reward/no_cats:score" in record
+
+    def saved(step: int, name: str) -> dict[str, torch.Tensor]:
+        return load_file(straight / "checkpoints" / f"step-{step}" / name)
+
+    for step in (2, 3, 4):
+        for name in ("pytorch_lora_weights.safetensors", "ema.safetensors"):
+            before, after = saved(step - 1, name), saved(step, name)
+            assert all(torch.equal(before[key], after[key]) for key in after) == (step in skipped)
+
+    with stopping_after(skipped[0], monkeypatch), pytest.raises(KeyboardInterrupt):
+        train(load_config(**options(**changes, output_dir=str(resumed))))
+    train(load_config(**options(**changes, output_dir=str(resumed)), resume_from_checkpoint="latest"))
+    assert curve(straight) == curve(resumed)
+    a, b = (load_file(run / "pytorch_lora_weights.safetensors") for run in (straight, resumed))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
 def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[str, Any]]) -> None:
     train(load_config(**options(checkpointing_steps=2)))
     with pytest.raises(ConfigError, match="cannot continue"):

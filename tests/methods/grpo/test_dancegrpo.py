@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
 
 import torch
 from policies import flow, make_collector, network, signed_brightness
@@ -47,10 +46,13 @@ def test_two_updates_of_one_rollout() -> None:
     sigmas = torch.cat([collector.sampler.times, torch.zeros(1)])
     assert collector.tables.num_trained == int((len(sigmas) - 2) * 0.6)
 
+    videos, decode = [], collector.source.decode
+    collector.source.decode = lambda *a: videos.append(decode(*a)) or videos[-1]  # type: ignore[method-assign, func-returns-value]
     collected = collector.collect(ours.eval(), 0)
-    videos = collector.source.decode(torch.stack(list(collected.latents)), SimpleNamespace())
     scores = (
-        signed_brightness(videos, [collector.source.text(job.prompt) for job in collected.jobs]).double().view(4, 8)
+        signed_brightness(torch.cat(videos), [collector.source.text(job.prompt) for job in collected.jobs])
+        .double()
+        .view(4, 8)
     )
     advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True, correction=0) + 1e-8)
     torch.testing.assert_close(collected.advantages.double(), advantages.flatten(), rtol=1e-4, atol=1e-4)
@@ -61,7 +63,8 @@ def test_two_updates_of_one_rollout() -> None:
 
     mine = torch.optim.AdamW(ours.parameters(), lr=LR)
     reference = torch.optim.AdamW(theirs.parameters(), lr=LR)
-    for batches in method.update_batches(collected, 0):
+    for step in method.update_steps(ours, collected, 0):
+        batches = list(step)
         for batch in batches:
             method.loss(ours, batch)[0].backward()
         mine.step()
