@@ -166,8 +166,8 @@ def _check_division(config: TrainConfig, world_size: int, found: Findings) -> No
         return
     if total % (places * updates):
         found.warnings.append(
-            f"{keeps}, which do not divide by {over} x {updates} --updates_per_rollout = {places * updates}: some updates "
-            "have fewer clips, and processes wait"
+            f"{keeps}, which do not divide by {over} x {updates} --updates_per_rollout = {places * updates}: some batches "
+            "are filled up with clips that do not count"
         )
     if total / updates < FEW_CLIPS:
         found.warnings.append(

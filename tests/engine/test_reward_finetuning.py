@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -203,6 +204,22 @@ def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]],
     assert "did you mean 'brightness'" in said
     assert "none.txt" in said
     assert "num_generations" in said
+
+
+@pytest.mark.parametrize(("limit", "stays"), [(2**28, True), (1, False)])
+def test_text_is_read_from_disk_once(
+    limit: int, stays: bool, options: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before that for its length and size; where only one row may stay in memory, again and again."""
+    from finetrainers.data.cache import TensorCache
+
+    reads: Counter[str] = Counter()
+    get = TensorCache.get
+    monkeypatch.setattr(TensorCache, "get", lambda self, key: reads.update([key]) or get(self, key))
+    monkeypatch.setattr("finetrainers.methods.grpo.source._MEMORY", limit)
+    train(load_config(**options(rollout_cfg=2.0, prompts_per_step=3)))
+    assert len(reads) == 4  # with that of the empty prompt
+    assert (max(reads.values()) <= 3) == stays
 
 
 def test_text_is_encoded_once(
