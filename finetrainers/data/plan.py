@@ -101,6 +101,8 @@ class DatasetPlan:
     fingerprint: str
 
     noun = "clip"
+    fingerprint_of = "files, captions, buckets or held-out items"
+    critical_options: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:

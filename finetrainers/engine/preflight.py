@@ -111,9 +111,9 @@ def preflight(config: TrainConfig) -> Preflight:
         except DataError as error:
             problems.append(Problem("data", str(error)))
     if resume_from is not None and plan is not None:
-        now = critical_state(config, fingerprint=plan.fingerprint, world_size=launched_processes())
+        now = critical_state(config, plan, world_size=launched_processes())
         try:
-            check_resumable(resume_from, now)
+            check_resumable(resume_from, now, data=plan.fingerprint_of)
         except ValueError as error:
             problems.append(Problem("--resume_from_checkpoint", str(error)))
     if problems or plan is None:

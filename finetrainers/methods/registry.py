@@ -18,12 +18,16 @@ class WorkPlan(Protocol):
     """What a run will work on, known before a weight is loaded: clips, or prompts.
 
     Attributes:
-        fingerprint: changes with anything that a checkpoint must not be continued without.
+        fingerprint: changes with any data that a checkpoint must not be continued without.
+        fingerprint_of: what data that is, in words.
+        critical_options: names of options that it must not be continued without either.
         warnings, notes: what the user should know, and what was decided for them.
         eval_clips: clips held out for the evaluation loss, if there are clips.
     """
 
     fingerprint: str
+    fingerprint_of: str
+    critical_options: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     eval_clips: tuple[Any, ...]

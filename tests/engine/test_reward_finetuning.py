@@ -191,10 +191,26 @@ def test_where_no_clip_is_better_nothing_moves(
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[str, Any]]) -> None:
+def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[str, Any]], prompts: Path) -> None:
     train(load_config(**options(checkpointing_steps=2)))
-    with pytest.raises(ConfigError, match="cannot continue"):
-        preflight(load_config(**options(num_generations=8, train_steps=4, resume_from_checkpoint="latest")))
+
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(ConfigError, match="cannot continue") as caught:
+            preflight(load_config(**options(train_steps=4, resume_from_checkpoint="latest", **changes)))
+        return str(caught.value)
+
+    said = refusal(num_generations=8, reward=["brightness=2", "motion=0"], rollout_size="9x64x96")
+    for difference in (
+        "num_generations: 4 then, 8 now",
+        "reward: ['brightness=1.0', 'motion=0.0'] then, ['brightness=2.0', 'motion=0.0'] now",
+        "rollout_size: '9x64x64' then, '9x64x96' now",
+    ):
+        assert difference in said
+    assert "data:" not in said
+    prompts.write_text("a red ball\n")
+    said = refusal()
+    assert "data: prompts are not those of then" in said
+    assert "then, " not in said
 
 
 def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from finetrainers.utils.files import write_text_atomic
 from .prompts import Prompt, read_prompts
 
 #: Options that decide what a rollout is: a checkpoint is not continued with others.
-_ROLLOUT = ("rl_algorithm", "prompts_per_step", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
+_ROLLOUT = ("reward", "rl_algorithm", "rollout_size", "prompts_per_step", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
             "sampler", "eta", "shift", "rollout_guidance", "rollout_cfg", "init_same_noise", "window_size",
             "window_range", "window_strategy", "window_per_prompt", "window_every", "window_stride", "timestep_fraction")  # fmt: skip
 
@@ -39,6 +38,8 @@ class PromptPlan:
     notes: tuple[str, ...] = ()
 
     noun = "prompt"
+    fingerprint_of = "prompts"
+    critical_options = _ROLLOUT
     eval_clips: tuple[Any, ...] = ()
 
     @property
@@ -77,19 +78,12 @@ def plan_prompts(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bo
         return None
     train = read_prompts(section.prompts)
     held = read_prompts(section.eval_prompts) if section.eval_prompts is not None else None
-    described = {
-        "prompts": train.fingerprint,
-        "size": section.rollout_size,
-        "rewards": [entry.model_dump() for entry in section.reward],
-        **{name: config.get(name) for name in _ROLLOUT},
-    }
-    fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return PromptPlan(
         prompts=train.prompts,
         eval_prompts=held.prompts if held else (),
         size=section.rollout_size,
         fps=section.reward_fps or geometry.fps,
-        fingerprint=fingerprint,
+        fingerprint=train.fingerprint,
         warnings=train.warnings + (held.warnings if held else ()),
         notes=train.notes + (held.notes if held else ()),
     )
