@@ -85,6 +85,12 @@ def check_grpo(
         _check_policy(config, found)
         _check_noise(section, is_flow=is_flow, found=found)
         _check_window(config, found)
+    if config.optimizer.scale_lr:
+        found.error(
+            "scale_lr",
+            "multiplies --lr by batch size x processes, and here an optimizer step has as many clips whatever these are: "
+            "--prompts_per_step x --num_generations / --updates_per_rollout; give --lr itself",
+        )
     if section.shift is not None and not is_flow:
         found.error("shift", "this model is not a flow-matching one, so shifting means nothing; remove it")
     if section.rollout_guidance is not None and not takes_guidance:

@@ -76,6 +76,7 @@ def test_a_plain_run_has_no_findings(family, options):
         ({"dataset_file": "clips.csv"}, "dataset_file", "use --prompts FILE"),
         ({"video_resolution_buckets": ["17x64x64"]}, "video_resolution_buckets", "use --rollout_size"),
         ({"image_resolution_buckets": ["64x64"]}, "image_resolution_buckets", "use --rollout_size"),
+        ({"scale_lr": True}, "scale_lr", "has as many clips whatever these are"),
         ({"validation_epochs": 1, "validation_prompts": "a"}, "validation_epochs", "use --validation_steps"),
     ],
 )  # fmt: skip
