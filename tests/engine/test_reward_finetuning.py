@@ -101,6 +101,19 @@ def test_every_family_trains(family: str, training_type: str, options: Callable[
     assert [entry["prompt"] for entry in manifest] == ["a red ball", "a blue cube rolls", "a cat"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "factor"), [({"advantage_correction": 1}, (3 / 4) ** 0.5), ({"advantage_std_floor": 1e6}, 0.0)]
+)
+def test_settings_of_the_advantage_are_used(
+    changes: dict[str, Any], factor: float, options: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    given = {"advantage_eps": 1e-8, "train_steps": 1}
+    for name, more in (("plain", {}), ("changed", changes)):
+        train(load_config(**options(**given, **more, output_dir=str(tmp_path / name))))
+    plain, changed = (records(tmp_path / name)[0]["advantage_abs"] for name in ("plain", "changed"))
+    assert changed == pytest.approx(factor * plain, rel=1e-5, abs=1e-5)
+
+
 @pytest.mark.parametrize(("given", "expected"), [(None, 6.0), (1.5, 1.5)])
 def test_clips_are_sampled_with_the_networks_guidance(
     given: float | None, expected: float, options: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,8 @@ def build_collector(parts: MethodParts, *, keep_means: bool = False, stochastic:
             mode=section.advantage,
             combination=section.reward_combination,
             eps=section.advantage_eps,
+            floor=section.advantage_std_floor,
+            correction=section.advantage_correction,
             clip=section.advantage_clip,
             best_of_n=section.best_of_n,
         ),

@@ -29,6 +29,8 @@ class Comparison:
     eps: float
     clip: float | None
     best_of_n: int | None
+    floor: float = 0.0
+    correction: int = 0
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,9 @@ class Collector:
             mode=self.comparison.mode,
             combination=self.comparison.combination,
             eps=self.comparison.eps,
+            floor=self.comparison.floor,
             clip=self.comparison.clip,
+            correction=self.comparison.correction,
         )
 
     def _select(
