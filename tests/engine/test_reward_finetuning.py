@@ -226,6 +226,28 @@ def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[s
     assert "then, " not in said
 
 
+def test_a_dry_run_tells_of_prompts_and_rollouts(
+    options: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {
+        "training_type": "full-finetune",
+        "kl_coef": 0.1,
+        "best_of_n": 2,
+        "updates_per_rollout": 2,
+        "batch_size": 2,
+    }
+    assert train(load_config(**options(**changes, dry_run=True))) is None
+    printed = capsys.readouterr().out
+    assert (
+        "2 steps of 2 clips over all processes (rollouts of 2 prompts x 4 clips, of which 2 are trained on, 2 steps"
+        in printed
+    )
+    for text in ("copies of the policy", "sampled trajectories", "beside that: the VAE", "prompts\n", "trained on"):
+        assert text in printed
+    assert "data\n" not in printed
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         preflight(load_config(**options(reward=["brightnes"], prompts=str(tmp_path / "none.txt"), num_generations=1)))

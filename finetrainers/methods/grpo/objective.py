@@ -56,7 +56,7 @@ def without_drift(log_new: Tensor, log_old: Tensor, mean: Tensor, mean_old: Tens
     exp((dlogp + bias) std).
 
     GRPO-Guard's code also divides a step's loss by its length -dt, which evens out the gradients of steps of different
-    lengths. That is left out here: with short steps it enlarges the loss a hundredfold, and weights of steps are an option
+    lengths. That is left out here: with short steps it enlarges the loss many times, and weights of steps are an option
     of their own (`windows.step_weights`).
     """
     bias = ((mean - mean_old) ** 2).flatten(1).mean(1) / (2 * std**2)

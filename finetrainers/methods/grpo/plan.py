@@ -10,6 +10,7 @@ from typing import Any
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.text import plural
 
 from .prompts import Prompt, read_prompts
 
@@ -40,6 +41,8 @@ class PromptPlan:
     noun = "prompt"
     fingerprint_of = "prompts"
     critical_options = _ROLLOUT
+    title = "prompts"
+    beside_memory = "the VAE, which decodes the clips, and rewards that are networks"
     eval_clips: tuple[Any, ...] = ()
 
     @property
@@ -52,11 +55,22 @@ class PromptPlan:
         """The first prompt."""
         return self.prompts[0].text
 
+    def step_of(self, config: TrainConfig) -> str:
+        """Clips of an optimizer step, and the rollouts that they come from."""
+        section = config.grpo
+        prompts, size, kept = section.prompts_per_step, section.num_generations, section.best_of_n
+        clips = prompts * (kept or size) / section.updates_per_rollout
+        best = f", of which {kept} are trained on" if kept else ""
+        return (
+            f"{clips:g} clips over all processes (rollouts of {plural(prompts, 'prompt')} x {size} clips{best}, "
+            f"{plural(section.updates_per_rollout, 'step')} each), {config.dataloader.batch_size} at once per process"
+        )
+
     def table(self) -> list[tuple[str, ...]]:
         """For printing: how many prompts, and the size of the clips."""
         size = "x".join(map(str, self.size))
         return [
-            ("prompts", "evaluated", "clips", "fps"),
+            ("trained on", "evaluated", "size of clips", "fps"),
             (str(self.count), str(len(self.eval_prompts)), size, f"{self.fps:g}"),
         ]
 
