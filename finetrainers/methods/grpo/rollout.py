@@ -192,9 +192,7 @@ def _by_clip(kept: list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor | None
             found[row, step] = (before[i], after[i], log_old[i], None if mean is None else mean[i])
     replays = []
     for row, steps in enumerate(trained):
-        befores, afters, log_olds, means = zip(*(found[row, int(step)] for step in steps), strict=True)
+        starts, ends, log_olds, means = zip(*(found[row, int(step)] for step in steps), strict=True)
         mean_old = None if means[0] is None else torch.stack(means)
-        replays.append(
-            Replay(steps.clone(), torch.stack(befores), torch.stack(afters), torch.stack(log_olds), mean_old)
-        )
+        replays.append(Replay(steps.clone(), torch.stack(starts), torch.stack(ends), torch.stack(log_olds), mean_old))
     return replays
