@@ -277,8 +277,8 @@ class Translation:
             else:
                 self.refuse(
                     "use_cpu_offload",
-                    "with several processes, offloading is the launcher's: leave it out, and use accelerate launch "
-                    "--config_file accelerate_configs/deepspeed_zero3_offload.yaml",
+                    "with several processes there is none in reward finetuning, for it needs DeepSpeed, which takes no steps "
+                    "of a rollout; leave it out. A LoRA, an 8-bit optimizer or --master_weight_type bf16 take less memory",
                 )
 
     def _seed(self) -> None:

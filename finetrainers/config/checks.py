@@ -28,6 +28,7 @@ class FamilyFacts:
     is_flow: bool
     num_text_encoders: int
     first_frame: str
+    takes_guidance: bool = False
 
 
 @dataclass
@@ -71,6 +72,7 @@ def check_config(
             config,
             geometry=geometry,
             is_flow=family.is_flow,
+            takes_guidance=family.takes_guidance,
             world_size=launched_processes() if world_size is None else world_size,
             found=found,
         )

@@ -63,7 +63,7 @@ class GRPOSection(Section):
         None, gt=0, description="Shift of the sampler's noise levels (flow matching); default: the checkpoint's."
     )
     rollout_guidance: float | None = Field(
-        None, ge=0, description="Guidance that the network takes as an input, where it does; default: the family's."
+        None, ge=0, description="Guidance that the network takes as an input, where it does; default: its pipeline's."
     )
     rollout_cfg: float = Field(
         1.0,
@@ -106,6 +106,12 @@ class GRPOSection(Section):
         description="A score less its prompt's mean, divided by the prompt's deviation, the rollout's, or not at all.",
     )
     advantage_eps: float = Field(1e-4, gt=0, description="Added to that deviation.")
+    advantage_std_floor: float = Field(
+        0.0, ge=0, description="Smallest deviation divided by: below it, scores differ by noise. In units of the score."
+    )
+    advantage_correction: int = Field(
+        0, ge=0, le=1, description="0: the deviation is that of these clips; 1: an estimate from them, as of a sample."
+    )
     advantage_clip: float = Field(5.0, gt=0, description="Largest advantage, up and down.")
     reward_combination: Literal["sum", "weighted", "gdpo"] = Field(
         "sum",

@@ -53,13 +53,22 @@ def check_no_grpo(config: TrainConfig, found: Findings) -> None:
         )
 
 
-def check_grpo(config: TrainConfig, *, geometry: Geometry, is_flow: bool, world_size: int, found: Findings) -> None:
+def check_grpo(
+    config: TrainConfig,
+    *,
+    geometry: Geometry,
+    is_flow: bool,
+    takes_guidance: bool,
+    world_size: int,
+    found: Findings,
+) -> None:
     """All rules of `--method grpo`.
 
     Args:
         config: the whole run.
         geometry: of the model.
         is_flow: whether the model is a flow-matching one.
+        takes_guidance: whether its network takes guidance as an input.
         world_size: how many processes train together.
         found: gets what is wrong.
     """
@@ -76,8 +85,19 @@ def check_grpo(config: TrainConfig, *, geometry: Geometry, is_flow: bool, world_
         _check_policy(config, found)
         _check_noise(section, is_flow=is_flow, found=found)
         _check_window(config, found)
+    if config.optimizer.scale_lr:
+        found.error(
+            "scale_lr",
+            "multiplies --lr by batch size x processes, and here an optimizer step has as many clips whatever these are: "
+            "--prompts_per_step x --num_generations / --updates_per_rollout; give --lr itself",
+        )
     if section.shift is not None and not is_flow:
         found.error("shift", "this model is not a flow-matching one, so shifting means nothing; remove it")
+    if section.rollout_guidance is not None and not takes_guidance:
+        found.error(
+            "rollout_guidance",
+            "this network takes no guidance as an input; remove it. Classifier-free guidance is --rollout_cfg",
+        )
     _check_length(config, found)
     _check_evaluation(config, found)
     _check_memory(config, found)
@@ -152,8 +172,8 @@ def _check_division(config: TrainConfig, world_size: int, found: Findings) -> No
         return
     if total % (places * updates):
         found.warnings.append(
-            f"{keeps}, which do not divide by {over} x {updates} --updates_per_rollout = {places * updates}: some updates "
-            "have fewer clips, and processes wait"
+            f"{keeps}, which do not divide by {over} x {updates} --updates_per_rollout = {places * updates}: some batches "
+            "are filled up with clips that do not count"
         )
     if total / updates < FEW_CLIPS:
         found.warnings.append(

@@ -101,6 +101,10 @@ class DatasetPlan:
     fingerprint: str
 
     noun = "clip"
+    fingerprint_of = "files, captions, buckets or held-out items"
+    critical_options: tuple[str, ...] = ()
+    title = "data"
+    beside_memory = ""
 
     @property
     def count(self) -> int:
@@ -126,6 +130,10 @@ class DatasetPlan:
         """Write the verdicts, one JSON object a line."""
         lines = [json.dumps(verdict.record(), ensure_ascii=False) for verdict in self.verdicts]
         write_text_atomic(path, "\n".join(lines) + "\n")
+
+    def step_of(self, config: TrainConfig) -> str:
+        """Clips of an optimizer step."""
+        return f"{config.dataloader.batch_size * config.training.gradient_accumulation_steps} clips per process"
 
     def table(self) -> list[tuple[str, str, str, str]]:
         """For printing: a row of headings, then one for each bucket, largest first."""

@@ -46,7 +46,7 @@ def _print_remarks(console: Console, checked: Preflight) -> None:
 
 
 def _print_data(console: Console, checked: Preflight) -> None:
-    table = Table(title="data", title_justify="left", box=None)
+    table = Table(title=checked.plan.title, title_justify="left", box=None)
     headings, *rows = checked.plan.table()
     for heading in headings:
         table.add_column(heading)
@@ -80,14 +80,15 @@ def dry_run_report(checked: Preflight) -> None:
     if is_real:
         for name, gib in estimate_for(config, checked.geometry, transformer, bucket=checked.plan.size).table():
             console.print(f"  {name:<28}{gib}")
+        if checked.plan.beside_memory:
+            console.print(f"  and beside that: {checked.plan.beside_memory}")
     else:
         console.print("  memory: estimated only from the model's own config")
     _print_data(console, checked)
-    batches = config.dataloader.batch_size * config.training.gradient_accumulation_steps
     steps = config.training.train_steps
     console.print(
         f"{plural(steps, 'step') if steps else plural(config.training.train_epochs, 'epoch')} of "
-        f"{batches} clips per process; output in {config.run.output_dir}"
+        f"{checked.plan.step_of(config)}; output in {config.run.output_dir}"
     )
     if checked.resume_from:
         console.print(f"continues from {checked.resume_from}")

@@ -71,7 +71,9 @@ def preflight(config: TrainConfig) -> Preflight:
     readable = not wrong_place and mismatch is None  # else its rules are those of the published checkpoints
     geometry = family.geometry_of(config.model) if readable else family.geometry
     first_frame = family.first_frame_of(config.model) if readable else "unknown"
-    facts = FamilyFacts(family.name, family.is_flow, family.num_text_encoders, first_frame)
+    facts = FamilyFacts(
+        family.name, family.is_flow, family.num_text_encoders, first_frame, family.takes_guidance(config.model)
+    )
     found = check_config(config, family=facts, geometry=geometry, prompts=prompts)
     problems += found.errors
 
@@ -109,9 +111,9 @@ def preflight(config: TrainConfig) -> Preflight:
         except DataError as error:
             problems.append(Problem("data", str(error)))
     if resume_from is not None and plan is not None:
-        now = critical_state(config, fingerprint=plan.fingerprint, world_size=launched_processes())
+        now = critical_state(config, plan, world_size=launched_processes())
         try:
-            check_resumable(resume_from, now)
+            check_resumable(resume_from, now, data=plan.fingerprint_of)
         except ValueError as error:
             problems.append(Problem("--resume_from_checkpoint", str(error)))
     if problems or plan is None:

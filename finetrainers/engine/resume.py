@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import TrainConfig, fields
+from finetrainers.methods.registry import WorkPlan
 
 #: Layout of checkpoint directories.
 FORMAT = 1
@@ -61,14 +62,20 @@ def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
     return path
 
 
-def critical_state(config: TrainConfig, *, fingerprint: str, world_size: int) -> dict[str, Any]:
+def critical_state(config: TrainConfig, plan: WorkPlan, *, world_size: int) -> dict[str, Any]:
     """What must be the same for a run to be continued."""
-    values = {name: config.get(name) for name in CRITICAL_OPTIONS}
-    return json.loads(json.dumps({**values, "data": fingerprint, "processes": world_size}))
+    written = config.model_dump(mode="json")
+    values = {name: written[fields()[name][0]][name] for name in (*CRITICAL_OPTIONS, *plan.critical_options)}
+    return {**values, "data": plan.fingerprint, "processes": world_size}
 
 
-def check_resumable(checkpoint: Path, now: dict[str, Any]) -> None:
+def check_resumable(checkpoint: Path, now: dict[str, Any], *, data: str) -> None:
     """Refuse to continue a run whose defining settings (`critical_state`) changed.
+
+    Args:
+        checkpoint: to be continued from.
+        now: the settings of this run.
+        data: what the fingerprint is of, in words.
 
     Raises:
         ValueError: with every difference; or the checkpoint is of another version.
@@ -80,7 +87,7 @@ def check_resumable(checkpoint: Path, now: dict[str, Any]) -> None:
     changed = [f"{name}: {saved.get(name)!r} then, {now[name]!r} now" for name in now if saved.get(name) != now[name]]
     if saved["data"] != now["data"]:
         changed = [difference for difference in changed if not difference.startswith("data: ")]
-        changed.append("data: files, captions, buckets or held-out items are not those of then")
+        changed.append(f"data: {data} are not those of then")
     if changed:
         raise ValueError(
             f"cannot continue from {checkpoint}: {'; '.join(changed)}. Restore these settings, or start a new run "

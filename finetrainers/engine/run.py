@@ -190,7 +190,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         lr_at=lr_schedule(config.optimizer, lr=lr, total_steps=total_steps),
         total_steps=total_steps,
         run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
-        critical=critical_state(config, fingerprint=plan.fingerprint, world_size=parallel.world_size),
+        critical=critical_state(config, plan, world_size=parallel.world_size),
         ema=make_ema(config, parallel.unwrap(transformer)),
     )
     trainer.callbacks = make_callbacks(

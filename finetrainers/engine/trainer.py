@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.methods.base import Method
+from finetrainers.methods.base import Method, Step
 from finetrainers.models.spec import ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.schedules import set_lr
@@ -77,8 +77,9 @@ class Trainer:
             callback.on_start(self)
         remaining = max(0, self.total_steps - self.step)
         busy, started = 0.0, time.perf_counter()
-        for micro_batches in islice(self.method.steps(self.step, self.transformer), remaining):
-            metrics = self.train_step(micro_batches)
+        for step in islice(self.method.steps(self.step, self.transformer), remaining):
+            metrics = self.train_step(step)
+            del step  # the method needs the room for the next one
             is_log_step = self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps
             record = self.parallel.mean(metrics) if is_log_step else {}  # waits for the device
             busy += time.perf_counter() - started  # fetching and stepping, without saving and sampling
@@ -91,8 +92,15 @@ class Trainer:
                 callback.on_step(self)
             started = time.perf_counter()
 
-    def train_step(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
-        """One optimizer step; its metrics, still on the device."""
+    def train_step(self, step: Step[Any]) -> dict[str, Tensor]:
+        """One optimizer step; its metrics, still on the device. One that is empty only counts."""
+        totals = self._learn(step) if len(step) else {}
+        self.step += 1
+        self.steps_done_here += 1
+        return {**totals, **{name: torch.tensor(value) for name, value in step.metrics.items()}}
+
+    def _learn(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
+        """Forward and backward of each micro-batch, then the optimizer and the moving average."""
         # Dropout draws from the global generator; seeding it per step makes it resumable.
         _seed_global(
             self.parallel.device, derive_seed(self.config.training.seed, "step", self.step, self.parallel.rank)
@@ -106,6 +114,7 @@ class Trainer:
                 self.parallel.backward(loss)
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
+            del batch, loss, metrics  # before the next one is made
         grad_norm = self.parallel.clip()
         if grad_norm is not None:
             totals["grad_norm"] = grad_norm
@@ -113,8 +122,6 @@ class Trainer:
         _seed_global(self.parallel.device, derive_seed(self.config.training.seed, "optimizer", self.step))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.step += 1
-        self.steps_done_here += 1
         if self.ema is not None and not getattr(self.optimizer, "step_was_skipped", False):
             self.ema.update()
         return totals

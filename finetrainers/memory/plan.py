@@ -15,6 +15,8 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.optim.table import RECIPES, resolve_name
 
+from .rollouts import rollout_memory
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -45,6 +47,7 @@ class Workload:
         accumulates: whether gradients of earlier micro-steps are present in forward.
         gradients_stay: False if each gradient leaves the GPU as soon as it is made.
         ema: whether an fp32 average of the trainable weights is kept.
+        copy_bytes, trajectory_bytes: see `RolloutMemory`.
     """
 
     frozen_bytes: float
@@ -60,6 +63,8 @@ class Workload:
     accumulates: bool = False
     gradients_stay: bool = True
     ema: bool = False
+    copy_bytes: float = 0.0
+    trajectory_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class MemoryPlan:
         casts: bf16 copies of trainable fp32 weights, which autocast keeps during forward.
         saved: activations that all blocks keep for backward.
         block: what one block needs while backward runs through it.
+        copies, trajectories: of reward finetuning, see `RolloutMemory`.
         accumulates: see `Workload`.
     """
 
@@ -86,6 +92,8 @@ class MemoryPlan:
     casts: float
     saved: float
     block: float
+    copies: float
+    trajectories: float
     accumulates: bool
 
     @property
@@ -96,7 +104,8 @@ class MemoryPlan:
         """
         forward = self.saved + self.casts
         moving = forward + self.gradients if self.accumulates else max(forward, self.gradients)
-        return self.frozen + self.trainable + self.optimizer + self.ema + self.block + moving
+        fixed = self.frozen + self.trainable + self.optimizer + self.ema + self.copies + self.trajectories
+        return fixed + self.block + moving
 
     def table(self) -> list[tuple[str, str]]:
         """Rows of what and how much, for printing; the last is the peak."""
@@ -105,6 +114,8 @@ class MemoryPlan:
             ("trainable weights", self.trainable),
             ("optimizer state", self.optimizer),
             ("moving average", self.ema),
+            ("copies of the policy", self.copies),
+            ("sampled trajectories", self.trajectories),
             ("gradients", self.gradients),
             ("autocast copies", self.casts),
             ("activations kept", self.saved),
@@ -136,6 +147,8 @@ def estimate(workload: Workload) -> MemoryPlan:
         casts=workload.num_trainable * _ACTIVATION_BYTES / GIB if needs_cast else 0.0,
         saved=per_block * workload.num_blocks * unit / GIB,
         block=in_backward * unit / GIB,
+        copies=workload.copy_bytes / GIB,
+        trajectories=workload.trajectory_bytes / GIB,
         accumulates=workload.accumulates,
     )
 
@@ -159,21 +172,34 @@ def estimate_for(
     if rounds and name == "adamw":
         state_bytes /= 2  # its moments have the weights' dtype
     offloads = options.use_cpu_offload_optimizer
+    num_trainable = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    trainable_bytes = 2 if rounds else 4
+    rollout = None
+    if training.method == "grpo":
+        rollout = rollout_memory(
+            config,
+            (transformer.config.out_channels, *geometry.latent_shape(*bucket)),  # type: ignore[arg-type, union-attr]
+            num_parameters=sum(p.numel() for p in transformer.parameters()),
+            num_trainable=num_trainable,
+            trainable_bytes=trainable_bytes,
+        )
     return estimate(
         Workload(
             frozen_bytes=_frozen_bytes(config, transformer),
-            num_trainable=sum(p.numel() for p in transformer.parameters() if p.requires_grad),
+            num_trainable=num_trainable,
             num_blocks=_num_blocks(transformer),
             hidden=_hidden(transformer),
             num_tokens=geometry.num_tokens(*bucket),
-            batch_size=config.dataloader.batch_size,
-            trainable_bytes=2 if rounds else 4,
+            batch_size=rollout.batch_size if rollout else config.dataloader.batch_size,
+            trainable_bytes=trainable_bytes,
             optimizer_bytes=0 if offloads or RECIPES[name].on_host else state_bytes,
             gradient_checkpointing=training.gradient_checkpointing,
             saved_units=SAVED_UNITS_LORA if is_lora else SAVED_UNITS_FULL,
-            accumulates=training.gradient_accumulation_steps > 1,
+            accumulates=rollout.accumulates if rollout else training.gradient_accumulation_steps > 1,
             gradients_stay=not options.offload_gradients,
             ema=training.use_ema,
+            copy_bytes=rollout.copies if rollout else 0.0,
+            trajectory_bytes=rollout.trajectories if rollout else 0.0,
         )
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.process import Process
 from finetrainers.models.spec import ModelSpec, VAEStats
+
+T = TypeVar("T")
 
 #: Named scalars of one micro-batch, on the device until they are logged; they add up over a step's micro-batches.
 Metrics = Mapping[str, Tensor]
@@ -56,6 +58,44 @@ class Evaluation:
     clips: Sequence[tuple[int, str, Tensor]]
 
 
+class Step(Sequence[T]):
+    """The micro-batches of one optimizer step, each made when it is reached, so that one at a time need be in memory.
+
+    Without any, the step changes nothing: neither weights nor their average.
+
+    Attributes:
+        metrics: numbers of the step besides those of its losses; may change until its micro-batches are done.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Any],
+        make: Callable[[Any], T] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Args:
+        items: of what each micro-batch is made.
+        make: makes it; default: the items are micro-batches.
+        metrics: see the class.
+        """
+        self._items = items
+        self._make = make
+        self.metrics = dict(metrics or {})
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: Any) -> Any:
+        item = self._items[index]
+        if self._make is None:
+            return item
+        return [self._make(one) for one in item] if isinstance(index, slice) else self._make(item)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items) if self._make is None else map(self._make, self._items)
+
+
 class Method(Protocol):
     """One training algorithm. The trainer asks for the micro-batches of a step and for the loss of each."""
 
@@ -64,10 +104,10 @@ class Method(Protocol):
         """The method of a run."""
         ...
 
-    def steps(self, start: int, transformer: nn.Module) -> Iterator[Sequence[Any]]:
-        """The micro-batches of optimizer steps `start`, `start + 1`, ... of this rank, without end.
+    def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Any]]:
+        """Optimizer steps `start`, `start + 1`, ... of this rank, without end.
 
-        Every rank gives equally many in a step. A method may call the (wrapped) network to make them.
+        Every rank has equally many micro-batches in a step. A method may call the (wrapped) network to make them.
         """
         ...
 

@@ -18,12 +18,20 @@ class WorkPlan(Protocol):
     """What a run will work on, known before a weight is loaded: clips, or prompts.
 
     Attributes:
-        fingerprint: changes with anything that a checkpoint must not be continued without.
+        fingerprint: changes with any data that a checkpoint must not be continued without.
+        fingerprint_of: what data that is, in words.
+        critical_options: names of options that it must not be continued without either.
         warnings, notes: what the user should know, and what was decided for them.
+        title: of its table.
+        beside_memory: what takes memory that the estimate does not know, in words.
         eval_clips: clips held out for the evaluation loss, if there are clips.
     """
 
     fingerprint: str
+    fingerprint_of: str
+    critical_options: tuple[str, ...]
+    title: str
+    beside_memory: str
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     eval_clips: tuple[Any, ...]
@@ -51,6 +59,10 @@ class WorkPlan(Protocol):
     @property
     def fps(self) -> float:
         """Frame rate of the example; 0 if it is the model's own."""
+        ...
+
+    def step_of(self, config: TrainConfig) -> str:
+        """What an optimizer step works on, in words."""
         ...
 
     def table(self) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ different noise, and resuming needs nothing but the step number.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.models.spec import Batch, ModelSpec, VAEStats
 from finetrainers.utils.seeding import derive_seed, generator
 
-from .base import MethodParts, Metrics, standard_normal
+from .base import MethodParts, Metrics, Step, standard_normal
 
 
 class SFT:
@@ -69,8 +69,8 @@ class SFT:
             batches=parts.source,
         )
 
-    def steps(self, start: int, transformer: nn.Module) -> Iterator[Sequence[Batch]]:
-        return self.batches.steps(start)
+    def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Batch]]:
+        return map(Step, self.batches.steps(start))
 
     def loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         per_sample, t = self._per_sample(transformer, batch, purpose="train", quantile=None)

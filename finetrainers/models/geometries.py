@@ -1,4 +1,4 @@
-"""Size rules of each family, read from a checkpoint's config files. No torch: wrong sizes are refused at once."""
+"""Size rules of each family and the like, read from a checkpoint's config files. No torch: wrong sizes are refused at once."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def hunyuan_video(vae: Json, transformer: Json) -> Geometry:
         fps=24.0,
         pixels=16,
     )
+
+
+def hunyuan_video_takes_guidance(transformer: Json) -> bool:
+    """Guidance-distilled checkpoints have an embedding for it."""
+    return bool(transformer.get("guidance_embeds", False))
 
 
 def cogvideox(vae: Json, transformer: Json) -> Geometry:

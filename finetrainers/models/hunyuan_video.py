@@ -41,6 +41,7 @@ class HunyuanVideoSpec(ModelSpec):
     name = "hunyuan_video"
     pipeline_class = "HunyuanVideoPipeline"
     blocks = ("transformer_blocks", "single_transformer_blocks")
+    sampling_guidance = 6.0  # the default of the pipeline's `guidance_scale`
 
     # ---- loading -----------------------------------------------------------------------------------------------
 

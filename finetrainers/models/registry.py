@@ -39,6 +39,8 @@ class Family:
         num_text_encoders: how many text encoders it has.
         first_frame: see `ModelSpec.first_frame`.
         read_first_frame: the same from a checkpoint's `transformer/config.json`, where checkpoints differ.
+        read_takes_guidance: whether the network takes guidance as an input, from a checkpoint's
+            `transformer/config.json`; None: none of the family's does.
         tiny: `module:function` that builds a complete tiny random repository, or None.
     """
 
@@ -51,6 +53,7 @@ class Family:
     num_text_encoders: int
     first_frame: str = "none"
     read_first_frame: Callable[[Json], str] | None = None
+    read_takes_guidance: Callable[[Json], bool] | None = None
     tiny: str | None = None
 
     def load(self, config: ModelSection) -> ModelSpec:
@@ -82,6 +85,13 @@ class Family:
             return self.first_frame
         transformer = _component_config(config, "transformer", config.transformer_id)
         return "unknown" if transformer is None else self.read_first_frame(transformer)
+
+    def takes_guidance(self, config: ModelSection) -> bool:
+        """Whether the configured checkpoint's network takes guidance as an input; yes, where its config is not on disk."""
+        if self.read_takes_guidance is None:
+            return False
+        transformer = _component_config(config, "transformer", config.transformer_id)
+        return transformer is None or self.read_takes_guidance(transformer)
 
     def fetch_configs(self, config: ModelSection) -> bool:
         """Bring a hub model's configs onto this disk, and say whether any is new; loading will say why one is not."""
@@ -176,6 +186,7 @@ register_model(Family(
     geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24.0, pixels=16),
     transformer="HunyuanVideoTransformer3DModel",
     read_geometry=geometries.hunyuan_video, is_flow=True, num_text_encoders=2,
+    read_takes_guidance=geometries.hunyuan_video_takes_guidance,
     tiny="finetrainers.models.tiny:build_hunyuan_video",
 ))  # fmt: skip
 register_model(Family(

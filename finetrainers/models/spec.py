@@ -164,6 +164,8 @@ class ModelSpec(ABC):
     first_frame: str = "none"  # "none" | "tokens" | "channels"
     #: Probability with which training conditions on the first frame when the user does not say.
     first_frame_default_p: float = 0.0
+    #: Scale that clips are sampled with by default, for networks that take guidance as an input; None: they do not.
+    sampling_guidance: float | None = None
     #: Name of the diffusers pipeline that users load the results with.
     pipeline_class: str = "DiffusionPipeline"
 

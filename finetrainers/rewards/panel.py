@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,14 +74,10 @@ class Scores:
     Attributes:
         heads: by label, in the order of the entries; those not due in this rollout are absent.
         failed: clips of which a reward with a weight has no score, `[B]`; all False unless failures are masked.
-        masked: by label, how many clips have no score.
-        seconds: by reward, how long scoring took.
     """
 
     heads: Mapping[str, HeadScores]
     failed: Tensor
-    masked: Mapping[str, int]
-    seconds: Mapping[str, float]
 
 
 class RewardPanel:
@@ -151,26 +146,17 @@ class RewardPanel:
         clips = _checked_clips(videos, prompts, fps, first_clip)
         due = self.due(rollout)
         heads: dict[str, HeadScores] = {}
-        seconds: dict[str, float] = {}
         failed = torch.zeros(len(clips), dtype=torch.bool)
         for scorer in self._scorers:
             wanted = [label for label in scorer.columns if label in due]
             if not wanted:
                 continue
             call = _Call(scorer, wanted, clips, prompts, fps, rollout, first_clip, self.on_error, self.failures)
-            begun = time.perf_counter()
-            table = call.scores()
-            seconds[scorer.label] = time.perf_counter() - begun
-            for label, raw in zip(wanted, table, strict=True):
+            for label, raw in zip(wanted, call.scores(), strict=True):
                 heads[label] = HeadScores(raw, scorer.columns[label].scale.normalise(raw))
                 if self._entries[label].weight:
                     failed |= raw.isnan()
-        return Scores(
-            heads={label: heads[label] for label in due},
-            failed=failed,
-            masked={label: int(heads[label].raw.isnan().sum()) for label in due},
-            seconds=seconds,
-        )
+        return Scores(heads={label: heads[label] for label in due}, failed=failed)
 
 
 # ---- scorers -------------------------------------------------------------------------------------------------------

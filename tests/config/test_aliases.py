@@ -213,7 +213,7 @@ def test_memory_options(monkeypatch):
     assert load(master_weight_type="fp32").training.master_weights == "fp32"
     monkeypatch.setenv("WORLD_SIZE", "6")
     [problem] = problems(use_cpu_offload=True)
-    assert "offloading is the launcher's" in problem
+    assert "there is none in reward finetuning" in problem
 
 
 def test_the_rewards_lie_where_dancegrpo_has_them(tmp_path):

@@ -1,6 +1,7 @@
 """Rules between the options of reward finetuning: every message names the setting, shows the sum, and the way out."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,7 @@ def test_a_plain_run_has_no_findings(family, options):
         ({"dataset_file": "clips.csv"}, "dataset_file", "use --prompts FILE"),
         ({"video_resolution_buckets": ["17x64x64"]}, "video_resolution_buckets", "use --rollout_size"),
         ({"image_resolution_buckets": ["64x64"]}, "image_resolution_buckets", "use --rollout_size"),
+        ({"scale_lr": True}, "scale_lr", "has as many clips whatever these are"),
         ({"validation_epochs": 1, "validation_prompts": "a"}, "validation_epochs", "use --validation_steps"),
     ],
 )  # fmt: skip
@@ -150,6 +152,11 @@ def test_rules_of_models_that_are_no_flows():
     assert "published for flow-matching models" in findings(VP, sampler="dance").warnings[0]
     assert findings(VP, sampler="ddim").warnings == []
     assert "ddim can add noise up to 1" in findings(VP, eta=1.5).errors[0].message
+
+
+def test_guidance_is_for_networks_that_take_it():
+    assert [p.where for p in findings(rollout_guidance=6.0).errors] == ["--rollout_guidance"]
+    assert findings(replace(FLOW, takes_guidance=True), rollout_guidance=6.0).errors == []
 
 
 def test_an_image_to_video_checkpoint_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +101,31 @@ def test_every_family_trains(family: str, training_type: str, options: Callable[
     assert [entry["prompt"] for entry in manifest] == ["a red ball", "a blue cube rolls", "a cat"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "factor"), [({"advantage_correction": 1}, (3 / 4) ** 0.5), ({"advantage_std_floor": 1e6}, 0.0)]
+)
+def test_settings_of_the_advantage_are_used(
+    changes: dict[str, Any], factor: float, options: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    given = {"advantage_eps": 1e-8, "train_steps": 1}
+    for name, more in (("plain", {}), ("changed", changes)):
+        train(load_config(**options(**given, **more, output_dir=str(tmp_path / name))))
+    plain, changed = (records(tmp_path / name)[0]["advantage_abs"] for name in ("plain", "changed"))
+    assert changed == pytest.approx(factor * plain, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 6.0), (1.5, 1.5)])
+def test_clips_are_sampled_with_the_networks_guidance(
+    given: float | None, expected: float, options: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finetrainers.models.hunyuan_video import HunyuanVideoSpec
+
+    seen, predict = set(), HunyuanVideoSpec.predict
+    monkeypatch.setattr(HunyuanVideoSpec, "predict", lambda self, *a: seen.add(a[-1].guidance) or predict(self, *a))
+    train(load_config(**options("hunyuan_video", rollout_guidance=given, train_steps=1)))
+    assert seen == {expected}
+
+
 @contextmanager
 def stopping_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     from finetrainers.engine import checkpoint
@@ -141,10 +167,85 @@ def test_resuming_changes_nothing(
     assert len(list((tmp_path / "straight" / "samples" / "step-000004").glob("*.mp4"))) == 1
 
 
-def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[str, Any]]) -> None:
+def test_where_no_clip_is_better_nothing_moves(
+    options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even by momentum, weight decay or averaging; and a run goes on from there exactly."""
+    (tmp_path / "no_cats.py").write_text(
+        "def score(videos, prompts):\n"
+        "    return videos.mean(dim=(1, 2, 3, 4)) * videos.new_tensor(['cat' not in prompt for prompt in prompts])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"reward": ["no_cats:score"], "prompts_per_step": 1, "train_steps": 4, "use_ema": True, "batch_size": 2,
+               "checkpointing_steps": 1}  # fmt: skip
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train(load_config(**options(**changes, output_dir=str(straight))))
+    found = records(straight)
+    skipped = [int(record["step"]) for record in found if record["updates_skipped"]]
+    assert len(skipped) == 1
+    assert skipped[0] not in (1, 4)  # else there is no momentum yet, or nothing that goes on
+    for record in found:
+        assert ("loss" in record) == ("grad_norm" in record) == (record["step"] not in skipped)
+        assert "reward/no_cats:score" in record
+
+    def saved(step: int, name: str) -> dict[str, torch.Tensor]:
+        return load_file(straight / "checkpoints" / f"step-{step}" / name)
+
+    for step in (2, 3, 4):
+        for name in ("pytorch_lora_weights.safetensors", "ema.safetensors"):
+            before, after = saved(step - 1, name), saved(step, name)
+            assert all(torch.equal(before[key], after[key]) for key in after) == (step in skipped)
+
+    with stopping_after(skipped[0], monkeypatch), pytest.raises(KeyboardInterrupt):
+        train(load_config(**options(**changes, output_dir=str(resumed))))
+    train(load_config(**options(**changes, output_dir=str(resumed)), resume_from_checkpoint="latest"))
+    assert curve(straight) == curve(resumed)
+    a, b = (load_file(run / "pytorch_lora_weights.safetensors") for run in (straight, resumed))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[str, Any]], prompts: Path) -> None:
     train(load_config(**options(checkpointing_steps=2)))
-    with pytest.raises(ConfigError, match="cannot continue"):
-        preflight(load_config(**options(num_generations=8, train_steps=4, resume_from_checkpoint="latest")))
+
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(ConfigError, match="cannot continue") as caught:
+            preflight(load_config(**options(train_steps=4, resume_from_checkpoint="latest", **changes)))
+        return str(caught.value)
+
+    said = refusal(num_generations=8, reward=["brightness=2", "motion=0"], rollout_size="9x64x96")
+    for difference in (
+        "num_generations: 4 then, 8 now",
+        "reward: ['brightness=1.0', 'motion=0.0'] then, ['brightness=2.0', 'motion=0.0'] now",
+        "rollout_size: '9x64x64' then, '9x64x96' now",
+    ):
+        assert difference in said
+    assert "data:" not in said
+    prompts.write_text("a red ball\n")
+    said = refusal()
+    assert "data: prompts are not those of then" in said
+    assert "then, " not in said
+
+
+def test_a_dry_run_tells_of_prompts_and_rollouts(
+    options: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {
+        "training_type": "full-finetune",
+        "kl_coef": 0.1,
+        "best_of_n": 2,
+        "updates_per_rollout": 2,
+        "batch_size": 2,
+    }
+    assert train(load_config(**options(**changes, dry_run=True))) is None
+    printed = capsys.readouterr().out
+    assert (
+        "2 steps of 2 clips over all processes (rollouts of 2 prompts x 4 clips, of which 2 are trained on, 2 steps"
+        in printed
+    )
+    for text in ("copies of the policy", "sampled trajectories", "beside that: the VAE", "prompts\n", "trained on"):
+        assert text in printed
+    assert "data\n" not in printed
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -154,6 +255,22 @@ def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]],
     assert "did you mean 'brightness'" in said
     assert "none.txt" in said
     assert "num_generations" in said
+
+
+@pytest.mark.parametrize(("limit", "stays"), [(2**28, True), (1, False)])
+def test_text_is_read_from_disk_once(
+    limit: int, stays: bool, options: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before that for its length and size; where only one row may stay in memory, again and again."""
+    from finetrainers.data.cache import TensorCache
+
+    reads: Counter[str] = Counter()
+    get = TensorCache.get
+    monkeypatch.setattr(TensorCache, "get", lambda self, key: reads.update([key]) or get(self, key))
+    monkeypatch.setattr("finetrainers.methods.grpo.source._MEMORY", limit)
+    train(load_config(**options(rollout_cfg=2.0, prompts_per_step=3)))
+    assert len(reads) == 4  # with that of the empty prompt
+    assert (max(reads.values()) <= 3) == stays
 
 
 def test_text_is_encoded_once(

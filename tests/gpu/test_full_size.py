@@ -30,6 +30,7 @@ from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.trainable import attach, trainable_parameters
 from finetrainers.engine.trainer import Trainer
 from finetrainers.memory.plan import GIB, estimate_for
+from finetrainers.methods.base import Step
 from finetrainers.methods.sft import SFT
 from finetrainers.models import common
 from finetrainers.models.registry import get_family
@@ -232,7 +233,7 @@ def train_random(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(_STEPS):
-        metrics = parallel.mean(trainer.train_step([batch]))
+        metrics = parallel.mean(trainer.train_step(Step([batch])))
         assert math.isfinite(metrics["loss"])
         assert 0 < metrics["grad_norm"] < math.inf
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+
+import diffusers
 import pytest
 import torch
 from diffusers import DiffusionPipeline
@@ -96,6 +99,26 @@ def test_what_a_checkpoint_is_comes_from_its_own_config(tiny_repo):
     assert family.first_frame_of(at("someone/not-on-this-disk")) == "unknown"
     assert family.fetch_configs(at("someone/not-on-this-disk")) is False
     assert family.geometry_of(at("someone/not-on-this-disk")) == family.geometry
+
+
+def test_which_networks_take_guidance(tiny_repo):
+    def takes_guidance(name, path):
+        return get_family(name).takes_guidance(ModelSection(model_name=name, pretrained_model_name_or_path=str(path)))
+
+    assert takes_guidance("hunyuan_video", tiny_repo("hunyuan_video"))
+    assert takes_guidance("hunyuan_video", "someone/not-on-this-disk")
+    assert not get_family("hunyuan_video").read_takes_guidance({"guidance_embeds": False})
+    assert not takes_guidance("ltx_video", tiny_repo("ltx_video"))
+    assert not takes_guidance("cogvideox", "someone/not-on-this-disk")
+
+
+@pytest.mark.parametrize("name", ["ltx_video", "hunyuan_video", "cogvideox"])
+def test_clips_are_sampled_with_the_pipelines_guidance(name, tiny_repo):
+    """The default of the pipeline, where that is an input of the network and not a second call of it."""
+    family, config = get_family(name), ModelSection(model_name=name, pretrained_model_name_or_path=str(tiny_repo(name)))
+    pipeline = getattr(diffusers, family.load(config).pipeline_class)
+    default = inspect.signature(pipeline.__call__).parameters["guidance_scale"].default
+    assert family.load(config).sampling_guidance == (default if family.takes_guidance(config) else None)
 
 
 @pytest.mark.parametrize(("name", "multiple"), [("ltx_video", 32), ("hunyuan_video", 16)])

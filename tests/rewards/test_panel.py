@@ -106,7 +106,6 @@ def test_scores_are_those_of_the_rewards() -> None:
         assert torch.equal(found.heads[name].raw, alone)
         assert torch.equal(found.heads[name].normalised, alone), "these have no scale of their own"
     assert not found.failed.any()
-    assert found.masked == {"brightness": 0, "colour": 0, "motion": 0}
 
 
 def test_a_reward_is_made_and_asked_once_for_all_its_heads() -> None:
@@ -117,7 +116,6 @@ def test_a_reward_is_made_and_asked_once_for_all_its_heads() -> None:
     found = both.score(clips(), words(), fps=8.0)
     assert CALLS == [("two", 4), ("two", 2), ("other", 4), ("other", 2)]
     assert list(found.heads) == ["two.range", "brightness", "two.mean", "two.mean,name=other"]
-    assert set(found.seconds) == {"two", "brightness", "two,name=other"}
     assert torch.equal(found.heads["two.mean"].raw, clips().mean((1, 2, 3, 4)).double())
     assert found.heads["two.range"].raw.min() > 0.9
 
@@ -155,19 +153,13 @@ def test_rewards_are_scored_only_when_due() -> None:
         # The range of clip 0 is no number, which nobody learns while it is not asked for.
         prompts = words(2, c0="nan") if rollout % 3 else words(2)
         found = made.score(clips(2), prompts, fps=8.0, rollout=rollout)
-        assert list(found.heads) == made.due(rollout) == list(found.masked)
-        assert ("two" in found.seconds) == bool(CALLS)
+        assert list(found.heads) == made.due(rollout)
+        assert bool(CALLS) == any(label.startswith("two") for label in found.heads)
         asked.append(sorted(found.heads))
     wanted = [
         ["brightness", *(["two.mean"] if r % 2 == 0 else []), *(["two.range"] if r % 3 == 0 else [])] for r in range(7)
     ]
     assert asked == wanted
-
-
-def test_time_is_taken_per_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 11.5, 20.0, 24.0])
-    monkeypatch.setattr("finetrainers.rewards.panel.time.perf_counter", lambda: next(times))
-    assert panel("brightness", "two.mean").score(clips(), words(), fps=8.0).seconds == {"brightness": 1.5, "two": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -321,7 +313,6 @@ def test_masked_failures_are_counted_and_warned_of(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         found = made.score(clips(8), prompts, fps=8.0, rollout=2, first_clip=8)
     whole = made.score(clips(8), words(8), fps=8.0)
-    assert found.masked == {"two.mean": 2, "two.range": 4, "brightness": 0}
     for label, lost in (("two.mean", [1, 7]), ("two.range", [1, 4, 6, 7]), ("brightness", [])):
         for scores, intact in zip(vars(found.heads[label]).values(), vars(whole.heads[label]).values(), strict=True):
             assert scores.isnan().nonzero().flatten().tolist() == lost
@@ -335,7 +326,7 @@ def test_masked_failures_are_counted_and_warned_of(caplog: pytest.LogCaptureFixt
 
 def test_masked_clips_of_a_reward_without_weight_have_not_failed() -> None:
     found = panel("two.mean", "two.range=0", on_error="mask").score(clips(), words(c4="nan"), fps=8.0)
-    assert found.masked == {"two.mean": 0, "two.range": 1}
+    assert [int(head.raw.isnan().sum()) for head in found.heads.values()] == [0, 1]
     assert not found.failed.any()
 
 

@@ -78,11 +78,12 @@ class ProgressLine(Callback):
     def on_log(self, trainer: Trainer, record: Record) -> None:
         if not self.enabled:
             return
-        if "loss" not in record:
+        if "step_s" not in record:
             values = "  ".join(f"{k} {v:.4g}" for k, v in record.items() if k != "step")
             self._print(f"step {trainer.step}: {values}")
             return
-        self.recent.append(record["loss"])
+        if "loss" in record:
+            self.recent.append(record["loss"])
         line = self._line(record)
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=trainer.step, line=line)
@@ -94,11 +95,11 @@ class ProgressLine(Callback):
             self._print(f"step {trainer.step}/{trainer.total_steps}  {line}  left {_duration(left)}")
 
     def _line(self, record: Record) -> str:
+        loss = "nothing to learn"  # a step without micro-batches
+        if "loss" in record:
+            loss = f"loss {record['loss']:.4f} (avg {sum(self.recent) / len(self.recent):.4f})"
         norm = f"  grad {record['grad_norm']:.3g}" if "grad_norm" in record else ""
-        return (
-            f"loss {record['loss']:.4f} (avg {sum(self.recent) / len(self.recent):.4f})  lr {record['lr']:.2e}{norm}  "
-            f"{record['step_s']:.3g} s/step  mem {memory_gib():.1f} GiB"
-        )
+        return f"{loss}  lr {record['lr']:.2e}{norm}  {record['step_s']:.3g} s/step  mem {memory_gib():.1f} GiB"
 
     def _print(self, text: str) -> None:
         (self.progress.console if self.progress else self.console).print(text, highlight=False)

@@ -9,7 +9,7 @@ the order in which ranks deliver their clips. With r a score, i a clip of the gr
 
 std_R is taken around the mean of the whole rollout, so that it includes how prompts differ, as in the reference. The
 standard deviation of a group is that of a population (numpy's, as Flow-GRPO; the group's advantages then have deviation
-1) or, with `correction=1`, the sample estimate (torch's, as DanceGRPO).
+1) or, with `correction=1`, the sample estimate (torch's, as DanceGRPO and MixGRPO).
 
 Several rewards k with weights w_k are combined in one of three ways:
 
@@ -44,14 +44,12 @@ class Advantages:
 
     Attributes:
         values: float64, shaped like the scores; exactly 0 for failed clips and for groups that teach nothing.
-        groups: id of every group, ascending, `[K]`; the place in the list of prompts if none were given.
-        group_std: by reward, the population standard deviation within every group, `[K]`; NaN where no clip has a score.
-        constant: ids of the groups in which every advantage is exactly 0: no update comes from them.
+        group_std: by reward, the population standard deviation within every group, `[P]`; NaN where no clip has a score.
+        constant: the groups in which every advantage is exactly 0: no update comes from them.
         failed: how many clips took no part.
     """
 
     values: Tensor
-    groups: Tensor
     group_std: Mapping[str, Tensor]
     constant: tuple[int, ...]
     failed: int
@@ -59,14 +57,13 @@ class Advantages:
     @property
     def constant_share(self) -> float:
         """Share of groups that teach nothing; near 1 means that the reward cannot tell clips apart."""
-        return len(self.constant) / len(self.groups)
+        return len(self.constant) / len(self.values)
 
 
 def compute_advantages(
     scores: Mapping[str, Tensor],
     *,
     weights: Mapping[str, float],
-    groups: Tensor | None = None,
     failed: Tensor | None = None,
     mode: Mode = "group_std",
     combination: Combination = "sum",
@@ -78,10 +75,9 @@ def compute_advantages(
     """Advantages of all clips of a rollout, over all ranks.
 
     Args:
-        scores: by reward, `[P, G]` (prompts, generations), or `[N]` in any order together with `groups`. On a common
-            scale, if weights are to mean something in `weighted`.
+        scores: by reward, `[P, G]` (prompts, generations). On a common scale, if weights are to mean something in
+            `weighted`.
         weights: by reward; a reward of weight 0 takes no part, and its scores are only looked at for `group_std`.
-        groups: `[N]`, which group each clip belongs to: any integers, such as the prompt's place in the rollout.
         failed: clips without a score, shaped like the scores, boolean. They have no share in any mean or deviation.
         mode: what a group's scores are divided by.
         combination: how several rewards become one advantage.
@@ -105,7 +101,7 @@ def compute_advantages(
             f"correction={correction} 0 or 1"
         )
     shape = next(iter(scores.values())).shape
-    ids, members = _members(shape, groups, failed)
+    members = _members(shape, failed)
     table = {name: _values(name, tensor, shape, members) for name, tensor in scores.items()}
     for name, values in table.items():
         if name not in weights:
@@ -130,15 +126,14 @@ def compute_advantages(
     spreads = {name: [_spread(values, group) for group in members] for name, values in table.items()}
     return Advantages(
         values=torch.tensor(result, dtype=torch.float64).view(shape),
-        groups=torch.tensor(ids),
         group_std={name: torch.tensor(found, dtype=torch.float64) for name, found in spreads.items()},
-        constant=tuple(key for key, group in zip(ids, members, strict=True) if not any(result[i] for i in group)),
+        constant=tuple(prompt for prompt, group in enumerate(members) if not any(result[i] for i in group)),
         failed=shape.numel() - sum(map(len, members)),
     )
 
 
-def best_of_n(advantages: Tensor, n: int, *, groups: Tensor | None = None, failed: Tensor | None = None) -> Tensor:
-    """Indices of the n/2 best and the n/2 worst clips of every group, `[K, n]`, ascending in each row.
+def best_of_n(advantages: Tensor, n: int, *, failed: Tensor | None = None) -> Tensor:
+    """Indices of the n/2 best and the n/2 worst clips of every group, `[P, n]`, ascending in each row.
 
     DanceGRPO's best-of-n takes them from all clips of a rank, whatever their prompt; here no group loses its share. The
     advantages stay those that the whole group gave: they are not computed anew from those kept.
@@ -147,18 +142,16 @@ def best_of_n(advantages: Tensor, n: int, *, groups: Tensor | None = None, faile
     fewer than n others, to keep the count the same for every group: they have advantage 0 and change nothing.
 
     Args:
-        advantages: `[P, G]`, or `[N]` together with `groups`; the indices are those of the flattened tensor.
+        advantages: `[P, G]`; the indices are those of the flattened tensor.
         n: clips kept of every group, even.
-        groups: as in `compute_advantages`; the rows are in ascending order of the ids.
         failed: as in `compute_advantages`.
 
     Raises:
         ValueError: n is odd, below 2, or more than a group has.
     """
-    _, members = _members(advantages.shape, groups, None)
-    smallest = min(map(len, members))
-    if n < 2 or n % 2 or n > smallest:
-        raise ValueError(f"best of {n}: must be even, at least 2 and at most the {smallest} clips of a group")
+    members, size = _members(advantages.shape, None), advantages.shape[1]
+    if n < 2 or n % 2 or n > size:
+        raise ValueError(f"best of {n}: must be even, at least 2 and at most the {size} clips of a group")
     values = advantages.double().flatten().tolist()
     lost = [False] * len(values) if failed is None else failed.flatten().tolist()
     rows = []
@@ -226,26 +219,17 @@ def _clip(values: Sequence[float], limit: float | None) -> list[float]:
 # ---- what was given ------------------------------------------------------------------------------------------------
 
 
-def _members(shape: torch.Size, groups: Tensor | None, failed: Tensor | None) -> tuple[list[int], list[list[int]]]:
-    """Ids of the groups, ascending, and the indices of the clips of each that did not fail."""
-    if groups is None:
-        if len(shape) != 2:
-            raise ValueError(f"scores must be [prompts, generations], or [clips] with their groups; got {list(shape)}")
-        keys = [prompt for prompt in range(shape[0]) for _ in range(shape[1])]
-    else:
-        if len(shape) != 1 or groups.shape != shape:
-            raise ValueError(f"scores {list(shape)} and groups {list(groups.shape)} must both be [clips]")
-        keys = groups.tolist()
-    if not keys:
+def _members(shape: torch.Size, failed: Tensor | None) -> list[list[int]]:
+    """Of each group the indices of the clips that did not fail, among all clips of the rollout."""
+    if len(shape) != 2:
+        raise ValueError(f"scores must be [prompts, generations], got {list(shape)}")
+    if not shape.numel():
         raise ValueError("there are no clips to compare")
     if failed is not None and (failed.shape != shape or failed.dtype != torch.bool):
         raise ValueError(f"failed must be boolean {list(shape)}, got {failed.dtype} {list(failed.shape)}")
-    lost = [False] * len(keys) if failed is None else failed.flatten().tolist()
-    found: dict[int, list[int]] = {key: [] for key in sorted(set(keys))}
-    for index, key in enumerate(keys):
-        if not lost[index]:
-            found[key].append(index)
-    return list(found), list(found.values())
+    lost = [False] * shape.numel() if failed is None else failed.flatten().tolist()
+    rows = (range(first, first + shape[1]) for first in range(0, shape.numel(), shape[1]))
+    return [[i for i in row if not lost[i]] for row in rows]
 
 
 def _values(name: str, scores: Tensor, shape: torch.Size, members: Sequence[Sequence[int]]) -> list[float]:

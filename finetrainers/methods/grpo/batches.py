@@ -1,47 +1,71 @@
-"""How a rollout's clips become micro-batches: the same number on every rank, and weights that make a mean."""
+"""How a rollout's clips become micro-batches: as many on every rank, and shares that make a mean."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-
-import torch
+from dataclasses import dataclass
 
 from finetrainers.utils.seeding import derive_seed
 
-from .collect import Collected, Collector
-
-#: Clips of one micro-batch, and the share of each in the loss of its optimizer step.
-Group = tuple[list[int], list[float]]
+from .collect import Collected
 
 
-def shares_of_updates(
-    collected: Collected, collector: Collector, *, updates: int, repeats: int, seed: int, rollout: int
-) -> Iterator[list[Group]]:
-    """For each update of a rollout its micro-batches: kept clips in random order, cut into equal parts.
+@dataclass(frozen=True)
+class Part:
+    """What one micro-batch is made of.
 
-    Ranks may keep different numbers of clips. Who has fewer fills up with clips of share 0, since all ranks must make
-    equally many micro-batches of equal size. The mean over ranks of the sums of a step's shares is 1.
+    Attributes:
+        clips: of this rank.
+        shares: share of each clip in the loss of its optimizer step; 0 for clips that only fill up.
+        repeat: how often these clips have been trained in this step already, with another transition or noise level each.
+        update: place of the step among those of its rollout.
+        is_first: whether it is the first micro-batch of its step.
+    """
+
+    clips: list[int]
+    shares: list[float]
+    repeat: int
+    update: int
+    is_first: bool
+
+
+def parts_of_updates(
+    collected: Collected, *, rank: int, batch_size: int, updates: int, repeats: int, seed: int, rollout: int
+) -> list[list[Part]]:
+    """For each update of a rollout its micro-batches: kept clips in random order, dealt out in turn over all ranks.
+
+    So the updates differ by one clip at most, and by one clip of each rank. An update without a clip, on whatever rank, has
+    no micro-batches. Ranks may keep different numbers of clips: who has fewer fills up with clips of share 0, since all
+    ranks must make equally many micro-batches of equal size. The mean over ranks of the sums of a step's shares is 1.
 
     Args:
         collected: this rank's clips.
-        collector: how they were made.
+        rank: this process.
+        batch_size: clips of a micro-batch.
         updates: optimizer steps of the rollout.
-        repeats: how often each micro-batch is trained, with another transition or noise level each time.
+        repeats: how often each clip is trained in its step.
         seed, rollout: they decide the order.
     """
-    parallel, size = collector.parallel, collector.batch_size
+    counts = collected.kept_by_rank
     order = list(collected.kept)
-    random.Random(derive_seed(seed, "order", rollout, parallel.rank)).shuffle(order)
-    groups = max(-(-collected.most_kept // size), updates)
-    missing = groups * size - len(order)
-    weights = [1.0] * len(order) + [0.0] * missing
-    order += [i % len(collected.jobs) for i in range(missing)]
+    random.Random(derive_seed(seed, "order", rollout, rank)).shuffle(order)
+    spare = list(collected.latents)
+    found = []
     for update in range(updates):
-        first, last = update * groups // updates * size, (update + 1) * groups // updates * size
-        clips = float(parallel.sum(torch.tensor(sum(weights[first:last]))))
-        total = max(clips, 1.0) * repeats / parallel.world_size
-        yield [
-            (order[start : start + size], [w / total for w in weights[start : start + size]])
-            for start in range(first, last, size)
-        ]
+        # A rank's first clip goes to where the last clip of the rank before it has left off.
+        first = [(update - sum(counts[:other])) % updates for other in range(len(counts))]
+        dealt = [len(range(start, count, updates)) for start, count in zip(first, counts, strict=True)]
+        mine = order[first[rank] :: updates]
+        groups = max(-(-count // batch_size) for count in dealt)
+        missing = groups * batch_size - len(mine)
+        total = float(sum(dealt)) * repeats / len(counts)
+        clips = mine + [spare[i % len(spare)] for i in range(missing)]
+        shares = [1.0 / total for _ in mine] + [0.0] * missing
+        found.append(
+            [
+                Part(clips[at : at + batch_size], shares[at : at + batch_size], repeat, update, at == repeat == 0)
+                for at in range(0, len(clips), batch_size)
+                for repeat in range(repeats)
+            ]
+        )
+    return found

@@ -67,6 +67,8 @@ def build_collector(parts: MethodParts, *, keep_means: bool = False, stochastic:
             mode=section.advantage,
             combination=section.reward_combination,
             eps=section.advantage_eps,
+            floor=section.advantage_std_floor,
+            correction=section.advantage_correction,
             clip=section.advantage_clip,
             best_of_n=section.best_of_n,
         ),
@@ -105,7 +107,7 @@ def build_sampler(parts: MethodParts) -> Sampler:
         ),
         shape=(parts.network.config.out_channels, *geometry.latent_shape(*size)),  # type: ignore[union-attr]
         fps=geometry.fps,
-        guidance=section.rollout_guidance,
+        guidance=parts.spec.sampling_guidance if section.rollout_guidance is None else section.rollout_guidance,
         cfg=section.rollout_cfg,
         storage=DTYPES[section.trajectory_dtype],
     )

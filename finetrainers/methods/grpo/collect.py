@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from .advantage import Advantages, best_of_n, compute_advantages
 from .rollout import Job, Replay, Sampler
 from .source import PromptSource
 from .tables import StepTables
+from .timing import timed
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Comparison:
     eps: float
     clip: float | None
     best_of_n: int | None
+    floor: float = 0.0
+    correction: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,22 +39,20 @@ class Collected:
 
     Attributes:
         jobs: what the clips are.
-        latents: clean latents, one `[C, T, H, W]` a clip.
-        replays: trained transitions, one `Replay` without batch axis (`[K, ...]`) a clip; empty where none were kept.
+        latents: clean latents `[C, T, H, W]` by index, of the clips to train on; of the first one where there are none.
+        replays: trained transitions of the same clips; empty without noise.
         advantages: `[n]` fp32.
         kept: indices of the clips to train on.
-        most_kept: the largest number of kept clips of any rank.
-        total_kept: over all ranks.
+        kept_by_rank: how many each rank has.
         stats: named numbers of the whole rollout, the same on every rank.
     """
 
     jobs: Sequence[Job]
-    latents: Sequence[Tensor]
-    replays: Sequence[Replay]
+    latents: Mapping[int, Tensor]
+    replays: Mapping[int, Replay]
     advantages: Tensor
     kept: Sequence[int]
-    most_kept: int
-    total_kept: int
+    kept_by_rank: Sequence[int]
     stats: Mapping[str, float]
 
 
@@ -131,10 +131,10 @@ class Collector:
         error: Exception | None = None
         for first in range(0, len(jobs), self.batch_size):
             chunk = jobs[first : first + self.batch_size]
-            with _timed(spent, "rollout"):
-                clean, replay = self._sample(transformer, chunk, rollout)
+            with timed(spent, "rollout", self.parallel.device):
+                clean, found = self._sample(transformer, chunk, rollout)
             latents += list(clean)
-            replays += replay.rows() if replay is not None else []
+            replays += found
             try:
                 if error is None:  # else only sample on: sharded ranks must call the network equally often
                     self._score(clean, chunk, rollout, self.parallel.rank * len(jobs) + first, said, spent)
@@ -144,11 +144,11 @@ class Collector:
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
         everything = self.parallel.gather_objects([{kind: dict(values) for kind, values in said.items()}])
         lost = _grid(everything, "failed", "", self.num_generations).bool()
-        found = self._compare(everything, list(said["normalised"]), lost)
-        stats = {"rollout": float(rollout), **self._stats(everything, found, spent)}
-        return self._select(jobs, latents, replays, found, lost, stats)
+        compared = self._compare(everything, list(said["normalised"]), lost)
+        stats = {"rollout": float(rollout), **self._stats(everything, compared, spent)}
+        return self._select(jobs, latents, replays, compared, lost, stats)
 
-    def _sample(self, transformer: nn.Module, chunk: Sequence[Job], rollout: int) -> tuple[Tensor, Replay | None]:
+    def _sample(self, transformer: nn.Module, chunk: Sequence[Job], rollout: int) -> tuple[Tensor, list[Replay]]:
         device = self.parallel.device
         noise = self.sampler.initial_noise(chunk, seed=self.seed, rollout=rollout, same=self.same_noise, device=device)
         return self.sampler.rollout(
@@ -175,9 +175,9 @@ class Collector:
         spent: dict[str, float],
     ) -> None:
         """Decode and score clips, the first of which is the rollout's `number`-th; adds to what this rank says."""
-        with _timed(spent, "decode"):
+        with timed(spent, "decode", self.parallel.device):
             videos = self.source.decode(clean, self.vae_stats)
-        with _timed(spent, "reward"):
+        with timed(spent, "reward", self.parallel.device):
             texts = [self.source.text(job.prompt) for job in chunk]
             scores = self.panel.score(videos, texts, fps=self.reward_fps, rollout=rollout, first_clip=number)
         for name, head in scores.heads.items():
@@ -194,7 +194,9 @@ class Collector:
             mode=self.comparison.mode,
             combination=self.comparison.combination,
             eps=self.comparison.eps,
+            floor=self.comparison.floor,
             clip=self.comparison.clip,
+            correction=self.comparison.correction,
         )
 
     def _select(
@@ -218,14 +220,15 @@ class Collector:
         share = len(jobs)
         counts = [sum(flat[start : start + share]) for start in range(0, len(flat), share)]
         start = self.parallel.rank * share
+        kept = [i for i in range(share) if flat[start + i]]
+        needed = kept or [0]  # to fill up with, where other ranks have some
         return Collected(
             jobs=jobs,
-            latents=latents,
-            replays=replays,
+            latents={i: latents[i].clone() for i in needed},  # they were parts of a batch, which would stay whole
+            replays={i: replays[i] for i in needed if replays},
             advantages=values.flatten()[start : start + share].float(),
-            kept=[i for i in range(share) if flat[start + i]],
-            most_kept=max(counts),
-            total_kept=sum(counts),
+            kept=kept,
+            kept_by_rank=counts,
             stats={**stats, "clips_trained": float(sum(counts))},
         )
 
@@ -253,17 +256,3 @@ def _grid(everything: Sequence[Mapping[str, Any]], kind: str, name: str, generat
     """All ranks' scores of one head, `[P, G]` fp64."""
     values = [value for rank in everything for value in rank[kind][name]]
     return torch.tensor(values, dtype=torch.float64).view(-1, generations)
-
-
-class _timed:
-    """Adds the seconds of a block to a named total."""
-
-    def __init__(self, totals: dict[str, float], name: str) -> None:
-        self.totals = totals
-        self.name = name
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.totals[self.name] += time.perf_counter() - self.start

@@ -7,23 +7,23 @@ weighs the ratio of the new policy's density to that of the policy that sampled 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import Transitions, log_density, transition_mean
-from finetrainers.methods.base import Evaluation, MethodParts, Metrics
+from finetrainers.methods.base import MethodParts, Metrics
 from finetrainers.models.spec import Conditions
 
-from .batches import shares_of_updates
+from .batches import Part
 from .build import build_collector, build_evaluation, reference_policy
 from .collect import Collected, Collector
 from .evaluate import PromptEvaluation
 from .objective import clip_range, clipped_ratio, mean_divergence, velocity_divergence, without_drift
+from .rollouts import RolloutMethod
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Transition:
         weight: share of each clip in the step's loss, times its step's weight, `[B]`; 0 for clips that only fill up.
         share: the same without the step's weight, for averages of what is watched.
         conditions, negative: text.
-        stats: numbers of the rollout, on the first micro-batch of every update.
+        is_first: whether it is the first micro-batch of its update.
         is_fresh: whether the policy is still the one that sampled.
     """
 
@@ -56,11 +56,11 @@ class Transition:
     share: Tensor
     conditions: Conditions
     negative: Conditions | None
-    stats: Mapping[str, float] | None
+    is_first: bool
     is_fresh: bool
 
 
-class GRPO:
+class GRPO(RolloutMethod[Transition]):
     """Group relative policy optimisation of any registered model."""
 
     def __init__(
@@ -86,17 +86,15 @@ class GRPO:
         kl_coef, kl_space: weight of the divergence from the reference, and whether of predictions or of means.
         seed: of the run.
         """
-        self.collector = collector
-        self.sampler = collector.sampler
+        super().__init__(
+            collector=collector, evaluation=evaluation, updates=updates, repeats=collector.tables.num_trained, seed=seed
+        )
         self.reference = reference
-        self.evaluation = evaluation
-        self.updates = updates
         elements = int(torch.tensor(self.sampler.shape).prod())
         self.epsilon = clip_range(epsilon, elements)
         self.ratio_norm = ratio_norm
         self.kl_coef = kl_coef
         self.kl_space = kl_space
-        self.seed = seed
 
     @classmethod
     def create(cls, parts: MethodParts) -> GRPO:
@@ -120,45 +118,13 @@ class GRPO:
 
     # ---- batches -----------------------------------------------------------------------------------------------
 
-    def steps(self, start: int, transformer: nn.Module) -> Iterator[Sequence[Transition]]:
-        if start % self.updates:
-            raise ValueError(f"step {start} lies within a rollout of {self.updates} steps, whose clips are gone")
-        for rollout in count(start // self.updates):
-            transformer.eval()  # dropout would make the replayed policy another one than the sampled
-            collected = self.collector.collect(transformer, rollout)
-            yield from self.update_batches(collected, rollout)
-
-    def update_batches(self, collected: Collected, rollout: int) -> Iterator[list[Transition]]:
-        """The micro-batches of each update: every trained transition of its clips."""
-        trained = self.collector.tables.num_trained
-        updates = shares_of_updates(
-            collected, self.collector, updates=self.updates, repeats=trained, seed=self.seed, rollout=rollout
-        )
-        for update, groups in enumerate(updates):
-            stats: Mapping[str, float] | None = collected.stats
-            batches = []
-            for clips, shares in groups:
-                for k in range(trained):
-                    batches.append(self._transition(collected, clips, shares, k, stats, is_fresh=update == 0))
-                    stats = None
-            yield batches
-
-    def _transition(
-        self,
-        collected: Collected,
-        clips: Sequence[int],
-        shares: Sequence[float],
-        k: int,
-        stats: Mapping[str, float] | None,
-        *,
-        is_fresh: bool,
-    ) -> Transition:
-        """The k-th trained transition of the given clips, on the device."""
-        source, device = self.collector.source, self.collector.parallel.device
-        replays = [collected.replays[i] for i in clips]
+    def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Transition:
+        """One trained transition of each of some clips."""
+        source, device, k = self.collector.source, self.collector.parallel.device, part.repeat
+        replays = [collected.replays[i] for i in part.clips]
         steps = torch.stack([replay.steps[k] for replay in replays])
         means = None if replays[0].mean_old is None else torch.stack([r.mean_old[k] for r in replays]).to(device)  # type: ignore[index]
-        share = torch.tensor(shares, device=device)
+        share = torch.tensor(part.shares, device=device)
         return Transition(
             before=torch.stack([r.before[k] for r in replays]).to(device).float(),
             after=torch.stack([r.after[k] for r in replays]).to(device).float(),
@@ -166,13 +132,13 @@ class GRPO:
             step=self.collector.tables.stochastic.at(steps, device),
             log_old=torch.stack([r.log_old[k] for r in replays]).to(device),
             mean_old=means,
-            advantage=collected.advantages[list(clips)].to(device),
+            advantage=collected.advantages[part.clips].to(device),
             weight=share * self.collector.tables.weights[steps.cpu()].to(device, torch.float32),
             share=share,
-            conditions=source.conditions([collected.jobs[i].prompt for i in clips], device),
-            negative=source.negative(len(clips), device) if self.sampler.cfg != 1.0 else None,
-            stats=stats,
-            is_fresh=is_fresh,
+            conditions=source.conditions([collected.jobs[i].prompt for i in part.clips], device),
+            negative=source.negative(len(part.clips), device) if self.sampler.cfg != 1.0 else None,
+            is_first=part.is_first,
+            is_fresh=part.update == 0,
         )
 
     # ---- loss --------------------------------------------------------------------------------------------------
@@ -199,8 +165,7 @@ class GRPO:
             loss = loss + self.kl_coef * (batch.share * divergence).sum()
             watched["kl"] = divergence.detach()
         metrics = {name: (batch.share * value).sum() for name, value in watched.items()}
-        if batch.stats is not None:
-            metrics |= {name: torch.tensor(value, device=loss.device) for name, value in batch.stats.items()}
+        if batch.is_first:
             metrics["ratio_error"] = self._ratio_error(batch, found.ratio)
         return loss, {"loss": loss.detach(), **metrics}
 
@@ -230,9 +195,6 @@ class GRPO:
                 self.epsilon,
             )
         return error
-
-    def evaluate(self, transformer: nn.Module) -> Evaluation | None:
-        return None if self.evaluation is None else self.evaluation.run(transformer)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

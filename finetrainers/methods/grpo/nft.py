@@ -13,25 +13,25 @@ where r = clip(A / (2 c) + 1/2, 0, 1) with the advantage A and its clip c.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from finetrainers.diffusion.process import Process
-from finetrainers.methods.base import Evaluation, MethodParts, Metrics, standard_normal
+from finetrainers.methods.base import MethodParts, Metrics, standard_normal
 from finetrainers.models.spec import Conditions
 from finetrainers.utils.seeding import derive_seed
 
-from .batches import shares_of_updates
+from .batches import Part
 from .build import build_collector, build_evaluation, reference_policy
 from .collect import Collected, Collector
 from .evaluate import PromptEvaluation
 from .prompts import clip_generator
+from .rollouts import RolloutMethod
 
 _SMALLEST_DIVISOR = 1e-5
 
@@ -41,24 +41,22 @@ class Noised:
     """Some clips at one noise level each.
 
     Attributes:
-        x0, eps: clean latents and noise, `[B, C, T, H, W]` fp32.
+        x0, x_t: clean latents and noised ones, `[B, C, T, H, W]` fp32.
         time: process time, `[B]`.
         goodness: r, `[B]`.
         share: part of each clip in the step's loss, `[B]`; 0 for clips that only fill up.
         old: prediction of the policy that made the clips, like `x0`.
         conditions, negative: text.
-        stats: numbers of the rollout, on the first micro-batch of every update.
     """
 
     x0: Tensor
-    eps: Tensor
+    x_t: Tensor
     time: Tensor
     goodness: Tensor
     share: Tensor
-    old: Tensor | None
+    old: Tensor
     conditions: Conditions
     negative: Conditions | None
-    stats: Mapping[str, float] | None
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def implicit_loss(
     return (goodness * distance(towards) + (1 - goodness) * distance(away)) / beta
 
 
-class NFT:
+class NFT(RolloutMethod[Noised]):
     """DiffusionNFT of any registered model."""
 
     def __init__(
@@ -154,18 +152,13 @@ class NFT:
         advantage_clip: c.
         seed: of the run.
         """
-        self.collector = collector
-        self.sampler = collector.sampler
+        super().__init__(collector=collector, evaluation=evaluation, updates=updates, repeats=levels, seed=seed)
         self.old = old
         self.policy_follow = follow
         self.reference = reference
-        self.evaluation = evaluation
-        self.updates = updates
-        self.levels = levels
         self.beta = beta
         self.kl = kl
         self.advantage_clip = advantage_clip
-        self.seed = seed
 
     @classmethod
     def create(cls, parts: MethodParts) -> NFT:
@@ -185,45 +178,16 @@ class NFT:
             seed=parts.config.training.seed,
         )
 
-    def steps(self, start: int, transformer: nn.Module) -> Iterator[Sequence[Noised]]:
-        if start % self.updates:
-            raise ValueError(f"step {start} lies within a rollout of {self.updates} steps, whose clips are gone")
-        for rollout in count(start // self.updates):
-            transformer.eval()
-            if rollout:
-                self.old.follow(self.policy_follow.decay(rollout * self.updates))
-            with self.old.applied():
-                collected = self.collector.collect(transformer, rollout)
-            for batches in self._updates(collected, rollout):
-                transformer.eval()
-                with self.old.applied(), torch.no_grad():
-                    batches = [replace(batch, old=self._predict(transformer, batch)) for batch in batches]
-                yield batches
+    def collect(self, transformer: nn.Module, rollout: int) -> Collected:
+        if rollout:
+            self.old.follow(self.policy_follow.decay(rollout * self.updates))
+        with self.old.applied():
+            return super().collect(transformer, rollout)
 
-    def _updates(self, collected: Collected, rollout: int) -> Iterator[list[Noised]]:
-        for groups in shares_of_updates(
-            collected, self.collector, updates=self.updates, repeats=self.levels, seed=self.seed, rollout=rollout
-        ):
-            stats: Mapping[str, float] | None = collected.stats
-            batches = []
-            for clips, shares in groups:
-                for level in range(self.levels):
-                    batches.append(self._noised(collected, clips, shares, level, rollout, stats))
-                    stats = None
-            yield batches
-
-    def _noised(
-        self,
-        collected: Collected,
-        clips: Sequence[int],
-        shares: Sequence[float],
-        level: int,
-        rollout: int,
-        stats: Mapping[str, float] | None,
-    ) -> Noised:
-        """The given clips, each with its own noise at a noise level of its own."""
-        device, source = self.collector.parallel.device, self.collector.source
-        jobs = [collected.jobs[i] for i in clips]
+    def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Noised:
+        """Some clips, each with its own noise at a noise level of its own."""
+        device, source, level = self.collector.parallel.device, self.collector.source, part.repeat
+        jobs = [collected.jobs[i] for i in part.clips]
         keys = [(job.slot, job.generation) for job in jobs]
         # Without replacement, as in the published code: a clip is trained at `levels` different noise levels.
         steps = torch.tensor([self._order(rollout, *key)[level] for key in keys])
@@ -231,36 +195,39 @@ class NFT:
             clip_generator(device, seed=self.seed, rollout=rollout, slot=slot, generation=g, stream=f"noised {level}")
             for slot, g in keys
         ]
-        advantage = collected.advantages[list(clips)].to(device)
+        x0 = torch.stack([collected.latents[i] for i in part.clips]).to(device).float()
+        time = self.sampler.time(steps, device)
+        x_t = self.sampler.process.add_noise(x0, standard_normal(generators, self.sampler.shape), time)
+        conditions = source.conditions([job.prompt for job in jobs], device)
+        negative = source.negative(len(jobs), device) if self.sampler.cfg != 1.0 else None
+        transformer.eval()
+        with self.old.applied(), torch.no_grad():
+            old = self.sampler.predict(transformer, x_t, time, conditions, negative)
         return Noised(
-            x0=torch.stack([collected.latents[i] for i in clips]).to(device).float(),
-            eps=standard_normal(generators, self.sampler.shape),
-            time=self.sampler.time(steps, device),
-            goodness=(advantage / self.advantage_clip / 2 + 0.5).clamp(0, 1),
-            share=torch.tensor(shares, device=device),
-            old=None,
-            conditions=source.conditions([job.prompt for job in jobs], device),
-            negative=source.negative(len(jobs), device) if self.sampler.cfg != 1.0 else None,
-            stats=stats,
+            x0=x0,
+            x_t=x_t,
+            time=time,
+            goodness=(collected.advantages[part.clips].to(device) / self.advantage_clip / 2 + 0.5).clamp(0, 1),
+            share=torch.tensor(part.shares, device=device),
+            old=old,
+            conditions=conditions,
+            negative=negative,
         )
 
     def _order(self, *key: int) -> list[int]:
         """The sampler's steps in an order of a clip's own, repeated if a clip is trained at more levels than there are."""
         order = list(range(len(self.sampler.times)))
         random.Random(derive_seed(self.seed, "levels", *key)).shuffle(order)
-        return order * -(-self.levels // len(order))
+        return order * -(-self.repeats // len(order))
 
     def _predict(self, transformer: nn.Module, batch: Noised) -> Tensor:
-        x_t = self.sampler.process.add_noise(batch.x0, batch.eps, batch.time)
-        return self.sampler.predict(transformer, x_t, batch.time, batch.conditions, batch.negative)
+        return self.sampler.predict(transformer, batch.x_t, batch.time, batch.conditions, batch.negative)
 
     def loss(self, transformer: nn.Module, batch: Noised) -> tuple[Tensor, Metrics]:
         transformer.eval()
-        assert batch.old is not None
         prediction = self._predict(transformer, batch)
-        x_t = self.sampler.process.add_noise(batch.x0, batch.eps, batch.time)
         per_clip = self.advantage_clip * implicit_loss(
-            self.sampler.process, prediction, batch.old, batch.x0, x_t, batch.time, batch.goodness, self.beta
+            self.sampler.process, prediction, batch.old, batch.x0, batch.x_t, batch.time, batch.goodness, self.beta
         )
         moved = ((prediction.detach() - batch.old) ** 2).flatten(1).mean(1)
         metrics = {"moved": (batch.share * moved).sum()}
@@ -271,12 +238,7 @@ class NFT:
             per_clip = per_clip + self.kl * divergence
             metrics["kl"] = (batch.share * divergence.detach()).sum()
         loss = (batch.share * per_clip).sum()
-        if batch.stats is not None:
-            metrics |= {name: torch.tensor(value, device=loss.device) for name, value in batch.stats.items()}
         return loss, {"loss": loss.detach(), **metrics}
-
-    def evaluate(self, transformer: nn.Module) -> Evaluation | None:
-        return None if self.evaluation is None else self.evaluation.run(transformer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"old": dict(self.old.weights)}

@@ -54,6 +54,10 @@ def without_drift(log_new: Tensor, log_old: Tensor, mean: Tensor, mean_old: Tens
     GRPO-Guard: a mean that moved by d changes the log-density by a noise term of size d / std and by -d^2 / (2 std^2), which
     pulls all ratios below one. Added back, and scaled by std, which is sqrt(-dt) sigma_t, the ratio is
     exp((dlogp + bias) std).
+
+    GRPO-Guard's code also divides a step's loss by its length -dt, which evens out the gradients of steps of different
+    lengths. That is left out here: with short steps it enlarges the loss many times, and weights of steps are an option
+    of their own (`windows.step_weights`).
     """
     bias = ((mean - mean_old) ** 2).flatten(1).mean(1) / (2 * std**2)
     return log_old + (log_new - log_old + bias) * std

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.text import plural
 
 from .prompts import Prompt, read_prompts
 
 #: Options that decide what a rollout is: a checkpoint is not continued with others.
-_ROLLOUT = ("rl_algorithm", "prompts_per_step", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
+_ROLLOUT = ("reward", "rl_algorithm", "rollout_size", "prompts_per_step", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
             "sampler", "eta", "shift", "rollout_guidance", "rollout_cfg", "init_same_noise", "window_size",
             "window_range", "window_strategy", "window_per_prompt", "window_every", "window_stride", "timestep_fraction")  # fmt: skip
 
@@ -39,6 +39,10 @@ class PromptPlan:
     notes: tuple[str, ...] = ()
 
     noun = "prompt"
+    fingerprint_of = "prompts"
+    critical_options = _ROLLOUT
+    title = "prompts"
+    beside_memory = "the VAE, which decodes the clips, and rewards that are networks"
     eval_clips: tuple[Any, ...] = ()
 
     @property
@@ -51,11 +55,22 @@ class PromptPlan:
         """The first prompt."""
         return self.prompts[0].text
 
+    def step_of(self, config: TrainConfig) -> str:
+        """Clips of an optimizer step, and the rollouts that they come from."""
+        section = config.grpo
+        prompts, size, kept = section.prompts_per_step, section.num_generations, section.best_of_n
+        clips = prompts * (kept or size) / section.updates_per_rollout
+        best = f", of which {kept} are trained on" if kept else ""
+        return (
+            f"{clips:g} clips over all processes (rollouts of {plural(prompts, 'prompt')} x {size} clips{best}, "
+            f"{plural(section.updates_per_rollout, 'step')} each), {config.dataloader.batch_size} at once per process"
+        )
+
     def table(self) -> list[tuple[str, ...]]:
         """For printing: how many prompts, and the size of the clips."""
         size = "x".join(map(str, self.size))
         return [
-            ("prompts", "evaluated", "clips", "fps"),
+            ("trained on", "evaluated", "size of clips", "fps"),
             (str(self.count), str(len(self.eval_prompts)), size, f"{self.fps:g}"),
         ]
 
@@ -77,19 +92,12 @@ def plan_prompts(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bo
         return None
     train = read_prompts(section.prompts)
     held = read_prompts(section.eval_prompts) if section.eval_prompts is not None else None
-    described = {
-        "prompts": train.fingerprint,
-        "size": section.rollout_size,
-        "rewards": [entry.model_dump() for entry in section.reward],
-        **{name: config.get(name) for name in _ROLLOUT},
-    }
-    fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return PromptPlan(
         prompts=train.prompts,
         eval_prompts=held.prompts if held else (),
         size=section.rollout_size,
         fps=section.reward_fps or geometry.fps,
-        fingerprint=fingerprint,
+        fingerprint=train.fingerprint,
         warnings=train.warnings + (held.warnings if held else ()),
         notes=train.notes + (held.notes if held else ()),
     )

@@ -103,10 +103,6 @@ class PromptOrder:
         first = rollout * self.prompts_per_step
         return [self._at(first + slot) for slot in range(self.prompts_per_step)]
 
-    def epoch_of(self, rollout: int) -> int:
-        """The epoch in which a rollout begins."""
-        return rollout * self.prompts_per_step // self.num_prompts
-
     def _at(self, position: int) -> int:
         epoch, place = divmod(position, self.num_prompts)
         return self._epoch(epoch)[place]

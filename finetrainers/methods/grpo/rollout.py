@@ -33,12 +33,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Replay:
-    """Trained transitions of some clips, K each; latents in the storage dtype, the rest in fp32.
+    """The K trained transitions of a clip; latents in the storage dtype, the rest in fp32.
 
     Attributes:
-        steps: which of the sampler's steps, `[B, K]`.
-        before, after: latents on both sides of the transition, `[B, K, C, T, H, W]`.
-        log_old: log-density of the transition under the policy that made it, `[B, K]`.
+        steps: which of the sampler's steps, `[K]`.
+        before, after: latents on both sides of the transition, `[K, C, T, H, W]`.
+        log_old: log-density of the transition under the policy that made it, `[K]`.
         mean_old: mean of the transition under it, like `before`, or None where nobody needs it.
     """
 
@@ -47,15 +47,6 @@ class Replay:
     after: Tensor
     log_old: Tensor
     mean_old: Tensor | None
-
-    def rows(self) -> list[Replay]:
-        """One per clip, without the batch axis."""
-        parts = (self.steps, self.before, self.after, self.log_old)
-        means: list[Tensor | None] = [None] * len(self.steps) if self.mean_old is None else list(self.mean_old)
-        return [
-            Replay(steps, before, after, log_old, mean)
-            for steps, before, after, log_old, mean in zip(*parts, means, strict=True)
-        ]
 
 
 @dataclass(frozen=True)
@@ -134,8 +125,8 @@ class Sampler:
         rollout: int,
         keep_means: bool = False,
         keep_on: torch.device | str | None = None,
-    ) -> tuple[Tensor, Replay | None]:
-        """Denoise from `x`; the clean latents `[B, C, T, H, W]` and what replaying the trained transitions takes.
+    ) -> tuple[Tensor, list[Replay]]:
+        """Denoise from `x`; the clean latents `[B, C, T, H, W]`, and of each clip what replaying its transitions takes.
 
         Args:
             transformer: the (wrapped) network, in the mode in which it will be trained.
@@ -190,24 +181,18 @@ class Sampler:
                     )
                 )
             x = after
-        return x, _collect(kept, trained) if trained.shape[1] else None
+        return x, _by_clip(kept, trained) if trained.shape[1] else []
 
 
-def _collect(kept: list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor | None]], trained: Tensor) -> Replay:
-    """Per clip, in the order of `trained`, what was kept per step."""
+def _by_clip(kept: list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor | None]], trained: Tensor) -> list[Replay]:
+    """What was kept per step, per clip; each in memory of its own, so that some can be dropped."""
     found: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
     for step, rows, before, after, log_old, mean in kept:
         for i, row in enumerate(rows.tolist()):
             found[row, step] = (before[i], after[i], log_old[i], None if mean is None else mean[i])
-    entries = [[found[row, int(step)] for step in steps] for row, steps in enumerate(trained)]
-
-    def stacked(field: int) -> Tensor:
-        return torch.stack([torch.stack([entry[field] for entry in clip]) for clip in entries])  # type: ignore[misc]
-
-    return Replay(
-        steps=trained.clone(),
-        before=stacked(0),
-        after=stacked(1),
-        log_old=stacked(2),
-        mean_old=None if entries[0][0][3] is None else stacked(3),
-    )
+    replays = []
+    for row, steps in enumerate(trained):
+        starts, ends, log_olds, means = zip(*(found[row, int(step)] for step in steps), strict=True)
+        mean_old = None if means[0] is None else torch.stack(means)
+        replays.append(Replay(steps.clone(), torch.stack(starts), torch.stack(ends), torch.stack(log_olds), mean_old))
+    return replays

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from finetrainers.models.spec import Conditions, ModelSpec, TextEncoders, VAESta
 
 from .plan import PromptPlan
 from .prompts import Prompt, PromptOrder
+
+#: Bytes of text conditioning that are kept in memory, so that a prompt is not read again for each of its micro-batches.
+_MEMORY = 256 * 2**20
 
 
 class PromptSource:
@@ -33,6 +37,7 @@ class PromptSource:
         self._identity = ""
         self._length: int | None = None
         self._vae: nn.Module | None = None
+        self._row: Callable[[Prompt | None], Conditions] = self._cut_row
 
     # ---- what a run hands over ---------------------------------------------------------------------------------
 
@@ -60,6 +65,8 @@ class PromptSource:
         self._length = max(
             (row["prompt_attention_mask"].shape[1] for row in rows if "prompt_attention_mask" in row), default=None
         )
+        row = sum(tensor.nbytes for tensor in self._row(None).tensors.values())
+        self._row = lru_cache(maxsize=max(1, _MEMORY // row))(self._cut_row)
 
     def take_vae(self, vae: nn.Module) -> nn.Module:
         """Keep the VAE, for decoding."""
@@ -86,19 +93,16 @@ class PromptSource:
 
     def negative(self, count: int, device: torch.device) -> Conditions:
         """That of the empty prompt, as many rows."""
-        return self._joined([self._read(None)] * count, device)
+        return Conditions.cat([self._row(None)] * count).to(device)
 
     def encoded(self, prompts: Sequence[Prompt], device: torch.device) -> Conditions:
         """Text conditioning of any of the plan's prompts."""
-        return self._joined([self._read(prompt) for prompt in prompts], device)
+        return Conditions.cat([self._row(prompt) for prompt in prompts]).to(device)
 
     def decode(self, latents: Tensor, vae_stats: VAEStats) -> Tensor:
         """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of normalised latents."""
         assert self._vae is not None, "take_vae comes first"
         return self.spec.decode(self._vae, latents, vae_stats).transpose(1, 2).float().cpu()
-
-    def _joined(self, rows: Sequence[Conditions], device: torch.device) -> Conditions:
-        return Conditions.cat(rows).cut(self._length).to(device)
 
     def _all(self) -> tuple[Prompt, ...]:
         return (*self.plan.prompts, *self.plan.eval_prompts)
@@ -106,8 +110,12 @@ class PromptSource:
     def _key(self, text: str) -> str:
         return self._cache.key(kind="text", encoder=self._identity, caption=text)
 
+    def _cut_row(self, prompt: Prompt | None) -> Conditions:
+        """One row as batches hold it; of the empty prompt for None."""
+        return self._read(prompt).cut(self._length)
+
     def _read(self, prompt: Prompt | None) -> Conditions:
-        """One row; of the empty prompt for None."""
+        """One row as it is on disk."""
         if prompt is not None and prompt.embedding is not None and prompt.mask is not None:
             embedding, mask = (
                 torch.load(path, map_location="cpu", weights_only=True) for path in (prompt.embedding, prompt.mask)

@@ -93,9 +93,6 @@ class Alone:
     def gather_objects(self, items: list[Any]) -> list[Any]:
         return items
 
-    def sum(self, value: Tensor) -> Tensor:
-        return value
-
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
         if error is not None:
             raise error

@@ -197,41 +197,33 @@ def test_rewards_without_weight_have_no_say(combination: Combination) -> None:
 @pytest.mark.parametrize(("mode", "combination"), SETTINGS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_the_clips_does_not_matter(mode: Mode, combination: Combination, seed: int) -> None:
-    """Bit for bit: interleaved prompts, as ranks may gather them, and as many ranks as one likes."""
-    scores = two_rewards(4, 6)
+    """Bit for bit, of prompts and of the clips of a prompt."""
+    scores, draws = two_rewards(4, 6), torch.Generator().manual_seed(seed)
     wanted = compute_advantages(scores, weights=WEIGHTS, mode=mode, combination=combination)
-    ids = torch.tensor([30, 4, 17, 5])  # in ascending order these are prompts 1, 3, 2, 0
-    order = torch.randperm(24, generator=torch.Generator().manual_seed(seed))
+    prompts, clips = torch.randperm(4, generator=draws), torch.randperm(6, generator=draws)
     found = compute_advantages(
-        {name: tensor.flatten()[order] for name, tensor in scores.items()},
+        {name: tensor[prompts][:, clips] for name, tensor in scores.items()},
         weights=WEIGHTS,
-        groups=ids.repeat_interleave(6)[order],
         mode=mode,
         combination=combination,
     )
-    assert torch.equal(found.values, wanted.values.flatten()[order])
-    assert found.groups.tolist() == [4, 5, 17, 30]
-    assert torch.equal(found.group_std["a"], wanted.group_std["a"][[1, 3, 2, 0]])
+    assert torch.equal(found.values, wanted.values[prompts][:, clips])
+    assert torch.equal(found.group_std["a"], wanted.group_std["a"][prompts])
 
 
 @pytest.mark.parametrize(("mode", "combination"), SETTINGS)
 def test_failed_clips_take_no_part(mode: Mode, combination: Combination) -> None:
     """Exactly as if they had not been there, whatever stands in their place."""
-    scores = two_rewards(3, 6)
+    wanted_of = two_rewards(3, 5)
+    wanted = compute_advantages(wanted_of, weights=WEIGHTS, mode=mode, combination=combination)
     failed = torch.zeros(3, 6, dtype=torch.bool)
-    failed[0, 1] = failed[2, 0] = failed[2, 5] = True
-    kept = ~failed.flatten()
-    ids = torch.arange(3).repeat_interleave(6)[kept]
-    wanted = compute_advantages(
-        {name: tensor.flatten()[kept] for name, tensor in scores.items()},
-        weights=WEIGHTS,
-        groups=ids,
-        mode=mode,
-        combination=combination,
-    )
+    failed[0, 1] = failed[1, 0] = failed[2, 5] = True
+    scores = {name: torch.zeros(3, 6, dtype=torch.float64) for name in wanted_of}
+    for name, tensor in scores.items():
+        tensor[~failed] = wanted_of[name].flatten()
     scores["a"][failed] = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
     found = compute_advantages(scores, weights=WEIGHTS, failed=failed, mode=mode, combination=combination)
-    assert torch.equal(found.values.flatten()[kept], wanted.values)
+    assert torch.equal(found.values[~failed], wanted.values.flatten())
     assert found.values[failed].tolist() == [0.0] * 3
     assert found.failed == 3
     assert torch.equal(found.group_std["a"], wanted.group_std["a"])
@@ -268,7 +260,6 @@ def test_a_score_that_is_not_finite_is_refused_unless_it_failed(value: float) ->
         (lambda: compute_advantages({}, weights={}), "no advantage without a weighted reward; scored: none"),
         (lambda: one(random(0, 4)), "prompts, generations"),
         (lambda: one(random(0, 0, 4)), "no clips"),
-        (lambda: one(random(0, 4), groups=torch.arange(3)), r"scores \[4\] and groups \[3\]"),
         (lambda: one(random(0, 2, 2), failed=torch.zeros(2, 2)), "boolean"),
         (lambda: one(random(0, 2, 2), failed=torch.zeros(4, dtype=torch.bool)), r"\[2, 2\]"),
         (lambda: one(random(0, 2, 2), mode="none"), "unknown advantage 'none'"),
@@ -310,15 +301,6 @@ def test_best_of_n_against_sorting(n: int) -> None:
         assert torch.equal(values.flatten()[row].sort().values, wanted)
         assert row.tolist() == sorted(set(row.tolist()))
         assert set((row // 8).tolist()) == {prompt}
-
-
-def test_best_of_n_of_interleaved_prompts() -> None:
-    values = random(5, 3, 8)
-    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
-    groups = torch.tensor([7, 1, 3]).repeat_interleave(8)
-    kept = best_of_n(values.flatten()[order], 4, groups=groups[order])
-    wanted = best_of_n(values, 4)[[1, 2, 0]]  # ascending ids
-    assert [sorted(order[row].tolist()) for row in kept] == wanted.tolist()
 
 
 def test_best_of_n_among_equals_is_always_the_same() -> None:

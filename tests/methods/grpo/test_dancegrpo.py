@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
+from dataclasses import replace
 
 import torch
 from policies import flow, make_collector, network, signed_brightness
@@ -39,7 +39,7 @@ def test_two_updates_of_one_rollout() -> None:
     collector = make_collector(
         flow, kernel="dance", eta=ETA, windows={"size": 0, "timestep_fraction": 0.6}, best_of_n=4, batch_size=4
     )
-    object.__setattr__(collector.comparison, "eps", 1e-8)
+    collector.comparison = replace(collector.comparison, eps=1e-8, correction=1)
     method = GRPO(
         collector=collector, reference=None, evaluation=None, updates=2, epsilon=CLIP, ratio_norm=False, kl_coef=0.0,
         kl_space="velocity", seed=0,
@@ -47,12 +47,15 @@ def test_two_updates_of_one_rollout() -> None:
     sigmas = torch.cat([collector.sampler.times, torch.zeros(1)])
     assert collector.tables.num_trained == int((len(sigmas) - 2) * 0.6)
 
+    videos, decode = [], collector.source.decode
+    collector.source.decode = lambda *a: videos.append(decode(*a)) or videos[-1]  # type: ignore[method-assign, func-returns-value]
     collected = collector.collect(ours.eval(), 0)
-    videos = collector.source.decode(torch.stack(list(collected.latents)), SimpleNamespace())
     scores = (
-        signed_brightness(videos, [collector.source.text(job.prompt) for job in collected.jobs]).double().view(4, 8)
+        signed_brightness(torch.cat(videos), [collector.source.text(job.prompt) for job in collected.jobs])
+        .double()
+        .view(4, 8)
     )
-    advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True, correction=0) + 1e-8)
+    advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-8)
     torch.testing.assert_close(collected.advantages.double(), advantages.flatten(), rtol=1e-4, atol=1e-4)
     for group, row in enumerate(advantages):
         ranked = row.argsort().tolist()
@@ -61,7 +64,8 @@ def test_two_updates_of_one_rollout() -> None:
 
     mine = torch.optim.AdamW(ours.parameters(), lr=LR)
     reference = torch.optim.AdamW(theirs.parameters(), lr=LR)
-    for batches in method.update_batches(collected, 0):
+    for step in method.update_steps(ours, collected, 0):
+        batches = list(step)
         for batch in batches:
             method.loss(ours, batch)[0].backward()
         mine.step()

@@ -21,11 +21,10 @@ def train(method: Any, model: nn.Module, *, rollouts: int, lr: float = 1e-3) -> 
     """Mean reward of each rollout."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     rewards = []
-    for batches in islice(method.steps(0, model), rollouts * method.updates):
-        for batch in batches:
-            loss, metrics = method.loss(model, batch)
-            loss.backward()
-            rewards += [v.item() for name, v in metrics.items() if name.startswith("reward/")]
+    for step in islice(method.steps(0, model), rollouts * method.updates):
+        for batch in step:
+            method.loss(model, batch)[0].backward()
+        rewards += [value for name, value in step.metrics.items() if name.startswith("reward/")]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

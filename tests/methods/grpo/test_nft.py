@@ -106,7 +106,7 @@ def test_clips_of_a_group_differ() -> None:
     """Without noise on the way, clips that start alike would be one clip, and the group would teach nothing."""
     model = network().eval()
     collected = make(model).collector.collect(model, 0)
-    assert len({float(latents.sum()) for latents in collected.latents}) == len(collected.latents)
+    assert len({float(latents.sum()) for latents in collected.latents.values()}) == len(collected.latents)
 
 
 def test_resuming_at_a_rollout_changes_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def test_several_updates_share_a_rollouts_clips() -> None:
     assert sum(batch.share.sum().item() for batch in second) == pytest.approx(1.0)
     seen = [batch.after.double().sum().item() for batch in (*first, *second)]
     assert len(set(seen)) == len(seen) == 2 * 4 * 2
-    assert [batch.stats is not None for batch in (*first, *second)].count(True) == 2  # the first of each update
+    assert [batch.is_first for batch in (*first, *second)].count(True) == 2
     with pytest.raises(ValueError, match="within a rollout"):
         next(method.steps(1, model))
 
@@ -110,21 +111,66 @@ def test_clipping_stops_the_gradient_of_what_has_gone_far_enough() -> None:
 def test_groups_that_teach_nothing_are_left_out_and_counted() -> None:
     model = network()
     method = grpo(make_collector(reward=["policies:bright_only"]))
-    batches = first_update(method, model)
-    stats = batches[0].stats
-    assert stats is not None
-    assert stats["constant_groups"] == 0.5
-    assert stats["clips_trained"] == 16
-    assert sum(len(batch.before) for batch in batches) == 16 * 2
+    step = next(method.steps(0, model))
+    assert step.metrics["constant_groups"] == 0.5
+    assert step.metrics["clips_trained"] == 16
+    assert step.metrics["updates_skipped"] == 0
+    assert sum(len(batch.before) for batch in step) == 16 * 2
 
 
-def test_a_rollout_without_any_signal_changes_nothing() -> None:
+def test_a_rollout_without_any_signal_makes_empty_steps() -> None:
     model = network()
-    method = grpo(make_collector(reward=["policies:constant"]))
-    batches = first_update(method, model)
-    assert batches
-    loss = sum(method.loss(model, batch)[0] for batch in batches)
-    assert gradient(model, loss).abs().max() == 0
+    method = grpo(make_collector(reward=["policies:constant"]), updates=2)
+    for step in itertools.islice(method.steps(0, model), 2):
+        assert len(step) == 0
+        assert step.metrics["updates_skipped"] == 1
+        assert step.metrics["reward/policies:constant"] == pytest.approx(0.1)
+
+
+def test_micro_batches_are_made_when_they_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    method = grpo(make_collector())
+    made: list[int] = []
+    make = method.micro_batch
+    monkeypatch.setattr(method, "micro_batch", lambda *a: made.append(a[-1].repeat) or make(*a))
+    step = next(method.steps(0, model))
+    assert len(step) == 16
+    assert made == []
+    seen = []
+    for batch in step:
+        seen.append(len(made))
+        reference = weakref.ref(batch)
+        del batch
+        assert reference() is None  # nobody else holds it
+    assert seen == list(range(1, 17))
+    assert step.metrics["seconds/train"] > 0
+
+
+def test_clips_that_are_not_trained_are_dropped_with_their_memory() -> None:
+    collected = make_collector(best_of_n=2).collect(network().eval(), 0)
+    assert list(collected.latents) == list(collected.replays) == list(collected.kept)
+    assert len(collected.kept) == 4 * 2
+    for tensor in (*collected.latents.values(), *(r.before for r in collected.replays.values())):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_one_rollout_is_gone_before_the_next_is_made() -> None:
+    model = network()
+    method = grpo(make_collector())
+    living: list[weakref.ref[Any]] = []
+    collect = method.collector.collect
+
+    def watch(*args: Any) -> Any:
+        assert not living or living[-1]() is None
+        found = collect(*args)
+        living.append(weakref.ref(found))
+        return found
+
+    method.collector.collect = watch  # type: ignore[method-assign]
+    for step in itertools.islice(method.steps(0, model), 3):
+        list(step)
+        del step
+    assert len(living) == 3
 
 
 class Rank(Alone):
@@ -140,9 +186,6 @@ class Rank(Alone):
         self.said[self.rank] = items
         return [item for part in self.said for item in part]
 
-    def sum(self, value: Tensor) -> Tensor:
-        return 2 * value
-
 
 def test_two_ranks_are_one() -> None:
     model = network()
@@ -150,8 +193,6 @@ def test_two_ranks_are_one() -> None:
     batches = first_update(alone, model)
     expected = gradient(model, sum(alone.loss(model, batch)[0] for batch in batches))
     said: list[list[Any]] = [[], []]
-    for rank in (0, 1):
-        make_collector(parallel=Rank(rank, said)).jobs(0)
     for rank in (0, 1):  # the first pass only fills in what each says
         collector = make_collector(parallel=Rank(rank, said))
         collector._compare = lambda *_: None  # type: ignore[assignment, method-assign, return-value]
@@ -162,9 +203,9 @@ def test_two_ranks_are_one() -> None:
     stats = []
     for rank in (0, 1):
         method = grpo(make_collector(parallel=Rank(rank, said)))
-        batches = first_update(method, model)
-        total = total + gradient(model, sum(method.loss(model, batch)[0] for batch in batches))
-        stats.append({k: v for k, v in batches[0].stats.items() if not k.startswith("seconds")})  # type: ignore[union-attr]
+        step = next(method.steps(0, model))
+        total = total + gradient(model, sum(method.loss(model, batch)[0] for batch in step))
+        stats.append({k: v for k, v in step.metrics.items() if not k.startswith("seconds")})
     torch.testing.assert_close(total / 2, expected, rtol=1e-4, atol=1e-7)
     assert stats[0] == stats[1]
 
@@ -216,24 +257,24 @@ def test_noise_is_a_function_of_the_clip_alone() -> None:
     model = network().eval()
     small, large = make_collector(batch_size=4), make_collector(batch_size=8)
     found = [collector.collect(model, 3) for collector in (small, large)]
-    for a, b in zip(found[0].latents, found[1].latents, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for i, latents in found[0].latents.items():
+        torch.testing.assert_close(latents, found[1].latents[i], rtol=1e-4, atol=1e-5)
     again = make_collector(batch_size=4).collect(model, 3)
-    assert all(torch.equal(a, b) for a, b in zip(found[0].latents, again.latents, strict=True))
+    assert all(torch.equal(latents, again.latents[i]) for i, latents in found[0].latents.items())
     other = small.collect(model, 4)
-    assert not any(torch.equal(a, b) for a, b in zip(found[0].latents, other.latents, strict=True))
+    assert not any(torch.equal(latents, other.latents[i]) for i, latents in found[0].latents.items())
 
 
 def test_a_shared_start_leaves_only_the_window_to_differ() -> None:
     model = network().eval()
     same = make_collector(windows={"size": 1, "span": (0.4, 0.6), "strategy": "fixed"}).collect(model, 0)
-    first = same.replays[0]
-    assert all(torch.equal(first.before, replay.before) for replay in same.replays[1:8])
-    assert not any(torch.equal(first.after, replay.after) for replay in same.replays[1:8])
+    first, *others = [same.replays[i] for i in range(8)]
+    assert all(torch.equal(first.before, replay.before) for replay in others)
+    assert not any(torch.equal(first.after, replay.after) for replay in others)
     apart = make_collector(same_noise=False, windows={"size": 1, "span": (0.4, 0.6), "strategy": "fixed"}).collect(
         model, 0
     )
-    assert not any(torch.equal(apart.replays[0].before, replay.before) for replay in apart.replays[1:8])
+    assert not any(torch.equal(apart.replays[0].before, apart.replays[i].before) for i in range(1, 8))
 
 
 def test_work_that_does_not_divide_is_refused_with_the_sums() -> None:

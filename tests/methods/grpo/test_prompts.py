@@ -195,7 +195,6 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     assert PromptOrder(40, prompts_per_step=40, seed=1).prompts_of(0) != order.prompts_of(0)
     firsts = Counter(PromptOrder(4, prompts_per_step=4, seed=seed).prompts_of(2)[0] for seed in range(2000))
     assert all(400 < count < 600 for count in firsts.values())
-    assert [PromptOrder(10, prompts_per_step=4, seed=0).epoch_of(rollout) for rollout in range(6)] == [0, 0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(("prompts", "per_step"), [(0, 4), (4, 0)])

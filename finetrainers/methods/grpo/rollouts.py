@@ -1,0 +1,94 @@
+"""What the algorithms of reward finetuning share: rollouts, each cut into optimizer steps, and the evaluation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+from finetrainers.methods.base import Evaluation, Step
+
+from .batches import Part, parts_of_updates
+from .collect import Collected, Collector
+from .evaluate import PromptEvaluation
+from .timing import timed
+
+T = TypeVar("T")
+
+
+class RolloutMethod(ABC, Generic[T]):
+    """A method that trains on clips which the network has just sampled."""
+
+    def __init__(
+        self, *, collector: Collector, evaluation: PromptEvaluation | None, updates: int, repeats: int, seed: int
+    ) -> None:
+        """Args:
+        collector: makes rollouts.
+        evaluation: scores held-out prompts, if there are any.
+        updates: optimizer steps per rollout.
+        repeats: how often each clip is trained in a step.
+        seed: of the run.
+        """
+        self.collector = collector
+        self.sampler = collector.sampler
+        self.evaluation = evaluation
+        self.updates = updates
+        self.repeats = repeats
+        self.seed = seed
+
+    @abstractmethod
+    def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> T:
+        """A micro-batch, on the device."""
+
+    def collect(self, transformer: nn.Module, rollout: int) -> Collected:
+        """A rollout of the policy that samples, by default the one that is trained."""
+        return self.collector.collect(transformer, rollout)
+
+    def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[T]]:
+        if start % self.updates:
+            raise ValueError(f"step {start} lies within a rollout of {self.updates} steps, whose clips are gone")
+        for rollout in count(start // self.updates):
+            transformer.eval()  # dropout would make the replayed policy another one than the sampled
+            # Not kept in a variable here, where it would still lie while the next one is made.
+            yield from self.update_steps(transformer, self.collect(transformer, rollout), rollout)
+
+    def update_steps(self, transformer: nn.Module, collected: Collected, rollout: int) -> Iterator[Step[T]]:
+        """The optimizer steps of a rollout. One in which no rank has a clip is empty: there is nothing to learn."""
+        parallel = self.collector.parallel
+        for parts in parts_of_updates(
+            collected,
+            rank=parallel.rank,
+            batch_size=self.collector.batch_size,
+            updates=self.updates,
+            repeats=self.repeats,
+            seed=self.seed,
+            rollout=rollout,
+        ):
+            yield _TimedStep(
+                parts,
+                partial(self.micro_batch, transformer, collected, rollout),
+                metrics={**collected.stats, "updates_skipped": float(not parts)},
+                device=parallel.device,
+            )
+
+    def evaluate(self, transformer: nn.Module) -> Evaluation | None:
+        return None if self.evaluation is None else self.evaluation.run(transformer)
+
+
+class _TimedStep(Step[T]):
+    """Measures `seconds/train`, from the first micro-batch until all have been gone through."""
+
+    def __init__(
+        self, parts: Sequence[Part], make: Callable[[Part], T], *, metrics: Mapping[str, float], device: torch.device
+    ) -> None:
+        super().__init__(parts, make, metrics={**metrics, "seconds/train": 0.0})
+        self._device = device
+
+    def __iter__(self) -> Iterator[T]:
+        with timed(self.metrics, "seconds/train", self._device):
+            yield from super().__iter__()

@@ -1,0 +1,83 @@
+"""What reward finetuning keeps, against sums written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetrainers.config.load import load_config
+from finetrainers.memory.plan import GIB, estimate_for
+from finetrainers.memory.rollouts import RolloutMemory, rollout_memory
+
+LATENT = (16, 5, 8, 8)
+ELEMENTS = 16 * 5 * 8 * 8
+
+
+def memory(**options: Any) -> RolloutMemory:
+    given = {
+        "model_name": "m", "pretrained_model_name_or_path": "repo", "method": "grpo", "prompts": "p.txt",
+        "reward": ["brightness"], "rollout_size": "17x64x64", "train_steps": 4, "prompts_per_step": 2,
+        "num_generations": 8, "batch_size": 4, **options,
+    }  # fmt: skip
+    return rollout_memory(load_config(**given), LATENT, num_parameters=1000, num_trainable=100, trainable_bytes=4)
+
+
+def test_trajectories_are_the_latents_of_all_clips(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory().trajectories == 16 * ELEMENTS * 4 * (1 + 2 * 2)  # clean, and both sides of two steps
+    assert memory(trajectory_dtype="bf16").trajectories == 16 * ELEMENTS * (4 + 2 * 2 * 2)
+    assert memory(window_size=0).trajectories == 16 * ELEMENTS * 4 * (1 + 15 * 2)
+    assert memory(ratio_norm=True).trajectories == 16 * ELEMENTS * 4 * (1 + 2 * 3)
+    nft = {"rl_algorithm": "nft", "init_same_noise": False}
+    for options in ({"offload_trajectory": True}, nft):
+        assert memory(**options).trajectories == 16 * ELEMENTS * 4
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert memory().trajectories == 8 * ELEMENTS * 4 * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({}, 0),
+        ({"kl_coef": 0.1}, 0),  # the LoRA is switched off
+        ({"training_type": "full-finetune"}, 0),
+        ({"training_type": "full-finetune", "kl_coef": 0.1}, 1000),
+        ({"rl_algorithm": "nft"}, 100),
+        ({"rl_algorithm": "nft", "training_type": "full-finetune"}, 1100),
+        ({"rl_algorithm": "nft", "training_type": "full-finetune", "nft_kl": 0.0}, 100),
+    ],
+)
+def test_copies_of_the_policy(options: dict[str, Any], weights: int) -> None:
+    assert memory(**options).copies == 4 * weights
+
+
+def test_calls_of_the_network() -> None:
+    assert (memory().batch_size, memory(rollout_cfg=2.0).batch_size) == (4, 8)
+    assert memory().accumulates
+    assert not memory(batch_size=16, window_size=1).accumulates
+    assert memory(batch_size=16, window_size=2).accumulates
+
+
+def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
+    from finetrainers.models.registry import get_family
+
+    family = get_family("ltx_video")
+
+    def plan(**options: Any) -> Any:
+        config = load_config(
+            model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")), batch_size=2,
+            training_type="full-finetune", optimizer="adamw", **options,
+        )  # fmt: skip
+        network = family.load(config.model).transformer_on_meta()
+        return estimate_for(config, family.geometry, network, bucket=(9, 64, 64)), network
+
+    plain, network = plan(train_steps=1, data_root="clips", gradient_accumulation_steps=2)
+    rewarded, _ = plan(method="grpo", prompts="p.txt", reward=["brightness"], rollout_size="9x64x64", kl_coef=0.1)
+    assert plain.copies == plain.trajectories == 0
+    assert rewarded.copies == pytest.approx(4 * sum(p.numel() for p in network.parameters()) / GIB)
+    assert rewarded.trajectories == pytest.approx(4 * 8 * network.config.out_channels * 2 * 2 * 2 * 4 * 5 / GIB)
+    assert rewarded.total == pytest.approx(plain.total + rewarded.copies + rewarded.trajectories)
+    assert dict(rewarded.table()).keys() - dict(plain.table()).keys() == {
+        "copies of the policy",
+        "sampled trajectories",
+    }
