@@ -65,7 +65,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "window": {"lr": {"LoRA": 3e-3, "full": 4e-4}},
     "dancegrpo": {
         "grpo_preset": "dancegrpo", "best_of_n": 8, "updates_per_rollout": 1, "reward_fps": 25, "window_size": None,
-        "window_range": None, "lr": {"LoRA": 2e-3, "full": 3e-4},
+        "window_range": None, "timestep_fraction": 0.7, "lr": {"LoRA": 3e-3, "full": 4e-4},
     },
     "nft": {
         "rl_algorithm": "nft", "nft_timesteps": 2, "init_same_noise": False, "nft_kl": 1e-3, "kl_coef": None,
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learning", action="store_true", help="every algorithm, for two minutes at most")
-    parser.add_argument("--score", type=float, default=0.8, help="held-out nearness to the liked colour [0.8]")
+    parser.add_argument("--score", type=float, default=0.75, help="held-out nearness to the liked colour [0.75]")
     parser.add_argument("--every", type=int, default=4, help="evaluate every so many updates [4]")
     parser.add_argument("--limit_s", type=float, default=1200.0, help="stop an arm after so many seconds [1200]")
     options = parser.parse_args(argv)
