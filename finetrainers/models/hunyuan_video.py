@@ -2,8 +2,9 @@
 
 Attention without masks: prompts have different lengths, so diffusers masks the padding of the text in every attention
 of the network, and fast kernels refuse masks. Padding changes nothing else, so `load_transformer` makes the network cut
-the text to the longest prompt of the batch first (`_trim_text`). A batch of one then has no padding left, and its
-masks, all ones by then, are dropped (`_UnmaskedAtBatchOne`, `_drop_refiner_mask`).
+the text of a batch of one to its prompt first (`_trim_text`), and drop its masks, all ones by then
+(`_UnmaskedAtBatchOne`, `_drop_refiner_mask`). The text of larger batches stays as long as it is given: if its length
+followed the batch, a clip's prediction would depend, by rounding, on which others it is computed with.
 """
 
 from __future__ import annotations
@@ -280,14 +281,15 @@ def run_without_masks(transformer: Any) -> None:
 
 
 def _trim_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Cut text and mask to the longest prompt of the batch; prompts are padded on the right."""
+    """Cut text and mask of a batch of one to its prompt; prompts are padded on the right."""
     call = {**dict(zip(_FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     mask = call["encoder_attention_mask"]
     lengths = mask.bool().sum(dim=1).tolist()
     if min(lengths) == 0:
         raise ValueError(f"row {lengths.index(0)} of the batch has no text tokens: its attention mask is all zero")
-    call["encoder_hidden_states"] = call["encoder_hidden_states"][:, : max(lengths)]
-    call["encoder_attention_mask"] = mask[:, : max(lengths)]
+    if len(lengths) == 1:
+        call["encoder_hidden_states"] = call["encoder_hidden_states"][:, : lengths[0]]
+        call["encoder_attention_mask"] = mask[:, : lengths[0]]
     return (), call
 
 

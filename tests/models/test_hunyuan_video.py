@@ -287,7 +287,7 @@ def test_a_kernel_that_refuses_masks_runs(spec, repo, conditions):
     torch.testing.assert_close(output, spec.predict(stock, *arguments), rtol=0, atol=1e-5)
 
 
-def test_text_is_cut_to_the_longest_prompt_for_positional_calls_too(spec, transformer, conditions):
+def test_the_text_of_a_batch_of_one_is_cut_for_positional_calls_too(spec, transformer, conditions):
     lengths = []
     handle = transformer.context_embedder.register_forward_pre_hook(
         lambda _, args: lengths.append(args[0].shape[1]), prepend=True
@@ -305,7 +305,17 @@ def test_text_is_cut_to_the_longest_prompt_for_positional_calls_too(spec, transf
             )
     handle.remove()
     short, long = conditions["prompt_attention_mask"].sum(1).tolist()
-    assert lengths == [short, long, long]
+    assert lengths == [short, long, conditions["prompt_attention_mask"].shape[1]]
+
+
+def test_a_prediction_does_not_depend_on_the_rest_of_its_batch(spec, transformer, conditions):
+    """Bit for bit: what was sampled in one batch is replayed in another."""
+    x, t = latents(2), torch.tensor([0.3, 0.6])
+    with torch.no_grad():
+        beside_long = spec.predict(transformer, x, t, conditions.rows([0, 1]), META)
+        beside_short = spec.predict(transformer, x, t, conditions.rows([0, 0]), META)
+    assert torch.equal(beside_long[0], beside_short[0])
+    assert not torch.equal(beside_long[1], beside_short[1])
 
 
 def test_a_prompt_without_tokens_is_an_error(spec, transformer, conditions):
