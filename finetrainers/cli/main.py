@@ -18,6 +18,7 @@ from .serve_reward import add_serve_reward
 
 _EPILOG = """examples:
   finetrainers quickstart                         teach the embedded model a new look, on any CPU, in two minutes
+  finetrainers demo reward DIR                    teach it a taste by reward finetuning, likewise
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
   finetrainers train --config run.toml --dry_run  check everything, print the plan, stop
   finetrainers models                             list the model families

@@ -34,6 +34,7 @@ def test_data_is_written_and_the_same_for_the_same_seed(tmp_path: Path, capsys: 
         (["vae", "{full}"], "is not an empty directory"),
         (["scratch", "{full}"], "holds other things"),
         (["scratch", "{file}"], "is a file"),
+        (["reward", "{full}"], "holds other things"),
         (["measure", "{new}", "--model", "demo://lxt"], "did you mean 'demo://ltx'"),
         (["measure", "{new}", "--model", "nope/nope"], "no model_index.json"),
         (["measure", "{new}", "--lora", "nowhere", "--look", "dotted"], "no such file or directory: nowhere"),
