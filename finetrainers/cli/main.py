@@ -14,6 +14,7 @@ from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
 from .demo import add_demo, positive_integer
+from .plot import add_plot
 from .serve_reward import add_serve_reward
 
 _EPILOG = """examples:
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(run=_tiny)
 
+    add_plot(commands)
     add_demo(commands)
     add_serve_reward(commands)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -244,6 +245,8 @@ class Collector:
                 stats[f"{prefix}/{name}"] = values.mean().item()
                 if kind == "raw":
                     stats[f"reward_std/{name}"] = values.std(correction=0).item()
+                    stats[f"reward_min/{name}"] = min(values.tolist(), default=math.nan)
+                    stats[f"reward_max/{name}"] = max(values.tolist(), default=math.nan)
         for name, spread in found.group_std.items():
             stats[f"group_std/{name}"] = spread.nanmean().item()
         stats["constant_groups"] = found.constant_share

@@ -22,7 +22,14 @@ from .batches import Part
 from .build import build_collector, build_evaluation, reference_policy
 from .collect import Collected, Collector
 from .evaluate import PromptEvaluation
-from .objective import clip_range, clipped_ratio, mean_divergence, velocity_divergence, without_drift
+from .objective import (
+    clip_range,
+    clipped_ratio,
+    gradient_by_noise,
+    mean_divergence,
+    velocity_divergence,
+    without_drift,
+)
 from .rollouts import RolloutMethod
 
 logger = logging.getLogger(__name__)
@@ -95,6 +102,7 @@ class GRPO(RolloutMethod[Transition]):
         self.ratio_norm = ratio_norm
         self.kl_coef = kl_coef
         self.kl_space = kl_space
+        self._ratio_error = torch.zeros(())  # the largest of the current step
 
     @classmethod
     def create(cls, parts: MethodParts) -> GRPO:
@@ -165,8 +173,9 @@ class GRPO(RolloutMethod[Transition]):
             loss = loss + self.kl_coef * (batch.share * divergence).sum()
             watched["kl"] = divergence.detach()
         metrics = {name: (batch.share * value).sum() for name, value in watched.items()}
-        if batch.is_first:
-            metrics["ratio_error"] = self._ratio_error(batch, found.ratio)
+        metrics["ratio_error"] = self._ratio_error_grown(batch, found.ratio)
+        alpha, sigma = self.sampler.process.alpha_sigma(batch.time)
+        metrics |= gradient_by_noise(loss, prediction, sigma / (alpha + sigma))
         return loss, {"loss": loss.detach(), **metrics}
 
     def _mean(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Tensor]:
@@ -182,19 +191,25 @@ class GRPO(RolloutMethod[Transition]):
             return velocity_divergence(prediction, prediction_ref)
         return mean_divergence(mean, mean_ref, batch.step.std)
 
-    def _ratio_error(self, batch: Transition, ratio: Tensor) -> Tensor:
-        """The largest error of a ratio that must still be 1; 0 once the policy has been updated."""
+    def _ratio_error_grown(self, batch: Transition, ratio: Tensor) -> Tensor:
+        """How much this micro-batch raises the step's largest error of a ratio that must be 1: summed up, that error.
+
+        0 once the policy has been updated since it sampled.
+        """
+        if batch.is_first:
+            self._ratio_error = ratio.new_zeros(())
         if not batch.is_fresh:
             return ratio.new_zeros(())
-        error = ((ratio - 1).abs() * (batch.share > 0)).max()
-        if error > self.epsilon / 2:
+        before = self._ratio_error
+        self._ratio_error = torch.maximum(before, ((ratio - 1).abs() * (batch.share > 0)).max())
+        if before <= self.epsilon / 2 < self._ratio_error:
             logger.warning(
                 "the policy that is trained is not the one that sampled: a ratio that must be 1 is off by %.2g, and the clip "
                 "range is %.2g. In fp32 it is exactly 1; lower precision may need a larger --clip_range",
-                float(error),
+                float(self._ratio_error),
                 self.epsilon,
             )
-        return error
+        return self._ratio_error - before
 
     def state_dict(self) -> dict[str, Any]:
         return {}

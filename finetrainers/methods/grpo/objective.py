@@ -18,6 +18,9 @@ from finetrainers.diffusion.process import expand
 #: 1 / sqrt(D), so a fixed range means another thing at every resolution; published ranges lie between 0.003 and 0.5.
 CLIP_SCALE = 0.1
 
+#: Intervals of the noise level s / (a + s), all of one width, in which gradients are watched.
+NOISE_BINS = 4
+
 
 @dataclass(frozen=True)
 class Clipped:
@@ -74,3 +77,21 @@ def velocity_divergence(prediction: Tensor, reference: Tensor) -> Tensor:
 def mean_divergence(mean: Tensor, reference: Tensor, std: Tensor) -> Tensor:
     """KL divergence of two transitions of the same std, as a mean over elements, `[B]`: (mu - mu_ref)^2 / (2 std^2)."""
     return (((mean - reference) / expand(std, mean)) ** 2).flatten(1).mean(1) / 2
+
+
+def gradient_by_noise(loss: Tensor, prediction: Tensor, noise: Tensor) -> dict[str, Tensor]:
+    """Where the gradient comes from: for every interval of noise levels, the sum of its clips' gradient norms.
+
+    The gradient is that by the network's prediction, `[B, C, T, H, W]`, which takes no pass through the network. Named
+    `gradient/LOW-HIGH`; intervals without a clip are 0, so that all ranks and micro-batches give the same names.
+
+    Args:
+        loss: scalar, made from the prediction.
+        prediction: of the network, with its graph, which is kept.
+        noise: level of each clip, `[B]` in [0, 1].
+    """
+    (slope,) = torch.autograd.grad(loss, prediction, retain_graph=True)
+    norms = slope.flatten(1).norm(dim=1)
+    place = (noise * NOISE_BINS).long().clamp(0, NOISE_BINS - 1)
+    width = 1 / NOISE_BINS
+    return {f"gradient/{i * width:.2f}-{(i + 1) * width:.2f}": (norms * (place == i)).sum() for i in range(NOISE_BINS)}

@@ -1,0 +1,33 @@
+"""`finetrainers plot`: the curves of a run, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+
+
+def add_plot(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    plot = commands.add_parser("plot", help="draw a run's losses, rewards and timings into its curves.png")
+    plot.add_argument("directory", type=Path, nargs="+", help="a run's --output_dir, also while it runs")
+    plot.set_defaults(run=_plot)
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    from finetrainers.utils.curves import plot_run
+
+    if find_spec("matplotlib") is None:
+        raise ConfigError([Problem("matplotlib", "is not installed; pip install 'finetrainers[demo]'")])
+    problems = []
+    for directory in arguments.directory:
+        try:
+            print(plot_run(directory))
+        except ValueError as error:
+            problems.append(Problem("directory", str(error)))
+    if problems:
+        raise ConfigError(problems)
+    return 0
