@@ -40,7 +40,7 @@ _METRIC = "eval_reward/taste"
 
 #: What the demonstration sets for speed goes back to the default; what both need stays.
 _BOTH: dict[str, Any] = {
-    "sampling_steps": 16,
+    "sampling_steps": None,
     "prompts_per_step": 4,
     "num_generations": 12,
     "batch_size": 8,
@@ -49,7 +49,7 @@ _BOTH: dict[str, Any] = {
     "checkpointing_steps": 0,
 }
 ARMS: dict[str, dict[str, Any]] = {
-    "default": {"window_size": 2, "window_range": [0.0, 0.5]},
+    "default": {"window_size": None, "window_range": None},
     # 24 clips of which the 4 best and the 4 worst are trained become 12, 2 and 2; prompts are as many as above.
     "dancegrpo": {
         "grpo_preset": "dancegrpo",

@@ -50,7 +50,12 @@ class GRPOSection(Section):
     updates_per_rollout: int = Field(
         1, ge=1, description="Optimizer steps per rollout; from the second on, clips are of an older policy."
     )
-    sampling_steps: int = Field(16, ge=2, description="Denoising steps of a rollout; the last is never trained.")
+    sampling_steps: int = Field(
+        10,
+        ge=2,
+        description="Denoising steps of a rollout, fewer than for samples to be looked at, since clips need only be good enough "
+        "to be compared; the last is never trained.",
+    )
     sampler: Kernel | None = Field(
         None,
         description="How a step adds noise: `flow` (Flow-GRPO), `dance` (DanceGRPO), `cps` (coefficients preserving), "
