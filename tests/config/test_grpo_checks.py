@@ -57,9 +57,9 @@ def test_a_plain_run_has_no_findings(family, options):
          "100 is not a multiple of --updates_per_rollout 3, and only whole rollouts can be continued; use 99 or 102"),
         ({"updates_per_rollout": 2, "checkpointing_steps": 1}, "checkpointing_steps", "use 2"),
         ({"window_size": 9}, "window_size",
-         "a window of 9 does not fit: of 16 --sampling_steps, --window_range 0 0.5 holds 8 steps (0 to 7), and the last "
-         "step is never trained; use at most 8, or a wider range"),
-        ({"window_size": 16, "window_range": [0, 1]}, "window_size", "holds 15 steps (0 to 14)"),
+         "a window of 9 does not fit: of 10 --sampling_steps, --window_range 0 0.5 holds 5 steps (0 to 4), and the last "
+         "step is never trained; use at most 5, or a wider range"),
+        ({"window_size": 16, "window_range": [0, 1]}, "window_size", "holds 9 steps (0 to 8)"),
         ({"window_range": [0.97, 1.0]}, "window_size", "holds 0 steps, and the last step is never trained; use a wider"),
         ({"window_range": [0.5, 0.5]}, "window_range", "the second must be above the first"),
         ({"window_strategy": "progressive", "window_stride": 3}, "window_stride", "use at most 2"),
