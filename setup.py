@@ -42,6 +42,7 @@ setup(
         "accelerate>=1.10",
         "safetensors>=0.5",
         "huggingface_hub",
+        "filelock",
         "pydantic>=2.8",
         "rich>=13",
         "jinja2>=3",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from finetrainers import __version__
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train_command(argv: Sequence[str], *, prog: str) -> int:
-    """Train as the flags say. Exit code 0, or 2 for a configuration that cannot run; other failures raise."""
+    """Train as the flags say; an exit code (`utils.exit_codes`). Failures other than of the configuration raise."""
     from finetrainers.config.flags import parse_flags
 
     configure_logging()
@@ -65,12 +66,13 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
 
         quiet_progress_bars()
         gc.freeze()  # the libraries' objects live to the end; collections between loading phases need not walk them
-        run(checked)
+        trainer = run(checked, handle_signals=True)
     except ConfigError as error:
         if launched_rank() == 0:  # all processes find the same; one says it
             print(f"error: {_with_the_rest(error)}", file=sys.stderr)
-        return 2
-    return 0
+        return exit_codes.CONFIGURATION
+    stopped = trainer is not None and trainer.stopped_by is not None
+    return exit_codes.STOPPED if stopped else exit_codes.DONE
 
 
 def _with_the_rest(error: ConfigError) -> ConfigError:

@@ -158,6 +158,8 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
     for option in ("ema_decay", "ema_update_after_step"):
         if config.changed(option) and not training.use_ema:
             found.warnings.append(f"--{option} has no effect without --use_ema")
+    if config.changed("max_nonfinite_steps") and training.on_nonfinite != "skip":
+        found.warnings.append("--max_nonfinite_steps has no effect without --on_nonfinite skip")
     if config.changed("train_epochs") and training.train_steps is not None:
         found.warnings.append(f"--train_epochs {training.train_epochs} is overridden by --train_steps")
 

@@ -201,6 +201,12 @@ class TrainingSection(Section):
     resume_from_checkpoint: str | None = Field(
         None, description="Continue from `latest`, a step number, or a checkpoint directory."
     )
+    on_nonfinite: Literal["raise", "skip"] = Field(
+        "raise", description="A loss or gradient that is NaN or infinite ends the run, or its step changes nothing."
+    )
+    max_nonfinite_steps: int = Field(
+        10, ge=0, description="With `on_nonfinite = skip`, how many steps may be skipped before it is an error."
+    )
     use_ema: bool = Field(False, description="Keep an exponential moving average of the trained weights.")
     ema_decay: float = Field(0.999, ge=0, lt=1, description="Decay of the moving average.")
     ema_update_after_step: int = Field(0, ge=0, description="Steps before the moving average starts.")
@@ -274,4 +280,9 @@ class RunSection(Section):
     hub_model_id: str | None = Field(None, description="Hub repository; default: the name of `output_dir`.")
     allow_tf32: bool = Field(False, description="TF32 matrix products on CUDA.")
     nccl_timeout: int = Field(600, ge=1, description="Seconds until a stuck collective fails the run.")
+    step_timeout: int | None = Field(
+        None, ge=1, description="Seconds that a step, its data or rollout included, may take before it counts as hung."
+    )
+    checkpoint_timeout: int | None = Field(None, ge=1, description="The same for writing a checkpoint.")
+    sampling_timeout: int | None = Field(None, ge=1, description="The same for validation samples and evaluation.")
     dry_run: bool = Field(False, description="Check everything, print the plan, and stop before training.")

@@ -96,6 +96,14 @@ def dry_run_report(checked: Preflight) -> None:
     console.print("\n" + dump_toml(config), markup=False)
 
 
+def print_stopped(*, step: int, by: str) -> None:
+    """How to go on after a stop."""
+    print_line(
+        f"stopped by {by} after step {step}, with a checkpoint; to go on, run the same command with "
+        "--resume_from_checkpoint latest"
+    )
+
+
 def print_results(root: Path) -> None:
     """Where everything is, after training."""
     places = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from itertools import count, takewhile
 from pathlib import Path
@@ -38,7 +39,8 @@ from .callbacks.rewards import MethodEvaluation, RewardFiles
 from .callbacks.validation import EncodedPrompt, Validation
 from .checkpoint import load_checkpoint
 from .export import export
-from .plan_report import dry_run_report, print_line, print_results, print_start
+from .lock import exclusive
+from .plan_report import dry_run_report, print_line, print_results, print_start, print_stopped
 from .preflight import Preflight, preflight
 from .resume import critical_state
 from .run_dir import RunDirectory
@@ -55,8 +57,13 @@ def train(config: TrainConfig) -> Trainer | None:
     return run(preflight(config))
 
 
-def run(checked: Preflight) -> Trainer | None:
-    """Train a checked configuration; the finished trainer, or None for a dry run."""
+def run(checked: Preflight, *, handle_signals: bool = False) -> Trainer | None:
+    """Train a checked configuration; the trainer, finished or stopped, or None for a dry run.
+
+    Args:
+        checked: what to train.
+        handle_signals: whether a signal (`stopping.SIGNALS`) stops the run with a checkpoint; only in the main thread.
+    """
     config = checked.config
     if config.run.dry_run:
         if launched_rank() == 0:
@@ -67,15 +74,32 @@ def run(checked: Preflight) -> Trainer | None:
         checked = preflight(config)
     parallel = make_parallel(config)
     try:
-        trainer = assemble(checked, parallel)
-        trainer.run()
-        export(trainer, checked)
-        trainer.finish()
-        if parallel.is_main:
-            print_results(trainer.run_dir.root)
+        with exclusive(config.run.output_dir, parallel):
+            trainer = assemble(checked, parallel)
+            # Until here a signal ends the process as always: there is nothing to save yet.
+            with trainer.requests.signals.listening() if handle_signals else contextlib.nullcontext():
+                trainer.run()
+                _conclude(trainer, checked)
     finally:
         parallel.close()
     return trainer
+
+
+def _conclude(trainer: Trainer, checked: Preflight) -> None:
+    """Export the results and close the records; of a run that was stopped, the records only."""
+    if trainer.stopped_by is None:
+        export(trainer, checked)
+    else:
+        trainer.run_dir.event("stopped", step=trainer.step, by=trainer.stopped_by)
+    trainer.finish()
+    if trainer.stopped_by is not None:
+        # Launchers end all processes once one has gone with a code other than 0, and rank 0 has records to close.
+        trainer.parallel.barrier()
+    if trainer.parallel.is_main:
+        if trainer.stopped_by is None:
+            print_results(trainer.run_dir.root)
+        else:
+            print_stopped(step=trainer.step, by=trainer.stopped_by)
 
 
 def make_parallel(config: TrainConfig) -> Parallel:
@@ -99,6 +123,9 @@ def make_parallel(config: TrainConfig) -> Parallel:
     # Preflight guessed the device and knew one process; its warnings have been shown.
     errors, _ = optimizer_problems(config, device_type=parallel.device.type, num_processes=parallel.world_size)
     problems = [Problem("", message) for message in errors]
+    if config.training.on_nonfinite == "skip" and parallel.is_deepspeed:
+        message = "DeepSpeed updates the weights before a step can be judged; use DDP or FSDP2, or leave it out"
+        problems.append(Problem("--on_nonfinite skip", message))
     if config.training.use_ema and parallel.is_sharded:
         message = (
             "averages need whole weights, and this launcher shards them; use DDP or DeepSpeed ZeRO-2, or leave it out"

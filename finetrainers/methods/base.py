@@ -111,6 +111,10 @@ class Method(Protocol):
         """
         ...
 
+    def can_stop_after(self, step: int) -> bool:
+        """Whether a run that ends after `step` optimizer steps can be continued, `steps(step)` being the rest."""
+        ...
+
     def loss(self, transformer: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
         """Loss of a micro-batch, weighted so that a step's losses sum to its mean, and its metrics likewise."""
         ...

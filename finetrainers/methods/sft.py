@@ -72,6 +72,9 @@ class SFT:
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Batch]]:
         return map(Step, self.batches.steps(start))
 
+    def can_stop_after(self, step: int) -> bool:
+        return True
+
     def loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         per_sample, t = self._per_sample(transformer, batch, purpose="train", quantile=None)
         weight = self.noise_levels.weight(t)

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
@@ -82,6 +83,8 @@ class Parallel:
         self.accumulation = accumulation
         self.max_grad_norm = max_grad_norm
         self._parameters: list[nn.Parameter] = []
+        self._timeout = timedelta(seconds=timeout_s)
+        self._host_group: dist.ProcessGroup | None = None
         if self.is_deepspeed:
             self._configure_deepspeed(batch_size)
 
@@ -221,12 +224,24 @@ class Parallel:
     def mean(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         """Averages over ranks, as numbers: the one place where a step waits for the device."""
         names = sorted(values)
+        if not names:
+            return {}
         stacked = torch.stack([values[n].detach().float().reshape(()).to(self.device) for n in names])
         return dict(zip(names, self.accelerator.reduce(stacked, reduction="mean").tolist(), strict=True))
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum over ranks."""
         return self.accelerator.reduce(value.to(self.device), reduction="sum")
+
+    def max_on_host(self, values: Sequence[int]) -> list[int]:
+        """Element-wise maximum over ranks, between the hosts: no device is waited for. Every rank must call it."""
+        if self.world_size == 1:
+            return list(values)
+        if self._host_group is None:
+            self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        agreed = torch.tensor(values)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._host_group)
+        return agreed.tolist()
 
     def gather_objects(self, items: list[T]) -> list[T]:
         """All ranks' lists, joined in rank order."""

@@ -134,7 +134,7 @@ def test_what_a_run_leaves(options: Callable[..., dict], run: Callable[..., Any]
     done = run(**values)
     assert {path.name for path in done.root.iterdir()} == {
         "README.md", "checkpoints", "config.toml", "env.json", "events.jsonl", "manifest.jsonl", "metrics.jsonl",
-        "pytorch_lora_weights.safetensors",
+        "pytorch_lora_weights.safetensors", ".lock",
     }  # fmt: skip
     again = load_config(done.root / "config.toml")
     assert again == done.trainer.config

@@ -12,7 +12,13 @@ Record = dict[str, float]
 
 
 class Callback:
-    """Hooks of a run; override what is needed. Every rank runs every hook."""
+    """Hooks of a run; override what is needed. Every rank runs every hook.
+
+    Attributes:
+        samples: whether it samples or evaluates, also when `trainer.requests.sample` says so.
+    """
+
+    samples = False
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step of this process."""
@@ -24,4 +30,4 @@ class Callback:
         """When numbers are there: every `logging_steps`, and whenever a callback logs."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """After the last step, when the results are on disk."""
+        """After the last step, when the results are on disk; or when the run was stopped, with a checkpoint."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class EvaluationLoss(Callback):
     """Logs `eval_loss`, and one value per noise level, when `due(step)` and before the first step."""
 
+    samples = True
+
     def __init__(
         self,
         *,
@@ -44,7 +46,7 @@ class EvaluationLoss(Callback):
             self.evaluate(trainer)
 
     def on_step(self, trainer: Trainer) -> None:
-        if self.due(trainer.step) or trainer.step == trainer.total_steps:
+        if trainer.requests.sample or self.due(trainer.step) or trainer.step == trainer.total_steps:
             self.evaluate(trainer)
 
     def evaluate(self, trainer: Trainer) -> None:

@@ -95,7 +95,8 @@ class ProgressLine(Callback):
             self._print(f"step {trainer.step}/{trainer.total_steps}  {line}  left {_duration(left)}")
 
     def _line(self, record: Record) -> str:
-        loss = "nothing to learn"  # a step without micro-batches
+        # A step without micro-batches, or one whose update was left out.
+        loss = "not finite, skipped" if "nonfinite_steps" in record else "nothing to learn"
         if "loss" in record:
             loss = f"loss {record['loss']:.4f} (avg {sum(self.recent) / len(self.recent):.4f})"
         norm = f"  grad {record['grad_norm']:.3g}" if "grad_norm" in record else ""

@@ -68,6 +68,8 @@ class RewardFiles(Callback):
 class MethodEvaluation(Callback):
     """Has the method evaluate the network before the first step, when `due(step)`, and at the end; keeps the clips."""
 
+    samples = True
+
     def __init__(self, *, fps: float, due: Callable[[int], bool]) -> None:
         """Args:
         fps: frame rate of the clips.
@@ -81,7 +83,7 @@ class MethodEvaluation(Callback):
             self.evaluate(trainer)
 
     def on_step(self, trainer: Trainer) -> None:
-        if self.due(trainer.step) or trainer.step == trainer.total_steps:
+        if trainer.requests.sample or self.due(trainer.step) or trainer.step == trainer.total_steps:
             self.evaluate(trainer)
 
     def evaluate(self, trainer: Trainer) -> None:

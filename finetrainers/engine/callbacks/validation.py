@@ -38,6 +38,8 @@ class EncodedPrompt:
 class Validation(Callback):
     """Samples every prompt when `due(step)`; the same prompt always starts from the same noise."""
 
+    samples = True
+
     def __init__(
         self,
         *,
@@ -70,7 +72,7 @@ class Validation(Callback):
         self.due = due
 
     def on_step(self, trainer: Trainer) -> None:
-        if self.due(trainer.step):
+        if trainer.requests.sample or self.due(trainer.step):
             self.sample(trainer)
 
     def sample(self, trainer: Trainer) -> list[Path]:

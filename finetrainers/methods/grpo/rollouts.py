@@ -50,12 +50,15 @@ class RolloutMethod(ABC, Generic[T]):
         return self.collector.collect(transformer, rollout)
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[T]]:
-        if start % self.updates:
+        if not self.can_stop_after(start):
             raise ValueError(f"step {start} lies within a rollout of {self.updates} steps, whose clips are gone")
         for rollout in count(start // self.updates):
             transformer.eval()  # dropout would make the replayed policy another one than the sampled
             # Not kept in a variable here, where it would still lie while the next one is made.
             yield from self.update_steps(transformer, self.collect(transformer, rollout), rollout)
+
+    def can_stop_after(self, step: int) -> bool:
+        return step % self.updates == 0  # the clips of a rollout are not kept
 
     def update_steps(self, transformer: nn.Module, collected: Collected, rollout: int) -> Iterator[Step[T]]:
         """The optimizer steps of a rollout. One in which no rank has a clip is empty: there is nothing to learn."""

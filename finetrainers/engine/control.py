@@ -1,0 +1,103 @@
+"""What a run is asked for from outside while it trains: by signal, or by a file in `control/`; one answer on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .stopping import StopSignals
+
+if TYPE_CHECKING:
+    from finetrainers.parallel.engine import Parallel
+
+    from .run_dir import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+#: Names of files that a user may `touch` in `control/`.
+COMMANDS = ("stop", "save", "sample")
+#: Beyond all signal numbers.
+_STOP_FILE = 1000
+
+
+class ControlFiles:
+    """The folder `control/` of a run directory, which one process reads."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / "control"
+        self._unknown: set[str] = set()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """The folder exists within the block. What lay there before was meant for an earlier process, and goes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._drop("left from an earlier run")
+        try:
+            yield
+        finally:
+            self._drop("too late for this run")
+            with contextlib.suppress(OSError):  # a file of the user's
+                self.folder.rmdir()
+
+    def _drop(self, why: str) -> None:
+        for command in sorted(self.take()):
+            logger.warning("%s was %s and is removed", self.folder / command, why)
+
+    def take(self) -> set[str]:
+        """The commands that are there, and remove them. A folder that is gone holds none."""
+        try:
+            present = {path.name for path in self.folder.iterdir()}
+        except FileNotFoundError:
+            return set()
+        for name in sorted(present - set(COMMANDS) - self._unknown):
+            logger.warning("%s is not a command; there are %s", self.folder / name, ", ".join(COMMANDS))
+        self._unknown = present - set(COMMANDS)
+        found = present & set(COMMANDS)
+        for command in found:
+            (self.folder / command).unlink(missing_ok=True)
+        return found
+
+
+class Requests:
+    """Wishes that the trainer has still to fulfil, the same on every rank.
+
+    Attributes:
+        stop: what asked for the end of the run, or None.
+        save: whether a checkpoint was asked for.
+        sample: whether samples were asked for.
+    """
+
+    def __init__(self, *, run_dir: RunDirectory, parallel: Parallel) -> None:
+        self.signals = StopSignals(speaks=parallel.is_main)
+        self.stop: str | None = None
+        self.save = False
+        self.sample = False
+        self._run_dir = run_dir
+        self._parallel = parallel
+        self._files = ControlFiles(run_dir.root) if parallel.is_main else None
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around the training: files are looked for within."""
+        return contextlib.nullcontext() if self._files is None else self._files.watched()
+
+    def poll(self) -> None:
+        """Take what has come since; every rank must call it, after each step.
+
+        Files count as rank 0 sees them, signals as any rank got them: a maximum over ranks on the hosts, which costs
+        one small message between them and never waits for a device.
+        """
+        files = self._files.take() if self._files is not None else set()
+        stop = self.signals.noted or (_STOP_FILE if "stop" in files else 0)
+        stop, save, sample = self._parallel.max_on_host([stop, int("save" in files), int("sample" in files)])
+        if stop and self.stop is None:
+            self.stop = "control/stop" if stop == _STOP_FILE else signal.Signals(stop).name
+            self._run_dir.event("stop_requested", by=self.stop)
+        for name, asked in (("save", save), ("sample", sample)):
+            if asked:
+                setattr(self, name, True)
+                self._run_dir.event(f"{name}_requested", by=f"control/{name}")

@@ -1,0 +1,19 @@
+"""Exit codes of a training command, for scripts that decide whether to start it again."""
+
+from __future__ import annotations
+
+#: The run is done and its results are on disk.
+DONE = 0
+#: It failed; the traceback says why. (What Python exits with on any exception.)
+FAILED = 1
+#: The options or the data cannot be trained with, or another run has the output directory. Nothing was changed.
+CONFIGURATION = 2
+#: Stopped as asked, with a checkpoint: start it again to go on (EX_TEMPFAIL of sysexits.h).
+STOPPED = 75
+#: A section took longer than its time limit (as `timeout` exits).
+HUNG = 124
+
+
+def killed_by(signal_number: int) -> int:
+    """What shells report of a process that a signal ended; a second signal ends a run with it."""
+    return 128 + signal_number

@@ -1,0 +1,68 @@
+"""A section that outlasts its limit ends its process, and leaves every thread's stack; in real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetrainers.engine.watchdog import Watchdog
+from finetrainers.utils import exit_codes
+
+ROOT = Path(__file__).parents[2]
+
+_HANGING = """
+import ctypes, sys, threading, time
+from pathlib import Path
+from finetrainers.engine import watchdog
+watchdog._BACKSTOP_S = 0.5
+dog = watchdog.Watchdog(Path(sys.argv[1]), rank=3, limits={"step": 0.5, "checkpoint": None, "sampling": 0.5})
+def other_thread():
+    time.sleep(60)
+def hanging_step():
+    ctypes.PyDLL(None).sleep(30) if sys.argv[2] == "no Python" else time.sleep(30)
+with dog.running():
+    for _ in range(4):
+        dog.enter("sampling")
+        time.sleep(0.2)
+    dog.enter("checkpoint")
+    time.sleep(1.2)
+    threading.Thread(target=other_thread, daemon=True).start()
+    dog.enter("step")
+    hanging_step()
+"""
+
+
+@pytest.mark.parametrize(("where", "code"), [("Python", exit_codes.HUNG), ("no Python", 1)])
+def test_a_hang_leaves_stacks_and_an_exit_code(where: str, code: int, tmp_path: Path) -> None:
+    """Also where the interpreter itself is blocked, by the backstop."""
+    done = subprocess.run(
+        [sys.executable, "-c", _HANGING, str(tmp_path / "hangs"), where],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=25, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    stacks = (tmp_path / "hangs" / "rank-3.txt").read_text()
+    assert "in hanging_step" in stacks
+    assert "in other_thread" in stacks
+    if where == "Python":
+        assert "the section 'step' took longer than its limit of 0.5 s (--step_timeout)" in stacks
+        assert f"the stacks are in {tmp_path / 'hangs' / 'rank-3.txt'}" in done.stderr
+
+
+def test_a_run_in_time_leaves_nothing(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    done = run(**options(train_steps=1, step_timeout=60, checkpoint_timeout=60, sampling_timeout=60))
+    assert not (done.root / "hangs").exists()
+
+
+def test_sections_are_known_by_name(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path / "hangs", rank=0, limits={"step": None})
+    with dog.running():
+        dog.enter("step")
+        with pytest.raises(KeyError):
+            dog.enter("steps")
+    assert not (tmp_path / "hangs").exists()
