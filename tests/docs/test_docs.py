@@ -52,7 +52,9 @@ mixed_precision
 LEGACY_FLAGS = _LEGACY.split()
 
 #: Flags of other programs, and of other versions, that the pages mention.
-FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "check", "extra"}
+FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "check", "extra"} | {
+    "nodes", "gpus", "time", "signal", "requeue", "open",  # of sbatch, as far as their first hyphen
+}  # fmt: skip
 
 
 def page_id(path: Path) -> str:

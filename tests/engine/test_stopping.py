@@ -21,6 +21,7 @@ from finetrainers.config.load import load_config
 from finetrainers.engine import control
 from finetrainers.engine.resume import list_checkpoints
 from finetrainers.engine.run import train
+from finetrainers.engine.stopping import SIGNALS
 from finetrainers.engine.trainer import Trainer
 from finetrainers.utils import exit_codes
 
@@ -232,3 +233,11 @@ def test_only_commands_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert caplog.text.count("halt is not a command; there are stop, save, sample") == 1
         (files.folder / "halt").unlink()
     assert not files.folder.exists()
+
+
+def test_exit_codes_are_those_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "stopping.md").read_text(encoding="utf-8")
+    rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("|")}
+    codes = [exit_codes.DONE, exit_codes.FAILED, exit_codes.CONFIGURATION, exit_codes.STOPPED, exit_codes.HUNG]
+    codes += [exit_codes.killed_by(number) for number in SIGNALS]
+    assert {str(code) for code in codes} <= rows

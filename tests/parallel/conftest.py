@@ -70,13 +70,15 @@ def options(tiny_repo: Callable[..., Path], five_clips: Path) -> Callable[..., d
 
 @pytest.fixture(scope="session")
 def launch() -> Callable[..., list[dict[str, Any]]]:
-    """`launch(launcher, jobs, directory, **environment)`: what each of the two ranks wrote down, by job."""
+    """`launch(launcher, jobs, directory, script=..., **environment)`: what each of the two ranks wrote down, by job."""
 
-    def start(launcher: list[str], jobs: dict[str, Any], directory: Path, **environment: str) -> list[dict[str, Any]]:
+    def start(
+        launcher: list[str], jobs: dict[str, Any], directory: Path, *, script: Path = RANK_SCRIPT, **environment: str
+    ) -> list[dict[str, Any]]:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "jobs.json").write_text(json.dumps(jobs))
         done = subprocess.run(
-            [sys.executable, "-m", *launcher, str(RANK_SCRIPT), str(directory / "jobs.json"), str(directory)],
+            [sys.executable, "-m", *launcher, str(script), str(directory / "jobs.json"), str(directory)],
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",

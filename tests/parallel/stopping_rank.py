@@ -1,0 +1,81 @@
+"""One rank of a run that is disturbed on one rank alone; writes down how it ended.
+
+Usage: stopping_rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_disturb`: what happens to
+rank 1 in its second step.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
+from finetrainers.engine.guards import NonFiniteError
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.run import run
+from finetrainers.methods.sft import SFT
+from finetrainers.parallel.engine import Parallel
+
+RANK = int(os.environ["RANK"])
+
+
+def run_job(options: dict[str, Any]) -> dict[str, Any]:
+    disturbance = options.pop("_disturb", None)
+    loss, calls = SFT.loss, iter(range(1, 1000))
+
+    def disturbed(method: SFT, transformer: Any, batch: Any) -> Any:
+        value, metrics = loss(method, transformer, batch)
+        if next(calls) != 2 or RANK != 1:
+            return value, metrics
+        if disturbance == "nan":
+            return value * math.nan, {name: one * math.nan for name, one in metrics.items()}
+        if disturbance in ("stop", "save"):
+            (Path(options["output_dir"]) / "control" / disturbance).touch()
+        elif disturbance == "SIGUSR1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.2)
+        return value, metrics
+
+    SFT.loss = disturbed  # type: ignore[method-assign]
+    try:
+        trainer = run(preflight(load_config(**options)), handle_signals=True)
+    except (NonFiniteError, ConfigError) as error:
+        return {"error": str(error)}
+    finally:
+        SFT.loss = loss  # type: ignore[method-assign]
+    assert trainer is not None
+    digest = hashlib.sha256()
+    for parameter in trainer.parallel.unwrap(trainer.transformer).parameters():
+        if parameter.requires_grad:
+            digest.update(parameter.detach().float().numpy().tobytes())
+    return {
+        "step": trainer.step,
+        "stopped_by": trainer.stopped_by,
+        "skipped": trainer.guard.skipped,
+        "digest": digest.hexdigest(),
+    }
+
+
+def main(jobs: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    # One process group serves all jobs: made a second time over the same store, it would find the first one's addresses.
+    Parallel.close = Parallel.barrier  # type: ignore[method-assign]
+    gc.freeze()
+    results = {name: run_job(options) for name, options in json.loads(jobs.read_text()).items()}
+    torch.distributed.destroy_process_group()
+    (out / f"rank{RANK}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

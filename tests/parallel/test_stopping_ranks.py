@@ -1,0 +1,93 @@
+"""What happens on one of two ranks is decided by both together: stops, saves, and steps that are not finite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetrainers.engine.lock import exclusive
+from finetrainers.engine.resume import list_checkpoints
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("stopping_rank.py")
+JOBS: dict[str, dict[str, Any]] = {
+    "straight": {},
+    "signal": {"_disturb": "SIGUSR1"},
+    "resumed": {"resume_from_checkpoint": "latest"},
+    "stop file": {"_disturb": "stop"},
+    "save file": {"_disturb": "save"},
+    "raise": {"_disturb": "nan"},
+    "skip": {"_disturb": "nan", "on_nonfinite": "skip"},
+    "in use": {},
+}
+
+
+class _Here:
+    """This process as the only one."""
+
+    is_main = True
+
+    @staticmethod
+    def same_on_all(value: Any) -> Any:
+        return value
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stopping")
+
+
+@pytest.fixture(scope="module")
+def ranks(options: Callable[..., dict], launch: Callable[..., Any], root: Path) -> list[dict[str, Any]]:
+    jobs = {
+        name: options(root / ("signal" if name == "resumed" else name), train_steps=4, lora_dropout=0.3, **changes)
+        for name, changes in JOBS.items()
+    }
+    with exclusive(root / "in use", _Here()):  # type: ignore[arg-type]
+        return launch(["torch.distributed.run", "--nproc_per_node", "2"], jobs, root, script=SCRIPT,
+                      ACCELERATE_USE_CPU="true")  # fmt: skip
+
+
+def events(directory: Path) -> list[tuple[str, int | None]]:
+    lines = (directory / "events.jsonl").read_text().splitlines()
+    return [(event["event"], event.get("step")) for event in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize(("job", "by"), [("signal", "SIGUSR1"), ("stop file", "control/stop")])
+def test_both_stop_after_the_same_step(job: str, by: str, ranks: list[dict[str, Any]], root: Path) -> None:
+    for rank in ranks:
+        assert (rank[job]["step"], rank[job]["stopped_by"]) == (2, by)
+    assert ("stopped", 2) in events(root / job)
+    assert list_checkpoints(root / job)[0][0] == 2
+
+
+def test_resuming_after_the_stop_changes_nothing(ranks: list[dict[str, Any]], root: Path) -> None:
+    assert [rank["resumed"] for rank in ranks] == [rank["straight"] for rank in ranks]
+    assert len({rank["resumed"]["digest"] for rank in ranks}) == 1
+    assert [step for step, _ in list_checkpoints(root / "signal")] == [2, 4]
+
+
+def test_a_checkpoint_that_was_asked_for_is_written(ranks: list[dict[str, Any]], root: Path) -> None:
+    assert [step for step, _ in list_checkpoints(root / "save file")] == [2, 4]
+    assert [rank["save file"] for rank in ranks] == [rank["straight"] for rank in ranks]
+
+
+def test_one_ranks_nan_ends_both_before_the_update(ranks: list[dict[str, Any]], root: Path) -> None:
+    for rank in ranks:
+        assert "step 2: loss nan, grad_norm nan" in rank["raise"]["error"]
+    assert list_checkpoints(root / "raise") == []
+
+
+def test_one_ranks_nan_is_skipped_by_both(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["skip"]["skipped"] for rank in ranks] == [1, 1]
+    assert len({rank["skip"]["digest"] for rank in ranks}) == 1
+    assert ranks[0]["skip"]["digest"] != ranks[0]["straight"]["digest"]
+
+
+def test_a_directory_in_use_is_refused_on_both(ranks: list[dict[str, Any]]) -> None:
+    assert all("is in use by another run (process " in rank["in use"]["error"] for rank in ranks)
