@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -115,8 +116,22 @@ def iterate_steps(
     """
     sampler = _StepSampler(stream, start=start, accumulation=accumulation, rank=rank, world_size=world_size)
     loader = DataLoader(
-        FetchDataset(fetch), batch_size=None, sampler=sampler, num_workers=num_workers, pin_memory=pin_memory
+        FetchDataset(fetch),
+        batch_size=None,
+        sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        worker_init_fn=_leave_signals_to_the_trainer,
     )
     batches = iter(loader)
     while True:
         yield [next(batches) for _ in range(accumulation)]
+
+
+def _leave_signals_to_the_trainer(_worker: int) -> None:
+    """Ignore what asks a whole process group to stop: the trainer still needs this worker for its last step.
+
+    A worker ends when the trainer says so, or is gone.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -63,8 +63,9 @@ def test_a_signal_stops_the_run_and_resuming_changes_nothing(
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "train.py", *flags_of(values)], cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output
-        )
+            [sys.executable, "train.py", *flags_of(values), "--dataloader_num_workers", "1"],
+            cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
     try:
         wait_until(lambda: steps_taken(root) >= 3, process)
         process.send_signal(signal.SIGSTOP)  # however fast its steps are, it is not done before it was looked at
@@ -72,7 +73,7 @@ def test_a_signal_stops_the_run_and_resuming_changes_nothing(
             train(load_config(**values))
         assert refusal.value.problems[0].where == "--output_dir"
         assert train_command(flags_of(values), prog="train.py") == exit_codes.CONFIGURATION
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)  # also to the worker that decodes, as Slurm does
         process.send_signal(signal.SIGCONT)
         assert process.wait(60) == exit_codes.STOPPED, log.read_text()
     finally:
