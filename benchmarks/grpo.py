@@ -86,8 +86,8 @@ class Arm:
         seconds: spent in updates, rollouts included.
         inside: of these, in the network's forward and backward passes.
         calls: clips that went through the network, backward passes counted as two more.
-        reached: seconds and updates at which the score was reached, if it was.
-        scores: held-out score by update.
+        reached: seconds at which the score was reached, if it was, on the line between two evaluations.
+        scores: held-out scores, by the seconds spent until then.
     """
 
     trainer: Trainer
@@ -95,8 +95,8 @@ class Arm:
     seconds: float = 0.0
     inside: float = 0.0
     calls: int = 0
-    reached: tuple[float, int] | None = None
-    scores: dict[int, float] = field(default_factory=dict)
+    reached: float | None = None
+    scores: dict[float, float] = field(default_factory=dict)
 
     def update(self) -> None:
         """One optimizer step, with a rollout if one is due."""
@@ -110,8 +110,13 @@ class Arm:
         found = self.trainer.method.evaluate(self.trainer.transformer)
         assert found is not None
         self.inside, self.calls = counted
-        score = self.scores[self.trainer.step] = found.record[_METRIC]
+        score = self.scores[self.seconds] = found.record[_METRIC]
         return score
+
+    def crossing(self, score: float) -> float:
+        """Seconds at which the score was crossed between the last two evaluations."""
+        (before, low), (after, high) = list(self.scores.items())[-2:]
+        return before + (after - before) * (score - low) / (high - low)
 
 
 def build(directory: Path, name: str, options: dict[str, Any]) -> Arm:
@@ -159,7 +164,7 @@ def compare(directory: Path, *, score: float, every: int, limit_s: float) -> dic
                 found = arm.evaluate()
                 print(f"{name:10} update {arm.trainer.step:4} {arm.seconds:6.0f} s  {_METRIC} {found:.4f}", flush=True)
                 if found >= score:
-                    arm.reached = arm.seconds, arm.trainer.step
+                    arm.reached = arm.crossing(score)
                 if arm.reached or arm.seconds > limit_s:
                     del running[name]
                     continue
@@ -178,7 +183,7 @@ def report(arms: dict[str, Arm], *, score: float) -> None:
     print("|---|---|---|---|---|---|")
     for name, arm in arms.items():
         updates = arm.trainer.step
-        after = f"{arm.reached[0]:.0f} s" if arm.reached else f"not within {arm.seconds:.0f} s"
+        after = f"{arm.reached:.0f} s" if arm.reached else f"not within {arm.seconds:.0f} s"
         print(
             f"| {name} | {after} | {updates} | {arm.seconds / updates:.2f} | {arm.calls / updates:.0f} "
             f"| {1 - arm.inside / arm.seconds:.1%} |"
@@ -186,7 +191,7 @@ def report(arms: dict[str, Arm], *, score: float) -> None:
     ours, theirs = arms["default"], arms["dancegrpo"]
     if ours.reached:
         bound = "" if theirs.reached else "more than "
-        ratio = (theirs.reached[0] if theirs.reached else theirs.seconds) / ours.reached[0]
+        ratio = (theirs.reached or theirs.seconds) / ours.reached
         print(f"\nthe default settings are {bound}{ratio:.1f} times as fast (aim: {TARGET_RATIO:g})")
     print(f"outside the network: aim below {TARGET_OUTSIDE:.0%}")
 
