@@ -65,7 +65,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "window": {"lr": {"LoRA": 3e-3, "full": 4e-4}},
     "dancegrpo": {
         "grpo_preset": "dancegrpo", "best_of_n": 8, "updates_per_rollout": 1, "reward_fps": 25, "window_size": None,
-        "window_range": None, "timestep_fraction": 0.7, "lr": {"LoRA": 3e-3, "full": 4e-4},
+        "window_range": None, "timestep_fraction": 0.7, "lr": {"LoRA": 4e-3, "full": 4e-4},
     },
     "nft": {
         "rl_algorithm": "nft", "nft_timesteps": 2, "init_same_noise": False, "nft_kl": 1e-3, "kl_coef": None,
@@ -196,11 +196,12 @@ def report(arms: dict[str, Arm], *, score: float) -> None:
     print(f"outside the network: aim below {TARGET_OUTSIDE:.0%}")
 
 
-def learning(directory: Path, *, limit_s: float) -> None:
-    """Print what every algorithm makes of the demonstration's reward in `limit_s` seconds of updates."""
+def learning(directory: Path, algorithms: Sequence[str], *, limit_s: float) -> None:
+    """Print what algorithms make of the demonstration's reward in `limit_s` seconds of updates."""
     print("| algorithm | weights | updates | s | liked colour shown | shape as asked | motion as asked |")
     print("|---|---|---|---|---|---|---|")
-    for (algorithm, settings), (weights, which) in product(ALGORITHMS.items(), WEIGHTS.items()):
+    for algorithm, (weights, which) in product(algorithms, WEIGHTS.items()):
+        settings = ALGORITHMS[algorithm]
         lr = settings["lr"][weights]
         arm = build(directory, f"{algorithm} {weights}", {**settings, **which, "lr": lr})
         before = arm.trainer.method.evaluate(arm.trainer.transformer).record
@@ -218,6 +219,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learning", action="store_true", help="every algorithm, for two minutes at most")
+    parser.add_argument(
+        "--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS), help="of --learning"
+    )
     parser.add_argument("--score", type=float, default=0.75, help="held-out nearness to the liked colour [0.75]")
     parser.add_argument("--every", type=int, default=4, help="evaluate every so many updates [4]")
     parser.add_argument("--limit_s", type=float, default=1200.0, help="stop an arm after so many seconds [1200]")
@@ -226,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         if options.learning:
-            learning(Path(directory), limit_s=120.0)
+            learning(Path(directory), options.algorithms, limit_s=120.0)
             return
         arms = compare(Path(directory), score=options.score, every=options.every, limit_s=options.limit_s)
     report(arms, score=options.score)
