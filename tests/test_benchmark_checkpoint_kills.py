@@ -28,5 +28,5 @@ def test_every_kill_leaves_a_good_newest_checkpoint(tmp_path: Path) -> None:
 
 def test_the_control_loses_checkpoints(tmp_path: Path) -> None:
     """Written in place, some newest checkpoints are lost: the test above can fail."""
-    good, _ = count("--kills", "12", "--in_place", directory=tmp_path)
-    assert good < 12
+    good, _ = count("--kills", "25", "--in_place", directory=tmp_path)
+    assert good < 25

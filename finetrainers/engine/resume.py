@@ -130,7 +130,7 @@ def _newest_verified(output_dir: Path) -> Path:
     found = scan_checkpoints(output_dir)
     if not found:
         raise ValueError(f"no checkpoint in {root}; leave the option out to start a new run")
-    damaged = []
+    damaged: list[str] = []
     for one in reversed(found):
         wrong = one.damage or damage(one.path, contents=True)
         if wrong is None:
