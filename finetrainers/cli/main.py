@@ -13,6 +13,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
+from .ckpt import add_ckpt
 from .demo import add_demo, positive_integer
 from .plot import add_plot
 from .serve_reward import add_serve_reward
@@ -119,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny.set_defaults(run=_tiny)
 
     add_plot(commands)
+    add_ckpt(commands)
     add_demo(commands)
     add_serve_reward(commands)
 
