@@ -65,11 +65,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "window": {"lr": {"LoRA": 3e-3, "full": 4e-4}},
     "dancegrpo": {
         "grpo_preset": "dancegrpo", "best_of_n": 8, "updates_per_rollout": 1, "reward_fps": 25, "window_size": None,
-        "window_range": None, "timestep_fraction": 0.7, "train_steps": 48, "lr": {"LoRA": 4e-3, "full": 4e-4},
+        "window_range": None, "timestep_fraction": 1.0, "kl_coef": 1e-3, "train_steps": 48, "lr": {"LoRA": 3e-3, "full": 4e-4},
     },
     "nft": {
         "rl_algorithm": "nft", "nft_timesteps": 2, "init_same_noise": False, "nft_kl": 1e-3, "kl_coef": None,
-        "window_size": None, "window_range": None, "train_steps": 20, "lr": {"LoRA": 4e-3, "full": 4e-4},
+        "window_size": None, "window_range": None, "train_steps": 20, "lr": {"LoRA": 3e-3, "full": 4e-4},
     },
 }  # fmt: skip
 WEIGHTS: dict[str, dict[str, Any]] = {
