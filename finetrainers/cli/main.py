@@ -14,6 +14,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
+from .ckpt import add_ckpt
 from .demo import add_demo, positive_integer
 from .plot import add_plot
 from .serve_reward import add_serve_reward
@@ -121,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny.set_defaults(run=_tiny)
 
     add_plot(commands)
+    add_ckpt(commands)
     add_demo(commands)
     add_serve_reward(commands)
 

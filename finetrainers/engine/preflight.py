@@ -20,7 +20,7 @@ from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest
 
-from .resume import check_resumable, critical_state, find_checkpoint, list_checkpoints
+from .resume import check_resumable, critical_state, find_checkpoint, scan_checkpoints
 
 _MODEL_PLACES = ("pretrained_model_name_or_path", "transformer_id", "vae_id", "text_encoder_id", "text_encoder_2_id",
                  "tokenizer_id", "tokenizer_2_id")  # fmt: skip
@@ -94,7 +94,7 @@ def preflight(config: TrainConfig) -> Preflight:
     except ValueError as error:
         problems.append(Problem("--resume_from_checkpoint", str(error)))
 
-    if config.training.resume_from_checkpoint is None and list_checkpoints(config.run.output_dir):
+    if config.training.resume_from_checkpoint is None and scan_checkpoints(config.run.output_dir):  # damaged ones too
         problems.append(
             Problem(
                 "--output_dir",

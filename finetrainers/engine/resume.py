@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.methods.registry import WorkPlan
+from finetrainers.utils.launch import launched_rank
 
-#: Layout of checkpoint directories.
-FORMAT = 1
-_STEP_DIR = re.compile(r"^step-(\d+)$")
+from .manifest import damage, read_manifest, total_size
+
+logger = logging.getLogger(__name__)
+
+#: Layout of checkpoint directories. 2 has a manifest; 1 had none, so that nothing vouches for what it holds.
+FORMAT = 2
+#: Ending of a checkpoint's name while another one of the same step takes its place.
+REPLACED = ".replaced"
+_STEP_DIR = re.compile(rf"^(?:step-(?P<step>\d+)|\.step-(?P<replaced>\d+){re.escape(REPLACED)})$")
 #: Options that define what is being continued; changing one would silently make it another run.
 CRITICAL_OPTIONS = (
     "model_name", "training_type", "method", "seed", "batch_size", "gradient_accumulation_steps", "optimizer",
@@ -26,40 +35,116 @@ def checkpoints_dir(output_dir: Path) -> Path:
     return output_dir / "checkpoints"
 
 
-def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints of a run, `(step, path)`, oldest first. Half-written ones have another name."""
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint directory of a run.
+
+    Attributes:
+        step: the optimizer steps that it holds.
+        path: where it is.
+        damage: why it cannot be used, as far as names and sizes tell; None for a whole one.
+        size: bytes; 0 for a damaged one.
+        saved_at: seconds since 1970; 0 for a damaged one.
+    """
+
+    step: int
+    path: Path
+    damage: str | None
+    size: int = 0
+    saved_at: float = 0.0
+
+
+def scan_checkpoints(output_dir: Path) -> list[Found]:
+    """Every checkpoint of a run, whole or damaged, oldest step first. Half-written ones have another name."""
     root = checkpoints_dir(output_dir)
     if not root.is_dir():
         return []
-    found = [(int(m[1]), p) for p in root.iterdir() if (m := _STEP_DIR.match(p.name)) and (p / "state.json").is_file()]
-    return sorted(found)
+    by_step: dict[int, Path] = {}
+    for path in root.iterdir():
+        match = _STEP_DIR.match(path.name)
+        if match is None:
+            continue
+        step = int(match["step"] or match["replaced"])
+        # One that was being replaced when its process died counts only if the new one is not there.
+        if match["step"] or step not in by_step:
+            by_step[step] = path
+    return [_look_at(step, path) for step, path in sorted(by_step.items())]
+
+
+def _look_at(step: int, path: Path) -> Found:
+    wrong = damage(path, contents=False)
+    if wrong is not None:
+        return Found(step, path, wrong)
+    manifest = read_manifest(path)
+    return Found(step, path, None, size=total_size(manifest), saved_at=float(manifest.get("saved_at", 0.0)))
+
+
+def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """Whole checkpoints of a run, `(step, path)`, oldest first; a warning names each damaged one and says why.
+
+    Whole means that all files of the manifest are there in their size; nothing is read.
+    """
+    found = scan_checkpoints(output_dir)
+    for one in found:
+        if one.damage is not None:
+            _warn("not a usable checkpoint: %s: %s", one.path, one.damage)
+    return [(one.step, one.path) for one in found if one.damage is None]
 
 
 def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
     """The checkpoint that `latest`, a step number or a directory names; None when none is wanted.
 
+    Every byte of it is compared with its manifest. `latest` falls back to the newest that passes, with a warning for
+    each that does not.
+
     Raises:
-        ValueError: it does not exist; the message lists those that do.
+        ValueError: it does not exist or is damaged; the message lists those that exist.
     """
     if wanted is None:
         return None
-    available = list_checkpoints(output_dir)
-    names = ", ".join(str(step) for step, _ in available) or "none"
+    root = checkpoints_dir(output_dir)
     if wanted == "latest":
-        if not available:
-            raise ValueError(f"no checkpoint in {checkpoints_dir(output_dir)}; leave the option out to start a new run")
-        return available[-1][1]
+        return _newest_verified(output_dir)
+    found = scan_checkpoints(output_dir)
+    names = ", ".join(str(one.step) for one in found if one.damage is None) or "none"
     if wanted.isdigit():
-        for step, path in available:
-            if step == int(wanted):
-                return path
-        raise ValueError(f"no checkpoint of step {wanted} in {checkpoints_dir(output_dir)}; there are: {names}")
-    path = Path(wanted)
-    if not (path / "state.json").is_file():
-        raise ValueError(
-            f"{wanted} is not a checkpoint (no state.json); give `latest`, a step ({names}) or a directory"
-        )
+        named = [one.path for one in found if one.step == int(wanted)]
+        if not named:
+            raise ValueError(f"no checkpoint of step {wanted} in {root}; there are: {names}")
+        path = named[0]
+    else:
+        path = Path(wanted)
+        if not (path / "state.json").is_file():
+            raise ValueError(
+                f"{wanted} is not a checkpoint (no state.json); give `latest`, a step ({names}) or a directory"
+            )
+    wrong = damage(path, contents=True)
+    if wrong is not None:
+        raise ValueError(f"{path} is damaged: {wrong}; `latest` takes the newest whole one (whole by size: {names})")
     return path
+
+
+def _newest_verified(output_dir: Path) -> Path:
+    """The newest checkpoint whose every byte is what was saved."""
+    root = checkpoints_dir(output_dir)
+    found = scan_checkpoints(output_dir)
+    if not found:
+        raise ValueError(f"no checkpoint in {root}; leave the option out to start a new run")
+    damaged: list[str] = []
+    for one in reversed(found):
+        wrong = one.damage or damage(one.path, contents=True)
+        if wrong is None:
+            for line in damaged:
+                _warn("continuing from %s, because a newer checkpoint is damaged: %s", one.path, line)
+            return one.path
+        damaged.append(f"{one.path.name}: {wrong}")
+    raise ValueError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})")
+
+
+def _warn(message: str, *values: object) -> None:
+    """Warn once for all processes: they look at the same directory."""
+    if launched_rank() == 0:
+        logger.warning(message, *values)
 
 
 def critical_state(config: TrainConfig, plan: WorkPlan, *, world_size: int) -> dict[str, Any]:

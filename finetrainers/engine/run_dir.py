@@ -26,6 +26,7 @@ class RunDirectory:
     def __init__(self, root: Path, *, writes: bool) -> None:
         self.root = root
         self.writes = writes
+        self.tracker_run: str | None = None  # the tracker's own name for this run, once it has one
         self.metrics_file = root / "metrics.jsonl"
         self.events_file = root / "events.jsonl"
 
@@ -65,19 +66,24 @@ class RunDirectory:
             append_jsonl(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, for reproducing a run."""
+def package_versions() -> dict[str, str | None]:
+    """Versions of the packages that decide over a run; None for those that are not installed."""
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
+    return versions
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for reproducing a run."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "command": without_secrets(sys.argv),
-        "packages": versions,
+        "packages": package_versions(),
         "git": _git_commit(),
     }
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.engine import checkpoint
+from finetrainers.engine.manifest import write_manifest
 from finetrainers.engine.resume import find_checkpoint, list_checkpoints
 
 BNB = {"optimizer": "adamw-bnb-8bit", "transformer_dtype": "bf16", "text_encoder_dtype": "bf16"}
@@ -131,7 +132,7 @@ def test_a_save_that_fails_publishes_nothing(
     # The older checkpoint has not been pruned for one that never came, and the half-written one is not taken for one.
     assert steps_of(root) == [2]
     assert find_checkpoint("latest", root) == root / "checkpoints" / "step-2"
-    assert (root / "checkpoints" / ".step-4.tmp").is_dir()
+    assert not (root / "checkpoints" / ".step-4.tmp").exists()  # it would take the room that the next try needs
 
     resumed = run(**values, resume_from_checkpoint="latest")
     assert [step for step, _ in resumed.curve("loss")] == [1, 2, 3, 4]  # steps 3 and 4 came twice
@@ -189,17 +190,22 @@ def test_a_finished_run_can_be_resumed(options: Callable[..., dict], run: Callab
 
 
 def test_other_formats_are_refused(options: Callable[..., dict], run: Callable[..., Any]) -> None:
-    state = run(**options(train_steps=1)).root / "checkpoints" / "step-1" / "state.json"
+    directory = run(**options(train_steps=1)).root / "checkpoints" / "step-1"
+    state = directory / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "format": 99}))
-    with pytest.raises(ConfigError, match="checkpoint format 99; this version reads 1"):
+    (directory / "manifest.json").unlink()
+    write_manifest(directory, facts={})
+    with pytest.raises(ConfigError, match="checkpoint format 99; this version reads 2"):
         run(**options(train_steps=2), resume_from_checkpoint="latest")
 
 
 def test_checkpoints_are_found_by_name(tmp_path: Path) -> None:
-    for name in ("step-2", "step-10", ".step-12.tmp", "step-x", "step-11"):
+    whole = ("step-2", "step-10", ".step-12.tmp", "step-x", ".step-10.replaced")
+    for name in (*whole, "step-11"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    for name in ("step-2", "step-10", ".step-12.tmp", "step-x"):
+    for name in whole:
         (tmp_path / "checkpoints" / name / "state.json").write_text("{}")
+        write_manifest(tmp_path / "checkpoints" / name, facts={})
     assert steps_of(tmp_path) == [2, 10]
     assert find_checkpoint(None, tmp_path) is None
     assert find_checkpoint("latest", tmp_path) == tmp_path / "checkpoints" / "step-10"
@@ -208,6 +214,8 @@ def test_checkpoints_are_found_by_name(tmp_path: Path) -> None:
     assert find_checkpoint(str(other), tmp_path) == other
     with pytest.raises(ValueError, match=r"no checkpoint of step 3 .* there are: 2, 10"):
         find_checkpoint("3", tmp_path)
+    with pytest.raises(ValueError, match=r"step-11 is damaged: manifest.json is missing"):
+        find_checkpoint("11", tmp_path)
     with pytest.raises(ValueError, match=r"is not a checkpoint .* a step \(2, 10\)"):
         find_checkpoint(str(tmp_path), tmp_path)
     with pytest.raises(ValueError, match=r"no checkpoint in .* leave the option out"):

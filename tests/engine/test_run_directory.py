@@ -3,6 +3,7 @@
 import json
 
 from finetrainers.config.load import load_config
+from finetrainers.engine.manifest import write_manifest
 from finetrainers.engine.resume import find_checkpoint
 from finetrainers.engine.run_dir import RunDirectory, without_secrets
 
@@ -20,6 +21,7 @@ def test_later_checkpoints_and_samples_are_set_aside_when_an_older_step_is_conti
     for step in (3, 6, 12):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{step}" / "state.json").write_text("{}")
+        write_manifest(tmp_path / "checkpoints" / f"step-{step}", facts={})
         (tmp_path / "samples" / f"step-{step:06d}").mkdir(parents=True)
     records = [{"step": step, "loss": 1.0} for step in range(1, 13)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))

@@ -26,7 +26,7 @@ def memory(**options: Any) -> RolloutMemory:
 def test_trajectories_are_the_latents_of_all_clips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory().trajectories == 16 * ELEMENTS * 4 * (1 + 2 * 2)  # clean, and both sides of two steps
     assert memory(trajectory_dtype="bf16").trajectories == 16 * ELEMENTS * (4 + 2 * 2 * 2)
-    assert memory(window_size=0).trajectories == 16 * ELEMENTS * 4 * (1 + 15 * 2)
+    assert memory(window_size=0).trajectories == 16 * ELEMENTS * 4 * (1 + 9 * 2)
     assert memory(ratio_norm=True).trajectories == 16 * ELEMENTS * 4 * (1 + 2 * 3)
     nft = {"rl_algorithm": "nft", "init_same_noise": False}
     for options in ({"offload_trajectory": True}, nft):

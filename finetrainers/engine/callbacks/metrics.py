@@ -140,6 +140,10 @@ class Tracker(Callback):
             self.tracker = tracker_class(self.project)
         if hasattr(self.tracker, "start"):
             self.tracker.start()
+        # wandb and trackio name their runs; tensorboard has a folder.
+        started = getattr(self.tracker, "tracker", None)
+        name = getattr(started, "id", None) or getattr(started, "name", None)
+        trainer.run_dir.tracker_run = None if name is None else str(name)
         settings = {
             k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in trainer.config.flat().items()
         }

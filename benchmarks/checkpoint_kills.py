@@ -1,0 +1,212 @@
+"""Kill a process at random moments while it saves, and count how often the newest checkpoint can be loaded.
+
+    python benchmarks/checkpoint_kills.py --kills 25
+
+Each round forks a process that trains and saves in a loop, some steps twice, with room for two checkpoints, and kills it
+with SIGKILL. Then the newest checkpoint is verified byte by byte, loaded into a new trainer, and compared with what
+training to that step gives. `--in_place` is the control: the same files written straight to their final name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from finetrainers.config.load import load_config
+from finetrainers.engine import checkpoint
+from finetrainers.engine.resume import checkpoints_dir, find_checkpoint, list_checkpoints
+from finetrainers.engine.run_dir import RunDirectory
+
+WIDTH = 256
+
+
+class OneProcess:
+    """The part of `Parallel` that saving uses, for one process."""
+
+    is_main, is_deepspeed, is_fsdp = True, False, False
+    accelerator = SimpleNamespace(scaler=None)
+
+    def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return model.state_dict()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
+        if error is not None:
+            raise error
+
+
+class Network(nn.Sequential):
+    """Two layers, half a MB; with Adam's moments a checkpoint has 1.5 MB."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+class Spec:
+    """Writes the network."""
+
+    def save_full(self, directory: Path, transformer: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
+        (directory / "transformer").mkdir()
+        save_file(state_dict, directory / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def make_trainer(root: Path) -> Any:
+    """What `save_checkpoint` and `load_checkpoint` see of a trainer, at step 0."""
+    torch.manual_seed(0)
+    network = Network()
+    return SimpleNamespace(
+        parallel=OneProcess(),
+        config=load_config(
+            model_name="m", pretrained_model_name_or_path="x", data_root="d", training_type="full-finetune",
+            checkpointing_limit=2,
+        ),
+        spec=Spec(),
+        method=SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None),
+        transformer=network,
+        optimizer=torch.optim.AdamW(network.parameters(), lr=1e-2),
+        ema=None,
+        step=0,
+        total_steps=10**6,
+        critical={"data": "none"},
+        run_dir=RunDirectory(root, writes=True),
+    )  # fmt: skip
+
+
+def train_to(trainer: Any, step: int) -> None:
+    """Optimizer steps whose input depends on the step alone."""
+    while trainer.step < step:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(trainer.step))
+        trainer.transformer(x).square().mean().backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.step += 1
+
+
+def save_for_ever(root: Path) -> None:
+    """Train and save without end; every third step is saved twice, as after going back."""
+    trainer = make_trainer(root)
+    newest = find_checkpoint("latest", root) if list_checkpoints(root) else None
+    if newest is not None:
+        restore(trainer, newest)
+    while True:
+        train_to(trainer, trainer.step + 1)
+        checkpoint.save_checkpoint(trainer)
+        if trainer.step % 3 == 0:
+            checkpoint.save_checkpoint(trainer)
+
+
+def restore(trainer: Any, directory: Path) -> None:
+    trainer.transformer.load_state_dict(load_file(directory / "transformer" / "diffusion_pytorch_model.safetensors"))
+    checkpoint.load_checkpoint(trainer, directory)
+
+
+def write_in_place() -> None:
+    """The control: files appear under the final name at once, and older checkpoints go before."""
+
+    def reserve(final: Path, *, needed: int) -> Path:
+        for older in checkpoints_dir(final.parents[1]).glob("step-*"):
+            if int(older.name.removeprefix("step-")) < int(final.name.removeprefix("step-")) - 1:
+                shutil.rmtree(older)
+        shutil.rmtree(final, ignore_errors=True)
+        final.mkdir(parents=True)
+        final.with_name(f".{final.name}.tmp").symlink_to(final.name)
+        return final
+
+    def seal(temporary: Path, final: Path, *, facts: Any) -> None:
+        temporary.unlink()
+
+    checkpoint.reserve, checkpoint.publish = reserve, seal
+    checkpoint.prune = lambda *_, **__: []
+
+
+def newest_is_good(root: Path, reference: Any, *, verify: bool) -> bool:
+    """Whether the newest checkpoint, by name, is whole and is what training to its step gives, bit for bit."""
+    newest = max(
+        (p for p in checkpoints_dir(root).iterdir() if not p.name.startswith(".")),
+        key=lambda p: int(p.name.removeprefix("step-")),
+        default=None,
+    )
+    if newest is None or (verify and find_checkpoint("latest", root) != newest):
+        return False
+    loaded = make_trainer(root)
+    restore(loaded, newest)
+    train_to(reference, loaded.step)
+    ours, theirs = loaded.optimizer.state_dict()["state"], reference.optimizer.state_dict()["state"]
+    same = [torch.equal(ours[i][name], theirs[i][name]) for i in theirs for name in theirs[i]]
+    weights = zip(loaded.transformer.parameters(), reference.transformer.parameters(), strict=True)
+    return loaded.step == reference.step and all(same) and all(torch.equal(a, b) for a, b in weights)
+
+
+def kill_once(root: Path, *, delay: float) -> None:
+    """Fork a process that saves for ever, and kill it `delay` seconds after its first checkpoint."""
+    before = len((root / "events.jsonl").read_text().splitlines()) if (root / "events.jsonl").is_file() else 0
+    child = os.fork()
+    if child == 0:
+        save_for_ever(root)
+    deadline = time.monotonic() + 60
+    while not (root / "events.jsonl").is_file() or len((root / "events.jsonl").read_text().splitlines()) <= before:
+        assert time.monotonic() < deadline, "the process saves nothing"
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the process has ended by itself"
+        time.sleep(0.005)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def run_kills(root: Path, *, kills: int, seed: int, in_place: bool) -> tuple[int, int]:
+    """How many of the kills left a good newest checkpoint, and how many hit a save (left something half-done)."""
+    if in_place:
+        write_in_place()
+    draw = random.Random(seed)
+    good = hit = 0
+    reference = make_trainer(root)
+    for _ in range(kills):
+        if in_place:  # else the next process would start from a damaged one
+            shutil.rmtree(root, ignore_errors=True)
+            reference = make_trainer(root)
+        kill_once(root, delay=draw.uniform(0, 0.1))
+        hit += any(checkpoints_dir(root).glob(".step-*"))
+        try:
+            good += newest_is_good(root, reference, verify=not in_place)
+        except (OSError, ValueError, KeyError, EOFError, RuntimeError, SafetensorError):
+            if not in_place:
+                raise
+    return good, hit
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--in_place", action="store_true", help="the control: write to the final name")
+    parser.add_argument("--directory", type=Path, default=None, help="where to save [a temporary one]")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        good, hit = run_kills(
+            Path(directory) / "run", kills=arguments.kills, seed=arguments.seed, in_place=arguments.in_place
+        )
+    kind = "in place" if arguments.in_place else "published by renaming"
+    print(f"{kind}: {good} of {arguments.kills} kills left a good newest checkpoint; {hit} kills hit a save")
+
+
+if __name__ == "__main__":
+    main()

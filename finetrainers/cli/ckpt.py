@@ -1,0 +1,160 @@
+"""`finetrainers ckpt`: which checkpoints a run has, whether they are whole, and in what two of them differ."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+
+
+def add_ckpt(commands: Any) -> None:
+    """Add the subcommand and its own to the parser's."""
+    ckpt = commands.add_parser("ckpt", help="list, verify and compare checkpoints")
+    actions = ckpt.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    ls = actions.add_parser("ls", help="list a run's checkpoints: step, size, age, whole or why not (by file sizes)")
+    ls.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
+    ls.set_defaults(run=_ls)
+
+    verify = actions.add_parser("verify", help="read every byte; exit code 1 if a file is not what was saved")
+    verify.add_argument("path", type=Path, nargs="+", metavar="PATH", help="checkpoints, or runs with all of theirs")
+    verify.set_defaults(run=_verify)
+
+    diff = actions.add_parser(
+        "diff", help="settings, versions and weights of two checkpoints; exit code 1 if they differ"
+    )
+    diff.add_argument("a", type=Path, metavar="A")
+    diff.add_argument("b", type=Path, metavar="B")
+    diff.set_defaults(run=_diff)
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from finetrainers.engine.resume import checkpoints_dir, scan_checkpoints
+
+    found = scan_checkpoints(arguments.run_directory)
+    if not found:
+        raise ConfigError([Problem("RUN", f"no checkpoint in {checkpoints_dir(arguments.run_directory)}")])
+    print(f"{'step':>8}  {'size':>9}  {'age':>9}  state")
+    for one in found:
+        if one.damage is not None:
+            print(f"{one.step:>8}  {'-':>9}  {'-':>9}  {one.damage}")
+        else:
+            print(f"{one.step:>8}  {_size(one.size):>9}  {_age(time.time() - one.saved_at):>9}  ok")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from finetrainers.engine.manifest import damage
+
+    damaged = False
+    for path in (found for given in arguments.path for found in _checkpoints(given)):
+        wrong = damage(path, contents=True)
+        damaged |= wrong is not None
+        print(f"{path}: {wrong or 'ok'}")
+    return 1 if damaged else 0
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """A checkpoint itself, or all of a run."""
+    from finetrainers.engine.manifest import MANIFEST
+    from finetrainers.engine.resume import scan_checkpoints
+
+    if (path / MANIFEST).is_file() or (path / "state.json").is_file():
+        return [path]
+    found = [one.path for one in scan_checkpoints(path)]
+    if not found:
+        raise ConfigError([Problem("PATH", f"{path} is neither a checkpoint nor a run that has one")])
+    return found
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    paths = (arguments.a, arguments.b)
+    facts = [_facts(path) for path in paths]
+    differ = False
+    for title in facts[0]:
+        lines = list(_changes(facts[0][title], facts[1][title]))
+        differ |= bool(lines)
+        print(f"{title}: {'same' if not lines else ''}".rstrip())
+        for line in lines:
+            print(f"  {line}")
+    weights = list(_weight_changes(*paths))
+    print("weights: same" if not weights else "weights (largest absolute difference):")
+    for line in weights:
+        print(f"  {line}")
+    return 1 if differ or weights else 0
+
+
+def _facts(path: Path) -> dict[str, Mapping[str, Any]]:
+    """What a checkpoint says of itself, by title.
+
+    Raises:
+        ConfigError: it is no checkpoint.
+    """
+    from finetrainers.engine.manifest import damage, read_manifest
+
+    wrong = damage(path, contents=False)
+    if wrong is not None:
+        raise ConfigError([Problem(str(path), wrong)])
+    manifest = read_manifest(path)
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return {
+        "step": {"step": state["step"], "total_steps": state["total_steps"]},
+        "settings that must not change": state["critical"],
+        "other settings": {k: v for k, v in manifest.get("config", {}).items() if k not in state["critical"]},
+        "packages": manifest.get("packages", {}),
+    }
+
+
+def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys([*a, *b]):
+        if a.get(name) != b.get(name):
+            yield f"{name}: {a.get(name)!r} -> {b.get(name)!r}"
+
+
+def _weight_changes(a: Path, b: Path) -> Iterator[str]:
+    """A line for each tensor that differs; one pair is in memory at a time."""
+    from safetensors import safe_open
+
+    places = [_tensor_places(path) for path in (a, b)]
+    for name in dict.fromkeys([*places[0], *places[1]]):
+        if name not in places[0] or name not in places[1]:
+            yield f"{name}: only in {a if name in places[0] else b}"
+            continue
+        x, y = (safe_open(place[name], framework="pt").get_tensor(name.partition(": ")[2]) for place in places)
+        if x.shape != y.shape or x.dtype != y.dtype:
+            yield f"{name}: {x.dtype} {list(x.shape)} -> {y.dtype} {list(y.shape)}"
+        elif not x.equal(y):
+            yield f"{name}: {(x.double() - y.double()).abs().max().item():.3g}"
+
+
+def _tensor_places(path: Path) -> dict[str, Path]:
+    """File of every tensor, by `kind: name`; shards of a network count as one file."""
+    from safetensors import safe_open
+
+    places = {}
+    for file in sorted(path.rglob("*.safetensors")):
+        relative = file.relative_to(path)
+        kind = relative.parts[0] if len(relative.parts) > 1 else relative.stem
+        with safe_open(file, framework="pt") as opened:
+            places.update({f"{kind}: {name}": file for name in opened.keys()})  # noqa: SIM118 - no mapping
+    return places
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"

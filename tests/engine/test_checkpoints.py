@@ -1,0 +1,271 @@
+"""What is published, what is kept, what is refused: on short runs and on directories made by hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.engine import checkpoint, publish
+from finetrainers.engine.manifest import damage, read_manifest, write_manifest
+from finetrainers.engine.resume import find_checkpoint, list_checkpoints, scan_checkpoints
+
+
+def make(root: Path, *steps: int) -> None:
+    """Whole checkpoints of the given steps."""
+    for step in steps:
+        final = root / "checkpoints" / f"step-{step}"
+        temporary = publish.reserve(final, needed=0)
+        (temporary / "state.json").write_text(json.dumps({"step": step}))
+        publish.publish(temporary, final, facts={"step": step})
+
+
+def break_file(root: Path, step: int) -> None:
+    """One changed byte."""
+    (root / "checkpoints" / f"step-{step}" / "state.json").write_text(json.dumps({"step": step}).replace("s", "z", 1))
+
+
+def steps_of(root: Path) -> list[int]:
+    return [step for step, _ in list_checkpoints(root)]
+
+
+# ---- publishing, on directories -----------------------------------------------------------------------------------
+
+
+def test_disk_before_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and directories are flushed before the checkpoint gets its name, and the manifest comes after the files."""
+    calls: list[str] = []
+
+    def spy(module: Any, name: str, label: str) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: (calls.append(label), original(*a, **k))[1])
+
+    spy(publish, "fsync_tree", "flush files")
+    spy(publish, "write_manifest", "manifest")
+    spy(publish, "fsync_dir", "flush name")
+    spy(Path, "rename", "rename")
+    make(tmp_path, 1)
+    assert calls == ["flush files", "manifest", "rename", "flush name", "flush name"]
+
+
+def test_a_step_that_is_reached_again_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 2, 4)
+    root = tmp_path / "checkpoints"
+    # Killed between the two renames: the old one still counts, and gets its name back with the next save.
+    (root / "step-4").rename(root / ".step-4.replaced")
+    assert find_checkpoint("latest", tmp_path) == root / ".step-4.replaced"
+    make(tmp_path, 5)
+    assert steps_of(tmp_path) == [2, 4, 5]
+    # Killed after them: the new one counts, and the old one goes.
+    shutil.copytree(root / "step-4", root / ".step-4.replaced")
+    assert find_checkpoint("4", tmp_path) == root / "step-4"
+    make(tmp_path, 6)
+    assert sorted(path.name for path in root.iterdir()) == ["step-2", "step-4", "step-5", "step-6"]
+    make(tmp_path, 6)
+    assert steps_of(tmp_path) == [2, 4, 5, 6]
+
+
+def test_only_whole_checkpoints_count_and_only_they_are_pruned(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2, 3, 4, 5)
+    (tmp_path / "checkpoints" / "step-5" / "state.json").unlink()
+    (tmp_path / "checkpoints" / "step-2" / "manifest.json").unlink()
+    gone = publish.prune(tmp_path, step=5, limit=2)
+    assert [path.name for path in gone] == ["step-1"]
+    assert [found.step for found in scan_checkpoints(tmp_path)] == [2, 3, 4, 5]
+    assert steps_of(tmp_path) == [3, 4]
+    publish.prune(tmp_path, step=5, limit=1)
+    assert steps_of(tmp_path) == [4]
+    assert publish.prune(tmp_path, step=5, limit=None) == []
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**30))
+    publish.reserve(tmp_path / "checkpoints" / "step-2", needed=2**30)
+    with pytest.raises(OSError, match=r"needs about 12 GiB and .*checkpoints has 1 GiB free.* are intact"):
+        publish.reserve(tmp_path / "checkpoints" / "step-3", needed=12 * 2**30)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
+# ---- finding ------------------------------------------------------------------------------------------------------
+
+
+def test_latest_falls_back_to_the_newest_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(tmp_path, 2, 4, 6, 8)
+    root = tmp_path / "checkpoints"
+    break_file(tmp_path, 6)  # same size: only reading shows it
+    (root / "step-8" / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert find_checkpoint("latest", tmp_path) == root / "step-4"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "step-8: manifest.json is missing" in said[0]
+    assert "step-6: state.json is not what was saved" in said[1]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert steps_of(tmp_path) == [2, 4, 6]
+    assert "not a usable checkpoint" in caplog.text
+    assert "step-8" in caplog.text
+    # Who names a checkpoint gets that one or none.
+    with pytest.raises(ValueError, match=r"step-6 is damaged: state.json is not what was saved"):
+        find_checkpoint("6", tmp_path)
+    with pytest.raises(ValueError, match=r"step-8 is damaged: manifest.json is missing"):
+        find_checkpoint(str(root / "step-8"), tmp_path)
+    for step in (2, 4):
+        break_file(tmp_path, step)
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged \(step-8: .*step-2: "):
+        find_checkpoint("latest", tmp_path)
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_says_what_the_checkpoint_is_of(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    done = run(**options(train_steps=1, use_ema=True, hub_token="SECRET"))
+    directory = done.root / "checkpoints" / "step-1"
+    manifest = read_manifest(directory)
+    assert sorted(manifest["files"]) == [
+        "ema.safetensors", "optimizer.pt", "pytorch_lora_weights.safetensors", "state.json",
+    ]  # fmt: skip
+    assert manifest["format"] == 2
+    assert manifest["step"] == 1
+    assert manifest["packages"]["torch"] == torch.__version__
+    assert manifest["config"]["lr"] == 1e-2
+    assert "SECRET" not in (directory / "manifest.json").read_text()
+    assert manifest["data"] == done.trainer.critical["data"]
+    assert manifest["tracker_run"] is None
+    assert damage(directory, contents=True) is None
+    # The room that was asked for is the room that it takes.
+    taken = sum(entry["size"] for entry in manifest["files"].values())
+    needed = checkpoint._bytes_needed(done.trainer, checkpoint.take_snapshot(done.trainer)) - checkpoint._SPARE
+    assert 0.5 * taken < needed < taken + 2**20
+
+
+def test_damage_is_found_before_anything_is_loaded(
+    options: Callable[..., dict], run: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    values = options(train_steps=4, checkpointing_steps=2)
+    done = run(**values)
+    straight = done.curve("loss", "grad_norm")
+    file = done.root / "checkpoints" / "step-4" / "optimizer.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"step-4 is damaged: optimizer.pt"):
+        run(**values, resume_from_checkpoint="4")
+    with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
+        run(**values)
+    with caplog.at_level(logging.WARNING):
+        resumed = run(**values, resume_from_checkpoint="latest")
+    assert "newer checkpoint is damaged: step-4: optimizer.pt" in caplog.text
+    assert resumed.trainer.steps_done_here == 2
+    assert resumed.curve("loss", "grad_norm") == straight
+    # The damaged one is put aside, not removed.
+    names = sorted(path.name for path in (done.root / "checkpoints").iterdir())
+    assert names[-2:] == ["step-2", "step-4"]
+    assert names[0].startswith("replaced-")
+
+
+def test_a_run_is_not_restarted_over_damaged_checkpoints(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    done = run(**options(train_steps=1))
+    (done.root / "checkpoints" / "step-1" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
+        run(**options(train_steps=1))
+
+
+@pytest.mark.parametrize("where", ["weights", "ema.safetensors"])
+def test_what_is_not_finite_is_not_published(
+    where: str, options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = checkpoint.save_checkpoint
+    poisoned: list[str] = []
+
+    def poison(trainer: Any) -> Path:
+        if trainer.step == 4:
+            trained = checkpoint.trainable_parameters(trainer.parallel.unwrap(trainer.transformer))
+            name = sorted(trained)[3]
+            poisoned.append(name)
+            tensor = trained[name] if where == "weights" else trainer.ema.weights[name]
+            tensor.data.view(-1)[1] = float("nan") if where == "weights" else float("inf")
+        return save(trainer)
+
+    monkeypatch.setattr("finetrainers.engine.trainer.save_checkpoint", poison)
+    values = options(train_steps=4, checkpointing_steps=2, checkpointing_limit=1, use_ema=True)
+    with pytest.raises(FloatingPointError, match="holds NaN or Inf at step 4") as refusal:
+        run(**values)
+    assert str(refusal.value).startswith(f"{poisoned[0]} ({where}) ")
+    root = Path(values["output_dir"])
+    assert [path.name for path in (root / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_no_room_leaves_older_checkpoints(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([2**40, 1000])
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    values = options(train_steps=4, checkpointing_steps=2, checkpointing_limit=1)
+    with pytest.raises(OSError, match="a checkpoint needs about"):
+        run(**values)
+    root = Path(values["output_dir"])
+    assert [path.name for path in (root / "checkpoints").iterdir()] == ["step-2"]
+    assert find_checkpoint("latest", root) == root / "checkpoints" / "step-2"
+
+
+# ---- what the files are -------------------------------------------------------------------------------------------
+
+
+def test_a_method_state_comes_back_from_safetensors(tmp_path: Path) -> None:
+    state = {"old": {"a.weight": torch.randn(3), "b": torch.ones(2, dtype=torch.bfloat16)}, "count": 3, "none": {}}
+    tensors, values = checkpoint._split(state)
+    save_file(tensors, tmp_path / "method.safetensors")
+    back = checkpoint._join(load_file(tmp_path / "method.safetensors"), json.loads(json.dumps(values)))
+    assert back.keys() == state.keys()
+    assert back["count"] == 3
+    assert back["none"] == {}
+    assert all(torch.equal(back["old"][name], tensor) for name, tensor in state["old"].items())
+
+
+class Payload:
+    """What a malicious pickle does when it is loaded."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return (setattr, (Payload, "ran", True))
+
+
+def test_a_pickle_that_acts_is_not_loaded(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    """A checkpoint from somebody else may come with a manifest that fits."""
+    done = run(**options(train_steps=1))
+    directory = done.root / "checkpoints" / "step-1"
+    torch.save({"state": Payload()}, directory / "optimizer.pt")
+    (directory / "manifest.json").unlink()
+    write_manifest(directory, facts={})
+    with pytest.raises(Exception, match="Weights only load failed"):
+        run(**options(train_steps=2), resume_from_checkpoint="latest")
+    assert Payload.ran is False
+
+
+def test_pickles_are_read_with_weights_only() -> None:
+    """Every `torch.load` of the package says so."""
+    package = Path(checkpoint.__file__).parents[1]
+    calls = [
+        f"{path.name}: {line.strip()}"
+        for path in package.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"(?<!safetensors\.)\btorch\.load\((?!\.)", line)  # but not a docstring's `torch.load(...)`
+    ]
+    assert calls
+    assert [call for call in calls if "weights_only=True" not in call] == []
