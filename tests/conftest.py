@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 
 # Read once by the libraries, so they must be set before the first import of any of them.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -10,9 +12,10 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads slow every other p
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -56,3 +59,26 @@ def tiny_repo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return built[key]
 
     return build
+
+
+@pytest.fixture(scope="module")
+def benchmark_script() -> Iterator[Callable[[str], ModuleType]]:
+    """`benchmark_script(name)`: a script of `benchmarks/` as a module."""
+    path, loaded = list(sys.path), []
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(
+            f"benchmarks_{name}", Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        loaded.append(spec.name)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for name in loaded:
+        del sys.modules[name]
+    sys.path[:] = path

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "overhead.py"
-
 
 @pytest.fixture(scope="module")
-def overhead() -> Iterator[ModuleType]:
+def overhead(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    path = list(sys.path)
-    spec = importlib.util.spec_from_file_location("benchmarks_overhead", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-    sys.path[:] = path
+    return benchmark_script("overhead")
 
 
 @pytest.mark.parametrize("case", ["ltx", "hunyuan", "cogvideo"])

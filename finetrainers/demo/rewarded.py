@@ -1,8 +1,8 @@
 """Reward finetuning on any CPU: the embedded model learns a taste from scores, without a single clip to look at.
 
-What is liked, and why it must be learned caption by caption, is in `taste.py`. The toolkit samples clips for captions, scores them and trains a
-LoRA, as it would with any model and reward. diffusers then samples held-out captions from the same noise without and with it, and
-what the samples show is read back from their pixels.
+What is liked, and why it must be learned caption by caption, is in `taste.py`. The toolkit samples clips for captions,
+scores them and trains a LoRA, as it would with any model and reward. diffusers then samples held-out captions from the
+same noise without and with it, and what the samples show is read back from their pixels.
 """
 
 from __future__ import annotations
@@ -94,18 +94,19 @@ def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score
     return scores
 
 
-def reward_config(directory: Path, *, steps: int, **changes: Any) -> TrainConfig:
+def reward_config(directory: Path, *, steps: int, evaluated: int = _EVALUATED, **changes: Any) -> TrainConfig:
     """The run, after writing its prompts into the directory.
 
     Args:
         directory: gets `prompts/` and the run.
         steps: optimizer steps.
+        evaluated: captions that the evaluations sample.
         changes: options that differ; None leaves one out.
     """
     train, held = directory / "prompts" / "train.txt", directory / "prompts" / "held_out.txt"
     for path, captions in (
         (train, choice_captions(_PROMPTS, name="train", held_out=False)),
-        (held, choice_captions(_EVALUATED, name="held out", held_out=True)),
+        (held, choice_captions(evaluated, name="held out", held_out=True)),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, "\n".join(captions) + "\n")

@@ -38,15 +38,24 @@ def plot_run(directory: Path) -> Path:
     Raises:
         ValueError: there are no records.
     """
-    from matplotlib.figure import Figure
-
     metrics = directory / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{directory} is no run directory: it holds no metrics.jsonl")
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    figure = draw([json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()])
+    if figure is None:
+        raise ValueError(f"{metrics} has no records to draw yet")
+    picture = directory / "curves.png"
+    figure.savefig(picture, dpi=110)
+    return picture
+
+
+def draw(records: Records) -> Any:
+    """A matplotlib figure with a panel for each kind of number that the records have; None if they have none."""
+    from matplotlib.figure import Figure
+
     panels = [(panel, found) for panel in _panels(records) if (found := _present(records, panel.names))]
     if not panels:
-        raise ValueError(f"{metrics} has no records to draw yet")
+        return None
     rows = -(-len(panels) // _COLUMNS)
     figure = Figure(figsize=(6 * _COLUMNS, 3 * rows), layout="constrained")
     grid = figure.subplots(rows, _COLUMNS, squeeze=False).flatten()
@@ -58,9 +67,7 @@ def plot_run(directory: Path) -> Path:
         axes.legend(fontsize="small")
     for axes in grid[len(panels) :]:
         axes.remove()
-    picture = directory / "curves.png"
-    figure.savefig(picture, dpi=110)
-    return picture
+    return figure
 
 
 def _panels(records: Records) -> list[Panel]:

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from finetrainers.cli.main import main
+from finetrainers.utils.curves import draw
 
 
 def write(directory: Path, *records: dict[str, float]) -> Path:
@@ -17,10 +18,32 @@ def write(directory: Path, *records: dict[str, float]) -> Path:
     return directory
 
 
-def test_a_panel_for_each_kind_of_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = [{"time": 100.0 + i, "step": i, "loss": 1.0 / (i + 1), "lr": 1e-3} for i in range(4)]
-    scored = [{**r, "reward/a": r["step"] / 4, "group_std/a": 0.1, "kl": 0.1 * r["step"]} for r in plain]
-    assert main(["plot", str(write(tmp_path / "sft", *plain)), str(write(tmp_path / "grpo", *scored))]) == 0
+PLAIN = [{"time": 100.0 + 60 * i, "step": i, "loss": 1.0 / (i + 1), "lr": 1e-3} for i in range(4)]
+SCORED = [{**r, "reward/a": r["step"] / 4, "group_std/a": 0.1, "kl": 0.5 * r["step"]} for r in PLAIN]
+
+
+def test_a_panel_for_each_kind_of_number() -> None:
+    figure = draw(SCORED)
+    assert figure is not None
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    assert list(panels) == [
+        "training loss",
+        "reward of rollouts, and the spread within groups",
+        "reward of rollouts by time",
+        "distance from the model before training",
+        "reward and that distance",
+        "learning rate",
+    ]
+    by_title = {title: axes.lines[-1].get_xydata().tolist() for title, axes in panels.items()}
+    assert by_title["reward and that distance"] == [[0.0, 0.0], [0.5, 0.25], [1.0, 0.5], [1.5, 0.75]]
+    assert by_title["reward of rollouts by time"] == [[0.0, 0.0], [1.0, 0.25], [2.0, 0.5], [3.0, 0.75]]
+    assert by_title["learning rate"] == [[float(i), 1e-3] for i in range(4)]
+    spread = panels["reward of rollouts, and the spread within groups"].collections[0].get_paths()[0].vertices[:, 1]
+    assert (spread.min(), spread.max()) == pytest.approx((-0.1, 0.85))
+
+
+def test_a_picture_for_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(write(tmp_path / "sft", *PLAIN)), str(write(tmp_path / "grpo", *SCORED))]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / name / "curves.png") for name in ("sft", "grpo")]
     heights = [Image.open(tmp_path / name / "curves.png").height for name in ("sft", "grpo")]
     assert heights == [330, 990]  # loss and rate in one row; with reward, by time, kl, and reward by kl in three

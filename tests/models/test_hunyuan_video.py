@@ -310,12 +310,23 @@ def test_the_text_of_a_batch_of_one_is_cut_for_positional_calls_too(spec, transf
 
 def test_a_prediction_does_not_depend_on_the_rest_of_its_batch(spec, transformer, conditions):
     """Bit for bit: what was sampled in one batch is replayed in another."""
+    lengths = []
+    hook = transformer.context_embedder.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     x, t = latents(2), torch.tensor([0.3, 0.6])
     with torch.no_grad():
         beside_long = spec.predict(transformer, x, t, conditions.rows([0, 1]), META)
         beside_short = spec.predict(transformer, x, t, conditions.rows([0, 0]), META)
+        spec.predict(transformer, x[:1], t[:1], conditions.rows([0]), META)
+    hook.remove()
     assert torch.equal(beside_long[0], beside_short[0])
     assert not torch.equal(beside_long[1], beside_short[1])
+    # Sums over other numbers of masked tokens may round differently, so the text keeps its padding beside any other.
+    padded, of_the_short = (
+        conditions["prompt_attention_mask"].shape[1],
+        int(conditions["prompt_attention_mask"][0].sum()),
+    )
+    assert of_the_short < padded
+    assert lengths == [padded, padded, of_the_short]
 
 
 def test_a_prompt_without_tokens_is_an_error(spec, transformer, conditions):
