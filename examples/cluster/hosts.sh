@@ -2,7 +2,7 @@
 # Looks at all machines of a cluster at once, and ends what a run has left behind on them.
 #
 #   HOSTS=nodes.txt bash examples/cluster/hosts.sh gpus                      # one host name a line; over ssh
-#   JOB=12345 bash examples/cluster/hosts.sh gpus                            # the nodes of a running Slurm job; over srun
+#   JOB=12345 bash examples/cluster/hosts.sh gpus                            # the nodes of a Slurm job; over srun
 #   HOSTS=nodes.txt bash examples/cluster/hosts.sh processes /shared/runs/first
 #   HOSTS=nodes.txt bash examples/cluster/hosts.sh kill /shared/runs/first   # at once, without a checkpoint
 #
@@ -13,15 +13,15 @@ set -euo pipefail
 # The functions below run on the other machines: they use nothing of this script.
 
 gpus() {
-  nvidia-smi --format=csv,noheader \
-    --query-gpu=index,utilization.gpu,memory.used,memory.total,power.draw,temperature.gpu,ecc.errors.uncorrected.volatile.total
+  local columns=index,utilization.gpu,memory.used,memory.total,power.draw,temperature.gpu
+  nvidia-smi --format=csv,noheader --query-gpu="$columns,ecc.errors.uncorrected.volatile.total"
   nvidia-smi --format=csv,noheader --query-compute-apps=pid,used_memory,name | sed 's/^/process /'
 }
 
 pids_of() {
   local directory
   for directory in /proc/[0-9]*; do
-    if tr '\0' '\n' <"$directory/environ" | grep -qxF "FINETRAINERS_RUN=$1"; then
+    if grep -zqxF "FINETRAINERS_RUN=$1" "$directory/environ"; then
       echo "${directory#/proc/}"
     fi
   done 2>/dev/null # other people's processes, and those that have just gone

@@ -66,7 +66,8 @@ case "$action" in
       copy_run
       prune_copies
       sleep "${MIRROR_SECONDS:-60}" &
-      wait "$!" || true
+      pause=$!
+      wait "$pause" || kill "$pause" 2>/dev/null || true
     done
     copy_run # what the run wrote at its end
     prune_copies

@@ -8,6 +8,7 @@ count_events() {
 }
 
 # Whether the run in directory $1 was stopped as asked since its events had $2 lines.
+# (Not `grep -q`, which leaves early: the pipe would count as failed.)
 was_stopped() {
-  [[ -f "$1/events.jsonl" ]] && tail -n "+$(($2 + 1))" "$1/events.jsonl" | grep -q '"event": "stopped"'
+  [[ -f "$1/events.jsonl" ]] && tail -n "+$(($2 + 1))" "$1/events.jsonl" | grep '"event": "stopped"' >/dev/null
 }
