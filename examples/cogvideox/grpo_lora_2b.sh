@@ -19,9 +19,7 @@ OUTPUT_DIR="${OUTPUT_DIR:-runs/cogvideox-grpo-lora-2b}"
 # Files, folders or hub ids: HPS_v2.1_compressed.pt, and the CLIP that was finetuned.
 HPSV2="${HPSV2:-xswu/HPSv2}"
 CLIP="${CLIP:-laion/CLIP-ViT-H-14-laion2B-s32B-b79K}"
-NUM_GPUS="${NUM_GPUS:-1}"
-# For several GPUs: accelerate_configs/ddp.yaml.
-ACCELERATE_CONFIG="${ACCELERATE_CONFIG:-accelerate_configs/single.yaml}"
+# NUM_GPUS, ACCELERATE_CONFIG and what several machines need: examples/launch.sh.
 
 model=(
   --model_name cogvideox
@@ -78,7 +76,8 @@ validation=(
   --eval_steps 25
 )
 
-accelerate launch --config_file "$ACCELERATE_CONFIG" --num_processes "$NUM_GPUS" train.py \
+. examples/launch.sh
+accelerate launch "${launch[@]}" train.py \
   --output_dir "$OUTPUT_DIR" \
   "${model[@]}" \
   "${dataloader[@]}" \

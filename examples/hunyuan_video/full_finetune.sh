@@ -63,7 +63,8 @@ optimizer=(
   --max_grad_norm 1.0
 )
 
-accelerate launch --config_file "$ACCELERATE_CONFIG" --num_processes "$NUM_GPUS" train.py \
+. examples/launch.sh
+accelerate launch "${launch[@]}" train.py \
   --output_dir "$OUTPUT_DIR" \
   "${model[@]}" \
   "${data[@]}" \

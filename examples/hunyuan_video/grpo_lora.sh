@@ -18,9 +18,7 @@ OUTPUT_DIR="${OUTPUT_DIR:-runs/hunyuan-video-grpo-lora}"
 # Folders or hub ids: VideoAlign's checkpoint, and the Qwen2-VL that it was finetuned from.
 VIDEOALIGN="${VIDEOALIGN:-KwaiVGI/VideoReward}"
 QWEN2_VL="${QWEN2_VL:-Qwen/Qwen2-VL-2B-Instruct}"
-NUM_GPUS="${NUM_GPUS:-1}"
-# For several GPUs: accelerate_configs/ddp.yaml.
-ACCELERATE_CONFIG="${ACCELERATE_CONFIG:-accelerate_configs/single.yaml}"
+# NUM_GPUS, ACCELERATE_CONFIG and what several machines need: examples/launch.sh.
 
 model=(
   --model_name hunyuan_video
@@ -78,7 +76,8 @@ validation=(
   --eval_steps 25
 )
 
-accelerate launch --config_file "$ACCELERATE_CONFIG" --num_processes "$NUM_GPUS" train.py \
+. examples/launch.sh
+accelerate launch "${launch[@]}" train.py \
   --output_dir "$OUTPUT_DIR" \
   "${model[@]}" \
   "${dataloader[@]}" \

@@ -8,13 +8,11 @@
 # TRAINING_TYPE=lora (default) trains a LoRA of rank 128; every GPU holds the whole model in bf16 (DDP).
 # TRAINING_TYPE=full-finetune trains every weight, in fp32, split over the GPUs (FSDP2). This has not been run on GPUs.
 #
-# One machine needs no further settings. On N machines start the same script on each, with NUM_MACHINES=N,
-# MACHINE_RANK=0 to N-1, and the address of machine 0 as MAIN_PROCESS_IP. OUTPUT_DIR must then be on storage that all
-# share, for they exchange encoded prompts there.
+# One machine needs no further settings. What several need is in examples/launch.sh, and how to start them on a cluster
+# in examples/cluster/README.md. They exchange encoded prompts in OUTPUT_DIR, so it must be on storage that all share.
 set -euo pipefail
 
 NUM_GPUS="${NUM_GPUS:?run grpo_6gpu.sh, grpo_8gpu.sh, grpo_16gpu.sh or grpo_32gpu.sh instead}" # of all machines
-NUM_MACHINES="${NUM_MACHINES:-1}"
 TRAINING_TYPE="${TRAINING_TYPE:-lora}"
 OUTPUT_DIR="${OUTPUT_DIR:-runs/hunyuan-video-grpo-${NUM_GPUS}gpu-$TRAINING_TYPE}"
 # One prompt a line, or DanceGRPO's videos2caption.json. These 32 show that it works; use thousands.
@@ -25,23 +23,8 @@ MODEL="${MODEL:-hunyuanvideo-community/HunyuanVideo}"
 VIDEOALIGN="${VIDEOALIGN:-KwaiVGI/VideoReward}"
 QWEN2_VL="${QWEN2_VL:-Qwen/Qwen2-VL-2B-Instruct}"
 
-if [[ $TRAINING_TYPE == lora ]]; then
-  ACCELERATE_CONFIG="${ACCELERATE_CONFIG:-accelerate_configs/ddp.yaml}"
-else
+if [[ $TRAINING_TYPE != lora ]]; then
   ACCELERATE_CONFIG="${ACCELERATE_CONFIG:-accelerate_configs/fsdp2.yaml}"
-fi
-
-launch=(
-  --config_file "$ACCELERATE_CONFIG"
-  --num_processes "$NUM_GPUS"
-)
-if ((NUM_MACHINES > 1)); then
-  launch+=(
-    --num_machines "$NUM_MACHINES"
-    --machine_rank "${MACHINE_RANK:?set it to 0 on the first machine, to 1 on the second, and so on}"
-    --main_process_ip "${MAIN_PROCESS_IP:?set it to the address of the machine with MACHINE_RANK=0}"
-    --main_process_port "${MAIN_PROCESS_PORT:-29500}"
-  )
 fi
 
 model=(
@@ -88,6 +71,7 @@ evaluation=(
   --eval_prompts "$EVAL_PROMPTS"
 )
 
+. examples/launch.sh
 accelerate launch "${launch[@]}" train.py \
   --output_dir "$OUTPUT_DIR" \
   "${model[@]}" \

@@ -14,9 +14,7 @@ set -euo pipefail
 # Holds videos.txt and prompts.txt: line n of one belongs to line n of the other.
 DATA_ROOT="${DATA_ROOT:-clips}"
 OUTPUT_DIR="${OUTPUT_DIR:-runs/hunyuan-video-lora}"
-NUM_GPUS="${NUM_GPUS:-1}"
-# For several GPUs: accelerate_configs/ddp.yaml.
-ACCELERATE_CONFIG="${ACCELERATE_CONFIG:-accelerate_configs/single.yaml}"
+# NUM_GPUS, ACCELERATE_CONFIG and what several machines need: examples/launch.sh.
 
 model=(
   --model_name hunyuan_video
@@ -79,7 +77,8 @@ validation=(
   --validation_steps 250
 )
 
-accelerate launch --config_file "$ACCELERATE_CONFIG" --num_processes "$NUM_GPUS" train.py \
+. examples/launch.sh
+accelerate launch "${launch[@]}" train.py \
   --output_dir "$OUTPUT_DIR" \
   "${model[@]}" \
   "${data[@]}" \

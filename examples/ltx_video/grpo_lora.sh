@@ -18,9 +18,7 @@ OUTPUT_DIR="${OUTPUT_DIR:-runs/ltx-video-grpo-lora}"
 # Folders or hub ids: PickScore's weights, and the CLIP that its tokenizer is from.
 PICKSCORE="${PICKSCORE:-yuvalkirstain/PickScore_v1}"
 CLIP="${CLIP:-laion/CLIP-ViT-H-14-laion2B-s32B-b79K}"
-NUM_GPUS="${NUM_GPUS:-1}"
-# For several GPUs: accelerate_configs/ddp.yaml.
-ACCELERATE_CONFIG="${ACCELERATE_CONFIG:-accelerate_configs/single.yaml}"
+# NUM_GPUS, ACCELERATE_CONFIG and what several machines need: examples/launch.sh.
 
 model=(
   --model_name ltx_video
@@ -76,7 +74,8 @@ validation=(
   --eval_steps 25
 )
 
-accelerate launch --config_file "$ACCELERATE_CONFIG" --num_processes "$NUM_GPUS" train.py \
+. examples/launch.sh
+accelerate launch "${launch[@]}" train.py \
   --output_dir "$OUTPUT_DIR" \
   "${model[@]}" \
   "${dataloader[@]}" \

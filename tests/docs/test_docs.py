@@ -26,7 +26,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), ROOT / "examples" / "README.md"])
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/**/README.md")])
 MODEL = {"model_name": "ltx_video", "pretrained_model_name_or_path": "some/model"}
 
 #: All flags of finetrainers 0.0.1, and the one that its earlier commands had.
@@ -53,7 +53,9 @@ LEGACY_FLAGS = _LEGACY.split()
 
 #: Flags of other programs, and of other versions, that the pages mention.
 FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "check", "extra"} | {
-    "nodes", "gpus", "time", "signal", "requeue", "open",  # of sbatch, as far as their first hyphen
+    "nodes", "gpus", "time", "signal", "requeue", "num",  # of sbatch and sky, as far as their first hyphen
+    "env", "secret",  # of sky
+    "build", "init", "shm", "stop", "network", "device", "ulimit",  # of docker
 }  # fmt: skip
 
 

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# One machine's part of a training run. Start it once on every machine, from the root of the repository; Slurm, SkyPilot
+# and the container do. By hand, on two machines of 8 GPUs with shared storage:
+#
+#   export NUM_MACHINES=2 MAIN_PROCESS_IP=10.0.0.1 OUTPUT_DIR=/shared/runs/first
+#   MACHINE_RANK=0 bash examples/cluster/node.sh examples/ltx_video/lora.sh --lr 5e-5     # on 10.0.0.1
+#   MACHINE_RANK=1 bash examples/cluster/node.sh examples/ltx_video/lora.sh --lr 5e-5     # on the other
+#
+# Arguments: a recipe (*.sh) and flags for train.py, or flags alone, for example `--config run.toml`.
+# The run goes on from the newest whole checkpoint in OUTPUT_DIR, or starts if there is none.
+#
+# SIGTERM, SIGUSR1 and SIGINT to this script ask the run to stop with a checkpoint, with all the time that it needs.
+# Exit code: 0 done, 75 stopped as asked, anything else failed (docs/stopping.md).
+#
+# Settings: those of examples/launch.sh without NUM_GPUS, and GPUS_PER_MACHINE, by default all that nvidia-smi lists.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+. examples/cluster/outcome.sh
+
+fail() {
+  echo "node.sh: $1" >&2
+  exit 2
+}
+
+[[ -n "${OUTPUT_DIR:-}" ]] || fail "set OUTPUT_DIR to the directory of the run, on storage that all machines share"
+(($#)) || fail "give a recipe, such as examples/ltx_video/lora.sh, or flags, such as --config run.toml"
+for argument in "$@"; do
+  case "$argument" in
+    --output_dir | --output_dir=*) fail "set OUTPUT_DIR instead of --output_dir: this script watches that directory" ;;
+  esac
+done
+
+OUTPUT_DIR="$(realpath -m "$OUTPUT_DIR")"
+NUM_MACHINES="${NUM_MACHINES:-1}"
+MACHINE_RANK="${MACHINE_RANK:-0}"
+GPUS_PER_MACHINE="${GPUS_PER_MACHINE:-$(nvidia-smi -L | wc -l)}"
+((GPUS_PER_MACHINE > 0)) || fail "no GPU is visible (nvidia-smi -L); set GPUS_PER_MACHINE"
+NUM_GPUS=$((GPUS_PER_MACHINE * NUM_MACHINES))
+export OUTPUT_DIR NUM_MACHINES MACHINE_RANK NUM_GPUS
+# All processes of the run inherit it, and hosts.sh finds them by it.
+export FINETRAINERS_RUN="$OUTPUT_DIR"
+
+if [[ "$1" == *.sh ]]; then
+  recipe="$1"
+  shift
+  command=(bash "$recipe" --resume_from_checkpoint auto "$@")
+else
+  . examples/launch.sh
+  command=(accelerate launch "${launch[@]}" train.py --output_dir "$OUTPUT_DIR" --resume_from_checkpoint auto "$@")
+fi
+
+# Launchers kill what is left half a minute after a signal; the file waits for the step and the checkpoint. The folder
+# is there while the run trains: before that there is nothing to save, and a file would be taken for an old one.
+ask_to_stop() {
+  until touch "$OUTPUT_DIR/control/stop" 2>/dev/null; do
+    kill -0 "$launcher" 2>/dev/null || return 0
+    sleep 1
+  done
+}
+
+events=$(count_events "$OUTPUT_DIR")
+set -m # a process group of its own, so that a signal to this script's group does not reach the launcher as well
+"${command[@]}" &
+launcher=$!
+set +m
+trap 'ask_to_stop &' TERM USR1 INT
+
+code=0
+while kill -0 "$launcher" 2>/dev/null; do
+  wait "$launcher" || true # a signal ends the wait, not the launcher
+done
+wait "$launcher" || code=$?
+
+if ((code != 0)) && was_stopped "$OUTPUT_DIR" "$events"; then
+  code=75
+fi
+exit "$code"
