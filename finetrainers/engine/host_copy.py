@@ -81,18 +81,12 @@ class _Storages:
 
 
 def _copy(tensor: Tensor, storages: _Storages) -> Tensor:
-    tensor = tensor.detach()
-    copied: Tensor
     if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, context = tensor.__tensor_flatten__()
         parts = {name: _copy(getattr(tensor, name), storages) for name in names}
-        copied = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
-    else:
-        storage = storages.copy_of(tensor.untyped_storage())
-        copied = torch.empty(0, dtype=tensor.dtype).set_(
-            storage,  # type: ignore[call-overload]
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-        )
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    storage = storages.copy_of(tensor.untyped_storage())
+    copied = torch.empty(0, dtype=tensor.dtype)
+    copied.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    vars(copied).update(vars(tensor))  # bitsandbytes marks its paged tensors, and pickle keeps that
     return copied
