@@ -33,6 +33,11 @@ class BackgroundSave:
         self._future: Future[None] | None = None  # on the rank that writes
         self._what: str | None = None  # on every rank, while one is in flight
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save has begun and, as far as all ranks know, not ended."""
+        return self._what is not None
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around the training: whichever way it ends, a save that is in flight is finished, and its error shown."""
@@ -52,7 +57,7 @@ class BackgroundSave:
             job: writes everything; None on ranks that write nothing.
             what: names it in errors.
         """
-        assert self._what is None, f"{self._what} has not ended"
+        assert not self.in_flight, f"{self._what} has not ended"
         self._what = what
         self._future = None if job is None else self._executor.submit(self._run, job)
 
