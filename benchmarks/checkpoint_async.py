@@ -50,9 +50,11 @@ class Saves:
     """One training, saved in two ways into two directories."""
 
     def __init__(self, root: Path, *, layers: int, width: int, batch: int) -> None:
+        torch.manual_seed(0)
         network = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         self.width, self.batch = width, batch
         self.at_once = make_trainer(root / "at once", network=network)
+        self.at_once.optimizer.param_groups[0]["lr"] = 1e-6  # a stack this deep diverges easily, and is then refused
         in_background = make_trainer(root / "background", network=network, background=True)
         self.background = SimpleNamespace(**{**vars(in_background), "optimizer": self.at_once.optimizer})
         self.blocked: dict[str, list[float]] = {"at once": [], "background": []}
