@@ -118,6 +118,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
     temporary = final.with_name(f".{final.name}.tmp")
     in_background = _in_background(trainer)
     _wait_for_the_last(trainer)
+    begun = time.perf_counter()
     with _all_or_none(parallel, f"saving {final}"):
         snapshot = take_snapshot(trainer)
         if parallel.is_main:
@@ -140,8 +141,8 @@ def save_checkpoint(trainer: Trainer) -> Path:
         with _all_or_none(parallel, f"publishing {final}"):
             if parallel.is_main:
                 publish(temporary, final, facts=snapshot.facts)
-                seconds = time.perf_counter() - started
-                _record(trainer.run_dir, snapshot, final, blocked_s=seconds, write_s=seconds)
+                now = time.perf_counter()
+                _record(trainer.run_dir, snapshot, final, blocked_s=now - started, write_s=now - begun)
     except Exception:
         if parallel.is_main:
             discard(final)  # room for the next try; no rank writes any more
