@@ -1,10 +1,11 @@
 """Kill a process at random moments while it saves, and count how often the newest checkpoint can be loaded.
 
     python benchmarks/checkpoint_kills.py --kills 25
+    python benchmarks/checkpoint_kills.py --background
 
 Each round forks a process that trains and saves in a loop, some steps twice, with room for two checkpoints, and kills it
 with SIGKILL. Then the newest checkpoint is verified byte by byte, loaded into a new trainer, and compared with what
-training to that step gives. `--in_place` is the control: the same files written straight to their final name.
+training to that step gives. With `--background` a thread writes while training goes on. `--in_place` is the control: the same files written straight to their final name.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from torch import nn
 
 from finetrainers.config.load import load_config
 from finetrainers.engine import checkpoint
+from finetrainers.engine.background import BackgroundSave
 from finetrainers.engine.resume import checkpoints_dir, find_checkpoint, list_checkpoints
 from finetrainers.engine.run_dir import RunDirectory
+from finetrainers.engine.watchdog import Watchdog
 
 WIDTH = 256
 
@@ -47,6 +50,9 @@ class OneProcess:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
+
+    def max_on_host(self, values: list[int]) -> list[int]:
+        return values
 
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
         if error is not None:
@@ -68,15 +74,16 @@ class Spec:
         save_file(state_dict, directory / "transformer" / "diffusion_pytorch_model.safetensors")
 
 
-def make_trainer(root: Path) -> Any:
+def make_trainer(root: Path, *, background: bool = False, network: nn.Module | None = None) -> Any:
     """What `save_checkpoint` and `load_checkpoint` see of a trainer, at step 0."""
     torch.manual_seed(0)
-    network = Network()
+    network = network or Network()
+    parallel: Any = OneProcess()
     return SimpleNamespace(
-        parallel=OneProcess(),
+        parallel=parallel,
         config=load_config(
             model_name="m", pretrained_model_name_or_path="x", data_root="d", training_type="full-finetune",
-            checkpointing_limit=2,
+            checkpointing_limit=2, async_checkpointing=background,
         ),
         spec=Spec(),
         method=SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None),
@@ -87,6 +94,8 @@ def make_trainer(root: Path) -> Any:
         total_steps=10**6,
         critical={"data": "none"},
         run_dir=RunDirectory(root, writes=True),
+        requests=SimpleNamespace(stop=None),
+        saving=BackgroundSave(parallel=parallel, watchdog=Watchdog(root, rank=0, limits={"checkpoint": None})),
     )  # fmt: skip
 
 
@@ -100,14 +109,15 @@ def train_to(trainer: Any, step: int) -> None:
         trainer.step += 1
 
 
-def save_for_ever(root: Path) -> None:
+def save_for_ever(root: Path, *, background: bool) -> None:
     """Train and save without end; every third step is saved twice, as after going back."""
-    trainer = make_trainer(root)
+    trainer = make_trainer(root, background=background)
     newest = find_checkpoint("latest", root) if list_checkpoints(root) else None
     if newest is not None:
         restore(trainer, newest)
     while True:
         train_to(trainer, trainer.step + 1)
+        trainer.saving.poll()
         checkpoint.save_checkpoint(trainer)
         if trainer.step % 3 == 0:
             checkpoint.save_checkpoint(trainer)
@@ -155,12 +165,12 @@ def newest_is_good(root: Path, reference: Any, *, verify: bool) -> bool:
     return loaded.step == reference.step and all(same) and all(torch.equal(a, b) for a, b in weights)
 
 
-def kill_once(root: Path, *, delay: float) -> None:
+def kill_once(root: Path, *, delay: float, background: bool) -> None:
     """Fork a process that saves for ever, and kill it `delay` seconds after its first checkpoint."""
     before = len((root / "events.jsonl").read_text().splitlines()) if (root / "events.jsonl").is_file() else 0
     child = os.fork()
     if child == 0:
-        save_for_ever(root)
+        save_for_ever(root, background=background)
     deadline = time.monotonic() + 60
     while not (root / "events.jsonl").is_file() or len((root / "events.jsonl").read_text().splitlines()) <= before:
         assert time.monotonic() < deadline, "the process saves nothing"
@@ -171,7 +181,7 @@ def kill_once(root: Path, *, delay: float) -> None:
     os.waitpid(child, 0)
 
 
-def run_kills(root: Path, *, kills: int, seed: int, in_place: bool) -> tuple[int, int]:
+def run_kills(root: Path, *, kills: int, seed: int, in_place: bool, background: bool) -> tuple[int, int]:
     """How many of the kills left a good newest checkpoint, and how many hit a save (left something half-done)."""
     if in_place:
         write_in_place()
@@ -182,7 +192,7 @@ def run_kills(root: Path, *, kills: int, seed: int, in_place: bool) -> tuple[int
         if in_place:  # else the next process would start from a damaged one
             shutil.rmtree(root, ignore_errors=True)
             reference = make_trainer(root)
-        kill_once(root, delay=draw.uniform(0, 0.1))
+        kill_once(root, delay=draw.uniform(0, 0.1), background=background)
         hit += any(checkpoints_dir(root).glob(".step-*"))
         try:
             good += newest_is_good(root, reference, verify=not in_place)
@@ -196,15 +206,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--in_place", action="store_true", help="the control: write to the final name")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--in_place", action="store_true", help="the control: write to the final name")
+    kinds.add_argument("--background", action="store_true", help="save with --async_checkpointing")
     parser.add_argument("--directory", type=Path, default=None, help="where to save [a temporary one]")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         good, hit = run_kills(
-            Path(directory) / "run", kills=arguments.kills, seed=arguments.seed, in_place=arguments.in_place
+            Path(directory) / "run",
+            kills=arguments.kills,
+            seed=arguments.seed,
+            in_place=arguments.in_place,
+            background=arguments.background,
         )
     kind = "in place" if arguments.in_place else "published by renaming"
+    if arguments.background:
+        kind += " in the background"
     print(f"{kind}: {good} of {arguments.kills} kills left a good newest checkpoint; {hit} kills hit a save")
 
 

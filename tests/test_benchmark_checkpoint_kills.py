@@ -26,6 +26,12 @@ def test_every_kill_leaves_a_good_newest_checkpoint(tmp_path: Path) -> None:
     assert hit >= 5, "too few kills came while something was being written"
 
 
+def test_so_does_every_kill_during_a_save_in_the_background(tmp_path: Path) -> None:
+    good, hit = count("--background", "--kills", "10", directory=tmp_path)
+    assert good == 10
+    assert hit >= 2, "too few kills came while something was being written"
+
+
 def test_the_control_loses_checkpoints(tmp_path: Path) -> None:
     """Written in place, some newest checkpoints are lost: the test above can fail."""
     good, _ = count("--kills", "25", "--in_place", directory=tmp_path)

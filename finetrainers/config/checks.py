@@ -158,6 +158,10 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
     for option in ("ema_decay", "ema_update_after_step"):
         if config.changed(option) and not training.use_ema:
             found.warnings.append(f"--{option} has no effect without --use_ema")
+    if training.async_checkpointing and training.checkpointing_steps == 0:
+        found.warnings.append(
+            "--async_checkpointing has no effect on the only checkpoint of --checkpointing_steps 0: the last is waited for"
+        )
     if config.changed("max_nonfinite_steps") and training.on_nonfinite != "skip":
         found.warnings.append("--max_nonfinite_steps has no effect without --on_nonfinite skip")
     if config.changed("train_epochs") and training.train_steps is not None:

@@ -198,6 +198,11 @@ class TrainingSection(Section):
         500, ge=0, description="Save the whole training state every N optimizer steps; 0: only at the end."
     )
     checkpointing_limit: int | None = Field(None, ge=1, description="Keep only the newest N checkpoints.")
+    async_checkpointing: bool = Field(
+        False,
+        description="Write checkpoints while training goes on, which then waits only for a copy of what is saved. Costs "
+        "host memory for that copy: trained weights, optimizer, averages (on GPUs pinned, up to twice their size).",
+    )
     resume_from_checkpoint: str | None = Field(
         None, description="Continue from `latest`, a step number, or a checkpoint directory."
     )

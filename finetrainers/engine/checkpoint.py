@@ -1,5 +1,7 @@
 """Checkpoints of the whole training state: snapshot, write under a temporary name, seal, rename, prune older ones.
 
+With `--async_checkpointing` all from the writing on happens in a thread, on a copy of the snapshot in host memory.
+
 A checkpoint `checkpoints/step-N/` holds the trained weights in diffusers layout, the optimizer, the moving average,
 what the method keeps, `state.json`, and `manifest.json` over all of these. Every weight is in a safetensors file. There
 is no random state to keep: every draw is derived from its step or sample.
@@ -8,10 +10,11 @@ is no random state to keep: every draw is derived from its step or sample.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +27,16 @@ from finetrainers.optim.factory import safe_globals
 from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.files import write_json_atomic
 
+from .host_copy import host_copy, parts_of, tensors_in
 from .publish import discard, prune, publish, published_size, reserve
 from .resume import FORMAT, checkpoints_dir
-from .run_dir import package_versions
+from .run_dir import RunDirectory, package_versions
 from .trainable import save_weights, trainable_parameters
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 #: Room asked for beyond the tensors' own bytes: headers, JSON, what the file system takes.
 _SPARE = 1 << 20
@@ -40,15 +46,12 @@ _DEEPSPEED_BYTES = 12
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What rank 0 writes, as references to the training's own tensors.
-
-    Writing and publishing need this and nothing else of the trainer. A writer in the background would take a copy of the
-    tensors on the host, and training would go on meanwhile.
+    """What rank 0 writes. Writing and publishing need this and nothing else of the trainer.
 
     Attributes:
         state: `state.json`.
         trained: the trained weights by name, as they are written.
-        write_weights: writes them in diffusers layout into a directory.
+        write_weights: writes them, or a copy of them, in diffusers layout into a directory.
         files: the other tensors, by the safetensors file that they go to.
         optimizer: its state; None where the engine writes its own.
         facts: what the manifest says besides the files.
@@ -56,14 +59,20 @@ class Snapshot:
 
     state: dict[str, Any]
     trained: dict[str, Tensor]
-    write_weights: Callable[[Path], None]
+    write_weights: Callable[[Path, Mapping[str, Tensor]], None]
     files: dict[str, dict[str, Tensor]]
     optimizer: dict[str, Any] | None
     facts: dict[str, Any]
 
+    def on_host(self) -> Snapshot:
+        """A copy in host memory, which no later step changes; the snapshot itself refers to the training's own tensors."""
+        state, trained, files, optimizer = host_copy((self.state, self.trained, self.files, self.optimizer))
+        return replace(self, state=state, trained=trained, files=files, optimizer=optimizer)
+
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return _num_bytes(self.trained) + _num_bytes(self.files) + _num_bytes(self.optimizer)
+        tensors = tensors_in([self.trained, self.files, self.optimizer])
+        return sum(part.nbytes for tensor in tensors for part in parts_of(tensor))
 
     def check_finite(self) -> None:
         """Refuse to save weights or averages that are not numbers: such a checkpoint is worth less than an older one.
@@ -81,7 +90,7 @@ class Snapshot:
 
     def write(self, directory: Path) -> None:
         """Write everything but the manifest into an existing directory."""
-        self.write_weights(directory)
+        self.write_weights(directory, self.trained)
         if self.optimizer is not None:
             torch.save(self.optimizer, directory / "optimizer.pt")
         for name, tensors in self.files.items():
@@ -90,42 +99,107 @@ class Snapshot:
 
 
 def save_checkpoint(trainer: Trainer) -> Path:
-    """Save the state after the trainer's current step; every rank must call it.
+    """Save the state after the trainer's current step, or begin to; every rank must call it.
+
+    With `--async_checkpointing` a thread writes a copy, unless the run ends here. `trainer.saving` knows of it.
+
+    Returns:
+        Where the checkpoint is, or will be.
 
     Raises:
         FloatingPointError: a weight or an average is NaN or infinite.
         OSError: the disk has no room, or cannot be written.
-        Exception: whatever else kept any rank from writing. On every rank; older checkpoints are left alone.
+        Exception: whatever else kept any rank from writing, this time or in the background the time before. On every
+            rank; older checkpoints are left alone.
     """
+    started = time.perf_counter()
     parallel = trainer.parallel
     final = checkpoints_dir(trainer.run_dir.root) / f"step-{trainer.step}"
     temporary = final.with_name(f".{final.name}.tmp")
+    in_background = _in_background(trainer)
+    _wait_for_the_last(trainer)
+    begun = time.perf_counter()
     with _all_or_none(parallel, f"saving {final}"):
         snapshot = take_snapshot(trainer)
         if parallel.is_main:
-            snapshot.check_finite()
+            if not in_background:
+                snapshot.check_finite()
             reserve(final, needed=_bytes_needed(trainer, snapshot))
     try:
         with _all_or_none(parallel, f"saving {final}"):
             if parallel.is_deepspeed:
                 engine = parallel.accelerator.deepspeed_engine_wrapped.engine
                 engine.save_checkpoint(str(temporary / "deepspeed"), tag="state", exclude_frozen_parameters=True)
-            if parallel.is_main:
+            job = None
+            if parallel.is_main and in_background:
+                job = _background_job(trainer, snapshot.on_host(), final, started=started)
+            elif parallel.is_main:
                 snapshot.write(temporary)
+        if in_background:
+            trainer.saving.start(job, what=f"saving {final}")
+            return final
         with _all_or_none(parallel, f"publishing {final}"):
             if parallel.is_main:
                 publish(temporary, final, facts=snapshot.facts)
-                trainer.run_dir.event("checkpoint", step=trainer.step, path=str(final))
+                now = time.perf_counter()
+                _record(trainer.run_dir, snapshot, final, blocked_s=now - started, write_s=now - begun)
     except Exception:
         if parallel.is_main:
             discard(final)  # room for the next try; no rank writes any more
         raise
     with _all_or_none(parallel, f"removing checkpoints older than {final}"):
         if parallel.is_main:
-            limit = trainer.config.training.checkpointing_limit
-            for path in prune(trainer.run_dir.root, step=trainer.step, limit=limit):
-                trainer.run_dir.event("checkpoint_removed", path=str(path))
+            _prune(trainer.run_dir, step=trainer.step, limit=trainer.config.training.checkpointing_limit)
     return final
+
+
+def _in_background(trainer: Trainer) -> bool:
+    """Whether a thread is to write: nothing goes on beside the last checkpoint of a run."""
+    if not trainer.config.training.async_checkpointing:
+        return False
+    return trainer.step < trainer.total_steps and trainer.requests.stop is None
+
+
+def _wait_for_the_last(trainer: Trainer) -> None:
+    """Let the save in flight end: there is one at a time, so that one copy at most lies in memory."""
+    started = time.perf_counter()
+    if trainer.saving.wait():
+        waited = time.perf_counter() - started
+        trainer.run_dir.event("checkpoint_waited", step=trainer.step, seconds=round(waited, 3))
+        if trainer.parallel.is_main:
+            logger.info("step %d waited %.1f s until the checkpoint before was written", trainer.step, waited)
+
+
+def _background_job(trainer: Trainer, snapshot: Snapshot, final: Path, *, started: float) -> Callable[[], None]:
+    """What the thread does: all that rank 0 does with a snapshot. It touches nothing of the trainer that changes."""
+    run_dir, step, limit = trainer.run_dir, trainer.step, trainer.config.training.checkpointing_limit
+    temporary = final.with_name(f".{final.name}.tmp")
+    blocked = time.perf_counter() - started
+
+    def write() -> None:
+        begun = time.perf_counter()
+        try:
+            snapshot.check_finite()
+            snapshot.write(temporary)
+            publish(temporary, final, facts=snapshot.facts)
+        except Exception:
+            discard(final)
+            raise
+        _record(run_dir, snapshot, final, blocked_s=blocked, write_s=time.perf_counter() - begun)
+        _prune(run_dir, step=step, limit=limit)
+
+    return write
+
+
+def _record(run_dir: RunDirectory, snapshot: Snapshot, final: Path, *, blocked_s: float, write_s: float) -> None:
+    """An event: what was published, how long training stood still for it, and how long it took to write."""
+    times = {"blocked_s": round(blocked_s, 3), "write_s": round(write_s, 3)}
+    run_dir.event("checkpoint", step=snapshot.state["step"], path=str(final), **times)
+
+
+def _prune(run_dir: RunDirectory, *, step: int, limit: int | None) -> None:
+    for path in prune(run_dir.root, step=step, limit=limit):
+        run_dir.event("checkpoint_removed", path=str(path))
 
 
 @contextmanager
@@ -149,9 +223,9 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
     if training.training_type == "lora":
         trained = {name: weights[name] for name in trainable_parameters(network) if name in weights}
 
-    def write_weights(directory: Path) -> None:
+    def write_weights(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         save_weights(
-            directory, spec=trainer.spec, transformer=network, state_dict=weights, training=training, dtype=None
+            directory, spec=trainer.spec, transformer=network, state_dict=tensors, training=training, dtype=None
         )
 
     files = {}
@@ -197,17 +271,6 @@ def _bytes_needed(trainer: Trainer, snapshot: Snapshot) -> int:
         count = sum(tensor.numel() for tensor in snapshot.trained.values())
         known = published_size(trainer.run_dir.root) or known + _DEEPSPEED_BYTES * count
     return known + known // 50 + _SPARE
-
-
-def _num_bytes(value: Any) -> int:
-    """Bytes of the tensors anywhere in nested dictionaries and lists."""
-    if isinstance(value, Tensor):
-        if hasattr(value, "__tensor_flatten__"):  # torchao's states are smaller than the tensors that they stand for
-            return sum(_num_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(_num_bytes, value.values()))
-    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -126,6 +126,9 @@ def make_parallel(config: TrainConfig) -> Parallel:
     if config.training.on_nonfinite == "skip" and parallel.is_deepspeed:
         message = "DeepSpeed updates the weights before a step can be judged; use DDP or FSDP2, or leave it out"
         problems.append(Problem("--on_nonfinite skip", message))
+    if config.training.async_checkpointing and parallel.is_deepspeed:
+        message = "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or leave it out"
+        problems.append(Problem("--async_checkpointing", message))
     if config.training.use_ema and parallel.is_sharded:
         message = (
             "averages need whole weights, and this launcher shards them; use DDP or DeepSpeed ZeRO-2, or leave it out"

@@ -20,6 +20,7 @@ from finetrainers.optim.schedules import set_lr
 from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.seeding import derive_seed
 
+from .background import BackgroundSave
 from .callbacks.base import Callback, Record
 from .checkpoint import save_checkpoint
 from .control import Requests
@@ -94,11 +95,13 @@ class Trainer:
                 "sampling": config.run.sampling_timeout,
             },
         )
+        self.saving = BackgroundSave(parallel=parallel, watchdog=self.watchdog)
+        self._blocked = 0.0  # seconds that saving has held training up since the last record
 
     def run(self) -> None:
         """Train from the current step to the last, then save; or until a stop is asked for, which `stopped_by` names."""
         self.transformer.train()
-        with self.requests.watched(), self.watchdog.running():
+        with self.requests.watched(), self.watchdog.running(), self.saving.running():
             self._run()
 
     def _run(self) -> None:
@@ -113,9 +116,13 @@ class Trainer:
             del step  # the method needs the room for the next one
             busy += time.perf_counter() - started  # fetching and stepping, without saving and sampling
             if self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps:
-                self.log({**record, "lr": self.lr_at(self.step - 1), "step_s": busy / self._steps_since_log()})
-                busy = 0.0
+                blocked = {"checkpoint_s": self._blocked} if self._blocked else {}
+                self.log(
+                    {**record, "lr": self.lr_at(self.step - 1), "step_s": busy / self._steps_since_log(), **blocked}
+                )
+                busy = self._blocked = 0.0
             self.requests.poll()
+            self.saving.poll()
             self._save_if_due()  # before sampling, say, runs out of memory
             if self.stopped_by is not None:
                 return
@@ -182,7 +189,9 @@ class Trainer:
         if not (asked or self._is_checkpoint_step()):
             return
         self.watchdog.enter("checkpoint")
+        started = time.perf_counter()
         save_checkpoint(self)
+        self._blocked += time.perf_counter() - started
         self.requests.save = False
         if asked and self.requests.stop is not None and self.step < self.total_steps:
             self.stopped_by = self.requests.stop

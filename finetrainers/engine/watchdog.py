@@ -24,7 +24,8 @@ _BACKSTOP_S = 10.0
 class Watchdog:
     """Ends this process when a section outlasts its limit, and writes down where every thread stood.
 
-    Usage: `with watchdog.running(): ... watchdog.enter("step") ...`; entering a section leaves the one before.
+    Usage: `with watchdog.running(): ... watchdog.enter("step") ...`; entering a section leaves the one before. What runs
+    in a thread beside it has a clock of its own: `with watchdog.beside("checkpoint"): ...`.
     """
 
     def __init__(self, directory: Path, *, rank: int, limits: Mapping[str, float | None]) -> None:
@@ -36,8 +37,7 @@ class Watchdog:
         self.file = directory / f"rank-{rank}.txt"
         self.limits = dict(limits)
         self._changed = threading.Condition()
-        self._section = ""
-        self._entered = 0.0
+        self._clocks: dict[str, tuple[float, str]] = {}  # by thread: when its section must be over, and its name
         self._running = False
         self._descriptor = -1
 
@@ -50,15 +50,16 @@ class Watchdog:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         # Opened now: a disk that hangs later must not keep the stacks from it.
         self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._running, self._section = True, ""
+        self._running = True
+        self._clocks.clear()
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            faulthandler.cancel_dump_traceback_later()
             with self._changed:
                 self._running = False
+                faulthandler.cancel_dump_traceback_later()
                 self._changed.notify()
             thread.join()
             os.close(self._descriptor)
@@ -72,28 +73,45 @@ class Watchdog:
         Raises:
             KeyError: there is no such section.
         """
-        limit = self.limits[section]
-        if not self._running:
-            return
+        self._set("main", section)
+
+    @contextlib.contextmanager
+    def beside(self, section: str) -> Iterator[None]:
+        """Within the block, which one other thread may be in, the section's limit holds too."""
+        self._set("beside", section)
+        try:
+            yield
+        finally:
+            self._set("beside", None)
+
+    def _set(self, clock: str, section: str | None) -> None:
+        limit = None if section is None else self.limits[section]
         with self._changed:
-            self._section, self._entered = section, time.monotonic()
+            if not self._running:
+                return
+            self._clocks.pop(clock, None)
+            if section is not None and limit is not None:
+                self._clocks[clock] = (time.monotonic() + limit, section)
             self._changed.notify()
-        faulthandler.cancel_dump_traceback_later()
-        if limit is not None:
-            faulthandler.dump_traceback_later(limit + _BACKSTOP_S, file=self._descriptor, exit=True)
+            faulthandler.cancel_dump_traceback_later()
+            if self._clocks:
+                left = max(0.0, min(self._clocks.values())[0] - time.monotonic())
+                faulthandler.dump_traceback_later(left + _BACKSTOP_S, file=self._descriptor, exit=True)
 
     def _watch(self) -> None:
         with self._changed:
             while self._running:
-                limit = self.limits.get(self._section)
-                left = None if limit is None else self._entered + limit - time.monotonic()
-                if left is not None and left <= 0:
-                    self._give_up()
+                left = None
+                if self._clocks:
+                    deadline, section = min(self._clocks.values())
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        self._give_up(section)
                 self._changed.wait(left)
 
-    def _give_up(self) -> None:
-        limit = self.limits[self._section]
-        message = f"the section '{self._section}' took longer than its limit of {limit:g} s (--{self._section}_timeout)"
+    def _give_up(self, section: str) -> None:
+        limit = self.limits[section]
+        message = f"the section '{section}' took longer than its limit of {limit:g} s (--{section}_timeout)"
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(self._descriptor, f"{when} {socket.gethostname()} pid {os.getpid()}: {message}\n\n".encode())
         faulthandler.dump_traceback(file=self._descriptor, all_threads=True)

@@ -54,8 +54,39 @@ def test_a_hang_leaves_stacks_and_an_exit_code(where: str, code: int, tmp_path: 
         assert f"the stacks are in {tmp_path / 'hangs' / 'rank-3.txt'}" in done.stderr
 
 
+_BESIDE = """
+import sys, threading, time
+from pathlib import Path
+from finetrainers.engine.watchdog import Watchdog
+dog = Watchdog(Path(sys.argv[1]), rank=3, limits={"step": 60, "checkpoint": 0.5})
+def save(seconds):
+    with dog.beside("checkpoint"):
+        time.sleep(seconds)
+with dog.running():
+    for seconds in (0.3, 0.3, 30):
+        thread = threading.Thread(target=save, args=(seconds,))
+        thread.start()
+        while thread.is_alive():
+            dog.enter("step")
+            time.sleep(0.05)
+"""
+
+
+def test_a_thread_has_a_clock_of_its_own(tmp_path: Path) -> None:
+    """Steps that go by do not set it back; each save starts it anew."""
+    done = subprocess.run(
+        [sys.executable, "-c", _BESIDE, str(tmp_path / "hangs")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=25, check=False,
+    )  # fmt: skip
+    assert done.returncode == exit_codes.HUNG, done.stderr
+    stacks = (tmp_path / "hangs" / "rank-3.txt").read_text()
+    assert "the section 'checkpoint' took longer than its limit of 0.5 s (--checkpoint_timeout)" in stacks
+    assert "in save" in stacks
+
+
 def test_a_run_in_time_leaves_nothing(options: Callable[..., dict], run: Callable[..., Any]) -> None:
-    done = run(**options(train_steps=1, step_timeout=60, checkpoint_timeout=60, sampling_timeout=60))
+    limits = {"step_timeout": 60, "checkpoint_timeout": 60, "sampling_timeout": 60}
+    done = run(**options(train_steps=2, checkpointing_steps=1, async_checkpointing=True, **limits))
     assert not (done.root / "hangs").exists()
 
 

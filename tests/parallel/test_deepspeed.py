@@ -40,7 +40,10 @@ def jobs(
         # Again from the second step, in the same directory.
         todo[f"resumed {stage}"] = {**todo[lora.name], "resume_from_checkpoint": "2"}
         todo[full.name] = {**options(full, **FULL), "_zero_stage": stage}
-    todo["averaged 3"] = {**options(root / "averaged", use_ema=True, on_nonfinite="skip"), "_zero_stage": 3}
+    todo["averaged 3"] = {
+        **options(root / "averaged", use_ema=True, on_nonfinite="skip", async_checkpointing=True),
+        "_zero_stage": 3,
+    }
     launcher = ["accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "2", "--num_processes", "2"]
     machine = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     # What other engines need on a CPU would turn this one off.
@@ -107,4 +110,5 @@ def test_all_samples_are_written(stage: int, jobs: Any) -> None:
 def test_an_average_of_shards_is_refused(jobs: Any) -> None:
     for rank in jobs[1]:
         assert "--use_ema: averages need whole weights" in rank["averaged 3"]["error"]
+        assert "--async_checkpointing: DeepSpeed writes its own files" in rank["averaged 3"]["error"]
         assert "--on_nonfinite skip: DeepSpeed updates the weights before" in rank["averaged 3"]["error"]

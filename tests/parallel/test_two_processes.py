@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
+from finetrainers.engine.resume import scan_checkpoints
 from finetrainers.engine.run import train
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "ltx": FULL,
     "hunyuan": {"family": "hunyuan_video", "train_steps": 1, **FULL},
     "cog": {"family": "cogvideox", "train_steps": 1, **FULL},
+    "in the background": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3, "checkpointing_steps": 1, "async_checkpointing": True},
+    "the writer fails": {"train_steps": 4, "checkpointing_steps": 1, "async_checkpointing": True, "_fail_saving_on": 0},
     "rank 0 fails": {"_fail_saving_on": 0},
     "rank 1 is fine": {"_fail_saving_on": 1},
 }  # fmt: skip
@@ -134,11 +137,22 @@ def test_all_samples_of_an_odd_number_are_written(ranks: Ranks) -> None:
     assert found == ["00-one-0.mp4", "01-two-0.mp4", "02-three-0.mp4"]
 
 
-def test_a_save_that_fails_on_the_writing_rank_fails_everywhere(ranks: Ranks) -> None:
-    one, other = ranks["rank 0 fails"]
+def test_saving_in_the_background_changes_nothing(ranks: Ranks) -> None:
+    straight, saved = ranks.directory("straight"), ranks.directory("in the background")
+    assert ranks["straight"][0]["digest"] == ranks["in the background"][1]["digest"]
+    files = [path / "checkpoints" / "step-3" / "optimizer.pt" for path in (straight, saved)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    whole = [found.step for found in scan_checkpoints(saved) if found.damage is None]
+    assert whole == [1, 2, 3]
+
+
+@pytest.mark.parametrize("job", ["rank 0 fails", "the writer fails"])
+def test_a_save_that_fails_on_the_writing_rank_fails_everywhere(job: str, ranks: Ranks) -> None:
+    one, other = ranks[job]
     assert one["error"] == "OSError('no space left on device')"
     assert "failed on another rank: rank 0: no space left on device" in other["error"]
-    assert not list((ranks.directory("rank 0 fails") / "checkpoints").glob("step-*"))
+    assert not list((ranks.directory(job) / "checkpoints").glob("step-*"))
+    assert len(ranks.directory(job).joinpath("metrics.jsonl").read_text().splitlines()) < 4
     assert "error" not in ranks["rank 1 is fine"][1], "only rank 0 writes"
 
 

@@ -1,0 +1,293 @@
+"""Checkpoints written in the background are those that would have been written at once, and no error of theirs is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from finetrainers.config.load import load_config
+from finetrainers.engine import checkpoint
+from finetrainers.engine.background import BackgroundSave
+from finetrainers.engine.host_copy import host_copy, parts_of, tensors_in
+from finetrainers.engine.manifest import damage, read_manifest
+from finetrainers.engine.resume import list_checkpoints
+from finetrainers.engine.run import train
+from finetrainers.engine.trainer import Trainer
+
+BNB = {"optimizer": "adamw-bnb-8bit", "transformer_dtype": "bf16", "text_encoder_dtype": "bf16"}
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"use_dora": True, "lora_dropout": 0.3},
+    "full": {"training_type": "full-finetune", "use_ema": True},
+    "8-bit": {"training_type": "full-finetune", **BNB},
+    "nft": {
+        "method": "grpo", "rl_algorithm": "nft", "init_same_noise": False, "nft_timesteps": 2, "sampler": None,
+        "reward": ["brightness"], "rollout_size": "9x64x64", "prompts_per_step": 1, "num_generations": 4,
+        "batch_size": 4, "sampling_steps": 3, "updates_per_rollout": 1, "data_root": None,
+        "video_resolution_buckets": None, "optimizer": "adamw",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def options(options: Callable[..., dict], tmp_path: Path) -> Callable[..., dict]:
+    """The run of a case, saved after its second step of four."""
+
+    def build(name: str, **changes: Any) -> dict:
+        values = options(train_steps=4, checkpointing_steps=2) | CASES[name] | changes
+        if name == "nft":
+            (tmp_path / "prompts.txt").write_text("a red ball\na cat\n")
+            values["prompts"] = str(tmp_path / "prompts.txt")
+        if values.get("training_type") == "full-finetune":
+            values = {option: value for option, value in values.items() if option not in ("rank", "lora_alpha")}
+        return {option: value for option, value in values.items() if value is not None}
+
+    return build
+
+
+@contextmanager
+def writer_held_until(step: int) -> Iterator[list[int]]:
+    """Within the block, the thread that writes waits for a later optimizer step; the list gets what waited."""
+    reached, held = threading.Event(), []
+    look, log = checkpoint.Snapshot.check_finite, Trainer.log
+
+    def wait_and_look(snapshot: checkpoint.Snapshot) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            held.append(snapshot.state["step"])
+            assert reached.wait(60)
+        look(snapshot)
+
+    def log_and_tell(trainer: Trainer, record: dict[str, float]) -> None:
+        log(trainer, record)
+        if trainer.step == step:
+            reached.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.Snapshot, "check_finite", wait_and_look)
+        patch.setattr(Trainer, "log", log_and_tell)
+        yield held
+
+
+def saved(root: Path, step: int) -> dict[str, Any]:
+    """What is in every file of a whole checkpoint: its bytes.
+
+    safetensors writes a header's metadata in random order, so headers are compared as what they say.
+    """
+    directory = root / "checkpoints" / f"step-{step}"
+    assert damage(directory, contents=True) is None
+    found: dict[str, Any] = {}
+    for name in read_manifest(directory)["files"]:
+        content = (directory / name).read_bytes()
+        if name.endswith(".safetensors"):
+            end = 8 + struct.unpack("<Q", content[:8])[0]
+            found[name + " header"], content = json.loads(content[8:end]), content[end:]
+        found[name] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bytes_are_the_same(name: str, options: Callable[..., dict], tmp_path: Path) -> None:
+    """Though the weights have moved on before the first byte is written; and a run continues from it exactly."""
+    at_once, later = tmp_path / "at once", tmp_path / "later"
+    train(load_config(**options(name, output_dir=str(at_once))))
+    values = options(name, output_dir=str(later), async_checkpointing=True)
+    with writer_held_until(3) as held:
+        train(load_config(**values))
+    assert held == [2]  # the last one is not written in the background
+    expected = {step: saved(at_once, step) for step in (2, 4)}
+    assert {"state.json", "optimizer.pt"} < expected[2].keys()
+    assert ("ema.safetensors" in expected[2]) == (name == "full")
+    assert ("method.safetensors" in expected[2]) == (name == "nft")
+    assert expected[2]["optimizer.pt"] != expected[4]["optimizer.pt"]
+    assert {step: saved(later, step) for step in (2, 4)} == expected
+    train(load_config(**values, resume_from_checkpoint="2"))
+    resumed = saved(later, 4)
+    if "transformer/config.json" in resumed:  # diffusers notes the folder that the network came from
+        del resumed["transformer/config.json"], expected[4]["transformer/config.json"]
+    assert resumed == expected[4]
+
+
+def test_one_at_a_time_and_all_before_a_stop(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Saved after each step, by a writer slower than the steps; pruned, measured; stopped with the last one whole."""
+    publish, wait = checkpoint.publish, BackgroundSave.wait
+    writing, waited_for, writers = threading.Semaphore(1), threading.Event(), []
+
+    def slow(*arguments: Any, **named: Any) -> None:
+        assert writing.acquire(blocking=False), "two saves at once"
+        writers.append(threading.current_thread().name)
+        if writers[-1] != "MainThread":
+            assert waited_for.wait(60)
+            waited_for.clear()
+            time.sleep(0.2)
+        publish(*arguments, **named)
+        writing.release()
+
+    def wait_and_tell(saving: BackgroundSave) -> bool:
+        if saving.in_flight:
+            waited_for.set()
+        return wait(saving)
+
+    monkeypatch.setattr(checkpoint, "publish", slow)
+    monkeypatch.setattr(BackgroundSave, "wait", wait_and_tell)
+    log = Trainer.log
+
+    def log_and_ask(trainer: Trainer, record: dict[str, float]) -> None:
+        log(trainer, record)
+        if trainer.step == 3:
+            (tmp_path / "run" / "control" / "stop").touch()
+
+    monkeypatch.setattr(Trainer, "log", log_and_ask)
+    values = options("lora", checkpointing_steps=1, checkpointing_limit=2, async_checkpointing=True, train_steps=9)
+    done = run(**values)
+    assert done.trainer.stopped_by == "control/stop"
+    assert [step for step, _ in list_checkpoints(done.root)] == [2, 3]
+    assert writers == ["checkpoint_0", "checkpoint_0", "MainThread"]
+    events = {kind: [e for e in done.events if e["event"] == kind] for kind in ("checkpoint", "checkpoint_waited")}
+    assert [e["step"] for e in events["checkpoint"]] == [1, 2, 3]
+    assert [e["step"] for e in events["checkpoint_waited"]] == [2, 3]
+    assert all(e["write_s"] >= 0.2 for e in events["checkpoint"][:2])
+    blocked = [e["blocked_s"] for e in events["checkpoint"]]
+    assert min(blocked[1:]) >= 0.2  # both waited for the one before
+    # Records come before the step's own save: each has what the one before it held up.
+    records = [record.get("checkpoint_s") for record in done.metrics if "loss" in record]
+    assert records[0] is None
+    assert all(record + 1e-3 >= seconds for record, seconds in zip(records[1:], blocked, strict=False))
+
+
+@pytest.mark.parametrize("fault", ["disk", "nan"])
+def test_an_error_of_the_writer_ends_the_run(
+    fault: str, options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_weights, snapshot = checkpoint.save_weights, checkpoint.take_snapshot
+
+    def fail_at_two(directory: Path, **arguments: Any) -> None:
+        save_weights(directory, **arguments)
+        if fault == "disk" and directory.name == ".step-2.tmp":
+            raise OSError("no space left on device")
+
+    def poison(trainer: Any) -> Any:
+        taken = snapshot(trainer)
+        if fault == "nan" and trainer.step == 2:
+            next(iter(taken.trained.values())).view(-1)[0] = float("nan")
+        return taken
+
+    monkeypatch.setattr(checkpoint, "save_weights", fail_at_two)
+    monkeypatch.setattr(checkpoint, "take_snapshot", poison)
+    values = options(
+        "lora", checkpointing_steps=1, checkpointing_limit=1, async_checkpointing=True, on_nonfinite="skip"
+    )
+    expected = {"disk": (OSError, "no space left"), "nan": (FloatingPointError, r"holds NaN or Inf at step 2")}[fault]
+    with pytest.raises(expected[0], match=expected[1]):
+        run(**values)
+    root = Path(values["output_dir"])
+    # Not only at the end, and nothing is published, pruned, or left lying about.
+    assert len((root / "metrics.jsonl").read_text().splitlines()) in (2, 3)
+    assert [path.name for path in (root / "checkpoints").iterdir()] == ["step-1"]
+    saved(root, 1)
+
+
+@pytest.mark.parametrize("writer_fails", [False, True])
+def test_a_run_that_breaks_off_lets_the_writer_finish(
+    writer_fails: bool,
+    options: Callable[..., dict],
+    run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    save, publish = checkpoint.save_checkpoint, checkpoint.publish
+
+    def save_and_stop(trainer: Trainer) -> None:
+        save(trainer)
+        raise KeyboardInterrupt
+
+    def slow(*arguments: Any, **named: Any) -> None:
+        time.sleep(0.3)
+        if writer_fails:
+            raise OSError("disk gone")
+        publish(*arguments, **named)
+
+    monkeypatch.setattr("finetrainers.engine.trainer.save_checkpoint", save_and_stop)
+    monkeypatch.setattr(checkpoint, "publish", slow)
+    values = options("lora", async_checkpointing=True)
+    with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
+        run(**values)
+    root = Path(values["output_dir"])
+    assert [path.name for path in (root / "checkpoints").iterdir()] == ([] if writer_fails else ["step-2"])
+    failures = [record for record in caplog.records if "step-2 failed" in record.getMessage()]
+    assert len(failures) == writer_fails
+    if writer_fails:
+        assert "disk gone" in str(failures[0].exc_info)
+
+
+def test_room_is_looked_for_before_anything_is_copied(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))  # type: ignore[attr-defined]
+    monkeypatch.setattr(checkpoint.Snapshot, "on_host", lambda self: pytest.fail("copied"))
+    with pytest.raises(OSError, match="a checkpoint needs about"):
+        run(**options("lora", async_checkpointing=True))
+
+
+# ---- copies -------------------------------------------------------------------------------------------------------
+
+
+def pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def low_bit_states() -> dict[str, Tensor]:
+    """The states of torchao's optimizers, with something in them."""
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    values = torch.linspace(-1, 1, 1024).view(32, 32)
+    states = {
+        "4": OptimState4bit.zeros((32, 32), signed=True, block_size=128),
+        "8": OptimState8bit.zeros((32, 32), signed=True, block_size=256),
+        "fp8": OptimStateFp8.zeros((32, 32), block_size=256),
+    }
+    for state in states.values():
+        state.copy_(values)
+    return states
+
+
+def test_copies_are_written_as_their_originals_are() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    table = torch.randn(16)
+    paged = torch.ones(3)
+    paged.is_paged = True  # type: ignore[attr-defined]
+    value = {
+        "turned": base.t(), "row": base[1], "step": torch.tensor(3.0), "empty": torch.empty(0), "low": low_bit_states(),
+        "shared": [table, {"again": table, "view": table.view(4, 4)}], "paged": paged, "betas": (0.9, 0.99), "none": None,
+        "bf16": torch.ones(2, dtype=torch.bfloat16), "nested": {0: {"lr": 1e-3, "params": [0, 1]}},
+    }  # fmt: skip
+    before = pickled(value)
+    copied = host_copy(value)
+    assert pickled(copied) == before
+    # A change of any original shows in the original only.
+    for tensor in tensors_in(value):
+        for part in parts_of(tensor):
+            part.copy_(torch.zeros_like(part))
+    value["betas"] = (0, 0)
+    assert pickled(value) != before
+    assert pickled(copied) == before
+    assert copied["shared"][0] is copied["shared"][1]["again"]
+    assert type(copied["low"]["4"]) is type(value["low"]["4"])  # type: ignore[index]
