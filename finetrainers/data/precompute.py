@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.seeding import generator
 
+from .bad_samples import Note, Substitutes, load_clips
 from .cache import CacheError, FileDigests, TensorCache
 from .decode import load_clip
 from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip
@@ -154,24 +155,22 @@ class CacheFetch:
     """Reads a micro-batch from the cache; the counterpart of `DecodeFetch`."""
 
     keys: CacheKeys
+    substitutes: Substitutes | None = None
 
-    def __call__(self, batch: MicroBatch) -> RawBatch:
+    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
         """Read moments and conditioning, and that of the empty prompt where captions may be dropped.
 
         Raises:
-            CacheError: an entry is missing or damaged.
+            CacheError: an entry is missing or damaged, and nothing may take its place.
         """
-        entries = [
-            {
-                **self._read(self.keys.video(clip), str(clip.path)),
-                **self._text(clip.caption, TEXT),
-            }
-            for clip in batch.clips
-        ]
+        clips, entries, bad = load_clips(batch, self._load, substitutes=self.substitutes, note=note)
         cached = {name: torch.cat([entry[name] for entry in entries]) for name in entries[0]}
         if self.keys.data.caption_dropout_p > 0 and self.keys.data.caption_dropout_technique == "empty":
             cached.update(self._text("", EMPTY))
-        return RawBatch(batch.clips, batch.sample_keys, batch.weight, cached=cached)
+        return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad)
+
+    def _load(self, clip: Clip, _key: tuple[int, int]) -> dict[str, Tensor]:
+        return {**self._read(self.keys.video(clip), str(clip.path)), **self._text(clip.caption, TEXT)}
 
     def _text(self, caption: str, prefix: str) -> dict[str, Tensor]:
         tensors = self._read(self.keys.text(caption), f"the caption {caption!r}")
@@ -184,6 +183,11 @@ class CacheFetch:
                 f"the cache {self.keys.cache.directory} has no sound entry for {what} (it or its file changed, or was "
                 "damaged and is now removed); resume the run, which computes it again"
             )
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise CacheError(
+                    f"the cache entry {self.keys.cache.path(key)} of {what} holds NaN or infinity in {name}"
+                )
         return tensors
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetrainers.engine.guards import NonFiniteError, NonFiniteGuard
+from finetrainers.engine.guards.nonfinite import NonFiniteError, NonFiniteGuard
 from finetrainers.engine.resume import list_checkpoints
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.methods.base import Step
@@ -79,6 +79,6 @@ def test_a_scaled_gradient_may_overflow(tmp_path: Path) -> None:
     guard = NonFiniteGuard(
         policy="raise", limit=0, loss_scaling=True, updated=False, run_dir=RunDirectory(tmp_path, writes=False)
     )
-    assert guard.lets_through(1, {"loss": 1.0, "grad_norm": math.inf})
+    assert guard.judge(1, {"loss": 1.0, "grad_norm": math.inf}) == "update"
     with pytest.raises(NonFiniteError, match="loss inf"):
-        guard.lets_through(1, {"loss": math.inf, "grad_norm": math.inf})
+        guard.judge(1, {"loss": math.inf, "grad_norm": math.inf})

@@ -21,7 +21,7 @@ import torch
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
-from finetrainers.engine.guards import NonFiniteError
+from finetrainers.engine.guards.nonfinite import NonFiniteError
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
 from finetrainers.methods.sft import SFT
@@ -62,7 +62,7 @@ def run_job(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": trainer.step,
         "stopped_by": trainer.stopped_by,
-        "skipped": trainer.guard.skipped,
+        "skipped": trainer.guards.nonfinite.count,
         "digest": digest.hexdigest(),
     }
 
