@@ -116,6 +116,7 @@ class BatchSource:
             return vae
         # Tiling changes latents a little at the seams.
         keys = self._keys(vae_identity=identity({"vae": vae}, tiling=self.config.model.enable_tiling))
+        unreadable: list[BadSample] = []
 
         def work(progress: Progress) -> int:
             return precompute_video(
@@ -126,9 +127,12 @@ class BatchSource:
                 world_size=self.parallel.world_size,
                 num_workers=self.config.dataloader.dataloader_num_workers,
                 progress=progress,
+                optional={clip.index for clip in self.plan.clips} if data.max_bad_share else (),
+                unreadable=unreadable,
             )
 
         self._precompute("clips", work)
+        self._ledger.agree(unreadable, None)
         self._fetch_strictly = CacheFetch(keys)
         self._fetch = CacheFetch(keys, self._substitutes)
         self._encoder = CachedEncoder(data=data, seed=seed, device=device)

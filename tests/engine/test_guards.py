@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from finetrainers.config.errors import ConfigError
+from finetrainers.data import decode as decoding
+from finetrainers.data.cache import CacheError
+from finetrainers.data.decode import DecodeError
 from finetrainers.engine.guards.nonfinite import NonFiniteError, NonFiniteGuard
 from finetrainers.engine.guards.spikes import SpikeDetector
 from finetrainers.engine.resume import list_checkpoints
@@ -194,3 +197,26 @@ def test_a_scaled_gradient_may_overflow(tmp_path: Path) -> None:
     assert guard.judge(1, {"loss": 1.0, "grad_norm": math.inf}) == "update"
     with pytest.raises(NonFiniteError, match="loss inf"):
         guard.judge(1, {"loss": math.inf, "grad_norm": math.inf})
+
+
+@pytest.mark.parametrize("changes", [{"precompute_conditions": True}, {"dataloader_num_workers": 1}, {}])
+def test_a_run_goes_on_without_a_file_that_breaks_off(
+    changes: dict[str, Any], options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Its header is whole, so that it is planned with; what is missing shows only when it is decoded."""
+    decode = decoding.read_frames
+
+    def breaks_off(path: Path, *rest: Any, **more: Any) -> torch.Tensor:
+        if path.name == "1.mp4":
+            raise DecodeError(f"{path} ends early")
+        return decode(path, *rest, **more)
+
+    monkeypatch.setattr(decoding, "read_frames", breaks_off)
+    values = options(train_steps=3, clips=3, **changes)
+    done = run(**values)
+    assert done.metrics[-1]["bad_samples"] == 1.0
+    [event] = [e for e in done.events if e["event"] == "bad_sample"]
+    assert event["file"].endswith("1.mp4")
+    with pytest.raises((DecodeError, CacheError), match=r"1\.mp4"):
+        run(**{**values, "output_dir": str(tmp_path / "strict")}, max_bad_share=0.0)
