@@ -154,7 +154,7 @@ class Ledger:
                 continue
             self.known[one.clip.index] = one
             path = str(one.clip.path)
-            self.events.append({"event": "bad_sample", "file": path, "reason": one.reason})
+            self.events.append({"kind": "bad_sample", "file": path, "reason": one.reason})
             logger.warning("%s cannot be used, the next clip of its bucket takes its place: %s", path, one.reason)
         if len(self.known) > self.allowed:
             files = "; ".join(sorted(one.reason for one in self.known.values()))

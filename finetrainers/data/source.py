@@ -158,7 +158,7 @@ class BatchSource:
             num_workers=self.config.dataloader.dataloader_num_workers,
             pin_memory=self.config.dataloader.pin_memory and self.parallel.device.type == "cuda",
             timeout_s=self.config.dataloader.dataloader_timeout,
-            on_restart=lambda why: self._events.append({"event": "loader_restarted", "why": why}),
+            on_restart=lambda why: self._events.append({"kind": "loader_restarted", "why": why}),
         )
         while True:
             error: Exception | None = None

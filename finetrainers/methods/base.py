@@ -85,7 +85,7 @@ class Step(Sequence[T]):
     Attributes:
         items: of what each micro-batch is made.
         metrics: numbers of the step besides those of its losses; may change until its micro-batches are done.
-        events: what happened while it was put together, for the records: each with its kind as `event`.
+        events: what happened while it was put together, for the records: each with its `kind`.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
         seen.append(source.news())
     assert seen[-1] == ({"bad_samples": 1.0}, [])
     [event] = [event for _, events in seen for event in events]
-    assert event["event"] == "bad_sample"
+    assert event["kind"] == "bad_sample"
     assert event["file"].endswith("2.mp4")
 
 
