@@ -284,7 +284,7 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> None:
     method_file = directory / "method.safetensors"
     method_tensors = load_file(method_file) if method_file.is_file() else {}
     trainer.method.load_state_dict(_join(method_tensors, state["method"]))
-    trainer.guards.load_state_dict(state["guards"])
+    trainer.guards.load_state_dict(state.get("guards", {}))
     trainer.step = state["step"]
 
 

@@ -131,6 +131,8 @@ class Trainer:
 
     def train_step(self, step: Step[Any]) -> dict[str, float] | None:
         """One optimizer step; its metrics, over all ranks. One that is empty only counts. None: the run has gone back."""
+        for event in step.events:
+            self.run_dir.event(step=self.step + 1, **event)
         totals = self.gradients(step) if len(step) else {}
         values = {**totals, **{name: torch.tensor(value) for name, value in step.metrics.items()}}
         # The step's one wait for the device, before the update: what is not finite must not get into the weights.
@@ -148,8 +150,6 @@ class Trainer:
             return None
         self.step += 1
         self.steps_done_here += 1
-        for event in step.events:
-            self.run_dir.event(step=self.step, **event)
         return record
 
     def gradients(self, step: Step[Any]) -> dict[str, Tensor]:
