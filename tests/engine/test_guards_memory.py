@@ -19,15 +19,15 @@ from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.sft import SFT
 
 
-def short_of_memory(patch: pytest.MonkeyPatch, method: type, *, fits: int) -> list[int]:
-    """The loss of more samples than `fits` fails, halfway through the call; the sizes of all calls."""
+def short_of_memory(patch: pytest.MonkeyPatch, method: type, *, fits: int, after: int = 0) -> list[int]:
+    """The loss of more samples than `fits` fails, but for the first calls; the sizes of all calls."""
     loss, sizes = method.loss, []  # type: ignore[attr-defined]
 
     def limited(self: Any, transformer: Any, batch: Any) -> Any:
         size = len(batch) if isinstance(self, SFT) else len(batch.share)
         sizes.append(size)
         found = loss(self, transformer, batch)
-        if size > fits:
+        if size > fits and len(sizes) > after:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return found
 
@@ -77,6 +77,20 @@ def test_smaller_micro_batches_have_the_same_gradient(
     assert [(e["samples"], e["now"]) for e in found] == [(4, 2), (2, 1)]
     state = json.loads((split.root / "checkpoints" / "step-3" / "state.json").read_text())
     assert [size for _, size in state["guards"]["fits"]] == [1]
+
+
+def test_gradients_from_before_the_failure_are_dropped(
+    options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    values = options(clips=4, batch_size=2, train_steps=1, gradient_accumulation_steps=2, max_grad_norm=0)
+    with pytest.MonkeyPatch.context() as patch:
+        expected = keep_gradients(patch)
+        run(**values)
+    with pytest.MonkeyPatch.context() as patch:
+        kept, sizes = keep_gradients(patch), short_of_memory(patch, SFT, fits=1, after=1)
+        run(**{**values, "output_dir": str(tmp_path / "split")})
+    assert sizes == [2, 2, 1, 1, 1, 1]
+    assert_close(kept, expected)
 
 
 def test_one_sample_that_does_not_fit_ends_the_run_with_advice(
