@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -209,3 +211,32 @@ def test_lost_workers_are_started_again_at_the_same_batch(
         (tmp_path / f"token-{number}").touch()
     with pytest.raises(WorkersLost, match=r"lost 4 times at the same batch .*reading 2\.mp4"):
         take(3)
+
+
+FAILS_WITH_WORKERS = """
+from pathlib import Path
+import torch
+from finetrainers.data.loader import RawBatch, iterate_steps
+from finetrainers.data.plan import Clip
+from finetrainers.data.stream import BatchStream
+
+def fetch(batch, *, note=None):
+    return RawBatch(batch.clips, batch.sample_keys, batch.weight, video=torch.zeros(1))
+
+def main():
+    clips = [Clip(0, Path("0"), "", "video", (9, 32, 48), 8.0, 20, 8.0, 48, 32)]
+    steps = iterate_steps(BatchStream(clips, batch_size=1, seed=7), fetch, num_workers=1)
+    next(steps)
+    raise ValueError("as in a step")
+
+main()
+"""
+
+
+def test_a_process_that_fails_does_not_wait_for_its_workers() -> None:
+    """They leave signals to the trainer, and the traceback keeps the loader until the very end."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS_WITH_WORKERS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: as in a step\n")
