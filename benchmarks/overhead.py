@@ -110,6 +110,7 @@ class Case:
             precompute_conditions=True,
             precompute_dir=str(directory / "cache"),
             output_dir=str(directory / "run"),
+            dry_batches="off",  # the batches lie ready, and it is steps that are measured
             **options,
         )
 
@@ -349,6 +350,9 @@ class InMemory:
 
     def steps(self, start: int) -> Iterator[Sequence[Batch]]:
         return iter(self._steps[start:])
+
+    def news(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        return {}, []
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,14 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
         found.warnings.append(
             "--async_checkpointing has no effect on the only checkpoint of --checkpointing_steps 0: the last is waited for"
         )
-    if config.changed("max_nonfinite_steps") and training.on_nonfinite != "skip":
-        found.warnings.append("--max_nonfinite_steps has no effect without --on_nonfinite skip")
+    if config.changed("max_nonfinite_steps") and training.on_nonfinite == "raise":
+        found.warnings.append("--max_nonfinite_steps has no effect without --on_nonfinite skip or rollback")
+    if training.on_nonfinite == "rollback":
+        every, steps = training.checkpointing_steps, training.train_steps
+        if every == 0 or (steps is not None and every >= steps):
+            found.error("on_nonfinite", "rollback needs checkpoints to go back to; lower --checkpointing_steps")
+    if config.changed("spike_window") and training.spike_sigma == 0:
+        found.warnings.append("--spike_window has no effect with --spike_sigma 0")
     if config.changed("train_epochs") and training.train_steps is not None:
         found.warnings.append(f"--train_epochs {training.train_epochs} is overridden by --train_steps")
 
@@ -194,6 +200,8 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
         found.warnings.append(
             "with --precompute_conditions a random crop or start is drawn once per clip, not per epoch"
         )
+    if config.changed("dataloader_timeout") and config.dataloader.dataloader_num_workers == 0:
+        found.warnings.append("--dataloader_timeout has no effect without --dataloader_num_workers")
     if data.data_root is None and data.dataset_file is None:
         found.error("data_root", "no data: give --data_root (a folder) or --dataset_file (.csv, .json, .jsonl)")
     if family.first_frame == "none" and data.first_frame_conditioning_p:

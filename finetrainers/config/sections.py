@@ -127,6 +127,12 @@ class DataSection(Section):
         ge=0,
         description="How many unreadable or unusable files may be left out (each is named) before it is an error.",
     )
+    max_bad_share: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Share of the clips that may turn out unreadable while training; others take their place. At least one.",
+    )
     eval_num_items: int = Field(0, ge=0, description="Items held out of training for the evaluation loss.")
 
 
@@ -135,6 +141,11 @@ class DataloaderSection(Section):
 
     batch_size: int = Field(1, ge=1, description="Clips per device and micro-step.")
     dataloader_num_workers: int = Field(0, ge=0, description="Processes that decode; 0 decodes in the main process.")
+    dataloader_timeout: int = Field(
+        300,
+        ge=0,
+        description="Seconds that a step may wait for workers before they count as hung and are started again; 0: for ever.",
+    )
     pin_memory: bool = Field(False, description="Page-locked host memory, for faster copies to the GPU.")
 
 
@@ -206,11 +217,30 @@ class TrainingSection(Section):
     resume_from_checkpoint: str | None = Field(
         None, description="Continue from `latest`, a step number, or a checkpoint directory."
     )
-    on_nonfinite: Literal["raise", "skip"] = Field(
-        "raise", description="A loss or gradient that is NaN or infinite ends the run, or its step changes nothing."
+    on_nonfinite: Literal["raise", "skip", "rollback"] = Field(
+        "raise",
+        description="A loss or gradient that is NaN or infinite ends the run, or its step changes nothing, or the run goes "
+        "back to the newest checkpoint and on with other data.",
     )
     max_nonfinite_steps: int = Field(
-        10, ge=0, description="With `on_nonfinite = skip`, how many steps may be skipped before it is an error."
+        10,
+        ge=0,
+        description="With `on_nonfinite` `skip` or `rollback`, how many such steps there may be before it is an error.",
+    )
+    spike_sigma: float = Field(
+        6.0,
+        ge=0,
+        description="Report a loss or gradient norm so many standard deviations above its recent mean; 0: never.",
+    )
+    spike_window: int = Field(128, ge=8, description="How many steps `spike_sigma` compares with.")
+    oom_retry: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Make a step that runs out of memory again in smaller micro-batches, with the same gradient. Under DDP, "
+        "gradients are then exchanged after the backward pass, not during it; so `auto` leaves out full finetuning there.",
+    )
+    dry_batches: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Before the first step, go through a micro-batch of every size, to see whether it fits; `auto`: on CUDA.",
     )
     use_ema: bool = Field(False, description="Keep an exponential moving average of the trained weights.")
     ema_decay: float = Field(0.999, ge=0, lt=1, description="Decay of the moving average.")

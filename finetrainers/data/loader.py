@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.seeding import generator
 
+from .bad_samples import BadSample, Note, Substitutes, load_clips
 from .decode import load_clip
 from .plan import Clip
 from .stream import BatchStream, MicroBatch
+from .workers import Workers
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class RawBatch:
         weight: see `MicroBatch`.
         video: pixels `[B, 3, T, H, W]` in [-1, 1]; None when latents come from the cache.
         cached: tensors from the cache, batch first; None when pixels are given.
+        bad: clips that could not be loaded, others in whose place are among `clips`.
     """
 
     clips: tuple[Clip, ...]
@@ -35,6 +38,7 @@ class RawBatch:
     weight: float
     video: Tensor | None = None
     cached: Mapping[str, Tensor] | None = None
+    bad: tuple[BadSample, ...] = ()
 
     def pin_memory(self) -> RawBatch:
         """The same batch in page-locked memory; called by the data loader."""
@@ -45,41 +49,42 @@ class RawBatch:
         )
 
 
-#: Turns the names of clips into a batch in memory; runs in worker processes, so it must be picklable.
-Fetch = Callable[[MicroBatch], RawBatch]
+class Fetch(Protocol):
+    """Turns the names of clips into a batch in memory; runs in worker processes, so it must be picklable."""
+
+    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
+        """The batch; `note` is called with each clip before it is read."""
+        ...
 
 
 @dataclass(frozen=True)
 class DecodeFetch:
-    """Decodes clips. Random starts and crops depend on (seed, epoch, item) alone, not on workers or ranks."""
+    """Decodes clips. Random starts and crops depend on (seed, epoch, item) alone, not on workers or ranks.
+
+    Attributes:
+        data: how clips are cut.
+        seed: of the run.
+        substitutes: what takes the place of clips that cannot be decoded; None: they are errors.
+    """
 
     data: DataSection
     seed: int
+    substitutes: Substitutes | None = None
 
-    def __call__(self, batch: MicroBatch) -> RawBatch:
-        videos = [
-            load_clip(
-                clip,
-                reshape_mode=self.data.video_reshape_mode,
-                frame_selection=self.data.frame_selection,
-                generator=generator("cpu", self.seed, "clip", *key),
-            )
-            for clip, key in zip(batch.clips, batch.sample_keys, strict=True)
-        ]
-        return RawBatch(batch.clips, batch.sample_keys, batch.weight, video=torch.stack(videos))
+    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
+        clips, videos, bad = load_clips(batch, self._load, substitutes=self.substitutes, note=note)
+        return RawBatch(clips, batch.sample_keys, batch.weight, video=torch.stack(videos), bad=bad)
 
-
-class FetchDataset(Dataset[RawBatch]):
-    """A data set whose "index" is a whole micro-batch: the sampler decides everything, workers only fetch."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self.fetch = fetch
-
-    def __getitem__(self, index: MicroBatch) -> RawBatch:
-        return self.fetch(index)
+    def _load(self, clip: Clip, key: tuple[int, int]) -> Tensor:
+        return load_clip(
+            clip,
+            reshape_mode=self.data.video_reshape_mode,
+            frame_selection=self.data.frame_selection,
+            generator=generator("cpu", self.seed, "clip", *key),
+        )
 
 
-class _StepSampler(Sampler[MicroBatch]):
+class _StepSampler:
     """This rank's micro-batches from a step onward, without end."""
 
     def __init__(self, stream: BatchStream, *, start: int, accumulation: int, rank: int, world_size: int) -> None:
@@ -90,12 +95,10 @@ class _StepSampler(Sampler[MicroBatch]):
         self.world_size = world_size
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        step = self.start
-        while True:
+        for step in count(self.start):
             yield from self.stream.step(
                 step, accumulation=self.accumulation, rank=self.rank, world_size=self.world_size
             )
-            step += 1
 
 
 def iterate_steps(
@@ -108,30 +111,32 @@ def iterate_steps(
     world_size: int = 1,
     num_workers: int = 0,
     pin_memory: bool = False,
+    timeout_s: float = 0.0,
+    on_restart: Callable[[str], None] | None = None,
 ) -> Iterator[list[RawBatch]]:
     """Yield the micro-batches of optimizer steps `start`, `start + 1`, ... of one rank, without end.
 
-    Workers fetch ahead; with `num_workers` 0 everything happens in this process, when asked. A clip that cannot be
-    decoded is an error that names the file: leaving it out would change the batches of every other rank.
+    Workers fetch ahead; with `num_workers` 0 everything happens in this process, when asked. Workers that die or hang are
+    started again, at the batch that is due.
+
+    Args:
+        stream: the order.
+        fetch: brings a micro-batch into memory.
+        start, accumulation, rank, world_size: which micro-batches.
+        num_workers, pin_memory: of the data loader.
+        timeout_s: how long to wait for a batch before the workers count as hung; 0: for ever.
+        on_restart: told why, whenever workers are started again.
+
+    Raises:
+        WorkersLost: they die or hang at the same batch again and again.
     """
     sampler = _StepSampler(stream, start=start, accumulation=accumulation, rank=rank, world_size=world_size)
-    loader = DataLoader(
-        FetchDataset(fetch),
-        batch_size=None,
-        sampler=sampler,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        worker_init_fn=_leave_signals_to_the_trainer,
-    )
-    batches = iter(loader)
+    if num_workers == 0:
+        batches: Iterator[RawBatch] = map(fetch, sampler)
+    else:
+        batches = Workers(
+            sampler, fetch, clips=stream.clips, count=num_workers, pin_memory=pin_memory, timeout_s=timeout_s,
+            on_restart=on_restart,
+        ).batches()  # fmt: skip
     while True:
         yield [next(batches) for _ in range(accumulation)]
-
-
-def _leave_signals_to_the_trainer(_worker: int) -> None:
-    """Ignore what asks a whole process group to stop: the trainer still needs this worker for its last step.
-
-    A worker ends when the trainer says so, or is gone.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)

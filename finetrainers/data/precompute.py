@@ -6,7 +6,7 @@ so an interrupted run goes on where it stopped and several runs may share one ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.seeding import generator
 
+from .bad_samples import BadSample, Note, Substitutes, load_clips
 from .cache import CacheError, FileDigests, TensorCache
-from .decode import load_clip
+from .decode import DecodeError, load_clip
 from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip
 from .loader import RawBatch
 from .plan import Clip
@@ -118,35 +119,59 @@ def precompute_video(
     world_size: int = 1,
     num_workers: int = 0,
     progress: Progress | None = None,
+    optional: Collection[int] = (),
+    unreadable: list[BadSample] | None = None,
 ) -> int:
-    """Encode this rank's share of the clips, one at a time. Returns how many were encoded."""
+    """Encode this rank's share of the clips, one at a time. Returns how many were to be encoded.
+
+    Args:
+        clips: all clips.
+        encode_video: the VAE's.
+        keys: names of entries.
+        rank, world_size: whose share.
+        num_workers: processes that decode.
+        progress: called after every clip.
+        optional: indices of clips that may be left out if they cannot be decoded.
+        unreadable: gets these.
+    """
     todo = {}
     for clip in list(clips)[rank::world_size]:
         key = keys.video(clip)
         if key not in todo and not keys.cache.has(key):
             todo[key] = clip
-    loader = DataLoader(_Pixels(list(todo.values()), keys), batch_size=None, num_workers=num_workers)
+    loader = DataLoader(_Pixels(list(todo.values()), keys, optional), batch_size=None, num_workers=num_workers)
     for done, ((key, clip), video) in enumerate(zip(todo.items(), loader, strict=True), start=1):
-        tensors = encode_clip(video[None], encode_video, with_first_frame=keys.with_first_frame)
-        _refuse_non_finite(tensors, str(clip.path))
-        keys.cache.put(key, tensors)
+        if isinstance(video, str):
+            if unreadable is not None:
+                unreadable.append(BadSample(clip, video))
+        else:
+            tensors = encode_clip(video[None], encode_video, with_first_frame=keys.with_first_frame)
+            _refuse_non_finite(tensors, str(clip.path))
+            keys.cache.put(key, tensors)
         if progress:
             progress(done, len(todo))
     return len(todo)
 
 
-class _Pixels(Dataset[Tensor]):
-    """Decoded clips, so that worker processes can decode ahead of the VAE."""
+class _Pixels(Dataset["Tensor | str"]):
+    """Decoded clips, so that worker processes can decode ahead of the VAE; of optional ones the reason if they cannot be."""
 
-    def __init__(self, clips: Sequence[Clip], keys: CacheKeys) -> None:
+    def __init__(self, clips: Sequence[Clip], keys: CacheKeys, optional: Collection[int]) -> None:
         self.clips = clips
         self.keys = keys
+        self.optional = optional
 
     def __len__(self) -> int:
         return len(self.clips)
 
-    def __getitem__(self, index: int) -> Tensor:
-        return self.keys.pixels(self.clips[index])
+    def __getitem__(self, index: int) -> Tensor | str:
+        clip = self.clips[index]
+        try:
+            return self.keys.pixels(clip)
+        except DecodeError as error:
+            if clip.index not in self.optional:
+                raise
+            return str(error)
 
 
 @dataclass(frozen=True)
@@ -154,24 +179,22 @@ class CacheFetch:
     """Reads a micro-batch from the cache; the counterpart of `DecodeFetch`."""
 
     keys: CacheKeys
+    substitutes: Substitutes | None = None
 
-    def __call__(self, batch: MicroBatch) -> RawBatch:
+    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
         """Read moments and conditioning, and that of the empty prompt where captions may be dropped.
 
         Raises:
-            CacheError: an entry is missing or damaged.
+            CacheError: an entry is missing or damaged, and nothing may take its place.
         """
-        entries = [
-            {
-                **self._read(self.keys.video(clip), str(clip.path)),
-                **self._text(clip.caption, TEXT),
-            }
-            for clip in batch.clips
-        ]
+        clips, entries, bad = load_clips(batch, self._load, substitutes=self.substitutes, note=note)
         cached = {name: torch.cat([entry[name] for entry in entries]) for name in entries[0]}
         if self.keys.data.caption_dropout_p > 0 and self.keys.data.caption_dropout_technique == "empty":
             cached.update(self._text("", EMPTY))
-        return RawBatch(batch.clips, batch.sample_keys, batch.weight, cached=cached)
+        return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad)
+
+    def _load(self, clip: Clip, _key: tuple[int, int]) -> dict[str, Tensor]:
+        return {**self._read(self.keys.video(clip), str(clip.path)), **self._text(clip.caption, TEXT)}
 
     def _text(self, caption: str, prefix: str) -> dict[str, Tensor]:
         tensors = self._read(self.keys.text(caption), f"the caption {caption!r}")
@@ -184,6 +207,11 @@ class CacheFetch:
                 f"the cache {self.keys.cache.directory} has no sound entry for {what} (it or its file changed, or was "
                 "damaged and is now removed); resume the run, which computes it again"
             )
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise CacheError(
+                    f"the cache entry {self.keys.cache.path(key)} of {what} holds NaN or infinity in {name}"
+                )
         return tensors
 
 

@@ -6,9 +6,10 @@ It is handed the text encoders and the VAE as they are loaded, and keeps them, o
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,13 +17,14 @@ from torch import nn
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import Batch, ModelSpec, TextEncoders
 
+from .bad_samples import BadSample, Ledger, Substitutes
 from .cache import FileDigests, TensorCache
 from .encode import CachedEncoder, Encoder, EncodeText
 from .identity import identity
 from .loader import DecodeFetch, Fetch, iterate_steps
 from .plan import Clip, DatasetPlan
 from .precompute import CacheFetch, CacheKeys, Progress, precompute_text, precompute_video
-from .stream import BatchStream, fixed_batches
+from .stream import BatchStream, MicroBatch, fixed_batches
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,14 @@ class Ranks(Protocol):
         """Wait for all ranks; raise on every rank if any of them failed."""
         ...
 
+    def max_on_host(self, values: Sequence[int]) -> list[int]:
+        """Element-wise maximum over ranks."""
+        ...
+
+    def gather_objects(self, items: list[Any]) -> list[Any]:
+        """All ranks' lists, joined."""
+        ...
+
 
 class BatchSource:
     """Batches of a run. `take_text_encoders`, then `take_vae`, must be called before any batch is asked for."""
@@ -57,7 +67,10 @@ class BatchSource:
         self.stream = BatchStream(plan.clips, batch_size=config.dataloader.batch_size, seed=config.training.seed)
         self._encode_text: EncodeText | None = None
         self._text_identity = ""
+        self._ledger = Ledger(parallel=parallel, share=config.data.max_bad_share, num_clips=len(plan.clips))
+        self._events: list[dict[str, Any]] = []
         self._fetch: Fetch | None = None
+        self._fetch_strictly: Fetch | None = None
         self._encoder: Encoder | CachedEncoder | None = None
         self._eval: list[tuple[Batch, bool]] | None = None
 
@@ -90,7 +103,8 @@ class BatchSource:
         data, seed, device = self.config.data, self.config.training.seed, self.parallel.device
         if not data.precompute_conditions:
             assert self._encode_text is not None, "take_text_encoders comes first"
-            self._fetch = DecodeFetch(data, seed)
+            self._fetch_strictly = DecodeFetch(data, seed)
+            self._fetch = DecodeFetch(data, seed, self._substitutes)
             self._encoder = Encoder(
                 self._encode_text,
                 lambda video: self.spec.encode_video(vae, video),
@@ -102,6 +116,7 @@ class BatchSource:
             return vae
         # Tiling changes latents a little at the seams.
         keys = self._keys(vae_identity=identity({"vae": vae}, tiling=self.config.model.enable_tiling))
+        unreadable: list[BadSample] = []
 
         def work(progress: Progress) -> int:
             return precompute_video(
@@ -112,15 +127,25 @@ class BatchSource:
                 world_size=self.parallel.world_size,
                 num_workers=self.config.dataloader.dataloader_num_workers,
                 progress=progress,
+                optional={clip.index for clip in self.plan.clips} if data.max_bad_share else (),
+                unreadable=unreadable,
             )
 
         self._precompute("clips", work)
-        self._fetch = CacheFetch(keys)
+        self._ledger.agree(unreadable, None)
+        self._fetch_strictly = CacheFetch(keys)
+        self._fetch = CacheFetch(keys, self._substitutes)
         self._encoder = CachedEncoder(data=data, seed=seed, device=device)
         return None
 
     def steps(self, start: int) -> Iterator[Sequence[Batch]]:
-        """This rank's micro-batches of optimizer steps `start`, `start + 1`, ... without end."""
+        """This rank's micro-batches of optimizer steps `start`, `start + 1`, ... without end.
+
+        What keeps one rank from loading is raised on all, and all know of clips that could not be used.
+
+        Raises:
+            BadSamplesError: too many of them.
+        """
         assert self._fetch is not None, "take_vae comes first"
         assert self._encoder is not None
         raw_steps = iterate_steps(
@@ -132,9 +157,39 @@ class BatchSource:
             world_size=self.parallel.world_size,
             num_workers=self.config.dataloader.dataloader_num_workers,
             pin_memory=self.config.dataloader.pin_memory and self.parallel.device.type == "cuda",
+            timeout_s=self.config.dataloader.dataloader_timeout,
+            on_restart=lambda why: self._events.append({"kind": "loader_restarted", "why": why}),
         )
-        for raw_batches in raw_steps:
-            yield [self._encoder(raw) for raw in raw_batches]
+        while True:
+            error: Exception | None = None
+            bad: list[BadSample] = []
+            batches: list[Batch] = []
+            try:
+                for raw in next(raw_steps):
+                    batches.append(self._encoder(raw))
+                    bad += raw.bad
+            except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+                error = caught
+            self._ledger.agree(bad, error)
+            yield batches
+
+    def news(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Numbers of the step that `steps` gave last, the same on every rank; and what happened since it was last asked."""
+        events = [*self._ledger.events, *self._events]
+        self._ledger.events.clear()
+        self._events.clear()
+        known = len(self._ledger.known)
+        return ({"bad_samples": float(known)} if known else {}), events
+
+    def dry_batches(self) -> Iterator[tuple[str, Batch]]:
+        """A batch of each bucket, largest first, of the clips with the longest captions; the same on every rank."""
+        assert self._fetch is not None, "take_vae comes first"
+        assert self._encoder is not None
+        for bucket in sorted({clip.bucket for clip in self.plan.clips}, key=math.prod, reverse=True):
+            clips = [clip for clip in self.plan.clips if clip.bucket == bucket]
+            clips.sort(key=lambda clip: (-len(clip.caption), clip.index))
+            raw = self._fetch(MicroBatch(0, tuple(clips[: self.stream.batch_size])))
+            yield "x".join(map(str, bucket)), self._encoder(raw, dropout=False)
 
     def steps_for_epochs(self, epochs: int) -> int:
         """Optimizer steps that see every clip at least `epochs` times."""
@@ -150,15 +205,22 @@ class BatchSource:
         All ranks have equally many, since sharded networks hang otherwise: the last batch is repeated where the
         number does not divide, and repeats do not count. Encoded once; the same objects every time.
         """
-        assert self._fetch is not None, "take_vae comes first"
+        assert self._fetch_strictly is not None, "take_vae comes first"
         assert self._encoder is not None
         if self._eval is None:
             batches = [(b, True) for b in fixed_batches(self.plan.eval_clips, batch_size=self.stream.batch_size)]
             missing = -len(batches) % self.parallel.world_size
             batches += [(batches[-1][0], False)] * missing
             share = batches[self.parallel.rank :: self.parallel.world_size]
-            self._eval = [(self._encoder(self._fetch(batch), dropout=False), counts) for batch, counts in share]
+            self._eval = [
+                (self._encoder(self._fetch_strictly(batch), dropout=False), counts) for batch, counts in share
+            ]
         return self._eval
+
+    @property
+    def _substitutes(self) -> Substitutes | None:
+        """Of training clips. A held-out clip has none: it would change what the evaluation loss is of."""
+        return Substitutes(self.plan.clips) if self.config.data.max_bad_share else None
 
     @property
     def _with_first_frame(self) -> bool:

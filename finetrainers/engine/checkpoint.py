@@ -246,6 +246,7 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
             "ema_updates": None if ema is None else ema["num_updates"],
             "scaler": None if scaler is None else scaler.state_dict(),
             "method": method_values,
+            "guards": trainer.guards.state_dict(),
         },
         trained=trained,
         write_weights=write_weights,
@@ -346,6 +347,7 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> None:
     method_file = directory / "method.safetensors"
     method_tensors = load_file(method_file) if method_file.is_file() else {}
     trainer.method.load_state_dict(_join(method_tensors, state["method"]))
+    trainer.guards.load_state_dict(state.get("guards", {}))
     trainer.step = state["step"]
 
 

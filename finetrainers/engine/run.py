@@ -39,6 +39,7 @@ from .callbacks.rewards import MethodEvaluation, RewardFiles
 from .callbacks.validation import EncodedPrompt, Validation
 from .checkpoint import load_checkpoint
 from .export import export
+from .guards.memory import refusal
 from .lock import exclusive
 from .plan_report import dry_run_report, print_line, print_results, print_start, print_stopped
 from .preflight import Preflight, preflight
@@ -123,12 +124,21 @@ def make_parallel(config: TrainConfig) -> Parallel:
     # Preflight guessed the device and knew one process; its warnings have been shown.
     errors, _ = optimizer_problems(config, device_type=parallel.device.type, num_processes=parallel.world_size)
     problems = [Problem("", message) for message in errors]
-    if config.training.on_nonfinite == "skip" and parallel.is_deepspeed:
+    if config.training.on_nonfinite != "raise" and parallel.is_deepspeed:
         message = "DeepSpeed updates the weights before a step can be judged; use DDP or FSDP2, or leave it out"
-        problems.append(Problem("--on_nonfinite skip", message))
+        problems.append(Problem(f"--on_nonfinite {config.training.on_nonfinite}", message))
+    elif config.training.on_nonfinite == "rollback" and parallel.is_sharded:
+        message = "weights that are sharded cannot be put back within a run; use DDP, or raise and resume"
+        problems.append(Problem("--on_nonfinite rollback", message))
     if config.training.async_checkpointing and parallel.is_deepspeed:
         message = "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or leave it out"
         problems.append(Problem("--async_checkpointing", message))
+    if config.training.dry_batches == "on" and parallel.is_deepspeed:
+        message = "DeepSpeed updates the weights within the backward pass, so none can be tried; leave it out"
+        problems.append(Problem("--dry_batches on", message))
+    why_not = refusal(config.training.oom_retry, parallel=parallel, full=False)
+    if config.training.oom_retry == "on" and why_not is not None:
+        problems.append(Problem("--oom_retry on", why_not))
     if config.training.use_ema and parallel.is_sharded:
         message = (
             "averages need whole weights, and this launcher shards them; use DDP or DeepSpeed ZeRO-2, or leave it out"

@@ -37,13 +37,22 @@ class RunDirectory:
         self.root.mkdir(parents=True, exist_ok=True)
         write_text_atomic(self.root / "config.toml", dump_toml(config))
         write_json_atomic(self.root / "env.json", environment())
-        if self.metrics_file.is_file():
-            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= resumed_step] if resumed_step else []
-            write_text_atomic(self.metrics_file, "".join(line + "\n" for line in kept))
+        self._keep_metrics(resumed_step)
         if resumed_step:
             self._set_aside_later_than(resumed_step)
         self.event("start", step=resumed_step)
+
+    def rewind(self, step: int) -> None:
+        """Within a run that goes back to a step: drop metrics of later ones, and put their samples aside."""
+        self._keep_metrics(step)
+        self._set_aside_later_than(step)
+
+    def _keep_metrics(self, step: int) -> None:
+        """Drop what was measured after a step; all of it where there is none."""
+        if self.metrics_file.is_file():
+            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= step] if step else []
+            write_text_atomic(self.metrics_file, "".join(line + "\n" for line in kept))
 
     def _set_aside_later_than(self, step: int) -> None:
         """Rename checkpoints and samples of later steps: they belong to a continuation that is being replaced."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -24,7 +24,9 @@ from .background import BackgroundSave
 from .callbacks.base import Callback, Record
 from .checkpoint import save_checkpoint
 from .control import Requests
-from .guards import NonFiniteGuard
+from .guards.all import Guards
+from .guards.dry import run_dry_batches, wants_dry_batches
+from .guards.rollback import go_back
 from .run_dir import RunDirectory
 from .watchdog import Watchdog
 
@@ -79,13 +81,7 @@ class Trainer:
         self.steps_done_here = 0
         self.stopped_by: str | None = None
         self.requests = Requests(run_dir=run_dir, parallel=parallel)
-        self.guard = NonFiniteGuard(
-            policy=config.training.on_nonfinite,
-            limit=config.training.max_nonfinite_steps,
-            loss_scaling=parallel.accelerator.mixed_precision == "fp16",
-            updated=parallel.is_deepspeed,
-            run_dir=run_dir,
-        )
+        self.guards = Guards(config, parallel=parallel, run_dir=run_dir)
         self.watchdog = Watchdog(
             run_dir.root / "hangs",
             rank=parallel.rank,
@@ -105,15 +101,25 @@ class Trainer:
             self._run()
 
     def _run(self) -> None:
+        if self.step < self.total_steps and wants_dry_batches(self.config.training.dry_batches, self.parallel):
+            self.watchdog.enter("step")
+            run_dry_batches(self)
         self.watchdog.enter("sampling")
         for callback in self.callbacks:
             callback.on_start(self)
-        self.watchdog.enter("step")
-        remaining = max(0, self.total_steps - self.step)
+        while self.step < self.total_steps and self.stopped_by is None:
+            self.watchdog.enter("step")
+            self._run_until_back()
+
+    def _run_until_back(self) -> None:
+        """Train until the end, or a stop, or until the run has gone back to an earlier step."""
+        remaining = self.total_steps - self.step
         busy, started = 0.0, time.perf_counter()
-        for step in islice(self.method.steps(self.step, self.transformer), remaining):
+        for step in islice(self.method.steps(self.step + self.guards.data_ahead, self.transformer), remaining):
             record = self.train_step(step)
             del step  # the method needs the room for the next one
+            if record is None:
+                return
             busy += time.perf_counter() - started  # fetching and stepping, without saving and sampling
             if self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps:
                 blocked = {"checkpoint_s": self._blocked} if self._blocked else {}
@@ -130,30 +136,44 @@ class Trainer:
             self.watchdog.enter("step")
             started = time.perf_counter()
 
-    def train_step(self, step: Step[Any]) -> dict[str, float]:
-        """One optimizer step; its metrics, over all ranks. One that is empty only counts."""
-        totals = self._gradients(step) if len(step) else {}
+    def train_step(self, step: Step[Any]) -> dict[str, float] | None:
+        """One optimizer step; its metrics, over all ranks. One that is empty only counts. None: the run has gone back."""
+        for event in step.events:
+            self.run_dir.event(step=self.step + 1, **event)
+        totals = self.gradients(step) if len(step) else {}
         values = {**totals, **{name: torch.tensor(value) for name, value in step.metrics.items()}}
         # The step's one wait for the device, before the update: what is not finite must not get into the weights.
         record = self.parallel.mean(values)
-        if not self.guard.lets_through(self.step + 1, record):
+        verdict = self.guards.nonfinite.judge(self.step + 1, record)
+        if verdict != "update":
             record = {name: value for name, value in record.items() if math.isfinite(value)}
-            record["nonfinite_steps"] = float(self.guard.skipped)
+            record["nonfinite_steps"] = float(self.guards.nonfinite.count)
             self._leave_out()
         elif len(step):
+            record |= self.guards.spikes.look(self.step + 1, record)
             self._update()
+        if verdict == "rollback":
+            go_back(self)
+            return None
         self.step += 1
         self.steps_done_here += 1
         return record
 
-    def _gradients(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
-        """Forward and backward of each micro-batch, then clipping; the metrics, still on the device."""
+    def gradients(self, step: Step[Any]) -> dict[str, Tensor]:
+        """The gradients of all ranks' micro-batches, clipped; the metrics, still on the device."""
+        totals = self.guards.memory.gradients(step, self._own_gradients)
+        self.parallel.exchange()
+        grad_norm = self.parallel.clip()
+        return totals if grad_norm is None else {**totals, "grad_norm": grad_norm}
+
+    def _own_gradients(self, micro_batches: Iterator[Any], count: int) -> dict[str, Tensor]:
+        """Forward and backward of each micro-batch; the metrics."""
         # Dropout draws from the global generator; seeding it per step makes it resumable.
         _seed_global(
             self.parallel.device, derive_seed(self.config.training.seed, "step", self.step, self.parallel.rank)
         )
         set_lr(self.optimizer, self.lr_at(self.step))
-        self.parallel.begin_step(len(micro_batches))
+        self.parallel.begin_step(count)
         totals: dict[str, Tensor] = {}
         for batch in micro_batches:
             with self.parallel.accumulate(self.transformer):
@@ -162,9 +182,6 @@ class Trainer:
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
             del batch, loss, metrics  # before the next one is made
-        grad_norm = self.parallel.clip()
-        if grad_norm is not None:
-            totals["grad_norm"] = grad_norm
         return totals
 
     def _update(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from finetrainers.diffusion.process import Process
 from finetrainers.models.spec import ModelSpec, VAEStats
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Step[Any]")
 
 #: Named scalars of one micro-batch, on the device until they are logged; they add up over a step's micro-batches.
 Metrics = Mapping[str, Tensor]
@@ -58,13 +60,32 @@ class Evaluation:
     clips: Sequence[tuple[int, str, Tensor]]
 
 
+class Splittable(Protocol):
+    """A micro-batch, or what one is made of, that can be worked through in pieces.
+
+    Attributes:
+        bucket: decides, with the number of samples, how much memory it takes; as few as there are sizes.
+    """
+
+    @property
+    def bucket(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def split(self: T, pieces: int) -> list[T]:
+        """Exactly so many, of which the losses and gradients add up to the whole one's; spare ones have no share."""
+        ...
+
+
 class Step(Sequence[T]):
     """The micro-batches of one optimizer step, each made when it is reached, so that one at a time need be in memory.
 
     Without any, the step changes nothing: neither weights nor their average.
 
     Attributes:
+        items: of what each micro-batch is made.
         metrics: numbers of the step besides those of its losses; may change until its micro-batches are done.
+        events: what happened while it was put together, for the records: each with its `kind`.
     """
 
     def __init__(
@@ -73,27 +94,36 @@ class Step(Sequence[T]):
         make: Callable[[Any], T] | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
+        events: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Args:
-        items: of what each micro-batch is made.
+        items: of what each micro-batch is made, each a `Splittable`.
         make: makes it; default: the items are micro-batches.
         metrics: see the class.
+        events: see the class.
         """
-        self._items = items
+        self.items = items
         self._make = make
         self.metrics = dict(metrics or {})
+        self.events = events
+
+    def split(self: S, pieces: Sequence[int]) -> S:
+        """The same step, each of its micro-batches in so many pieces."""
+        step = copy(self)  # the metrics are the same object: whoever made the step goes on reading them
+        step.items = [piece for item, count in zip(self.items, pieces, strict=True) for piece in item.split(count)]
+        return step
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
     def __getitem__(self, index: Any) -> Any:
-        item = self._items[index]
+        item = self.items[index]
         if self._make is None:
             return item
         return [self._make(one) for one in item] if isinstance(index, slice) else self._make(item)
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self._items) if self._make is None else map(self._make, self._items)
+        return iter(self.items) if self._make is None else map(self._make, self.items)
 
 
 class Method(Protocol):
@@ -117,6 +147,13 @@ class Method(Protocol):
 
     def loss(self, transformer: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
         """Loss of a micro-batch, weighted so that a step's losses sum to its mean, and its metrics likewise."""
+        ...
+
+    def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Any]]]:
+        """A step of one micro-batch for each size that training will meet, most memory first, with the size in words.
+
+        Every rank has the same sizes. Going through them must not change what `steps` gives.
+        """
         ...
 
     def evaluate(self, transformer: nn.Module) -> Evaluation | None:

@@ -44,7 +44,7 @@ class SFT:
         tokens_per_latent: transformer tokens per latent cell (1 / patch volume), for resolution-dependent shifts.
         first_frame_p: probability, per sample, of conditioning on the clean first frame.
         seed: seed of the run.
-        batches: object with `steps(start) -> Iterator[Sequence[Batch]]`.
+        batches: what `open_source` returns.
         """
         self.spec = spec
         self.process = process
@@ -70,7 +70,13 @@ class SFT:
         )
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Batch]]:
-        return map(Step, self.batches.steps(start))
+        for batches in self.batches.steps(start):
+            metrics, events = self.batches.news()
+            yield Step(batches, metrics=metrics, events=events)
+
+    def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Batch]]]:
+        for name, batch in self.batches.dry_batches():
+            yield name, Step([batch])
 
     def can_stop_after(self, step: int) -> bool:
         return True

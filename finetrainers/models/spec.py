@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,43 @@ class Batch:
 
     def __len__(self) -> int:
         return self.moments.shape[0]
+
+    @property
+    def bucket(self) -> tuple[int, ...]:
+        """Frames, height and width of the latents."""
+        return tuple(self.moments.shape[2:])
+
+    def rows(self, rows: slice, *, weight: float) -> Batch:
+        """Some of the samples as a batch of that share of the step."""
+        meta, first = self.meta, self.first_frame_moments
+        return Batch(
+            moments=self.moments[rows],
+            conditions=self.conditions.rows(rows),
+            meta=VideoMeta(
+                fps=meta.fps[rows],
+                first_frame=None if meta.first_frame is None else meta.first_frame[rows],
+                guidance=meta.guidance,
+            ),
+            sample_keys=self.sample_keys[rows],
+            first_frame_moments=None if first is None else first[rows],
+            weight=weight,
+        )
+
+    def split(self, pieces: int) -> list[Batch]:
+        """Exactly so many batches, about equally large, whose weighted losses sum to this one's.
+
+        Where there are fewer samples, the first one comes again, without weight.
+        """
+        count = len(self)
+        bounds = even_bounds(count, min(pieces, count))
+        found = [self.rows(slice(a, b), weight=self.weight * (b - a) / count) for a, b in bounds]
+        return found + [self.rows(slice(0, 1), weight=0.0)] * (pieces - len(found))
+
+
+def even_bounds(count: int, pieces: int) -> list[tuple[int, int]]:
+    """First and last (excluded) of `count` things in `pieces` stretches whose lengths differ by one at most."""
+    ends = [count * k // pieces for k in range(pieces + 1)]
+    return list(pairwise(ends))
 
 
 @dataclass(frozen=True)

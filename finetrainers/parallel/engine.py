@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from accelerate.utils import (
     gather_object,
 )
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -28,6 +29,8 @@ from finetrainers.utils.launch import launched_processes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+#: What is exchanged at once: much enough to use the network well, and little memory.
+_EXCHANGE_BYTES = 25 << 20
 
 
 class Parallel:
@@ -85,6 +88,9 @@ class Parallel:
         self._parameters: list[nn.Parameter] = []
         self._timeout = timedelta(seconds=timeout_s)
         self._host_group: dist.ProcessGroup | None = None
+        # Whether ranks exchange gradients after all micro-batches (`exchange`) instead of while the last one's are made:
+        # only then can a rank give a step up without leaving the others waiting. For DDP.
+        self.exchanges_late = False
         if self.is_deepspeed:
             self._configure_deepspeed(batch_size)
 
@@ -186,9 +192,29 @@ class Parallel:
         self.accelerator.gradient_accumulation_steps = num_micro_batches
         self.accelerator.step = 0  # counts micro-batches; ranks exchange gradients when it is a multiple
 
-    def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around one micro-batch: ranks exchange gradients on the last of a step only."""
-        return self.accelerator.accumulate(model)
+    @contextmanager
+    def accumulate(self, model: nn.Module) -> Iterator[None]:
+        """Around one micro-batch: ranks exchange gradients on the last of a step only, or not at all yet."""
+        alone = self.accelerator.no_sync(model) if self.exchanges_late else nullcontext()
+        with self.accelerator.accumulate(model), alone:
+            yield
+
+    def exchange(self) -> None:
+        """Average gradients over ranks where that has not been done yet; as DDP does it, in pieces of 25 MiB."""
+        if not self.exchanges_late:
+            return
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        for some in _take_tensors(gradients, _EXCHANGE_BYTES):
+            flat = _flatten_dense_tensors(some)
+            flat /= self.world_size
+            dist.all_reduce(flat)
+            for gradient, averaged in zip(some, _unflatten_dense_tensors(flat, some), strict=True):
+                gradient.copy_(averaged)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step, whichever of its micro-batches has been reached."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate; losses of a step's micro-batches add up (accelerate's division is undone)."""

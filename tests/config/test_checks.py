@@ -69,7 +69,7 @@ def test_errors_for_variance_preserving_models(options, expected):
         ({"training_type": "full-finetune", "rank": 8}, "--rank has no effect"),
         ({"ema_decay": 0.5}, "without --use_ema"),
         ({"async_checkpointing": True, "checkpointing_steps": 0}, "the last is waited for"),
-        ({"max_nonfinite_steps": 3}, "without --on_nonfinite skip"),
+        ({"max_nonfinite_steps": 3}, "without --on_nonfinite skip or rollback"),
         ({"train_epochs": 3, "train_steps": 5}, "overridden by --train_steps"),
         ({"precompute_conditions": True, "frame_selection": "random"}, "drawn once per clip"),
         ({"caption_dropout_technique": "zero"}, "while --caption_dropout_p is 0"),

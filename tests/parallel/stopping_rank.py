@@ -21,7 +21,7 @@ import torch
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
-from finetrainers.engine.guards import NonFiniteError
+from finetrainers.engine.guards.nonfinite import NonFiniteError
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
 from finetrainers.methods.sft import SFT
@@ -36,7 +36,10 @@ def run_job(options: dict[str, Any]) -> dict[str, Any]:
 
     def disturbed(method: SFT, transformer: Any, batch: Any) -> Any:
         value, metrics = loss(method, transformer, batch)
-        if next(calls) != 2 or RANK != 1:
+        call = next(calls)
+        if disturbance == "memory" and RANK == 1 and call >= 2 and len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if call != 2 or RANK != 1:
             return value, metrics
         if disturbance == "nan":
             return value * math.nan, {name: one * math.nan for name, one in metrics.items()}
@@ -62,8 +65,10 @@ def run_job(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": trainer.step,
         "stopped_by": trainer.stopped_by,
-        "skipped": trainer.guard.skipped,
+        "skipped": trainer.guards.nonfinite.count,
         "digest": digest.hexdigest(),
+        "fits": trainer.guards.memory.state_dict(),
+        "data_ahead": trainer.guards.data_ahead,
     }
 
 

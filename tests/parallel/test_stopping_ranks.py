@@ -24,6 +24,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "raise": {"_disturb": "nan"},
     "skip": {"_disturb": "nan", "on_nonfinite": "skip"},
     "in use": {},
+    "rollback": {"_disturb": "nan", "on_nonfinite": "rollback", "checkpointing_steps": 1},
+    "overlapped": {"oom_retry": "off"},
+    "pairs": {"batch_size": 2, "lora_dropout": 0.0, "max_grad_norm": 0.0},
+    "memory": {"batch_size": 2, "lora_dropout": 0.0, "max_grad_norm": 0.0, "_disturb": "memory"},
 }
 
 
@@ -45,7 +49,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(options: Callable[..., dict], launch: Callable[..., Any], root: Path) -> list[dict[str, Any]]:
     jobs = {
-        name: options(root / ("signal" if name == "resumed" else name), train_steps=4, lora_dropout=0.3, **changes)
+        name: options(
+            root / ("signal" if name == "resumed" else name), train_steps=4, **{"lora_dropout": 0.3, **changes}
+        )
         for name, changes in JOBS.items()
     }
     with exclusive(root / "in use", _Here()):  # type: ignore[arg-type]
@@ -87,6 +93,29 @@ def test_one_ranks_nan_is_skipped_by_both(ranks: list[dict[str, Any]]) -> None:
     assert [rank["skip"]["skipped"] for rank in ranks] == [1, 1]
     assert len({rank["skip"]["digest"] for rank in ranks}) == 1
     assert ranks[0]["skip"]["digest"] != ranks[0]["straight"]["digest"]
+
+
+def test_both_go_back_together(ranks: list[dict[str, Any]], root: Path) -> None:
+    for rank in ranks:
+        assert (rank["rollback"]["step"], rank["rollback"]["data_ahead"], rank["rollback"]["skipped"]) == (4, 1, 1)
+    assert len({rank["rollback"]["digest"] for rank in ranks}) == 1
+    assert ("rollback", 1) in events(root / "rollback")
+
+
+def test_exchanging_gradients_late_changes_nothing(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["overlapped"] for rank in ranks] == [rank["straight"] for rank in ranks]
+
+
+def test_one_rank_out_of_memory_halves_the_batches_of_both(ranks: list[dict[str, Any]], root: Path) -> None:
+    """Also where the other has a batch of one clip, at the end of an epoch of five."""
+    assert len({rank["memory"]["digest"] for rank in ranks}) == 1
+    assert [[size for _, size in rank["memory"]["fits"]] for rank in ranks] == [[1], [1]]
+    found = [[json.loads(line) for line in (root / job / "metrics.jsonl").read_text().splitlines()]
+             for job in ("memory", "pairs")]  # fmt: skip
+    for ours, theirs in zip(*found, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert ("out_of_memory", None) in events(root / "memory")
 
 
 def test_a_directory_in_use_is_refused_on_both(ranks: list[dict[str, Any]]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from finetrainers.models.spec import even_bounds
 from finetrainers.utils.seeding import derive_seed
 
 from .collect import Collected
@@ -27,6 +29,20 @@ class Part:
     repeat: int
     update: int
     is_first: bool
+
+    #: All clips of a rollout have one size.
+    bucket: ClassVar[tuple[int, ...]] = ()
+
+    def __len__(self) -> int:
+        return len(self.clips)
+
+    def split(self, pieces: int) -> list[Part]:
+        """Exactly so many parts of the same clips with the same shares; where there are too few, the first comes again."""
+        bounds = even_bounds(len(self), min(pieces, len(self)))
+        found = [replace(self, clips=self.clips[a:b], shares=self.shares[a:b], is_first=False) for a, b in bounds]
+        found[0] = replace(found[0], is_first=self.is_first)
+        spare = replace(found[0], clips=self.clips[:1], shares=[0.0], is_first=False)
+        return found + [spare] * (pieces - len(found))
 
 
 def parts_of_updates(

@@ -149,6 +149,23 @@ class Collector:
         stats = {"rollout": float(rollout), **self._stats(everything, compared, spent)}
         return self._select(jobs, latents, replays, compared, lost, stats)
 
+    def imagined(self) -> Collected:
+        """One batch of the first rollout's clips as if they had been sampled: of its shapes, and all zeros."""
+        jobs, shape, device = self.jobs(0)[: self.batch_size], self.sampler.shape, self.parallel.device
+        steps = torch.tensor(self.tables.trained(0, jobs[0].slot), dtype=torch.long)
+        path = torch.zeros(len(steps), *shape, dtype=self.sampler.storage, device=self.keep_on or device)
+        means = torch.zeros(len(steps), *shape, device=self.keep_on or device) if self.keep_means else None
+        replay = Replay(steps, path, path, torch.zeros(len(steps), device=device), means)
+        return Collected(
+            jobs=jobs,
+            latents=dict.fromkeys(range(len(jobs)), torch.zeros(shape, device=device)),
+            replays=dict.fromkeys(range(len(jobs)), replay) if len(steps) else {},
+            advantages=torch.zeros(len(jobs)),
+            kept=range(len(jobs)),
+            kept_by_rank=[len(jobs)] * self.parallel.world_size,
+            stats={},
+        )
+
     def _sample(self, transformer: nn.Module, chunk: Sequence[Job], rollout: int) -> tuple[Tensor, list[Replay]]:
         device = self.parallel.device
         noise = self.sampler.initial_noise(chunk, seed=self.seed, rollout=rollout, same=self.same_noise, device=device)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Literal
 
-if TYPE_CHECKING:
-    from .run_dir import RunDirectory
+from finetrainers.engine.run_dir import RunDirectory
 
 logger = logging.getLogger(__name__)
+
+#: What becomes of a step: its update is made, or left out, or the run goes back to its newest checkpoint.
+Verdict = Literal["update", "skip", "rollback"]
 
 
 class NonFiniteError(RuntimeError):
@@ -25,8 +27,8 @@ class NonFiniteGuard:
 
     def __init__(self, *, policy: str, limit: int, loss_scaling: bool, updated: bool, run_dir: RunDirectory) -> None:
         """Args:
-        policy: `raise` or `skip`.
-        limit: steps that may be skipped in all before it is an error after all.
+        policy: `raise`, `skip` or `rollback`.
+        limit: steps that may be skipped or rolled back from in all before it is an error after all.
         loss_scaling: whether fp16 gradients are scaled: then they overflow now and then, and the scaler skips those.
         updated: whether the engine has made the update by the time a step can be judged, so that it can only be reported.
         run_dir: gets an event for each step that is not let through.
@@ -37,28 +39,29 @@ class NonFiniteGuard:
         self.advice = "" if updated else "No weight was changed. "
         self.advice += "Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or other data"
         self.run_dir = run_dir
-        self.skipped = 0
+        self.count = 0
 
-    def lets_through(self, step: int, record: Mapping[str, float]) -> bool:
-        """Whether a step may update the weights.
+    def judge(self, step: int, record: Mapping[str, float]) -> Verdict:
+        """What becomes of a step.
 
         Raises:
-            NonFiniteError: it may not, and the policy is to raise, or too many have been skipped.
+            NonFiniteError: it must not be an update, and the policy is to raise, or there have been too many.
         """
         found = {name: record[name] for name in self.names if name in record and not math.isfinite(record[name])}
         if not found:
-            return True
+            return "update"
         text = ", ".join(f"{name} {value}" for name, value in found.items())
         self.run_dir.event("nonfinite", step=step, skipped=self.policy == "skip", values=text)
         if self.policy == "raise":
             raise NonFiniteError(
                 f"step {step}: {text}. {self.advice}, or leave such steps out with --on_nonfinite skip"
             )
-        self.skipped += 1
-        if self.skipped > self.limit:
+        self.count += 1
+        if self.count > self.limit:
             raise NonFiniteError(
-                f"step {step}: {text}; {self.skipped} steps were not finite, more than --max_nonfinite_steps "
+                f"step {step}: {text}; {self.count} steps were not finite, more than --max_nonfinite_steps "
                 f"{self.limit}. {self.advice}"
             )
-        logger.warning("step %d skipped (%d of at most %d): %s", step, self.skipped, self.limit, text)
-        return False
+        what = "skipped" if self.policy == "skip" else "not made"
+        logger.warning("step %d %s (%d of at most %d): %s", step, what, self.count, self.limit, text)
+        return "skip" if self.policy == "skip" else "rollback"

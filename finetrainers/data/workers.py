@@ -1,0 +1,203 @@
+"""Worker processes that fetch ahead, and are started again when they die or hang."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from .plan import Clip
+from .stream import MicroBatch
+
+if TYPE_CHECKING:
+    from .loader import Fetch, RawBatch
+
+logger = logging.getLogger(__name__)
+
+#: How often workers may be lost at the same batch before it is an error.
+RESTARTS = 3
+#: Seconds after which a dead worker is noticed.
+_LOOK_S = 1.0
+
+
+class WorkersLost(RuntimeError):
+    """Worker processes died or hung at the same batch again and again."""
+
+
+class _FetchDataset(Dataset["RawBatch"]):
+    """A data set whose "index" is a whole micro-batch: the sampler decides everything, workers only fetch.
+
+    Each worker writes down which clip it is reading, in memory that outlives it.
+    """
+
+    def __init__(self, fetch: Fetch, num_workers: int) -> None:
+        self.fetch = fetch
+        self.reading = torch.full((num_workers,), -1, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index: MicroBatch) -> RawBatch:
+        worker = get_worker_info()
+        assert worker is not None
+
+        def note(clip: Clip) -> None:
+            self.reading[worker.id] = clip.index
+
+        raw = self.fetch(index, note=note)
+        self.reading[worker.id] = -1
+        return raw
+
+
+class Workers:
+    """Fetches micro-batches in other processes, in order."""
+
+    def __init__(
+        self,
+        order: Iterable[MicroBatch],
+        fetch: Fetch,
+        *,
+        clips: Sequence[Clip],
+        count: int,
+        pin_memory: bool,
+        timeout_s: float,
+        on_restart: Callable[[str], None] | None,
+    ) -> None:
+        """Args:
+        order: the micro-batches, the same each time it is asked.
+        fetch: brings one into memory.
+        clips: all that there are, for their names.
+        count: number of processes.
+        pin_memory: see `DataLoader`.
+        timeout_s: how long to wait for a batch before the workers count as hung; 0: for ever.
+        on_restart: told why, whenever they are started again.
+        """
+        self.order = order
+        self.fetch = fetch
+        self.paths = {clip.index: str(clip.path) for clip in clips}
+        self.count = count
+        self.pin_memory = pin_memory
+        self.timeout_s = timeout_s
+        self.on_restart = on_restart
+
+    def batches(self) -> Iterator[RawBatch]:
+        """The batches of the order.
+
+        Raises:
+            WorkersLost: more than `RESTARTS` times in a row, naming the files that were being read.
+        """
+        position = lost = 0
+        while True:
+            dataset = _FetchDataset(self.fetch, self.count)
+            batches, processes = self._start(dataset, position)
+            kill = partial(_kill, processes)
+            # They ignore the signal by which Python ends them at exit, and it would wait for them, if an error's traceback
+            # still holds this loader then.
+            atexit.register(kill)
+            try:
+                while True:
+                    batch = self._next(batches)
+                    yield batch
+                    del batch
+                    position, lost = position + 1, 0
+            except _Lost as error:
+                why = f"{error}; {self._reading(dataset)}"
+                kill()  # those that hang would be waited for
+            except Exception:
+                kill()
+                raise
+            finally:
+                del batches
+                atexit.unregister(kill)
+            lost += 1
+            if lost > RESTARTS:
+                raise WorkersLost(
+                    f"the workers of the data loader were lost {lost} times at the same batch ({why}). Repair or remove the "
+                    "files, give the workers more memory or time (--dataloader_timeout), or decode in the main process "
+                    "with --dataloader_num_workers 0, where the failing file shows itself"
+                )
+            logger.warning("starting the data loader's workers again (%d of at most %d): %s", lost, RESTARTS, why)
+            if self.on_restart is not None:
+                self.on_restart(why)
+
+    def _start(self, dataset: _FetchDataset, position: int) -> tuple[Iterator[RawBatch], list[BaseProcess]]:
+        """New workers that begin at a batch."""
+        loader: DataLoader[RawBatch] = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=_From(self.order, position),  # type: ignore[arg-type]
+            num_workers=self.count,
+            pin_memory=self.pin_memory,
+            timeout=_LOOK_S,
+            worker_init_fn=_leave_signals_to_the_trainer,
+        )
+        before = multiprocessing.active_children()
+        handler = signal.getsignal(signal.SIGCHLD)
+        batches = iter(loader)
+        if threading.current_thread() is threading.main_thread():
+            # torch's handler would raise wherever the main thread is when a worker dies, in the middle of a step, say.
+            signal.signal(signal.SIGCHLD, handler)
+        return batches, [child for child in multiprocessing.active_children() if child not in before]
+
+    def _next(self, batches: Iterator[RawBatch]) -> RawBatch:
+        """The next batch.
+
+        Raises:
+            _Lost: a worker is gone, or none has answered in time.
+        """
+        started = time.monotonic()
+        while True:
+            try:
+                return next(batches)
+            except RuntimeError as error:
+                # Errors of the loader itself; those from within a worker say that they were caught there.
+                text = str(error)
+                if not text.startswith("DataLoader "):
+                    raise
+                waited = time.monotonic() - started
+                if "timed out" not in text:
+                    raise _Lost(text) from None
+                if self.timeout_s and waited >= self.timeout_s:
+                    raise _Lost(f"no batch for {waited:.0f} s") from None
+
+    def _reading(self, dataset: _FetchDataset) -> str:
+        """What the workers were at, in words."""
+        names = [self.paths.get(index, f"item {index}") for index in dataset.reading.tolist() if index >= 0]
+        return "they were reading " + ", ".join(names) if names else "they were reading no file"
+
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+
+
+class _Lost(Exception):
+    """Workers must be started again."""
+
+
+class _From:
+    """An order from a place onward."""
+
+    def __init__(self, order: Iterable[MicroBatch], position: int) -> None:
+        self.order = order
+        self.position = position
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.order), self.position, None)
+
+
+def _leave_signals_to_the_trainer(_worker: int) -> None:
+    """Ignore what asks a whole process group to stop: the trainer still needs this worker for its last step.
+
+    A worker ends when the trainer says so, or is gone.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,53 @@
+"""The guards of a run in one place: what the trainer asks of them, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.engine.run_dir import RunDirectory
+from finetrainers.parallel.engine import Parallel
+
+from .memory import MemoryGuard, refusal
+from .nonfinite import NonFiniteGuard
+from .spikes import SpikeDetector
+
+
+class Guards:
+    """All guards of a run.
+
+    Attributes:
+        nonfinite, spikes, memory: see there.
+        data_ahead: how many steps the place in the data is ahead of the step number, after going back.
+    """
+
+    def __init__(self, config: TrainConfig, *, parallel: Parallel, run_dir: RunDirectory) -> None:
+        training = config.training
+        self.nonfinite = NonFiniteGuard(
+            policy=training.on_nonfinite,
+            limit=training.max_nonfinite_steps,
+            loss_scaling=parallel.accelerator.mixed_precision == "fp16",
+            updated=parallel.is_deepspeed,
+            run_dir=run_dir,
+        )
+        self.spikes = SpikeDetector(window=training.spike_window, sigma=training.spike_sigma, run_dir=run_dir)
+        why = refusal(training.oom_retry, parallel=parallel, full=training.training_type == "full-finetune")
+        self.memory = MemoryGuard(parallel=parallel, run_dir=run_dir, refusal=why)
+        # Ranks can agree to make a step again only while none of them waits for another's gradients.
+        parallel.exchanges_late = why is None and parallel.world_size > 1
+        self.data_ahead = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What going on exactly takes, as JSON values."""
+        return {
+            "spikes": self.spikes.state_dict(),
+            "fits": self.memory.state_dict(),
+            "data_ahead": self.data_ahead,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; checkpoints of earlier versions have none of it."""
+        self.spikes.load_state_dict(state.get("spikes", {}))
+        self.memory.load_state_dict(state.get("fits", []))
+        self.data_ahead = state.get("data_ahead", 0)

@@ -1,0 +1,242 @@
+"""Clips that fail while training are replaced, counted and limited; workers that die or hang are started again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import DataSection
+from finetrainers.data import workers
+from finetrainers.data.bad_samples import BadSample, BadSamplesError, Ledger, Substitutes, load_clips
+from finetrainers.data.cache import CacheError, FileDigests, TensorCache
+from finetrainers.data.decode import DecodeError
+from finetrainers.data.loader import DecodeFetch, RawBatch, iterate_steps
+from finetrainers.data.plan import Clip
+from finetrainers.data.precompute import CacheFetch, CacheKeys, precompute_text, precompute_video
+from finetrainers.data.source import BatchSource
+from finetrainers.data.stream import BatchStream, MicroBatch
+from finetrainers.data.workers import RESTARTS, WorkersLost
+from finetrainers.models.spec import Conditions
+
+
+def clip(index: int, bucket: tuple[int, int, int] = (9, 32, 48), path: Path | None = None) -> Clip:
+    return Clip(index, path or Path(f"{index}.mp4"), f"caption {index}", "video", bucket, 8.0, 20, 8.0, 48, 32)
+
+
+class OneProcess:
+    """The only process of a run."""
+
+    rank, world_size, device = 0, 1, torch.device("cpu")
+
+    def max_on_host(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def gather_objects(self, items: list[Any]) -> list[Any]:
+        return items
+
+    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
+        if error is not None:
+            raise error
+
+
+def test_the_next_of_the_bucket_takes_the_place() -> None:
+    clips = [clip(0), clip(1), clip(2, (1, 32, 48)), clip(3), clip(4)]
+    broken, calls = {0, 3, 4}, []
+
+    def load(one: Clip, key: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+        calls.append(one.index)
+        if one.index in broken:
+            raise DecodeError(f"cannot decode {one.path}")
+        return one.index, key
+
+    batch = MicroBatch(5, (clips[3], clips[1]))
+    used, loaded, bad = load_clips(batch, load, substitutes=Substitutes(clips))
+    assert calls == [3, 3, 4, 4, 0, 0, 1, 1]  # each a second time; another bucket is never taken; round the end
+    assert [one.index for one in used] == [1, 1]
+    assert loaded == [(1, (5, 3)), (1, (5, 1))]  # with the noise of the clip that was to come
+    assert [one.clip.index for one in bad] == [3, 4, 0]
+    with pytest.raises(DecodeError, match=r"3\.mp4"):
+        load_clips(batch, load, substitutes=None)
+    broken.add(1)
+    with pytest.raises(DecodeError):
+        load_clips(batch, load, substitutes=Substitutes(clips))
+
+
+def test_one_failure_is_no_bad_sample() -> None:
+    failures = iter([OSError("stale file handle")])
+
+    def load(one: Clip, key: tuple[int, int]) -> int:
+        for failure in failures:
+            raise failure
+        return one.index
+
+    assert load_clips(MicroBatch(0, (clip(7),)), load, substitutes=Substitutes([clip(7), clip(8)]))[1:] == ([7], ())
+
+
+def test_the_ledger_counts_each_clip_once_and_has_a_limit() -> None:
+    ledger = Ledger(parallel=OneProcess(), share=0.01, num_clips=250)
+    bad = [BadSample(clip(k), f"cannot decode {k}.mp4") for k in range(3)]
+    ledger.agree([], None)
+    ledger.agree(bad[:1], None)
+    ledger.agree(bad[:2], None)
+    assert [event["file"] for event in ledger.events] == ["0.mp4", "1.mp4"]
+    with pytest.raises(
+        BadSamplesError, match=r"3 clips .* more than the 2 that --max_bad_share 0.01 .*0\.mp4.*1\.mp4.*2\.mp4"
+    ):
+        ledger.agree(bad, None)
+    with pytest.raises(KeyError):
+        ledger.agree([], KeyError("whatever"))
+    assert Ledger(parallel=OneProcess(), share=0.01, num_clips=5).allowed == 1
+    assert Ledger(parallel=OneProcess(), share=0.0, num_clips=500).allowed == 0
+
+
+def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tmp_path: Path) -> None:
+    """The same at every world size and number of workers; the metrics and events say so."""
+    clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, seed=k)) for k in range(4)]
+    clips[2].path.write_bytes(b"overwritten after the check")
+    stream = BatchStream(clips, batch_size=2, seed=7)
+    fetch = DecodeFetch(DataSection(), 7, Substitutes(clips))
+
+    def first_epoch(**arguments: Any) -> list[RawBatch]:
+        return list(itertools.chain(*itertools.islice(iterate_steps(stream, fetch, **arguments), 2)))
+
+    alone = first_epoch()
+    ranks = [next(iterate_steps(stream, fetch, rank=rank, world_size=2)) for rank in (0, 1)]
+    for others in (first_epoch(num_workers=1), [batch for rank in ranks for batch in rank]):
+        for ours, theirs in zip(alone, others, strict=True):
+            assert torch.equal(ours.video, theirs.video)  # type: ignore[arg-type]
+            assert (ours.clips, ours.sample_keys, ours.bad) == (theirs.clips, theirs.sample_keys, theirs.bad)
+    [bad] = [one for batch in alone for one in batch.bad]
+    assert bad.clip == clips[2]
+    captions = [one.caption for batch in alone for one in batch.clips]
+    assert sorted(captions) == ["caption 0", "caption 1", "caption 3", "caption 3"]
+
+    plan: Any = type("Plan", (), {"clips": tuple(clips), "eval_clips": ()})
+    config = TrainConfig.from_flat(
+        model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3
+    )
+    spec: Any = type("Spec", (), {"first_frame": "none"})
+    source = BatchSource(plan, config, spec=spec, parallel=OneProcess())
+    source._fetch, source._encoder = fetch, lambda raw, dropout=True: raw  # type: ignore[assignment]
+    steps, seen = source.steps(0), []
+    for _ in range(4):
+        next(steps)
+        seen.append(source.news())
+    assert seen[-1] == ({"bad_samples": 1.0}, [])
+    [event] = [event for _, events in seen for event in events]
+    assert event["kind"] == "bad_sample"
+    assert event["file"].endswith("2.mp4")
+
+
+def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], tmp_path: Path) -> None:
+    clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, seed=k)) for k in range(3)]
+    keys = CacheKeys(TensorCache(tmp_path / "t"), FileDigests(tmp_path / "d"), "t", "v", DataSection(), seed=7)
+    encode_text = lambda prompts: Conditions({"embeds": torch.ones(len(prompts), 3, 2)})  # noqa: E731
+    precompute_text((c.caption for c in clips), encode_text, keys.cache, keys.text)
+    precompute_video(clips, lambda video: video[:, :2, :1, :2, :2], keys)
+    whole = CacheFetch(keys)(MicroBatch(0, (clips[2], clips[2])))
+    keys.cache.put(keys.video(clips[0]), {"moments": torch.full((1, 2, 1, 2, 2), torch.nan)})
+    path = keys.cache.path(keys.video(clips[1]))
+    path.write_bytes(path.read_bytes()[:-1])
+    for one, what in ((clips[0], "holds NaN"), (clips[1], "no sound entry")):
+        with pytest.raises(CacheError, match=what):
+            CacheFetch(keys)(MicroBatch(0, (one,)))
+    raw = CacheFetch(keys, Substitutes(clips))(MicroBatch(0, (clips[0], clips[1])))
+    assert [one.clip.index for one in raw.bad] == [0, 1, 1]
+    assert raw.clips == (clips[2], clips[2])
+    assert raw.cached is not None
+    assert whole.cached is not None
+    assert torch.equal(raw.cached["moments"], whole.cached["moments"])
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """Gives the clips' numbers; at one of them it does something else, so often as there is a file to take away."""
+
+    directory: Path
+    at: int
+    deed: str
+
+    def __call__(self, batch: MicroBatch, *, note: Callable[[Clip], None] | None = None) -> RawBatch:
+        for one in batch.clips:
+            if note is not None:
+                note(one)
+            tokens = sorted(self.directory.glob("token-*"))
+            if one.index == self.at and tokens:
+                tokens[0].unlink()
+                if self.deed == "crash":
+                    os.kill(os.getpid(), signal.SIGSEGV)
+                time.sleep(60)
+        numbers = torch.tensor([float(one.index) for one in batch.clips])
+        return RawBatch(batch.clips, batch.sample_keys, batch.weight, video=numbers)
+
+
+@pytest.mark.parametrize("deed", ["crash", "hang"])
+def test_lost_workers_are_started_again_at_the_same_batch(
+    deed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_LOOK_S", 0.1)
+    stream = BatchStream([clip(k) for k in range(4)], batch_size=1, seed=7)
+    (tmp_path / "token-0").touch()
+    fetch, said = Disturbed(tmp_path, at=2, deed=deed), []
+
+    def take(count: int) -> list[float]:
+        steps = iterate_steps(
+            stream, fetch, accumulation=2, start=1, num_workers=1, timeout_s=0.5, on_restart=said.append
+        )
+        return [raw.video.item() for step in itertools.islice(steps, count) for raw in step]  # type: ignore[union-attr]
+
+    handler = signal.getsignal(signal.SIGCHLD)
+    disturbed = take(3)
+    assert signal.getsignal(signal.SIGCHLD) is handler  # a worker's end must not break into a step
+    assert len(said) == 1
+    assert "they were reading 2.mp4" in said[0]
+    assert disturbed == take(3)
+    assert len(said) == 1
+    if deed == "hang":
+        return
+    for number in range(RESTARTS + 1):
+        (tmp_path / f"token-{number}").touch()
+    with pytest.raises(WorkersLost, match=r"lost 4 times at the same batch .*reading 2\.mp4"):
+        take(3)
+
+
+FAILS_WITH_WORKERS = """
+from pathlib import Path
+import torch
+from finetrainers.data.loader import RawBatch, iterate_steps
+from finetrainers.data.plan import Clip
+from finetrainers.data.stream import BatchStream
+
+def fetch(batch, *, note=None):
+    return RawBatch(batch.clips, batch.sample_keys, batch.weight, video=torch.zeros(1))
+
+def main():
+    clips = [Clip(0, Path("0"), "", "video", (9, 32, 48), 8.0, 20, 8.0, 48, 32)]
+    steps = iterate_steps(BatchStream(clips, batch_size=1, seed=7), fetch, num_workers=1)
+    next(steps)
+    raise ValueError("as in a step")
+
+main()
+"""
+
+
+def test_a_process_that_fails_does_not_wait_for_its_workers() -> None:
+    """They leave signals to the trainer, and the traceback keeps the loader until the very end."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS_WITH_WORKERS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: as in a step\n")
