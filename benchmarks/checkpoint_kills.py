@@ -30,6 +30,7 @@ from torch import nn
 
 from finetrainers.config.load import load_config
 from finetrainers.engine import checkpoint
+from finetrainers.engine.restore import load_checkpoint
 from finetrainers.engine.resume import checkpoints_dir, find_checkpoint, list_checkpoints
 from finetrainers.engine.run_dir import RunDirectory
 
@@ -115,7 +116,7 @@ def save_for_ever(root: Path) -> None:
 
 def restore(trainer: Any, directory: Path) -> None:
     trainer.transformer.load_state_dict(load_file(directory / "transformer" / "diffusion_pytorch_model.safetensors"))
-    checkpoint.load_checkpoint(trainer, directory)
+    load_checkpoint(trainer, directory)
 
 
 def write_in_place() -> None:

@@ -37,11 +37,11 @@ from .callbacks.evaluation import EvaluationLoss
 from .callbacks.metrics import MetricsFile, ProgressLine, Tracker
 from .callbacks.rewards import MethodEvaluation, RewardFiles
 from .callbacks.validation import EncodedPrompt, Validation
-from .checkpoint import load_checkpoint
 from .export import export
 from .lock import exclusive
 from .plan_report import dry_run_report, print_line, print_results, print_start, print_stopped
 from .preflight import Preflight, preflight
+from .restore import load_checkpoint
 from .resume import critical_state
 from .run_dir import RunDirectory
 from .trainable import attach, load_lora_weights, trainable_parameters

@@ -228,9 +228,9 @@ def test_no_room_leaves_older_checkpoints(
 
 def test_a_method_state_comes_back_from_safetensors(tmp_path: Path) -> None:
     state = {"old": {"a.weight": torch.randn(3), "b": torch.ones(2, dtype=torch.bfloat16)}, "count": 3, "none": {}}
-    tensors, values = checkpoint._split(state)
+    tensors, values = checkpoint.split_state(state)
     save_file(tensors, tmp_path / "method.safetensors")
-    back = checkpoint._join(load_file(tmp_path / "method.safetensors"), json.loads(json.dumps(values)))
+    back = restore.join_state(load_file(tmp_path / "method.safetensors"), json.loads(json.dumps(values)))
     assert back.keys() == state.keys()
     assert back["count"] == 3
     assert back["none"] == {}
