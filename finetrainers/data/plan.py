@@ -102,7 +102,8 @@ class DatasetPlan:
 
     noun = "clip"
     fingerprint_of = "files, captions, buckets or held-out items"
-    critical_options: tuple[str, ...] = ()
+    critical_options: tuple[str, ...] = ("target_fps", "frame_selection", "video_reshape_mode")
+    cut_in_batches = True
     title = "data"
     beside_memory = ""
 

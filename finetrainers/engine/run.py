@@ -160,7 +160,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     compute_dtype = parallel.compute_dtype(
         weights_dtype if config.training.training_type == "full-finetune" else DTYPES[config.model.transformer_dtype]
     )
-    source = open_work(plan, config, spec=spec, parallel=parallel)
+    source = open_work(plan, config, spec=spec, parallel=parallel, course=checked.start.course)
 
     # Phase 1: text. With precomputation, each phase's networks are gone before the next phase loads its own.
     encoders = spec.load_text_encoders().to(parallel.device)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetrainers.config.errors import ConfigError
-from finetrainers.engine import checkpoint, publish
+from finetrainers.engine import checkpoint, publish, restore
 from finetrainers.engine.manifest import damage, read_manifest, write_manifest
 from finetrainers.engine.resume import find_checkpoint, list_checkpoints, scan_checkpoints
 

@@ -41,6 +41,7 @@ class PromptPlan:
     noun = "prompt"
     fingerprint_of = "prompts"
     critical_options = _ROLLOUT
+    cut_in_batches = False
     title = "prompts"
     beside_memory = "the VAE, which decodes the clips, and rewards that are networks"
     eval_clips: tuple[Any, ...] = ()
