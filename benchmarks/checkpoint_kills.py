@@ -86,7 +86,7 @@ def make_trainer(root: Path) -> Any:
         ema=None,
         step=0,
         total_steps=10**6,
-        critical={"data": "none"},
+        carried={"critical": {"data": "none"}},
         run_dir=RunDirectory(root, writes=True),
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.files import write_json_atomic
 
 from .publish import discard, prune, publish, published_size, reserve
+from .restore import engine_of
 from .resume import FORMAT, checkpoints_dir
 from .run_dir import package_versions
 from .trainable import save_weights, trainable_parameters
@@ -160,13 +161,13 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
     if method_tensors:
         files["method.safetensors"] = method_tensors
     scaler = parallel.accelerator.scaler
-    critical = trainer.critical
     return Snapshot(
         state={
             "format": FORMAT,
             "step": trainer.step,
             "total_steps": trainer.total_steps,
-            "critical": critical,
+            **trainer.carried,
+            "engine": engine_of(parallel),
             "ema_updates": None if ema is None else ema["num_updates"],
             "scaler": None if scaler is None else scaler.state_dict(),
             "method": method_values,
@@ -182,7 +183,7 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
             "packages": package_versions(),
             "config": {k: v for section in trainer.config.model_dump(mode="json").values() for k, v in section.items()
                        if k not in NOT_DUMPED},
-            "data": critical["data"],
+            "data": trainer.carried["critical"]["data"],
             "tracker_run": trainer.run_dir.tracker_run,
         },
     )  # fmt: skip

@@ -18,8 +18,9 @@ from finetrainers.models.spec import DTYPES
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 
+from .lora_layout import LORA_FILE
 from .preflight import Preflight
-from .trainable import LORA_FILE, save_weights
+from .trainable import save_weights
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -35,7 +36,19 @@ def print_start(checked: Preflight, parallel: Parallel) -> None:
         f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}; {parallel.describe()}"
     )
     _print_data(console, checked)
+    _print_origin(console, checked)
     _print_remarks(console, checked)
+
+
+def _print_origin(console: Console, checked: Preflight) -> None:
+    """What comes from where, of a run that does not start from the model's own weights."""
+    if not checked.start.rows:
+        return
+    title = "initialised" if checked.start.checkpoint is None else "continued"
+    table = Table(title=f"{title}: what comes from where", title_justify="left", box=None, show_header=False)
+    for row in checked.start.rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 def _print_remarks(console: Console, checked: Preflight) -> None:
@@ -90,8 +103,7 @@ def dry_run_report(checked: Preflight) -> None:
         f"{plural(steps, 'step') if steps else plural(config.training.train_epochs, 'epoch')} of "
         f"{checked.plan.step_of(config)}; output in {config.run.output_dir}"
     )
-    if checked.resume_from:
-        console.print(f"continues from {checked.resume_from}")
+    _print_origin(console, checked)
     _print_remarks(console, checked)
     console.print("\n" + dump_toml(config), markup=False)
 

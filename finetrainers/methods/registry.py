@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,7 @@ class WorkPlan(Protocol):
     Attributes:
         fingerprint: changes with any data that a checkpoint must not be continued without.
         fingerprint_of: what data that is, in words.
-        critical_options: names of options that it must not be continued without either.
+        critical_options: options that must be as in the checkpoint, too, and the `--reset` that allows others, if any.
         warnings, notes: what the user should know, and what was decided for them.
         title: of its table.
         beside_memory: what takes memory that the estimate does not know, in words.
@@ -31,7 +31,7 @@ class WorkPlan(Protocol):
 
     fingerprint: str
     fingerprint_of: str
-    critical_options: tuple[str, ...]
+    critical_options: Mapping[str, str | None]
     title: str
     beside_memory: str
     warnings: tuple[str, ...]

@@ -139,7 +139,7 @@ def test_a_manifest_says_what_the_checkpoint_is_of(options: Callable[..., dict],
     assert sorted(manifest["files"]) == [
         "ema.safetensors", "optimizer.pt", "pytorch_lora_weights.safetensors", "state.json",
     ]  # fmt: skip
-    assert manifest["format"] == 2
+    assert manifest["format"] == 3
     assert manifest["step"] == 1
     assert manifest["packages"]["torch"] == torch.__version__
     assert manifest["config"]["lr"] == 1e-2
