@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -45,10 +44,9 @@ def _print_origin(console: Console, checked: Preflight) -> None:
     if not checked.start.rows:
         return
     title = "initialised" if checked.start.checkpoint is None else "continued"
-    table = Table(title=f"{title}: what comes from where", title_justify="left", box=None, show_header=False)
-    for row in checked.start.rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
+    console.print(f"{title}; what comes from where:")
+    for part, origin in checked.start.rows:  # no table: paths must not be broken into lines
+        console.print(f"  {part:<24}{origin}", markup=False)
 
 
 def _print_remarks(console: Console, checked: Preflight) -> None:
