@@ -199,11 +199,11 @@ def go_on(
     changed = changes(saved, now, plan=plan)
     step = 0 if "step" in resets else int(state["step"])
     before = Course.from_state(state["course"])
-    course = (
-        Course.begin(config, world_size=world_size, step=step)
-        if "data" in resets
-        else before.go_on(config, world_size=world_size, step=step)
-    )
+    course = before
+    if "data" in resets:
+        course = Course.begin(config, world_size=world_size, step=step)
+    elif plan.cut_in_batches:
+        course = course.go_on(config, world_size=world_size, step=step)
     problems = _refused(checkpoint, changed, resets)
     problems += _useless(asked, config, changed, saved)
     if "step" in asked and scan_checkpoints(config.run.output_dir):
