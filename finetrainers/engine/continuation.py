@@ -6,7 +6,7 @@ Everything here is decided, refused and put into words before anything is loaded
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,10 @@ class Start:
     rows: Sequence[tuple[str, str]] = ()
     warnings: Sequence[str] = ()
 
+    def refreshed(self, config: TrainConfig) -> Start:
+        """With facts that only loading the model has brought onto this disk."""
+        return replace(self, critical={**self.critical, **_model_facts(config)})
+
     def carried(self) -> dict[str, Any]:
         """What checkpoints of this run keep of how it began."""
         return {
@@ -113,11 +117,19 @@ def critical_state(config: TrainConfig, plan: WorkPlan) -> dict[str, Any]:
     """What must be the same for a run to be continued; facts that are not known here are None."""
     written = config.model_dump(mode="json")
     values = {name: written[fields()[name][0]][name] for name in (*CRITICAL_OPTIONS, *plan.critical_options)}
-    facts = {
+    return {
+        **values,
+        **_model_facts(config),
+        "data": plan.fingerprint,
+        "data_table": [list(row) for row in plan.table()],
+    }
+
+
+def _model_facts(config: TrainConfig) -> dict[str, Any]:
+    return {
         "base": transformer_digest(config.model) if needs_base(config) else None,
         "noise_process": noise_process_of(config.model),
     }
-    return {**values, **facts, "data": plan.fingerprint, "data_table": [list(row) for row in plan.table()]}
 
 
 def begin(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | None, world_size: int) -> Start:
@@ -134,12 +146,11 @@ def begin(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | None
         if config.training.use_ema:
             rows.append(("moving average", "new, from these weights"))
     warnings = []
-    if (
-        initial is not None
-        and initial.kind == "lora"
-        and (config.grpo.kl_coef or config.grpo.nft_kl)
-        and not plan.cut_in_batches
-    ):
+    section = config.grpo
+    compared = config.training.method == "grpo" and (
+        section.nft_kl if section.rl_algorithm == "nft" else section.kl_coef
+    )
+    if initial is not None and initial.kind == "lora" and compared:
         warnings.append(
             "--init_from gives a LoRA, and the divergence from the reference is measured from the model without it"
         )

@@ -55,16 +55,15 @@ def preflight(config: TrainConfig) -> Preflight:
     checkpoint, initial = None, None
     try:
         checkpoint = find_checkpoint(config.training.resume_from_checkpoint, config.run.output_dir)
-        initial = initial_weights(config, checkpoint)
-        if initial is not None:
-            check_initial(initial, config)
     except ValueError as error:
-        where = (
-            "--init_from"
-            if checkpoint is not None or config.training.resume_from_checkpoint is None
-            else "--resume_from_checkpoint"
-        )
-        problems.append(Problem(where, str(error)))
+        problems.append(Problem("--resume_from_checkpoint", str(error)))
+    if not problems:
+        try:
+            initial = initial_weights(config, checkpoint)
+            if initial is not None:
+                check_initial(initial, config)
+        except ValueError as error:
+            problems.append(Problem("--init_from", str(error)))
     config = _with_base(config, initial)
     problems += _check_paths(config)
     wrong_place = any(problem.where.removeprefix("--") in _MODEL_PLACES for problem in problems)

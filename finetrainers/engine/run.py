@@ -218,7 +218,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         lr_at=lr_from(lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - begun)), begun),
         total_steps=total_steps,
         run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
-        carried=start.carried(),
+        carried=start.refreshed(config).carried(),
         ema=make_ema(config, parallel.unwrap(transformer)),
     )
     trainer.callbacks = make_callbacks(
@@ -227,6 +227,10 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     )  # fmt: skip
     restore(trainer, start)
     trainer.run_dir.start(config, resumed_step=trainer.step)
+    if start.rows:
+        trainer.run_dir.event(
+            "origin", step=trainer.step, **{part.replace(" ", "_"): text for part, text in start.rows if part != "step"}
+        )
     if parallel.is_main:
         plan.write(trainer.run_dir.root / "manifest.jsonl")
     return trainer

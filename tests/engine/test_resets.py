@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.engine.manifest import write_manifest
 from finetrainers.engine.preflight import preflight
+from finetrainers.engine.restore import check_restorable
 from finetrainers.methods.sft import SFT
 
 EMA = "ema.safetensors"
@@ -202,3 +205,34 @@ def test_other_packages_and_other_batches_are_told(
     monkeypatch.setattr("finetrainers.engine.continuation.package_versions", lambda: {"torch": "9.9", "new": "1"})
     assert "other packages, so numbers may differ: torch 2." in warnings(1)
     assert "then, 9.9 now" in warnings(1)
+
+
+def test_another_engines_optimizer_is_refused_and_ranks_must_agree(
+    options: Callable[..., dict], run: Callable[..., Any]
+) -> None:
+    """What depends on the launcher is looked at before anything is loaded."""
+    done = run(**options(train_steps=1))
+    directory = done.root / "checkpoints" / "step-1"
+    state = json.loads((directory / "state.json").read_text())
+    assert state["engine"] == "DDP or one process"
+    (directory / "state.json").write_text(json.dumps({**state, "engine": "DeepSpeed ZeRO-2 (processes: 4)"}))
+    (directory / "manifest.json").unlink()
+    write_manifest(directory, facts={})
+    more = {**options(train_steps=2), "resume_from_checkpoint": "latest"}
+    with pytest.raises(
+        ConfigError, match=r"is that of DeepSpeed ZeRO-2 \(processes: 4\), and this run is DDP or one .*reset opt"
+    ):
+        run(**more)
+    assert run(**more, reset=["optimizer"]).trainer.step == 2
+    events = [event for event in done.events if event["event"] == "origin"]
+    assert [(event["step"], event["optimizer"]) for event in events] == [(1, "new, no moments")]
+
+    start = preflight(load_config(**more)).start
+    other = SimpleNamespace(rank=1, same_on_all=lambda value: "elsewhere", raise_if_any_failed=raise_error)
+    with pytest.raises(RuntimeError, match=r"rank 1 would start from .*, rank 0 from elsewhere"):
+        check_restorable(start, other)
+
+
+def raise_error(error: Exception | None, what: str) -> None:
+    if error is not None:
+        raise error
