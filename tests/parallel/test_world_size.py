@@ -23,8 +23,8 @@ SFT = {
     "lora_dropout": 0.5,
     "use_ema": True,
     "caption_dropout_p": 0.5,
-    "lr_scheduler": "linear",
-    "lr_warmup_steps": 3,
+    "lr_scheduler": "constant_with_warmup",
+    "lr_warmup_steps": 5,
 }
 JOBS: dict[str, dict[str, Any]] = {
     "lora": SFT,
@@ -34,7 +34,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "prompts_per_step": 2, "updates_per_rollout": 2, "sampling_steps": 5, "optimizer": "adamw",
     },
 }  # fmt: skip
-STEPS = 6
 
 
 def of_a_reward_run(values: dict[str, Any]) -> dict[str, Any]:
@@ -44,17 +43,22 @@ def of_a_reward_run(values: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def roots(options: Callable[..., dict], launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`straight-JOB` on two processes, and `moved-JOB` on two, one and two of them."""
+    """`straight-JOB` on two processes; `moved-JOB` on two of them for two steps, on one for two, on two for the last two."""
     root = tmp_path_factory.mktemp("world")
     (root / "prompts.txt").write_text("a red ball\na blue cube rolls\na cat\n")
 
     def job(name: str, kind: str, **changes: Any) -> dict[str, Any]:
-        values = options(root / f"{kind}-{name}", **{**JOBS[name], "train_steps": STEPS, **changes})
+        values = options(root / f"{kind}-{name}", **{**JOBS[name], "train_steps": 6, **changes})
         return values if name != "rollouts" else {**of_a_reward_run(values), "prompts": str(root / "prompts.txt")}
 
+    def on_two(jobs: dict[str, Any], directory: Path) -> None:
+        ranks = launch(TORCHRUN, jobs, directory, TORCHDYNAMO_DISABLE="1")
+        assert [
+            "2 processes" in rank[name].get("kind", rank[name].get("error")) for rank in ranks for name in jobs
+        ] == [True] * 2 * len(jobs), ranks
+
     first = {f"straight {name}": job(name, "straight", checkpointing_steps=2) for name in JOBS}
-    found = launch(TORCHRUN, first, root / "first", TORCHDYNAMO_DISABLE="1")
-    assert [rank[name]["error"] for rank in found for name in first if "error" in rank[name]] == []
+    on_two(first, root / "first")
     again = {"resume_from_checkpoint": "latest"}
     for name in JOBS:  # as a run that was stopped after two steps has left them
         begun = root / f"straight-{name}"
@@ -62,12 +66,9 @@ def roots(options: Callable[..., dict], launch: Callable[..., Any], tmp_path_fac
         (moved / "checkpoints").mkdir(parents=True)
         (moved / "checkpoints" / "step-2").symlink_to(begun / "checkpoints" / "step-2")
         alone = {} if name == "rollouts" else {"gradient_accumulation_steps": 2}
-        train(load_config(**job(name, "moved", **again, **alone, checkpointing_steps=4)))
-        # Two of its four steps are taken on one process; the rest of them is forgotten.
-        for late in (moved / "checkpoints").glob("step-6*"):
-            late.rename(moved / "forgotten")
+        train(load_config(**job(name, "moved", **again, **alone, train_steps=4)))
     second = {f"moved {name}": job(name, "moved", **again) for name in JOBS}
-    launch(TORCHRUN, second, root / "second", TORCHDYNAMO_DISABLE="1")
+    on_two(second, root / "second")
     return root
 
 
