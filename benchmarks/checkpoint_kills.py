@@ -32,6 +32,7 @@ from torch import nn
 from finetrainers.config.load import load_config
 from finetrainers.engine import checkpoint
 from finetrainers.engine.background import BackgroundSave
+from finetrainers.engine.restore import load_checkpoint
 from finetrainers.engine.resume import checkpoints_dir, find_checkpoint, list_checkpoints
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.watchdog import Watchdog
@@ -92,7 +93,7 @@ def make_trainer(root: Path, *, background: bool = False, network: nn.Module | N
         ema=None,
         step=0,
         total_steps=10**6,
-        critical={"data": "none"},
+        carried={"critical": {"data": "none"}},
         run_dir=RunDirectory(root, writes=True),
         requests=SimpleNamespace(stop=None),
         saving=BackgroundSave(parallel=parallel, watchdog=Watchdog(root, rank=0, limits={"checkpoint": None})),
@@ -125,7 +126,7 @@ def save_for_ever(root: Path, *, background: bool) -> None:
 
 def restore(trainer: Any, directory: Path) -> None:
     trainer.transformer.load_state_dict(load_file(directory / "transformer" / "diffusion_pytorch_model.safetensors"))
-    checkpoint.load_checkpoint(trainer, directory)
+    load_checkpoint(trainer, directory)
 
 
 def write_in_place() -> None:

@@ -149,6 +149,16 @@ def _check_diffusion(config: TrainConfig, family: FamilyFacts, found: Findings) 
 
 def _check_training(config: TrainConfig, found: Findings) -> None:
     training = config.training
+    if training.reset and training.resume_from_checkpoint is None:
+        found.error(
+            "reset", f"{' '.join(training.reset)}: a new run has nothing to reset; give --resume_from_checkpoint"
+        )
+    elif training.reset and training.resume_from_checkpoint == "auto":
+        found.error(
+            "reset",
+            "--resume_from_checkpoint auto is for commands that are repeated, and the reset would be repeated with it; "
+            "continue once from `latest`, a step or a directory",
+        )
     if training.training_type == "full-finetune":
         for option in _LORA_OPTIONS:
             if config.changed(option):

@@ -15,6 +15,7 @@ from finetrainers.utils.text import nearest
 from .aliases import REFUSED, SWITCHES, foreign_names
 from .errors import ConfigError, Problem
 from .load import Source, build_config, file_source
+from .load_variants import LOAD_VARIANTS
 from .root import TrainConfig, fields
 
 
@@ -89,6 +90,10 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
             if is_list(field):
                 options["nargs"] = "*"
         groups[section].add_argument(f"--{name}", **options)
+    for name in LOAD_VARIANTS:
+        switch: dict[str, Any] = {"nargs": "?", "const": True} if name == "start_from_scratch" else {}
+        flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **switch)
     for name in foreign_names():
         shape: dict[str, Any] = {"nargs": "?", "const": True} if name in SWITCHES else {}
         if name in REFUSED:

@@ -14,8 +14,10 @@ from pydantic import ValidationError
 
 from finetrainers.utils.text import nearest
 
-from .aliases import is_foreign, translate
+from .aliases import is_foreign as is_alias
+from .aliases import translate
 from .errors import ConfigError, Problem
+from .load_variants import LOAD_VARIANTS, translate_load_variants
 from .presets import fill_preset
 from .root import TrainConfig, fields
 
@@ -25,7 +27,7 @@ else:
     import tomli as tomllib
 
 #: Options that never go to disk: secrets, and what one invocation asked for rather than what the run is.
-NOT_DUMPED = ("hub_token", "resume_from_checkpoint", "dry_run")
+NOT_DUMPED = ("hub_token", "resume_from_checkpoint", "reset", "dry_run")
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ def file_source(path: Path) -> Source:
     return Source(values, lambda name: f"{path}:{_line_of(text, name, None)}", problems)
 
 
+def is_foreign(name: str) -> bool:
+    """Whether it is another program's name of one of our options."""
+    return is_alias(name) or name in LOAD_VARIANTS
+
+
 def _line_of(text: str, name: str | None, section: str | None) -> int:
     """Line number of `name = ` (in `[section]` if given), or of the table header; 1 when not found."""
     inside = section is None
@@ -123,6 +130,7 @@ def build_config(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> T
             merged[name] = value
             where[name] = source.where(name)
 
+    problems.extend(translate_load_variants(merged, where))
     translated = translate(merged, where)
     problems.extend(translated.problems)
     lost = [*_lost(sources), *translated.lost]

@@ -22,6 +22,8 @@ OptimizerName = Literal[
     "adamw-torchao-8bit", "adamw-torchao-4bit", "adamw-torchao-fp8",
     "adamw-deepspeed-cpu",
 ]  # fmt: skip
+#: Parts of a run's state that a resumed run can begin anew.
+Reset = Literal["data", "optimizer", "scheduler", "rng", "ema", "step"]
 
 
 class Section(BaseModel):
@@ -215,7 +217,18 @@ class TrainingSection(Section):
         "host memory for that copy: trained weights, optimizer, averages (on GPUs pinned, up to twice their size).",
     )
     resume_from_checkpoint: str | None = Field(
-        None, description="Continue from `latest`, a step number, or a checkpoint directory."
+        None,
+        description="Continue from `latest`, a step number, or a checkpoint directory; `auto`: from the newest whole "
+        "checkpoint of `output_dir`, or start if there is none.",
+    )
+    reset: list[Reset] = Field(
+        default=[],
+        description="What a resumed run begins anew: order of the data, optimizer state, learning rate schedule, random "
+        "numbers (another `seed`), moving average, step counter (and with it data and schedule).",
+    )
+    init_from: str | None = Field(
+        None,
+        description="Start from these weights alone: a checkpoint, a run directory, a diffusers folder, a LoRA file or folder.",
     )
     on_nonfinite: Literal["raise", "skip", "rollback"] = Field(
         "raise",

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,8 @@ from .frames import is_slower, num_available, playback_fps, select_frames
 from .manifest import DataError, Item, Kind, read_items
 from .probe import Probe, ProbeError, probe
 
+#: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
+_CRITICAL: Mapping[str, str | None] = dict.fromkeys(("target_fps", "frame_selection", "video_reshape_mode"), "data")
 _NAMED = 5  # file names shown in a warning
 
 
@@ -102,7 +104,8 @@ class DatasetPlan:
 
     noun = "clip"
     fingerprint_of = "files, captions, buckets or held-out items"
-    critical_options: tuple[str, ...] = ()
+    critical_options = _CRITICAL
+    cut_in_batches = True
     title = "data"
     beside_memory = ""
 

@@ -19,12 +19,13 @@ from finetrainers.models.spec import Batch, ModelSpec, TextEncoders
 
 from .bad_samples import BadSample, Ledger, Substitutes
 from .cache import FileDigests, TensorCache
+from .course import Course
 from .encode import CachedEncoder, Encoder, EncodeText
 from .identity import identity
 from .loader import DecodeFetch, Fetch, iterate_steps
 from .plan import Clip, DatasetPlan
 from .precompute import CacheFetch, CacheKeys, Progress, precompute_text, precompute_video
-from .stream import BatchStream, MicroBatch, fixed_batches
+from .stream import MicroBatch, fixed_batches, stream_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +60,14 @@ class Ranks(Protocol):
 class BatchSource:
     """Batches of a run. `take_text_encoders`, then `take_vae`, must be called before any batch is asked for."""
 
-    def __init__(self, plan: DatasetPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks) -> None:
+    def __init__(
+        self, plan: DatasetPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks, course: Course | None = None
+    ) -> None:
         self.plan = plan
         self.config = config
         self.spec = spec
         self.parallel = parallel
-        self.stream = BatchStream(plan.clips, batch_size=config.dataloader.batch_size, seed=config.training.seed)
+        self.stream = stream_of(plan.clips, course or Course.begin(config, world_size=parallel.world_size))
         self._encode_text: EncodeText | None = None
         self._text_identity = ""
         self._ledger = Ledger(parallel=parallel, share=config.data.max_bad_share, num_clips=len(plan.clips))
@@ -259,6 +262,8 @@ class BatchSource:
         self.parallel.raise_if_any_failed(failure, f"encoding {what} before training")
 
 
-def open_source(plan: DatasetPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks) -> BatchSource:
-    """The batches of a run over `plan`."""
-    return BatchSource(plan, config, spec=spec, parallel=parallel)
+def open_source(
+    plan: DatasetPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks, course: Course | None = None
+) -> BatchSource:
+    """The batches of a run over `plan`; default: from the beginning of the data."""
+    return BatchSource(plan, config, spec=spec, parallel=parallel, course=course)

@@ -9,7 +9,6 @@ is no random state to keep: every draw is derived from its step or sample.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,16 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from finetrainers.config.load import NOT_DUMPED
-from finetrainers.optim.factory import safe_globals
 from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.files import write_json_atomic
 
 from .host_copy import host_copy, parts_of, tensors_in
 from .publish import discard, prune, publish, published_size, reserve
+from .restore import engine_of
 from .resume import FORMAT, checkpoints_dir
 from .run_dir import RunDirectory, package_versions
 from .trainable import save_weights, trainable_parameters
@@ -232,17 +231,17 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
     ema = None if trainer.ema is None else trainer.ema.state_dict()
     if ema is not None:
         files["ema.safetensors"] = ema["shadow"]
-    method_tensors, method_values = _split(trainer.method.state_dict())
+    method_tensors, method_values = split_state(trainer.method.state_dict())
     if method_tensors:
         files["method.safetensors"] = method_tensors
     scaler = parallel.accelerator.scaler
-    critical = trainer.critical
     return Snapshot(
         state={
             "format": FORMAT,
             "step": trainer.step,
             "total_steps": trainer.total_steps,
-            "critical": critical,
+            **trainer.carried,
+            "engine": engine_of(parallel),
             "ema_updates": None if ema is None else ema["num_updates"],
             "scaler": None if scaler is None else scaler.state_dict(),
             "method": method_values,
@@ -259,7 +258,7 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
             "packages": package_versions(),
             "config": {k: v for section in trainer.config.model_dump(mode="json").values() for k, v in section.items()
                        if k not in NOT_DUMPED},
-            "data": critical["data"],
+            "data": trainer.carried["critical"]["data"],
             "tracker_run": trainer.run_dir.tracker_run,
         },
     )  # fmt: skip
@@ -280,7 +279,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def _split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_state(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A nested state as tensors by path (`old/weight`), and the rest in its nested form, for JSON."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
@@ -289,22 +288,11 @@ def _split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor
         if isinstance(value, Tensor):
             tensors[prefix + key] = value
         elif isinstance(value, Mapping):
-            inner, values[key] = _split(value, f"{prefix}{key}/")
+            inner, values[key] = split_state(value, f"{prefix}{key}/")
             tensors.update(inner)
         else:
             values[key] = value
     return tensors, values
-
-
-def _join(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> dict[str, Any]:
-    """Undo `_split`."""
-    for path, tensor in tensors.items():
-        *parents, key = path.split("/")
-        place = values
-        for parent in parents:
-            place = place[parent]
-        place[key] = tensor
-    return values
 
 
 def _optimizer_state(trainer: Trainer) -> dict[str, Any] | None:
@@ -317,45 +305,3 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Any] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_optimizer_state_dict(trainer.transformer, trainer.optimizer.optimizer, options=options)
     return trainer.optimizer.state_dict()
-
-
-def load_checkpoint(trainer: Trainer, directory: Path) -> None:
-    """Restore optimizer, moving average, scaler, method and step. Weights are loaded before wrapping.
-
-    That it is whole (`find_checkpoint`) and fits the run (`check_resumable`) was checked before anything was loaded.
-    """
-    state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-    parallel = trainer.parallel
-    if parallel.is_deepspeed:
-        engine = parallel.accelerator.deepspeed_engine_wrapped.engine
-        engine.load_checkpoint(str(directory / "deepspeed"), tag="state", load_module_strict=False)
-    else:
-        with torch.serialization.safe_globals(safe_globals()):
-            loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
-        _load_optimizer(trainer, loaded)
-    if trainer.ema is not None:
-        trainer.ema.load_state_dict(
-            {"shadow": load_file(directory / "ema.safetensors"), "num_updates": state["ema_updates"]}
-        )
-    if parallel.accelerator.scaler is not None:
-        if state["scaler"] is None:
-            raise ValueError(
-                f"{directory} was saved without an fp16 gradient scaler, and this run uses one; use the same "
-                "--mixed_precision and kind of device"
-            )
-        parallel.accelerator.scaler.load_state_dict(state["scaler"])
-    method_file = directory / "method.safetensors"
-    method_tensors = load_file(method_file) if method_file.is_file() else {}
-    trainer.method.load_state_dict(_join(method_tensors, state["method"]))
-    trainer.guards.load_state_dict(state.get("guards", {}))
-    trainer.step = state["step"]
-
-
-def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
-    if trainer.parallel.is_fsdp:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
-        set_optimizer_state_dict(trainer.transformer, trainer.optimizer.optimizer, state, options=options)
-        return
-    trainer.optimizer.load_state_dict(state)

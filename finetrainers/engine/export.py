@@ -18,8 +18,9 @@ from finetrainers.models.spec import DTYPES
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 
+from .lora_layout import LORA_FILE
 from .preflight import Preflight
-from .trainable import LORA_FILE, save_weights
+from .trainable import save_weights
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -45,20 +46,27 @@ widget:
 
 # {{ name }}
 
-{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ base_model }}`, trained with finetrainers {{ version }} for {{ steps }} steps on {{ items }}.
+{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ base_model }}`
+{%- if own_transformer and is_lora %} with the transformer of `{{ own_transformer }}`, without which it is of no use
+{%- elif began_with %}, begun with the weights of `{{ began_with }}`{% endif %}, trained with finetrainers {{ version }} for {{ steps }} steps on {{ items }}.
 {%- if id_token %} Put `{{ id_token }}` before your prompt.{% endif %}
 
 ## Use
 
 ```python
 import torch
-from diffusers import {{ pipeline }}{% if not is_lora %}, {{ transformer }}{% endif %}
+from diffusers import {{ pipeline }}{% if own_transformer or not is_lora %}, {{ transformer }}{% endif %}
 from diffusers.utils import export_to_video{% if needs_image %}, load_image{% endif %}
 {%- if packaged %}
 from finetrainers import model_path
 {%- endif %}
 {% if is_lora %}
+{%- if own_transformer %}
+transformer = {{ transformer }}.from_pretrained({{ own_transformer | tojson }}, {% if in_subfolder %}subfolder="transformer", {% endif %}torch_dtype={{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, transformer=transformer, torch_dtype={{ dtype }})
+{%- else %}
 pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtype }})
+{%- endif %}
 pipe.load_lora_weights({{ location | tojson }})
 {% else %}
 transformer = {{ transformer }}.from_pretrained({{ location | tojson }}, subfolder="transformer", torch_dtype={{ dtype }})
@@ -140,7 +148,12 @@ def model_card(trainer: Trainer, checked: Preflight) -> str:
         for name, value in config.flat().items()
         if config.changed(name) and name not in _LOCAL
     ]
+    own = config.model.transformer_id
+    origin = checked.start.origin
     return environment.from_string(_CARD).render(
+        own_transformer=own if is_lora else None,
+        in_subfolder=own is not None and not (Path(own) / "config.json").is_file(),
+        began_with=None if origin is None else origin["given"],
         base_model=base,
         packaged=packaged,
         dtype="torch.float32" if packaged else "torch.bfloat16",

@@ -35,7 +35,18 @@ def print_start(checked: Preflight, parallel: Parallel) -> None:
         f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}; {parallel.describe()}"
     )
     _print_data(console, checked)
+    _print_origin(console, checked)
     _print_remarks(console, checked)
+
+
+def _print_origin(console: Console, checked: Preflight) -> None:
+    """What comes from where, of a run that does not start from the model's own weights."""
+    if not checked.start.rows:
+        return
+    title = "initialised" if checked.start.checkpoint is None else "continued"
+    console.print(f"{title}; what comes from where:")
+    for part, origin in checked.start.rows:  # no table: paths must not be broken into lines
+        console.print(f"  {part:<24}{origin}", markup=False)
 
 
 def _print_remarks(console: Console, checked: Preflight) -> None:
@@ -90,8 +101,7 @@ def dry_run_report(checked: Preflight) -> None:
         f"{plural(steps, 'step') if steps else plural(config.training.train_epochs, 'epoch')} of "
         f"{checked.plan.step_of(config)}; output in {config.run.output_dir}"
     )
-    if checked.resume_from:
-        console.print(f"continues from {checked.resume_from}")
+    _print_origin(console, checked)
     _print_remarks(console, checked)
     console.print("\n" + dump_toml(config), markup=False)
 

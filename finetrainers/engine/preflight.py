@@ -20,7 +20,9 @@ from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest
 
-from .resume import check_resumable, critical_state, find_checkpoint, scan_checkpoints
+from .continuation import Start, begin, check_initial, go_on, initial_weights
+from .initial_weights import InitialWeights
+from .resume import find_checkpoint, scan_checkpoints
 
 _MODEL_PLACES = ("pretrained_model_name_or_path", "transformer_id", "vae_id", "text_encoder_id", "text_encoder_2_id",
                  "tokenizer_id", "tokenizer_2_id")  # fmt: skip
@@ -28,14 +30,14 @@ _MODEL_PLACES = ("pretrained_model_name_or_path", "transformer_id", "vae_id", "t
 
 @dataclass(frozen=True)
 class Preflight:
-    """A configuration that passed, with what was learnt on the way."""
+    """A configuration that passed, with what was learnt on the way; weights of `init_from` are its `transformer_id`."""
 
     config: TrainConfig
     family: Family
     geometry: Geometry
     prompts: list[ValidationPrompt]
     plan: WorkPlan
-    resume_from: Path | None
+    start: Start
     warnings: list[str] = field(default_factory=list)
 
 
@@ -50,6 +52,19 @@ def preflight(config: TrainConfig) -> Preflight:
         family = get_family(config.model.model_name)
     except KeyError as error:
         raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
+    checkpoint, initial = None, None
+    try:
+        checkpoint = find_checkpoint(config.training.resume_from_checkpoint, config.run.output_dir)
+    except ValueError as error:
+        problems.append(Problem("--resume_from_checkpoint", str(error)))
+    if not problems:
+        try:
+            initial = initial_weights(config, checkpoint)
+            if initial is not None:
+                check_initial(initial, config)
+        except ValueError as error:
+            problems.append(Problem("--init_from", str(error)))
+    config = _with_base(config, initial)
     problems += _check_paths(config)
     wrong_place = any(problem.where.removeprefix("--") in _MODEL_PLACES for problem in problems)
     mismatch = None if wrong_place else family.mismatch(config.model)
@@ -88,12 +103,6 @@ def preflight(config: TrainConfig) -> Preflight:
     )
     problems += [Problem("", message) for message in errors]
 
-    resume_from = None
-    try:
-        resume_from = find_checkpoint(config.training.resume_from_checkpoint, config.run.output_dir)
-    except ValueError as error:
-        problems.append(Problem("--resume_from_checkpoint", str(error)))
-
     if config.training.resume_from_checkpoint is None and scan_checkpoints(config.run.output_dir):  # damaged ones too
         problems.append(
             Problem(
@@ -110,17 +119,33 @@ def preflight(config: TrainConfig) -> Preflight:
             plan = plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
         except DataError as error:
             problems.append(Problem("data", str(error)))
-    if resume_from is not None and plan is not None:
-        now = critical_state(config, plan, world_size=launched_processes())
+    start = None
+    if plan is not None and not any(
+        problem.where in ("--init_from", "--resume_from_checkpoint") for problem in problems
+    ):
         try:
-            check_resumable(resume_from, now, data=plan.fingerprint_of)
+            start = _start(config, plan, checkpoint, initial)
         except ValueError as error:
             problems.append(Problem("--resume_from_checkpoint", str(error)))
-    if problems or plan is None:
+    if problems or plan is None or start is None:
         raise ConfigError(problems)
-    return Preflight(
-        config, family, geometry, prompts, plan, resume_from, [*found.warnings, *optimizer_warnings, *plan.warnings]
-    )
+    warnings = [*found.warnings, *optimizer_warnings, *plan.warnings, *start.warnings]
+    return Preflight(config, family, geometry, prompts, plan, start, warnings)
+
+
+def _with_base(config: TrainConfig, initial: InitialWeights | None) -> TrainConfig:
+    """A configuration whose transformer is the one that a run starts from, if it is a whole one."""
+    if initial is None or initial.kind != "full":
+        return config
+    model = config.model.model_copy(update={"transformer_id": str(initial.path)})
+    return config.model_copy(update={"model": model})
+
+
+def _start(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial: InitialWeights | None) -> Start:
+    world_size = launched_processes()
+    if checkpoint is None:
+        return begin(config, plan, initial=initial, world_size=world_size)
+    return go_on(config, plan, checkpoint, initial=initial, world_size=world_size)
 
 
 def _check_media(prompts: list[ValidationPrompt]) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Which checkpoint to continue from, and whether the run may. Imports no torch."""
+"""Which checkpoints a run has, and which of them to continue from. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.root import TrainConfig, fields
-from finetrainers.methods.registry import WorkPlan
 from finetrainers.utils.launch import launched_rank
 
 from .manifest import damage, read_manifest, total_size
 
 logger = logging.getLogger(__name__)
 
-#: Layout of checkpoint directories. 2 has a manifest; 1 had none, so that nothing vouches for what it holds.
-FORMAT = 2
+#: Layout of checkpoint directories. 1 had no manifest, so that nothing vouches for what it holds; 2 did not say which way the
+#: run had gone through its data.
+FORMAT = 3
 #: Ending of a checkpoint's name while another one of the same step takes its place.
 REPLACED = ".replaced"
 _STEP_DIR = re.compile(rf"^(?:step-(?P<step>\d+)|\.step-(?P<replaced>\d+){re.escape(REPLACED)})$")
-#: Options that define what is being continued; changing one would silently make it another run.
-CRITICAL_OPTIONS = (
-    "model_name", "training_type", "method", "seed", "batch_size", "gradient_accumulation_steps", "optimizer",
-    "use_8bit_bnb", "use_cpu_offload_optimizer", "rank", "lora_alpha", "target_modules", "use_rslora", "use_dora",
-    "master_weights", "use_ema",
-)  # fmt: skip
 
 
 def checkpoints_dir(output_dir: Path) -> Path:
@@ -92,10 +85,10 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
-    """The checkpoint that `latest`, a step number or a directory names; None when none is wanted.
+    """The checkpoint that `auto`, `latest`, a step number or a directory names; None when none is wanted.
 
     Every byte of it is compared with its manifest. `latest` falls back to the newest that passes, with a warning for
-    each that does not.
+    each that does not. So does `auto`, but where there are none, not even damaged ones, it wants none.
 
     Raises:
         ValueError: it does not exist or is damaged; the message lists those that exist.
@@ -103,7 +96,9 @@ def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
     if wanted is None:
         return None
     root = checkpoints_dir(output_dir)
-    if wanted == "latest":
+    if wanted == "auto" and not scan_checkpoints(output_dir):
+        return None
+    if wanted in ("auto", "latest"):
         return _newest_verified(output_dir)
     found = scan_checkpoints(output_dir)
     names = ", ".join(str(one.step) for one in found if one.damage is None) or "none"
@@ -116,7 +111,7 @@ def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
         path = Path(wanted)
         if not (path / "state.json").is_file():
             raise ValueError(
-                f"{wanted} is not a checkpoint (no state.json); give `latest`, a step ({names}) or a directory"
+                f"{wanted} is not a checkpoint (no state.json); give `auto`, `latest`, a step ({names}) or a directory"
             )
     wrong = damage(path, contents=True)
     if wrong is not None:
@@ -147,34 +142,13 @@ def _warn(message: str, *values: object) -> None:
         logger.warning(message, *values)
 
 
-def critical_state(config: TrainConfig, plan: WorkPlan, *, world_size: int) -> dict[str, Any]:
-    """What must be the same for a run to be continued."""
-    written = config.model_dump(mode="json")
-    values = {name: written[fields()[name][0]][name] for name in (*CRITICAL_OPTIONS, *plan.critical_options)}
-    return {**values, "data": plan.fingerprint, "processes": world_size}
-
-
-def check_resumable(checkpoint: Path, now: dict[str, Any], *, data: str) -> None:
-    """Refuse to continue a run whose defining settings (`critical_state`) changed.
-
-    Args:
-        checkpoint: to be continued from.
-        now: the settings of this run.
-        data: what the fingerprint is of, in words.
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run.
 
     Raises:
-        ValueError: with every difference; or the checkpoint is of another version.
+        ValueError: it is of another version.
     """
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if state["format"] != FORMAT:
         raise ValueError(f"{checkpoint} has checkpoint format {state['format']}; this version reads {FORMAT}")
-    saved = state["critical"]
-    changed = [f"{name}: {saved.get(name)!r} then, {now[name]!r} now" for name in now if saved.get(name) != now[name]]
-    if saved["data"] != now["data"]:
-        changed = [difference for difference in changed if not difference.startswith("data: ")]
-        changed.append(f"data: {data} are not those of then")
-    if changed:
-        raise ValueError(
-            f"cannot continue from {checkpoint}: {'; '.join(changed)}. Restore these settings, or start a new run "
-            "without --resume_from_checkpoint"
-        )
+    return state

@@ -28,7 +28,7 @@ from finetrainers.models.spec import DTYPES, Conditions, ModelSpec, TextEncoders
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.rules import optimizer_problems
-from finetrainers.optim.schedules import lr_schedule
+from finetrainers.optim.schedules import lr_from, lr_schedule
 from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.launch import launched_rank
 
@@ -37,15 +37,14 @@ from .callbacks.evaluation import EvaluationLoss
 from .callbacks.metrics import MetricsFile, ProgressLine, Tracker
 from .callbacks.rewards import MethodEvaluation, RewardFiles
 from .callbacks.validation import EncodedPrompt, Validation
-from .checkpoint import load_checkpoint
 from .export import export
 from .guards.memory import refusal
 from .lock import exclusive
 from .plan_report import dry_run_report, print_line, print_results, print_start, print_stopped
 from .preflight import Preflight, preflight
-from .resume import critical_state
+from .restore import check_restorable, restore
 from .run_dir import RunDirectory
-from .trainable import attach, load_lora_weights, trainable_parameters
+from .trainable import attach, load_lora_weights, start_from_lora, trainable_parameters
 from .trainer import Trainer
 
 
@@ -160,8 +159,9 @@ def make_parallel(config: TrainConfig) -> Parallel:
 
 def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     """Load everything in three phases and build the trainer, resumed if asked."""
-    config, plan = checked.config, checked.plan
+    config, plan, start = checked.config, checked.plan, checked.start
     print_start(checked, parallel)
+    check_restorable(start, parallel)
     spec = checked.family.load(config.model)
     scheduler = spec.load_scheduler()
     process = spec.process(scheduler)
@@ -173,7 +173,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     compute_dtype = parallel.compute_dtype(
         weights_dtype if config.training.training_type == "full-finetune" else DTYPES[config.model.transformer_dtype]
     )
-    source = open_work(plan, config, spec=spec, parallel=parallel)
+    source = open_work(plan, config, spec=spec, parallel=parallel, course=start.course)
 
     # Phase 1: text. With precomputation, each phase's networks are gone before the next phase loads its own.
     encoders = spec.load_text_encoders().to(parallel.device)
@@ -219,6 +219,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
             network=parallel.unwrap(transformer),
         )
     )
+    begun = start.schedule_start
     total_steps = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
     trainer = Trainer(
         config=config,
@@ -227,19 +228,22 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         parallel=parallel,
         transformer=transformer,
         optimizer=optimizer,
-        lr_at=lr_schedule(config.optimizer, lr=lr, total_steps=total_steps),
+        lr_at=lr_from(lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - begun)), begun),
         total_steps=total_steps,
         run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
-        critical=critical_state(config, plan, world_size=parallel.world_size),
+        carried=start.refreshed(config).carried(),
         ema=make_ema(config, parallel.unwrap(transformer)),
     )
     trainer.callbacks = make_callbacks(
         checked, parallel, method=method, source=source, scheduler=scheduler, prompts=prompts, negative=negative,
         load_vae=spec.load_vae if kept_vae is None else lambda: kept_vae,
     )  # fmt: skip
-    if checked.resume_from is not None:
-        load_checkpoint(trainer, checked.resume_from)
+    restore(trainer, start)
     trainer.run_dir.start(config, resumed_step=trainer.step)
+    if start.rows:
+        trainer.run_dir.event(
+            "origin", step=trainer.step, **{part.replace(" ", "_"): text for part, text in start.rows if part != "step"}
+        )
     if parallel.is_main:
         plan.write(trainer.run_dir.root / "manifest.jsonl")
     return trainer
@@ -301,14 +305,14 @@ def check_geometry(config: TrainConfig, geometry: Geometry) -> None:
 
 
 def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
-    """The transformer with what is trained attached, resumed weights included, ready to be wrapped.
+    """The transformer with what is trained attached, resumed or initial weights included, ready to be wrapped.
 
     Raises:
-        ConfigError: a LoRA target matches nothing.
+        ConfigError: a LoRA target matches nothing, or a LoRA to start from does not fit.
     """
-    config, resume_from = checked.config, checked.resume_from
-    if resume_from is not None and config.training.training_type == "full-finetune":
-        saved = config.model.model_copy(update={"transformer_id": str(resume_from / "transformer"), "variant": None})
+    config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
+    if checkpoint is not None and config.training.training_type == "full-finetune":
+        saved = config.model.model_copy(update={"transformer_id": str(checkpoint / "transformer"), "variant": None})
         transformer = checked.family.load(saved).load_transformer(dtype)
     else:
         transformer = spec.load_transformer(dtype)
@@ -316,8 +320,13 @@ def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch
         attach(transformer, config.training)
     except ValueError as error:
         raise ConfigError([Problem("", str(error))]) from None
-    if resume_from is not None and config.training.training_type == "lora":
-        load_lora_weights(resume_from, transformer)
+    if checkpoint is not None and config.training.training_type == "lora":
+        load_lora_weights(checkpoint, transformer)
+    elif checkpoint is None and initial is not None and initial.kind == "lora":
+        try:
+            start_from_lora(initial.path, transformer, spec=spec, training=config.training)
+        except ValueError as error:
+            raise ConfigError([Problem("--init_from", str(error))]) from None
     if "transformer" in config.model.layerwise_upcasting_modules:
         enable_layerwise_upcasting(
             transformer,

@@ -17,8 +17,8 @@ from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import nearest
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
-_REGEX_CHARACTERS = re.compile(r"[*+?^$|()\[\]\\]")
+from .initial_weights import lora_differences, lora_facts
+from .lora_layout import LORA_FILE, is_expression, is_target
 
 
 def attach(transformer: nn.Module, training: TrainingSection) -> None:
@@ -57,7 +57,7 @@ def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
         ValueError: a suffix or the expression matches no linear or convolution layer.
     """
     names = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-    if len(targets) == 1 and _REGEX_CHARACTERS.search(targets[0]):
+    if is_expression(targets):
         if not any(re.fullmatch(targets[0], name) for name in names):
             raise ValueError(
                 f"--target_modules: the expression {targets[0]!r} matches no layer in full; names look like {names[:3]}"
@@ -65,7 +65,7 @@ def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
         return targets[0]
     suffixes = {name.split(".", 2)[-1] for name in names} | {name.rsplit(".", 1)[-1] for name in names}
     for target in targets:
-        if not any(name == target or name.endswith("." + target) for name in names):
+        if not any(is_target(name, target) for name in names):
             raise ValueError(f"--target_modules: {target!r} matches no layer{nearest(target, suffixes)}")
     return targets
 
@@ -116,15 +116,44 @@ def _json_safe(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_lora_weights(directory: Path, transformer: nn.Module) -> None:
-    """Load a saved LoRA into the attached adapter, exactly.
+    """Load a LoRA of one of our checkpoints into the attached adapter, exactly.
 
     Raises:
         ValueError: the file does not fit the adapter.
     """
     state = load_file(directory / LORA_FILE)
-    state = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
-    expected = set(get_peft_model_state_dict(transformer))
-    if set(state) != expected:
-        odd = sorted(set(state) ^ expected)
-        raise ValueError(f"{directory / LORA_FILE} does not fit this adapter: {len(odd)} names differ, e.g. {odd[0]}")
+    _set_adapter({k.removeprefix("transformer."): v for k, v in state.items()}, transformer, directory / LORA_FILE)
+
+
+def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, training: TrainingSection) -> None:
+    """Load somebody's LoRA into the attached adapter; for a full finetuning, add it to the weights for good.
+
+    Raises:
+        ValueError: the file does not fit the adapter, or the transformer; with every difference.
+    """
+    if training.training_type == "full-finetune":
+        spec.load_lora(transformer, path)
+        transformer.fuse_lora()  # type: ignore[operator]
+        transformer.unload_lora()  # type: ignore[operator]
+        transformer.requires_grad_(True)
+        return
+    state, settings = spec.read_lora(path)
+    facts = lora_facts({name: tensor.shape for name, tensor in state.items()}, settings)
+    differences = lora_differences(facts, training)
+    if differences:
+        raise ValueError(f"{path} does not fit this run's adapter: {'; '.join(differences)}")
+    _set_adapter(state, transformer, path)
+
+
+def _set_adapter(state: dict[str, Tensor], transformer: nn.Module, path: Path) -> None:
+    expected = get_peft_model_state_dict(transformer)
+    if state.keys() != expected.keys():
+        odd = sorted(state.keys() ^ expected.keys())
+        raise ValueError(f"{path} does not fit this adapter: {len(odd)} names differ, e.g. {odd[0]}")
+    for name, tensor in state.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{path} does not fit this adapter: {name} is {list(tensor.shape)} in the file, "
+                f"{list(expected[name].shape)} here; is it a LoRA of this model?"
+            )
     set_peft_model_state_dict(transformer, state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -48,7 +48,7 @@ class Trainer:
         lr_at: Callable[[int], float],
         total_steps: int,
         run_dir: RunDirectory,
-        critical: dict[str, Any],
+        carried: Mapping[str, Any],
         ema: EMA | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
@@ -61,7 +61,7 @@ class Trainer:
         lr_at: learning rate of optimizer step n, from 0.
         total_steps: optimizer steps in all.
         run_dir: where records go.
-        critical: settings that a checkpoint must share.
+        carried: what checkpoints keep of how the run began; see `Start.carried`.
         ema: moving average of the trained weights.
         callbacks: watchers, in order.
         """
@@ -74,7 +74,7 @@ class Trainer:
         self.lr_at = lr_at
         self.total_steps = total_steps
         self.run_dir = run_dir
-        self.critical = critical
+        self.carried = carried
         self.ema = ema
         self.callbacks = list(callbacks)
         self.step = 0
@@ -168,14 +168,13 @@ class Trainer:
 
     def _own_gradients(self, micro_batches: Iterator[Any], count: int) -> dict[str, Tensor]:
         """Forward and backward of each micro-batch; the metrics."""
-        # Dropout draws from the global generator; seeding it per step makes it resumable.
-        _seed_global(
-            self.parallel.device, derive_seed(self.config.training.seed, "step", self.step, self.parallel.rank)
-        )
         set_lr(self.optimizer, self.lr_at(self.step))
         self.parallel.begin_step(count)
         totals: dict[str, Tensor] = {}
-        for batch in micro_batches:
+        for number, batch in enumerate(micro_batches):
+            # Dropout draws from the global generator: by the place in the step, whichever rank has the micro-batch.
+            place = number * self.parallel.world_size + self.parallel.rank
+            _seed_global(self.parallel.device, derive_seed(self.config.training.seed, "step", self.step, place))
             with self.parallel.accumulate(self.transformer):
                 loss, metrics = self.method.loss(self.transformer, batch)
                 self.parallel.backward(loss)

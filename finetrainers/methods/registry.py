@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.course import Course
 
 _CLIPS_PLAN, _CLIPS_SOURCE = "finetrainers.data.plan:plan_clips", "finetrainers.data.source:open_source"
 
@@ -20,21 +21,23 @@ class WorkPlan(Protocol):
     Attributes:
         fingerprint: changes with any data that a checkpoint must not be continued without.
         fingerprint_of: what data that is, in words.
-        critical_options: names of options that it must not be continued without either.
+        critical_options: options that must be as in the checkpoint, too, and the `--reset` that allows others, if any.
         warnings, notes: what the user should know, and what was decided for them.
         title: of its table.
         beside_memory: what takes memory that the estimate does not know, in words.
         eval_clips: clips held out for the evaluation loss, if there are clips.
+        cut_in_batches: whether the items of a step depend on batch size, accumulation and number of processes.
     """
 
     fingerprint: str
     fingerprint_of: str
-    critical_options: tuple[str, ...]
+    critical_options: Mapping[str, str | None]
     title: str
     beside_memory: str
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     eval_clips: tuple[Any, ...]
+    cut_in_batches: bool
 
     @property
     def count(self) -> int:
@@ -94,7 +97,7 @@ def register_method(name: str, factory: str, *, plan: str = _CLIPS_PLAN, source:
         name: what users call it.
         factory: the class, with `create(parts: MethodParts)`.
         plan: `(config, geometry, *, sizes_are_wrong) -> WorkPlan | None`, without torch; default: clips.
-        source: `(plan, config, *, spec, parallel)`, what takes the text encoders and the VAE; default: of clips.
+        source: `(plan, config, *, spec, parallel, course)`, what takes the text encoders and the VAE; default: of clips.
 
     Raises:
         ValueError: the name is taken.
@@ -124,9 +127,9 @@ def plan_work(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool)
     return planner(config, geometry, sizes_are_wrong=sizes_are_wrong)
 
 
-def open_work(plan: WorkPlan, config: TrainConfig, *, spec: Any, parallel: Any) -> Any:
+def open_work(plan: WorkPlan, config: TrainConfig, *, spec: Any, parallel: Any, course: Course) -> Any:
     """What feeds the configured method (imports torch)."""
-    return _resolve(_METHODS[config.training.method].source)(plan, config, spec=spec, parallel=parallel)
+    return _resolve(_METHODS[config.training.method].source)(plan, config, spec=spec, parallel=parallel, course=course)
 
 
 def _resolve(address: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .spec import ModelSpec
 
 Json = dict[str, Any]
+_ENDS = 1 << 16  # bytes at both ends of a weight file that name it
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -115,21 +117,70 @@ def _resolve(path: str) -> Any:
 
 def _component_config(config: ModelSection, part: str, replacement: str | None) -> Json | None:
     """The part's config.json if it is on disk, hub cache included; a replacement may be the part's folder itself."""
+    path = _component_file(config, part, replacement, "config.json")
+    return None if path is None else json.loads(path.read_text(encoding="utf-8"))
+
+
+def _component_file(config: ModelSection, part: str, replacement: str | None, name: str) -> Path | None:
+    """A file of a part if it is on disk; see `_component_config`."""
     root = model_path(replacement or config.pretrained_model_name_or_path)
-    candidates = [Path(root) / part / "config.json"]
+    candidates = [Path(root) / part / name]
     if replacement:
-        candidates.append(Path(root) / "config.json")
+        candidates.append(Path(root) / name)
     if _HUB_ID.fullmatch(str(root)) and not Path(root).is_dir():
         from huggingface_hub import try_to_load_from_cache
 
         revision = None if replacement else config.revision
-        cached = try_to_load_from_cache(root, f"{part}/config.json", cache_dir=config.cache_dir, revision=revision)
+        cached = try_to_load_from_cache(root, f"{part}/{name}", cache_dir=config.cache_dir, revision=revision)
         if isinstance(cached, str):
             candidates.append(Path(cached))
-    for path in candidates:
-        if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
-    return None
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def noise_process_of(config: ModelSection) -> str | None:
+    """Scheduler class and prediction type of the configured checkpoint; None where they are not on disk."""
+    path = _component_file(config, "scheduler", None, "scheduler_config.json")
+    if path is None:
+        return None
+    scheduler = json.loads(path.read_text(encoding="utf-8"))
+    return " ".join(str(scheduler[key]) for key in ("_class_name", "prediction_type") if key in scheduler)
+
+
+def transformer_digest(config: ModelSection) -> str | None:
+    """A short name of the configured transformer's weights, wherever they lie; None where they are not all on disk.
+
+    Made of the files' names and sizes and of their first and last bytes: training or converting changes those.
+    """
+    place = _component_file(config, "transformer", config.transformer_id, "config.json")
+    if place is None:
+        return None
+    folder = place.parent
+    variant = None if config.transformer_id else config.variant
+    files = [
+        path
+        for path in sorted(folder.glob("diffusion_pytorch_model*"))
+        if path.suffix in (".safetensors", ".bin") and _variant_of(path.name) == variant
+    ]
+    for index in folder.glob("diffusion_pytorch_model*.index.json"):
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if not all((folder / name).is_file() for name in listed):
+            return None
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {size} ".encode() + file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest()[:12]
+
+
+def _variant_of(name: str) -> str | None:
+    """`fp16` of `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`."""
+    match = re.match(r"diffusion_pytorch_model\.([\w]+?)(?:-\d+-of-\d+)?\.(?:safetensors|bin)$", name)
+    return match[1] if match else None
 
 
 _FAMILIES: dict[str, Family] = {}

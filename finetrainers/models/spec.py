@@ -14,7 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+from diffusers.utils import convert_unet_state_dict_to_peft
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
@@ -330,9 +332,30 @@ class ModelSpec(ABC):
     def save_lora(self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]) -> None:
         """Write `pytorch_lora_weights.safetensors`, with alpha and rank, as `load_lora_weights` reads them."""
 
-    def load_lora(self, transformer: nn.Module, path: Path | str) -> None:
-        """Load a LoRA file in diffusers layout as the adapter `default`."""
-        transformer.load_lora_adapter(str(path), adapter_name="default", prefix="transformer", use_safetensors=True)  # type: ignore[operator]
+    def read_lora(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Adapter weights of a LoRA file by their names in the transformer, and the PEFT settings stored with them.
+
+        Any format that the family's pipeline reads; safetensors only. Without stored settings, alpha is the rank.
+
+        Raises:
+            ValueError: the file holds no LoRA of this transformer.
+        """
+        pipeline: Any = getattr(diffusers, self.pipeline_class)
+        state, metadata = pipeline.lora_state_dict(
+            str(path.parent), weight_name=path.name, use_safetensors=True, return_lora_metadata=True
+        )
+        prefix = "transformer."
+        found = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        if found and not any("lora_A" in name for name in found):
+            found = convert_unet_state_dict_to_peft(found)
+        if not any("lora_A" in name for name in found):
+            raise ValueError(f"{path} holds no LoRA of a {self.name} transformer")
+        return found, {k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)}
+
+    def load_lora(self, transformer: nn.Module, path: Path) -> None:
+        """Load a LoRA file as the adapter `default`; see `read_lora`."""
+        state, metadata = self.read_lora(path)
+        transformer.load_lora_adapter(state, adapter_name="default", prefix=None, metadata=metadata or None)  # type: ignore[operator]
 
     def save_full(self, directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         """Write `directory/transformer` in diffusers layout with the given weights, in their dtype.

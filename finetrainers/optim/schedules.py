@@ -57,6 +57,11 @@ def lr_schedule(config: OptimizerSection, *, lr: float, total_steps: int) -> Cal
     return lambda step: lr * factor(step)
 
 
+def lr_from(schedule: Callable[[int], float], first_step: int) -> Callable[[int], float]:
+    """A schedule that begins at an optimizer step of the run."""
+    return lambda step: schedule(step - first_step)
+
+
 def create_scheduler(
     optimizer: Optimizer,
     *,

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig
+from finetrainers.data.course import Course
 from finetrainers.data.plan import Clip
-from finetrainers.data.stream import BatchStream, fixed_batches
+from finetrainers.data.stream import BatchStream, fixed_batches, stream_of
 
 BUCKETS = [(9, 32, 48), (17, 32, 48), (1, 64, 64)]
 
@@ -65,6 +70,99 @@ def test_a_step_is_the_same_at_any_world_size_and_its_weights_give_the_mean(
     assert weighted(alone) == pytest.approx(sum(samples) / len(samples))
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a run: how it makes its steps, and how many."""
+
+    batch_size: int
+    accumulation: int
+    world: int
+    steps: int
+
+
+def walk(clips: list[Clip], parts: list[Part], *, epochs: int = 0) -> list[list[tuple[int, int]]]:
+    """The samples `(epoch, item)` of every step of a run that is stopped and continued as the parts say.
+
+    The last part goes on until every clip has been seen `epochs` times.
+    """
+    steps: list[list[tuple[int, int]]] = []
+    course: Course | None = None
+    for number, part in enumerate(parts):
+        config = load_config(
+            model_name="m", pretrained_model_name_or_path="r", seed=3, batch_size=part.batch_size,
+            gradient_accumulation_steps=part.accumulation,
+        )  # fmt: skip
+        now = {"world_size": part.world, "step": len(steps)}
+        course = Course.begin(config, **now) if course is None else course.go_on(config, **now)
+        course = Course.from_state(json.loads(json.dumps(course.state())))  # as a checkpoint keeps it
+        stream = stream_of(clips, course)
+        ways = {"accumulation": part.accumulation, "world_size": part.world}
+        end = len(steps) + part.steps
+        if number == len(parts) - 1:
+            end = max(len(steps), stream.steps_for_epochs(epochs, **ways))
+        for step in range(len(steps), end):
+            ranks = [stream.step(step, rank=rank, **ways) for rank in range(part.world)]
+            steps.append([key for turn in zip(*ranks, strict=True) for batch in turn for key in batch.sample_keys])
+    return steps
+
+
+parts = st.lists(
+    st.builds(Part, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 7)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(counts=counts, parts=parts)
+def test_every_clip_comes_once_an_epoch_however_a_run_is_continued(counts, parts) -> None:
+    clips = make_clips(counts)
+    steps = walk(clips, parts, epochs=3)
+    samples = [key for step in steps for key in step]
+    assert len(set(samples)) == len(samples)
+    epochs = [epoch for epoch, _ in samples]
+    assert epochs == sorted(epochs)
+    for epoch in range(3):
+        assert sorted(item for e, item in samples if e == epoch) == list(range(len(clips)))
+    # The last step is needed for the third epoch, if the run had not got there before.
+    before = sum(part.steps for part in parts[:-1])
+    assert len(steps) == before or any(epoch == 2 for epoch, _ in steps[-1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=counts, batch_size=st.integers(1, 4), ways=st.lists(st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]), min_size=1, max_size=4),
+    stops=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+)  # fmt: skip
+def test_the_same_global_batch_gives_the_same_steps(counts, batch_size, ways, stops) -> None:
+    clips = make_clips(counts)
+    stopped = [Part(batch_size, a, w, steps) for (a, w), steps in zip(ways, stops, strict=False)]
+    straight = [Part(batch_size, 6, 1, 0)]
+    found, expected = (walk(clips, way, epochs=4) for way in (stopped, straight))
+    assert found[: len(expected)] == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(count=st.integers(1, 12), parts=parts)
+def test_of_one_bucket_the_order_of_clips_stays_whatever_the_batch(count, parts) -> None:
+    clips = make_clips([count])
+    ways = (parts, [Part(1, 1, 1, 0)])
+    found, straight = ([key for step in walk(clips, way, epochs=3) for key in step] for way in ways)
+    assert found[: len(straight)] == straight
+
+
+def test_going_back_forgets_what_came_after() -> None:
+    """And as long as batches are made as before, there is nothing to keep."""
+
+    def config(batch_size: int) -> TrainConfig:
+        return load_config(model_name="m", pretrained_model_name_or_path="r", batch_size=batch_size)
+
+    course = Course.begin(config(2), world_size=2)
+    assert course.go_on(config(2), world_size=2, step=5) == course
+    changed = course.go_on(config(1), world_size=2, step=5).go_on(config(2), world_size=2, step=9)
+    assert [stretch.first_step for stretch in changed.stretches] == [0, 5, 9]
+    assert [s.first_step for s in changed.go_on(config(3), world_size=2, step=9).stretches] == [0, 5, 9]
+    assert changed.go_on(config(2), world_size=2, step=4) == course
+
+
 def test_with_one_bucket_the_order_does_not_depend_on_the_batch_size() -> None:
     clips = make_clips([10])
     by_four, by_one = (BatchStream(clips, batch_size=size, seed=5) for size in (4, 1))
@@ -102,7 +200,6 @@ def test_steps_for_epochs() -> None:
     assert stream.num_batches == 5
     assert stream.steps_for_epochs(2, accumulation=1, world_size=1) == 10
     assert stream.steps_for_epochs(2, accumulation=2, world_size=2) == 3
-    assert [stream.epoch_of_step(s, accumulation=2, world_size=2) for s in range(4)] == [0, 0, 1, 2]
 
 
 def test_fixed_batches_keep_every_clip_once() -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetrainers.config.errors import ConfigError
-from finetrainers.engine import checkpoint, publish
+from finetrainers.engine import checkpoint, publish, restore
 from finetrainers.engine.manifest import damage, read_manifest, write_manifest
 from finetrainers.engine.resume import find_checkpoint, list_checkpoints, scan_checkpoints
 
@@ -139,7 +139,7 @@ def test_a_manifest_says_what_the_checkpoint_is_of(options: Callable[..., dict],
     assert sorted(manifest["files"]) == [
         "ema.safetensors", "optimizer.pt", "pytorch_lora_weights.safetensors", "state.json",
     ]  # fmt: skip
-    assert manifest["format"] == 2
+    assert manifest["format"] == 3
     assert manifest["step"] == 1
     assert manifest["packages"]["torch"] == torch.__version__
     assert manifest["config"]["lr"] == 1e-2
@@ -228,9 +228,9 @@ def test_no_room_leaves_older_checkpoints(
 
 def test_a_method_state_comes_back_from_safetensors(tmp_path: Path) -> None:
     state = {"old": {"a.weight": torch.randn(3), "b": torch.ones(2, dtype=torch.bfloat16)}, "count": 3, "none": {}}
-    tensors, values = checkpoint._split(state)
+    tensors, values = checkpoint.split_state(state)
     save_file(tensors, tmp_path / "method.safetensors")
-    back = checkpoint._join(load_file(tmp_path / "method.safetensors"), json.loads(json.dumps(values)))
+    back = restore.join_state(load_file(tmp_path / "method.safetensors"), json.loads(json.dumps(values)))
     assert back.keys() == state.keys()
     assert back["count"] == 3
     assert back["none"] == {}

@@ -28,6 +28,7 @@ def finished(tmp_path, **options):
         run_dir=SimpleNamespace(root=tmp_path),
     )
     checked = SimpleNamespace(
+        start=SimpleNamespace(origin=None),
         plan=SimpleNamespace(example='MY a fox, "quoted"', size=(9, 64, 96), fps=25.0, count=3, noun="clip"),
         prompts=[ValidationPrompt("a fox: at night"), ValidationPrompt("a dog")],
     )

@@ -163,19 +163,25 @@ def test_changed_runs_are_refused_with_every_difference(
 ) -> None:
     done = run(**options(train_steps=1))
     before = {path: path.read_bytes() for path in done.root.rglob("*") if path.is_file()}
-    changed = options(train_steps=2, clips=2, batch_size=2, rank=8, lora_alpha=16)
+    changed = options(
+        train_steps=2, clips=2, batch_size=2, rank=8, lora_alpha=16, seed=7, flow_shift=3.0, optimizer="adamw"
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="cannot continue from") as refusal:
         run(**changed, resume_from_checkpoint="latest")
     for difference in (
-        "batch_size: 1 then, 2 now",
         "rank: 4 then, 8 now",
         "lora_alpha: 8.0 then, 16.0 now",
-        "processes: 1 then, 2 now",
-        "data: files, captions, buckets or held-out items",
+        "data: files, captions, buckets or held-out items are not those of then "
+        "(bucket 9x64x64, clips 1, held out 0, fps 8 then; bucket 9x64x64, clips 2, held out 0, fps 8 now) (--reset data)",
+        "optimizer: 'adam' then, 'adamw' now (--reset optimizer)",
+        "seed: 42 then, 7 now (--reset rng)",
+        "flow_shift: 1.0 then, 3.0 now (--reset rng)",
+        "--reset data optimizer rng allows the others; nothing allows another rank, lora_alpha",
     ):
         assert difference in str(refusal.value)
-    assert "seed" not in str(refusal.value)
+    assert "target_modules" not in str(refusal.value)
+    assert "batch_size" not in str(refusal.value)
     assert {path: path.read_bytes() for path in done.root.rglob("*") if path.is_file()} == before
 
 
@@ -195,7 +201,7 @@ def test_other_formats_are_refused(options: Callable[..., dict], run: Callable[.
     state.write_text(json.dumps({**json.loads(state.read_text()), "format": 99}))
     (directory / "manifest.json").unlink()
     write_manifest(directory, facts={})
-    with pytest.raises(ConfigError, match="checkpoint format 99; this version reads 2"):
+    with pytest.raises(ConfigError, match="checkpoint format 99; this version reads 3"):
         run(**options(train_steps=2), resume_from_checkpoint="latest")
 
 

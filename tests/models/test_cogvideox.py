@@ -515,7 +515,7 @@ def test_a_saved_lora_is_loaded_by_the_pipeline_with_its_alpha(checkpoint, tmp_p
     pipe = stock_pipeline(checkpoint.config)
     pipe.load_lora_weights(tmp_path)
     again = spec.load_transformer(torch.float32)
-    spec.load_lora(again, tmp_path)
+    spec.load_lora(again, tmp_path / "pytorch_lora_weights.safetensors")
     with torch.no_grad():
         expected = spec.predict(trained, *arguments)
         assert (expected - base).abs().max() > 1e-2

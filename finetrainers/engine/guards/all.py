@@ -47,7 +47,7 @@ class Guards:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; checkpoints of earlier versions have none of it."""
-        self.spikes.load_state_dict(state.get("spikes", {}))
-        self.memory.load_state_dict(state.get("fits", []))
-        self.data_ahead = state.get("data_ahead", 0)
+        """Restore what `state_dict` returned."""
+        self.spikes.load_state_dict(state["spikes"])
+        self.memory.load_state_dict(state["fits"])
+        self.data_ahead = state["data_ahead"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from finetrainers.engine.checkpoint import load_checkpoint
+from finetrainers.engine.restore import load_checkpoint
 from finetrainers.engine.resume import find_checkpoint
 from finetrainers.engine.trainable import load_lora_weights
 from finetrainers.models.spec import ModelSpec

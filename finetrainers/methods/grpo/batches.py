@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -48,10 +49,11 @@ class Part:
 def parts_of_updates(
     collected: Collected, *, rank: int, batch_size: int, updates: int, repeats: int, seed: int, rollout: int
 ) -> list[list[Part]]:
-    """For each update of a rollout its micro-batches: kept clips in random order, dealt out in turn over all ranks.
+    """For each update of a rollout its micro-batches. Which clips an update has does not depend on the number of ranks.
 
-    So the updates differ by one clip at most, and by one clip of each rank. An update without a clip, on whatever rank, has
-    no micro-batches. Ranks may keep different numbers of clips: who has fewer fills up with clips of share 0, since all
+    Of all ranks' kept clips, each run of as many as there are updates is dealt out at random, one to each. So the updates
+    differ by one clip at most, and by two clips of each rank. An update without a clip, on whatever rank, has no
+    micro-batches. Ranks may keep different numbers of clips: who has fewer fills up with clips of share 0, since all
     ranks must make equally many micro-batches of equal size. The mean over ranks of the sums of a step's shares is 1.
 
     Args:
@@ -60,23 +62,27 @@ def parts_of_updates(
         batch_size: clips of a micro-batch.
         updates: optimizer steps of the rollout.
         repeats: how often each clip is trained in its step.
-        seed, rollout: they decide the order.
+        seed, rollout: they decide who is dealt what.
     """
     counts = collected.kept_by_rank
-    order = list(collected.kept)
-    random.Random(derive_seed(seed, "order", rollout, rank)).shuffle(order)
+    owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
+    dealt: list[int] = []  # to which update, of every kept clip
+    while len(dealt) < len(owners):
+        turn = list(range(updates))
+        random.Random(derive_seed(seed, "updates", rollout, len(dealt))).shuffle(turn)
+        dealt += turn[: len(owners) - len(dealt)]
+    before = sum(counts[:rank])
+    mine = dict(zip(collected.kept, dealt[before : before + counts[rank]], strict=True))
     spare = list(collected.latents)
     found = []
     for update in range(updates):
-        # A rank's first clip goes to where the last clip of the rank before it has left off.
-        first = [(update - sum(counts[:other])) % updates for other in range(len(counts))]
-        dealt = [len(range(start, count, updates)) for start, count in zip(first, counts, strict=True)]
-        mine = order[first[rank] :: updates]
-        groups = max(-(-count // batch_size) for count in dealt)
-        missing = groups * batch_size - len(mine)
-        total = float(sum(dealt)) * repeats / len(counts)
-        clips = mine + [spare[i % len(spare)] for i in range(missing)]
-        shares = [1.0 / total for _ in mine] + [0.0] * missing
+        sizes = Counter(owner for owner, to in zip(owners, dealt, strict=True) if to == update)
+        groups = max((-(-count // batch_size) for count in sizes.values()), default=0)
+        clips = [clip for clip, to in mine.items() if to == update]
+        missing = groups * batch_size - len(clips)
+        total = float(sizes.total()) * repeats / len(counts)
+        shares = [1.0 / total for _ in clips] + [0.0] * missing
+        clips += [spare[i % len(spare)] for i in range(missing)]
         found.append(
             [
                 Part(clips[at : at + batch_size], shares[at : at + batch_size], repeat, update, at == repeat == 0)

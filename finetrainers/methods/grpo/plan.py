@@ -14,10 +14,11 @@ from finetrainers.utils.text import plural
 
 from .prompts import Prompt, read_prompts
 
-#: Options that decide what a rollout is: a checkpoint is not continued with others.
-_ROLLOUT = ("reward", "rl_algorithm", "rollout_size", "prompts_per_step", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
+#: Options that decide what a rollout is: a checkpoint is not continued with others, but for how many prompts one takes, where
+#: these begin anew.
+_ROLLOUT: dict[str, str | None] = dict.fromkeys(("reward", "rl_algorithm", "rollout_size", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
             "sampler", "eta", "shift", "rollout_guidance", "rollout_cfg", "init_same_noise", "window_size",
-            "window_range", "window_strategy", "window_per_prompt", "window_every", "window_stride", "timestep_fraction")  # fmt: skip
+            "window_range", "window_strategy", "window_per_prompt", "window_every", "window_stride", "timestep_fraction")) | {"prompts_per_step": "data"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class PromptPlan:
     noun = "prompt"
     fingerprint_of = "prompts"
     critical_options = _ROLLOUT
+    cut_in_batches = False
     title = "prompts"
     beside_memory = "the VAE, which decodes the clips, and rewards that are networks"
     eval_clips: tuple[Any, ...] = ()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.cache import CacheError, TensorCache
+from finetrainers.data.course import Course
 from finetrainers.data.identity import identity
 from finetrainers.data.precompute import precompute_text
 from finetrainers.models.spec import Conditions, ModelSpec, TextEncoders, VAEStats
@@ -25,14 +26,16 @@ _MEMORY = 256 * 2**20
 class PromptSource:
     """The prompts of a run. `take_text_encoders`, then `take_vae`, must be called before anything is asked for."""
 
-    def __init__(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any) -> None:
+    def __init__(
+        self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any, course: Course | None = None
+    ) -> None:
+        course = course or Course.begin(config, world_size=parallel.world_size)
         self.plan = plan
         self.spec = spec
         self.parallel = parallel
         self.updates = config.grpo.updates_per_rollout
-        self.order = PromptOrder(
-            len(plan.prompts), prompts_per_step=config.grpo.prompts_per_step, seed=config.training.seed
-        )
+        self.first_rollout = course.first_step // self.updates  # at which the prompts were begun
+        self.order = PromptOrder(len(plan.prompts), prompts_per_step=config.grpo.prompts_per_step, seed=course.seed)
         self._cache = TensorCache((config.data.precompute_dir or config.run.output_dir / "precomputed") / "tensors")
         self._identity = ""
         self._length: int | None = None
@@ -75,13 +78,14 @@ class PromptSource:
 
     def steps_for_epochs(self, epochs: int) -> int:
         """Optimizer steps in which every prompt is sampled at least `epochs` times."""
-        return -(-epochs * self.order.num_prompts // self.order.prompts_per_step) * self.updates
+        rollouts = -(-epochs * self.order.num_prompts // self.order.prompts_per_step)
+        return (self.first_rollout + rollouts) * self.updates
 
     # ---- what a method asks for --------------------------------------------------------------------------------
 
     def prompts_of(self, rollout: int) -> list[int]:
         """Indices of a rollout's prompts, in the order of its groups."""
-        return self.order.prompts_of(rollout)
+        return self.order.prompts_of(rollout - self.first_rollout)
 
     def text(self, prompt: int) -> str:
         """The prompt."""
@@ -130,6 +134,8 @@ class PromptSource:
         return Conditions(tensors)
 
 
-def open_prompts(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any) -> PromptSource:
-    """The prompts of a run."""
-    return PromptSource(plan, config, spec=spec, parallel=parallel)
+def open_prompts(
+    plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any, course: Course | None = None
+) -> PromptSource:
+    """The prompts of a run; default: from their beginning."""
+    return PromptSource(plan, config, spec=spec, parallel=parallel, course=course)

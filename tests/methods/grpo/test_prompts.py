@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from finetrainers.config.load import load_config
+from finetrainers.data.course import Course
 from finetrainers.data.manifest import DataError
-from finetrainers.methods.grpo.prompts import PromptFile, PromptOrder, clip_generator, read_prompts
+from finetrainers.methods.grpo.plan import PromptPlan
+from finetrainers.methods.grpo.prompts import Prompt, PromptFile, PromptOrder, clip_generator, read_prompts
+from finetrainers.methods.grpo.source import open_prompts
 
 
 def read(folder: Path, name: str, content: str | bytes) -> PromptFile:
@@ -216,3 +221,19 @@ def test_every_clip_and_purpose_has_its_own_numbers() -> None:
     others = [drawn(**{key: 7}) for key in ("seed", "rollout", "slot", "generation")]
     others += [drawn(stream="step 0"), drawn(rollout=3, slot=2), drawn(slot=4, generation=3)]
     assert len({tuple(numbers) for numbers in [drawn(), *others]}) == 8
+
+
+def test_a_source_counts_prompts_from_where_they_were_begun(tmp_path):
+    """After `--reset data` at step 6, with two steps a rollout, rollout 3 is the first of the order."""
+    config = load_config(
+        model_name="m", pretrained_model_name_or_path="r", method="grpo", output_dir=str(tmp_path), prompts_per_step=2,
+        updates_per_rollout=2, seed=5, batch_size=1,
+    )  # fmt: skip
+    plan = PromptPlan(tuple(Prompt(str(i), "") for i in range(5)), (), (9, 64, 64), 8.0, "f")
+    parallel = SimpleNamespace(world_size=1, rank=0)
+    begun, later = (
+        open_prompts(plan, config, spec=None, parallel=parallel, course=Course.begin(config, world_size=1, step=step))
+        for step in (0, 6)
+    )
+    assert [later.prompts_of(rollout) for rollout in (3, 4, 5)] == [begun.prompts_of(rollout) for rollout in (0, 1, 2)]
+    assert (begun.steps_for_epochs(1), later.steps_for_epochs(1)) == (6, 12)

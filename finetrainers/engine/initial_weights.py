@@ -1,0 +1,199 @@
+"""What `--init_from` names: weights of a transformer, or a LoRA. Reads headers only and imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from finetrainers.config.sections import TrainingSection
+from finetrainers.utils.packaged import model_path
+from finetrainers.utils.text import plural
+
+from .lora_layout import LORA_FILE, is_expression, is_target
+from .manifest import MANIFEST, damage
+from .resume import checkpoints_dir, find_checkpoint
+
+_LORA_NAME = re.compile(r"\.lora_?(A|B|down|up)\b|\.lora_magnitude_vector")
+_MODULE = re.compile(r"(?P<module>.+)\.(?:lora_(?:A|B)(?:\.\w+)?\.weight|lora_magnitude_vector(?:\.weight)?)$")
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Where a run's first weights come from.
+
+    Attributes:
+        given: as the user named it.
+        kind: `full`, a transformer in diffusers layout, or `lora`.
+        path: its folder; the LoRA's file.
+        model_name: of the run that made them, where that is known.
+    """
+
+    given: str
+    kind: Literal["full", "lora"]
+    path: Path
+    model_name: str | None = None
+
+
+@dataclass(frozen=True)
+class LoraFacts:
+    """What a LoRA file says of itself.
+
+    Attributes:
+        ranks: by module; empty if the names are another program's, and known only when it is read.
+        alpha: None if the file does not say: then it is the rank, as for diffusers.
+        use_rslora, use_dora: see the options.
+        patterns: settings of single modules.
+    """
+
+    ranks: Mapping[str, int]
+    alpha: float | None
+    use_rslora: bool
+    use_dora: bool
+    patterns: Mapping[str, Any]
+
+
+def find_initial_weights(given: str) -> InitialWeights:
+    """What a path holds.
+
+    Raises:
+        ValueError: nothing that training can start from; the message says what may be given.
+    """
+    path = Path(model_path(given)).expanduser()
+    if path.is_file():
+        return _lora(given, path)
+    if not path.is_dir():
+        raise ValueError(
+            f"no such file or directory: {given}; give a checkpoint, a run directory, a diffusers folder, or a LoRA in "
+            "safetensors (a model of the hub must be downloaded, or is named by --transformer_id)"
+        )
+    if (path / MANIFEST).is_file():
+        return _in_checkpoint(given, path)
+    found = _in_folder(given, path)
+    if found is not None:
+        return found
+    if checkpoints_dir(path).is_dir():  # a run that has not come to its end
+        newest = find_checkpoint("latest", path)
+        assert newest is not None
+        return _in_checkpoint(given, newest)
+    raise ValueError(
+        f"{given} holds neither a transformer (transformer/ or config.json) nor {LORA_FILE} nor checkpoints/; it holds "
+        f"{', '.join(sorted(inner.name for inner in path.iterdir())[:8]) or 'nothing'}"
+    )
+
+
+def _in_checkpoint(given: str, path: Path) -> InitialWeights:
+    wrong = damage(path, contents=True)
+    if wrong is not None:
+        raise ValueError(f"the checkpoint {path} is damaged: {wrong}")
+    found = _in_folder(given, path)
+    if found is None:
+        raise ValueError(f"the checkpoint {path} holds no weights")
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return InitialWeights(given, found.kind, found.path, state.get("critical", {}).get("model_name"))
+
+
+def _in_folder(given: str, path: Path) -> InitialWeights | None:
+    """The transformer or the LoRA of a folder, whoever wrote it; the results of a run lie like that too."""
+    for folder in (path / "transformer", path):
+        if (folder / "config.json").is_file():
+            if not any(folder.glob("*.safetensors")):
+                raise ValueError(
+                    f"{folder} has no safetensors files; pickles (.bin, .pt) are not loaded, convert them first"
+                )
+            return InitialWeights(given, "full", folder)
+    if (path / LORA_FILE).is_file():
+        return _lora(given, path / LORA_FILE)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return _lora(given, files[0])
+    if len(files) > 1 and not checkpoints_dir(path).is_dir():
+        raise ValueError(f"{path} holds {plural(len(files), 'safetensors file')}; name one of them")
+    return None
+
+
+def _lora(given: str, path: Path) -> InitialWeights:
+    if path.suffix != ".safetensors":
+        raise ValueError(
+            f"{path} is not a safetensors file; pickles (.bin, .ckpt, .pt, .pth) are not loaded, convert it first"
+        )
+    shapes, _ = read_header(path)
+    if not any(_LORA_NAME.search(name) for name in shapes):
+        raise ValueError(f"{path} holds no LoRA; a whole transformer is given as a folder in diffusers layout")
+    return InitialWeights(given, "lora", path)
+
+
+def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """Shapes by name, and the PEFT settings of a transformer's adapter if the file has them.
+
+    Raises:
+        ValueError: it is no safetensors file.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+            stored = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from None
+    prefix = "transformer."
+    return shapes, {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+
+
+def lora_facts(shapes: Mapping[str, Iterable[int]], settings: Mapping[str, Any]) -> LoraFacts:
+    """Of adapter weights by name, with or without `transformer.` before it, and the settings stored with them."""
+    ranks, dora = {}, False
+    for name, shape in shapes.items():
+        match = _MODULE.match(name.removeprefix("transformer."))
+        if match is None or name.startswith("diffusion_model."):
+            continue
+        dora |= "lora_magnitude_vector" in name
+        if ".lora_A" in name:
+            ranks[match["module"]] = next(iter(shape))
+    patterns = {key: settings[key] for key in ("rank_pattern", "alpha_pattern") if settings.get(key)}
+    alpha = settings.get("lora_alpha")
+    return LoraFacts(ranks, None if alpha is None else float(alpha), bool(settings.get("use_rslora")), dora, patterns)
+
+
+def lora_differences(facts: LoraFacts, training: TrainingSection) -> list[str]:
+    """Why a LoRA cannot become the adapter that the options describe; empty if it can, or names are not known yet."""
+    if not facts.ranks:
+        return []
+    found = []
+    ranks = sorted(set(facts.ranks.values()))
+    if ranks != [training.rank]:
+        found.append(f"rank: {', '.join(map(str, ranks))} in the file, {training.rank} in this run")
+    rank = ranks[-1]
+    alpha, said = (
+        (float(rank), ", which says none, so that it is the rank") if facts.alpha is None else (facts.alpha, "")
+    )
+    if not math.isclose(alpha, training.lora_alpha):
+        found.append(f"lora_alpha: {alpha:g} in the file{said}, {training.lora_alpha:g} in this run")
+    for option in ("use_rslora", "use_dora"):
+        theirs, ours = getattr(facts, option), getattr(training, option)
+        if theirs != ours:
+            found.append(f"{option}: {theirs} in the file, {ours} in this run")
+    found += [f"{name}: {value} in the file; here all modules have the same" for name, value in facts.patterns.items()]
+    return found + _target_differences(sorted(facts.ranks), training.target_modules)
+
+
+def _target_differences(modules: list[str], targets: list[str]) -> list[str]:
+    def hits(target: str, module: str) -> bool:
+        return re.fullmatch(target, module) is not None if is_expression(targets) else is_target(module, target)
+
+    found = []
+    others = [module for module in modules if not any(hits(target, module) for target in targets)]
+    if others:
+        found.append(
+            f"target_modules: the file adapts {plural(len(others), 'module')} that {' '.join(targets)} does not name, "
+            f"e.g. {others[0]}"
+        )
+    idle = [target for target in targets if not any(hits(target, module) for module in modules)]
+    if idle:
+        found.append(f"target_modules: {' '.join(idle)} in this run, which the file does not adapt")
+    return found
