@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
 from finetrainers.data import decode as decoding
 from finetrainers.data.cache import CacheError
 from finetrainers.data.decode import DecodeError
 from finetrainers.engine.guards.nonfinite import NonFiniteError, NonFiniteGuard
 from finetrainers.engine.guards.spikes import SpikeDetector
+from finetrainers.engine.preflight import preflight
 from finetrainers.engine.resume import list_checkpoints
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.methods.base import Step
@@ -125,6 +127,9 @@ def test_going_back_is_as_if_the_data_had_not_been_there(
     assert resumed.trainer.steps_done_here == 2
     assert resumed.curve("loss", "grad_norm") == reference.curve("loss", "grad_norm")
     assert all(resumed.weights[name].equal(tensor) for name, tensor in reference.weights.items())
+    # In other batches, those begin where it is in the data, which is two steps further than its count.
+    other = preflight(load_config(**{**values, "output_dir": str(tmp_path / "back"), "train_steps": 8}, batch_size=2, resume_from_checkpoint="latest"))  # fmt: skip
+    assert [(stretch.first_step, stretch.batch_size) for stretch in other.start.course.stretches] == [(0, 1), (8, 2)]
 
 
 def test_going_back_has_its_limits(
