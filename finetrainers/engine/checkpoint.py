@@ -107,9 +107,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
             reserve(final, needed=_bytes_needed(trainer, snapshot))
     try:
         with _all_or_none(parallel, f"saving {final}"):
-            if parallel.is_deepspeed:
-                engine = parallel.accelerator.deepspeed_engine_wrapped.engine
-                engine.save_checkpoint(str(temporary / "deepspeed"), tag="state", exclude_frozen_parameters=True)
+            parallel.save_own_files(temporary)
             if parallel.is_main:
                 snapshot.write(temporary)
         with _all_or_none(parallel, f"publishing {final}"):
@@ -143,7 +141,7 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
     """Gather what is to be saved; every rank must call it, the result is complete on rank 0 only."""
     parallel, training = trainer.parallel, trainer.config.training
     weights = parallel.full_state(trainer.transformer)
-    optimizer = _optimizer_state(trainer)
+    optimizer = parallel.optimizer_state(trainer.transformer, trainer.optimizer)
     network = parallel.unwrap(trainer.transformer)
     trained = weights
     if training.training_type == "lora":
@@ -243,18 +241,6 @@ def _join(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> dict[str, An
     return values
 
 
-def _optimizer_state(trainer: Trainer) -> dict[str, Any] | None:
-    """The optimizer's state on rank 0; DeepSpeed has written its own, FSDP gathers shards (on all ranks)."""
-    if trainer.parallel.is_deepspeed:
-        return None
-    if trainer.parallel.is_fsdp:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_optimizer_state_dict(trainer.transformer, trainer.optimizer.optimizer, options=options)
-    return trainer.optimizer.state_dict()
-
-
 def load_checkpoint(trainer: Trainer, directory: Path) -> None:
     """Restore optimizer, moving average, scaler, method and step. Weights are loaded before wrapping.
 
@@ -263,12 +249,11 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> None:
     state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
     parallel = trainer.parallel
     if parallel.is_deepspeed:
-        engine = parallel.accelerator.deepspeed_engine_wrapped.engine
-        engine.load_checkpoint(str(directory / "deepspeed"), tag="state", load_module_strict=False)
+        parallel.load_own_files(directory)
     else:
         with torch.serialization.safe_globals(safe_globals()):
             loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
-        _load_optimizer(trainer, loaded)
+        parallel.load_optimizer(trainer.transformer, trainer.optimizer, loaded)
     if trainer.ema is not None:
         trainer.ema.load_state_dict(
             {"shadow": load_file(directory / "ema.safetensors"), "num_updates": state["ema_updates"]}
@@ -284,13 +269,3 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> None:
     method_tensors = load_file(method_file) if method_file.is_file() else {}
     trainer.method.load_state_dict(_join(method_tensors, state["method"]))
     trainer.step = state["step"]
-
-
-def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
-    if trainer.parallel.is_fsdp:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
-        set_optimizer_state_dict(trainer.transformer, trainer.optimizer.optimizer, state, options=options)
-        return
-    trainer.optimizer.load_state_dict(state)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -214,6 +215,41 @@ class Parallel:
         state = self.accelerator.get_state_dict(model) or {}  # ZeRO-3 gathers none on other ranks
         # A compiled network is a wrapper around the network, and prefixes its names.
         return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+
+    # ---- what a checkpoint takes -------------------------------------------------------------------------------
+
+    def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
+        """The optimizer's whole state on rank 0, None where the engine writes its own; every rank must call it."""
+        if self.is_deepspeed:
+            return None
+        if self.is_fsdp:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            return get_optimizer_state_dict(model, optimizer.optimizer, options=options)
+        return optimizer.state_dict()
+
+    def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+        """Continue from what `optimizer_state` returned, which every rank has read."""
+        if self.is_fsdp:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+            set_optimizer_state_dict(model, optimizer.optimizer, state, options=options)
+            return
+        optimizer.load_state_dict(state)
+
+    def save_own_files(self, directory: Path) -> None:
+        """Write what the engine alone can into a checkpoint; every rank must call it."""
+        if self.is_deepspeed:
+            engine = self.accelerator.deepspeed_engine_wrapped.engine
+            engine.save_checkpoint(str(directory / "deepspeed"), tag="state", exclude_frozen_parameters=True)
+
+    def load_own_files(self, directory: Path) -> None:
+        """Read what `save_own_files` wrote; every rank must call it."""
+        if self.is_deepspeed:
+            engine = self.accelerator.deepspeed_engine_wrapped.engine
+            engine.load_checkpoint(str(directory / "deepspeed"), tag="state", load_module_strict=False)
 
     # ---- talking to the other ranks ----------------------------------------------------------------------------
 
