@@ -82,7 +82,6 @@ class Trainer:
             policy=config.training.on_nonfinite,
             limit=config.training.max_nonfinite_steps,
             loss_scaling=parallel.accelerator.mixed_precision == "fp16",
-            updated=parallel.is_deepspeed,
             run_dir=run_dir,
         )
         self.watchdog = Watchdog(

@@ -1,0 +1,215 @@
+"""DeepSpeed ZeRO through accelerate: optimizer state, gradients (2) and weights (3) are split.
+
+Accelerate's own stepping is not used. It updates the weights within `backward` of the last micro-batch, so that nobody
+could look at a step before it happens; and it has DeepSpeed divide by a fixed number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch import Tensor, nn
+from transformers.integrations import unset_hf_deepspeed_config
+
+from finetrainers.config.parallel import ParallelSection
+
+from .engine import Parallel
+
+#: By which a launcher of accelerate asks for DeepSpeed.
+ASKED = "ACCELERATE_USE_DEEPSPEED"
+_FOLDER, _TAG = "deepspeed", "state"
+
+
+class ZeRO(Parallel):
+    """Processes that DeepSpeed runs on."""
+
+    is_deepspeed = True
+
+    def __init__(self, *, options: ParallelSection, **arguments: Any) -> None:
+        """Args:
+        options: what is split where the launcher does not say it.
+        arguments: as of `Parallel`.
+
+        Raises:
+            ValueError: DeepSpeed is to split nothing.
+        """
+        self._options = options
+        self._micro_batch = 0
+        super().__init__(**arguments)
+        if not self._plugin.zero_stage:
+            raise ValueError("DeepSpeed with ZeRO stage 0 splits nothing; use accelerate_configs/ddp.yaml")
+        self.is_sharded = self._plugin.zero_stage == 3
+        config = self._plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = self.batch_size
+        config["gradient_accumulation_steps"] = self.accumulation
+        config["train_batch_size"] = self.batch_size * self.accumulation * self.world_size
+        config["gradient_clipping"] = self.max_grad_norm
+        # Without it, a run under stage 3 would fail at its first checkpoint.
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        # Accelerate tells transformers of stage 3, which would cut the frozen text encoders into shards that no engine
+        # puts together again.
+        unset_hf_deepspeed_config()
+
+    def _join(self, mixed_precision: str | None, *, on_cpu: bool, timeout: timedelta) -> Accelerator:
+        group = InitProcessGroupKwargs(timeout=timeout)
+        if on_cpu:
+            # `cpu=True`, which other engines need, would turn DeepSpeed off.
+            group = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
+        with _asked():
+            return Accelerator(
+                mixed_precision=mixed_precision,
+                deepspeed_plugin=None if _is_launched() else self._make_plugin(),
+                gradient_accumulation_plugin=self._accumulation_plugin(),
+                kwargs_handlers=[group],
+            )
+
+    def _make_plugin(self) -> DeepSpeedPlugin:
+        """What a file of `accelerate launch` would say."""
+        host = "cpu" if self._options.zero_offload else "none"
+        return DeepSpeedPlugin(
+            zero_stage=self._options.zero_stage,
+            offload_optimizer_device=host,
+            offload_param_device=host if self._options.zero_stage == 3 else "none",
+            zero3_init_flag=False,
+            zero3_save_16bit_model=True,
+        )
+
+    @property
+    def _plugin(self) -> Any:
+        return self.accelerator.state.deepspeed_plugin
+
+    @property
+    def _engine(self) -> Any:
+        return self.accelerator.deepspeed_engine_wrapped.engine
+
+    def _kind(self) -> str:
+        return f"deepspeed zero-{self._plugin.zero_stage}"
+
+    # ---- stepping ----------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        blocks: Sequence[str] = (),
+    ) -> tuple[nn.Module, Any]:
+        model, _ = super().prepare(model, make_optimizer, blocks=blocks)
+        return model, EngineOptimizer(self._engine)
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        self.accumulation = num_micro_batches
+        self._micro_batch = 0
+
+    def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
+        self._micro_batch += 1
+        self._engine.set_gradient_accumulation_boundary(self._micro_batch == self.accumulation)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def clip(self) -> Tensor | None:
+        """The norm of the step's gradients, infinite if one of them is not finite; DeepSpeed clips in its step."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        optimizer = self._engine.optimizer
+        # The same as its `step` will compute; it has no public name under stage 3.
+        norm = (
+            combine_grad_norm_groups(optimizer._get_norm_groups())
+            if self.is_sharded
+            else optimizer.scaled_global_norm()
+        )
+        return norm / optimizer.loss_scale
+
+    # ---- what a checkpoint takes -------------------------------------------------------------------------------
+
+    def full_state(self, model: nn.Module) -> dict[str, Tensor]:
+        if not self.is_sharded:
+            return super().full_state(model)
+        # None on the other ranks.
+        return self._engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True) or {}
+
+    def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
+        return None
+
+    def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+        """DeepSpeed reads only its own.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "this checkpoint was saved without DeepSpeed, which cannot read its optimizer state; continue it with DDP or FSDP2"
+        )
+
+    def save_own_files(self, directory: Path) -> None:
+        self._engine.save_checkpoint(str(directory / _FOLDER), tag=_TAG, exclude_frozen_parameters=True)
+
+    def load_own_files(self, directory: Path) -> None:
+        self._engine.load_checkpoint(str(directory / _FOLDER), tag=_TAG, load_module_strict=False)
+
+
+class EngineOptimizer:
+    """An optimizer whose update is DeepSpeed's: clip, step, pass on the new weights, forget the gradients."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._has_gradients = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As of any optimizer."""
+        return self._engine.optimizer.param_groups
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether DeepSpeed found the last step's gradients to be no numbers."""
+        return bool(getattr(self._engine.optimizer, "overflow", False))
+
+    def step(self) -> None:
+        """Update the weights."""
+        self._engine.step()
+
+    def zero_grad(self) -> None:
+        """Forget what was accumulated, as DeepSpeed's own step does when it finds gradients that are no numbers."""
+        optimizer = self._engine.optimizer
+        if hasattr(optimizer, "_overflow_clean_up"):  # stage 3
+            optimizer._pre_step()
+            optimizer._overflow_clean_up(optimizer.loss_scale)
+            return
+        optimizer.micro_step_id = -1
+        optimizer.zero_grad(set_to_none=True)
+        if optimizer.cpu_offload:
+            optimizer._offload_accumulated_param_ids = set()
+            optimizer.reset_cpu_buffers()
+            return
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for group in kept:
+                kept[group] = None
+
+
+def _is_launched() -> bool:
+    return os.environ.get(ASKED, "false").lower() == "true"
+
+
+@contextmanager
+def _asked() -> Iterator[None]:
+    """Accelerate believes in DeepSpeed only if its variable is set; a later run of this process may want another engine."""
+    before = os.environ.get(ASKED)
+    os.environ[ASKED] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ASKED]
+        else:
+            os.environ[ASKED] = before
