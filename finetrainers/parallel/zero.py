@@ -63,10 +63,11 @@ class ZeRO(Parallel):
         if on_cpu:
             # `cpu=True`, which other engines need, would turn DeepSpeed off.
             group = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
+        is_launched = os.environ.get(ASKED, "false").lower() == "true"
         with _asked():
             return Accelerator(
                 mixed_precision=mixed_precision,
-                deepspeed_plugin=None if _is_launched() else self._make_plugin(),
+                deepspeed_plugin=None if is_launched else self._make_plugin(),
                 gradient_accumulation_plugin=self._accumulation_plugin(),
                 kwargs_handlers=[group],
             )
@@ -134,7 +135,10 @@ class ZeRO(Parallel):
 
     def full_state(self, model: nn.Module) -> dict[str, Tensor]:
         if not self.is_sharded:
-            return super().full_state(model)
+            network = self.unwrap(model)
+            trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+            # Trained weights are pieces of one flat tensor, which a file of named tensors cannot hold.
+            return {n: w.clone() if n in trained else w for n, w in network.state_dict().items()} if self.is_main else {}
         # None on the other ranks.
         return self._engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True) or {}
 
@@ -195,10 +199,6 @@ class EngineOptimizer:
         for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             for group in kept:
                 kept[group] = None
-
-
-def _is_launched() -> bool:
-    return os.environ.get(ASKED, "false").lower() == "true"
 
 
 @contextmanager

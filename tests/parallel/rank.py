@@ -13,11 +13,13 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
@@ -33,7 +35,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Hash of some tensors, in their order."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().float().numpy().tobytes())
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found.update(whole.detach().float().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -77,7 +80,7 @@ def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # One process group serves all jobs: made a second time over the same store, it would find the first one's addresses.
     Parallel.close = Parallel.barrier  # type: ignore[method-assign]
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+    if find_spec("deepspeed") is not None and "deepspeed" in jobs.read_text():
         # An extension that speeds up gloo, and takes a minute to compile.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     gc.freeze()  # runs collect garbage between their loading phases; the libraries' objects never go
