@@ -123,7 +123,9 @@ def make_parallel(config: TrainConfig) -> Parallel:
         timeout_s=config.run.nccl_timeout,
     )
     # Preflight guessed the device and knew one process; its warnings have been shown.
-    errors, _ = optimizer_problems(config, device_type=parallel.device.type, num_processes=parallel.world_size)
+    errors, _ = optimizer_problems(
+        config, device_type=parallel.device.type, num_processes=parallel.world_size, updates_parts=parallel.is_fsdp
+    )
     problems = [Problem("", message) for message in errors]
     if config.training.use_ema and parallel.is_sharded:
         message = (

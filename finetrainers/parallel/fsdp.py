@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, InitProcessGroupKwargs
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.launch import launched_here, launched_local_rank
 
 from .engine import Parallel
@@ -42,16 +44,20 @@ class FSDP(Parallel):
         arguments: as of `Parallel`.
 
         Raises:
-            ValueError: the groups do not divide the processes.
+            ConfigError: the groups do not divide the processes, or no launcher started them.
         """
         self._sharding = sharding
         self._micro_batch = 0
         super().__init__(**arguments)
+        if not dist.is_initialized():
+            message = (
+                "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave it out"
+            )
+            raise ConfigError([Problem("FSDP2", message)])
         size = sharding.group_size or self.world_size
         if self.world_size % size:
-            raise ValueError(
-                f"--fsdp_group_size: {self.world_size} processes do not divide into groups of {size}; use a divisor"
-            )
+            message = f"{self.world_size} processes do not divide into groups of {size}; use a divisor"
+            raise ConfigError([Problem("--fsdp_group_size", message)])
         self._mesh = self._make_mesh(size)
 
     def _join(self, mixed_precision: str | None, *, on_cpu: bool, timeout: timedelta) -> Accelerator:

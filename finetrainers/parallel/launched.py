@@ -48,14 +48,24 @@ def open_parallel(options: ParallelSection, **arguments: Any) -> Parallel:
         RuntimeError: the processes do not see each other.
     """
     sharding = find_sharding(options)
-    deepspeed = options.deepspeed or _says_yes("ACCELERATE_USE_DEEPSPEED")
-    if sharding is not None and deepspeed:
+    launched = _says_yes("ACCELERATE_USE_DEEPSPEED")
+    if sharding is not None and (options.deepspeed or launched):
         raise ConfigError([Problem("--deepspeed", "DeepSpeed and FSDP2 both split the network; choose one of them")])
+    if launched:
+        problems = [
+            Problem(
+                f"--{name}", "the launcher's DeepSpeed file says this; change it there, or launch without that file"
+            )
+            for name in ("zero_stage", "zero_offload")
+            if getattr(options, name) != ParallelSection.model_fields[name].default
+        ]
+        if problems:
+            raise ConfigError(problems)
     if sharding is not None:
         from .fsdp import FSDP
 
         return FSDP(sharding=sharding, **arguments)
-    if deepspeed:
+    if options.deepspeed or launched:
         from .zero import ZeRO
 
         return ZeRO(options=options, **arguments)

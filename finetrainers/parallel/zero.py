@@ -19,6 +19,7 @@ from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 
 from .engine import Parallel
@@ -39,13 +40,17 @@ class ZeRO(Parallel):
         arguments: as of `Parallel`.
 
         Raises:
-            ValueError: DeepSpeed is to split nothing.
+            ConfigError: DeepSpeed is to split nothing, or no launcher started the processes.
         """
         self._options = options
         self._micro_batch = 0
+        if "LOCAL_RANK" not in os.environ:
+            message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
+            raise ConfigError([Problem("--deepspeed", message)])
         super().__init__(**arguments)
         if not self._plugin.zero_stage:
-            raise ValueError("DeepSpeed with ZeRO stage 0 splits nothing; use accelerate_configs/ddp.yaml")
+            message = "ZeRO stage 0 splits nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
+            raise ConfigError([Problem("DeepSpeed", message)])
         self.is_sharded = self._plugin.zero_stage == 3
         config = self._plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = self.batch_size
@@ -138,7 +143,9 @@ class ZeRO(Parallel):
             network = self.unwrap(model)
             trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
             # Trained weights are pieces of one flat tensor, which a file of named tensors cannot hold.
-            return {n: w.clone() if n in trained else w for n, w in network.state_dict().items()} if self.is_main else {}
+            return (
+                {n: w.clone() if n in trained else w for n, w in network.state_dict().items()} if self.is_main else {}
+            )
         # None on the other ranks.
         return self._engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True) or {}
 
@@ -156,7 +163,20 @@ class ZeRO(Parallel):
         )
 
     def save_own_files(self, directory: Path) -> None:
-        self._engine.save_checkpoint(str(directory / _FOLDER), tag=_TAG, exclude_frozen_parameters=True)
+        from deepspeed.checkpoint.constants import (
+            UNIVERSAL_CHECKPOINT_INFO,
+            UNIVERSAL_CHECKPOINT_VERSION_KEY,
+            UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        )
+
+        # DeepSpeed's converter to its format for any number of processes looks for this, and for nothing else of ours.
+        version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+        self._engine.save_checkpoint(
+            str(directory / _FOLDER),
+            tag=_TAG,
+            client_state={UNIVERSAL_CHECKPOINT_INFO: version},
+            exclude_frozen_parameters=True,
+        )
 
     def load_own_files(self, directory: Path) -> None:
         self._engine.load_checkpoint(str(directory / _FOLDER), tag=_TAG, load_module_strict=False)

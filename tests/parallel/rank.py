@@ -1,7 +1,7 @@
 """One rank of a multi-process test: trains one job after another and writes down what it saw.
 
-Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank) and
-`_zero_stage` (of DeepSpeed).
+Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank),
+`_zero_stage` (of DeepSpeed) and `_poisoned` (how many of the first micro-batches have a loss of NaN).
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import checkpoint
 from finetrainers.engine.run import train
+from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.parallel.engine import Parallel
 
@@ -40,11 +43,25 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
+def poisoned(number: int) -> Callable[..., Any]:
+    """`SFT.loss`, of which the first calls give NaN."""
+    loss, calls = SFT.loss, count()
+
+    def changed(method: SFT, transformer: Any, batch: Any) -> Any:
+        value, metrics = loss(method, transformer, batch)
+        if next(calls) < number:
+            return value * math.nan, {name: one * math.nan for name, one in metrics.items()}
+        return value, metrics
+
+    return changed
+
+
 def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     failing_rank = options.pop("_fail_saving_on", None)
     if "_zero_stage" in options:
         os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(options.pop("_zero_stage"))
-    save_weights = checkpoint.save_weights
+    save_weights, loss = checkpoint.save_weights, SFT.loss
+    SFT.loss = poisoned(options.pop("_poisoned", 0))  # type: ignore[method-assign]
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
@@ -61,7 +78,7 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
             raise
         return {"error": repr(error)}
     finally:
-        checkpoint.save_weights = save_weights
+        checkpoint.save_weights, SFT.loss = save_weights, loss  # type: ignore[method-assign]
     lines = trainer.run_dir.metrics_file.read_text().splitlines()
     return {
         "digest": digest(p for p in trainer.parallel.unwrap(trainer.transformer).parameters() if p.requires_grad),
