@@ -54,6 +54,9 @@ class OneProcess:
     def save_own_files(self, directory: Path) -> None:
         pass
 
+    def load_own_files(self, directory: Path) -> None:
+        pass
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
 

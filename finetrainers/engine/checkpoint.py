@@ -248,9 +248,8 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> None:
     """
     state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
     parallel = trainer.parallel
-    if parallel.is_deepspeed:
-        parallel.load_own_files(directory)
-    else:
+    parallel.load_own_files(directory)
+    if not parallel.is_deepspeed:
         with torch.serialization.safe_globals(safe_globals()):
             loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
         parallel.load_optimizer(trainer.transformer, trainer.optimizer, loaded)

@@ -23,6 +23,9 @@ from finetrainers.utils.launch import launched_processes
 
 from .ranks import Ranks
 
+#: Where a checkpoint has DeepSpeed's own files.
+DEEPSPEED_FOLDER = "deepspeed"
+
 
 class Parallel(Ranks):
     """The processes of a run with the wrapped network and optimizer; this one has the gradients averaged by accelerate.
@@ -178,7 +181,15 @@ class Parallel(Ranks):
         """Write what the engine alone can into a checkpoint; every rank must call it."""
 
     def load_own_files(self, directory: Path) -> None:
-        """Read what `save_own_files` wrote; every rank must call it."""
+        """Read what `save_own_files` wrote; every rank must call it.
+
+        Raises:
+            ValueError: the checkpoint was saved under an engine that keeps the optimizer's state in another way.
+        """
+        if (directory / DEEPSPEED_FOLDER).is_dir():
+            raise ValueError(
+                f"{directory} was saved under DeepSpeed, and nothing else can read its optimizer state; continue with it"
+            )
 
 
 def _whole(norm: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ from transformers.integrations import unset_hf_deepspeed_config
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 
-from .engine import Parallel
+from .engine import DEEPSPEED_FOLDER, Parallel
 
 #: By which a launcher of accelerate asks for DeepSpeed.
 ASKED = "ACCELERATE_USE_DEEPSPEED"
-_FOLDER, _TAG = "deepspeed", "state"
+_TAG = "state"
 
 
 class ZeRO(Parallel):
@@ -152,16 +152,6 @@ class ZeRO(Parallel):
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
         return None
 
-    def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-        """DeepSpeed reads only its own.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "this checkpoint was saved without DeepSpeed, which cannot read its optimizer state; continue it with DDP or FSDP2"
-        )
-
     def save_own_files(self, directory: Path) -> None:
         from deepspeed.checkpoint.constants import (
             UNIVERSAL_CHECKPOINT_INFO,
@@ -172,14 +162,19 @@ class ZeRO(Parallel):
         # DeepSpeed's converter to its format for any number of processes looks for this, and for nothing else of ours.
         version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         self._engine.save_checkpoint(
-            str(directory / _FOLDER),
+            str(directory / DEEPSPEED_FOLDER),
             tag=_TAG,
             client_state={UNIVERSAL_CHECKPOINT_INFO: version},
             exclude_frozen_parameters=True,
         )
 
     def load_own_files(self, directory: Path) -> None:
-        self._engine.load_checkpoint(str(directory / _FOLDER), tag=_TAG, load_module_strict=False)
+        if not (directory / DEEPSPEED_FOLDER).is_dir():  # DeepSpeed would warn, and start its optimizer anew
+            raise ValueError(
+                f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; continue with DDP or "
+                "FSDP2"
+            )
+        self._engine.load_checkpoint(str(directory / DEEPSPEED_FOLDER), tag=_TAG, load_module_strict=False)
 
 
 class EngineOptimizer:
@@ -187,7 +182,6 @@ class EngineOptimizer:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._has_gradients = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -115,4 +115,4 @@ def main(jobs: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[-2:]))  # the launcher of DeepSpeed puts a flag of its own first
