@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.utils.launch import launched_here, launched_local_rank
+from finetrainers.utils.launch import launched_local_rank
 
 from .engine import Parallel
 from .launched import Sharding, hidden_fsdp
@@ -90,9 +90,10 @@ class FSDP(Parallel):
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Processes of one machine load one after another, so that it holds one whole network at a time."""
-        for turn in range(launched_here()):
+        mine = launched_local_rank()
+        for turn in range(max(self.gather_objects([mine])) + 1):
             error: Exception | None = None
-            if turn == launched_local_rank():
+            if turn == mine:
                 try:
                     yield
                 except Exception as caught:

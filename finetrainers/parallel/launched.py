@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,11 @@ from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
-from finetrainers.utils.launch import launched_here, launched_processes
+from finetrainers.utils.launch import launched_here, launched_processes, launched_rank
 
 from .engine import Parallel
+
+logger = logging.getLogger(__name__)
 
 _USE_FSDP = "ACCELERATE_USE_FSDP"
 #: Settings of accelerate that would split the work in a way that does not exist here.
@@ -65,11 +68,19 @@ def open_parallel(options: ParallelSection, **arguments: Any) -> Parallel:
         from .fsdp import FSDP
 
         return FSDP(sharding=sharding, **arguments)
+    _say_what_has_no_effect(options)
     if options.deepspeed or launched:
         from .zero import ZeRO
 
         return ZeRO(options=options, **arguments)
     return Parallel(**arguments)
+
+
+def _say_what_has_no_effect(options: ParallelSection) -> None:
+    """Of options of FSDP2 without it; whether it is used is known only now."""
+    for name in ("fsdp_reshard_after_forward", "fsdp_cpu_offload", "sync_each_batch"):
+        if getattr(options, name) != ParallelSection.model_fields[name].default and launched_rank() == 0:
+            logger.warning("--%s has no effect without FSDP2 (--fsdp)", name)
 
 
 def find_sharding(options: ParallelSection) -> Sharding | None:

@@ -17,7 +17,8 @@ def launched_rank() -> int:
 
 def launched_here() -> int:
     """How many of them run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or launched_processes())
+    # DeepSpeed's launcher sets the first; on CPUs accelerate then sets the second, to 1.
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or launched_processes())
 
 
 def launched_local_rank() -> int:

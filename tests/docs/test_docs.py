@@ -54,6 +54,7 @@ LEGACY_FLAGS = _LEGACY.split()
 #: Flags of other programs, and of other versions, that the pages mention.
 FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "check", "extra"} | {
     "nodes", "gpus", "time", "signal", "requeue", "open",  # of sbatch, as far as their first hyphen
+    "nproc_per_node", "num_gpus", "input_folder", "output_folder",  # of torchrun and DeepSpeed
 }  # fmt: skip
 
 

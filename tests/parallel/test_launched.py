@@ -89,3 +89,10 @@ def test_accelerate_does_not_know_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> No
     with launched.hidden_fsdp():
         assert "ACCELERATE_USE_FSDP" not in os.environ
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+
+
+def test_options_of_fsdp_without_it_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert not open_parallel(ParallelSection(sync_each_batch=True, fsdp_cpu_offload=True), **ARGUMENTS).is_fsdp
+    assert "--sync_each_batch has no effect without FSDP2" in caplog.text
+    assert "--fsdp_cpu_offload has no effect" in caplog.text
+    assert "--fsdp_reshard" not in caplog.text
