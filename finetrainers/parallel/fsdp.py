@@ -90,15 +90,15 @@ class FSDP(Parallel):
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Processes of one machine load one after another, so that it holds one whole network at a time."""
-        mine = launched_local_rank()
+        mine, error = launched_local_rank(), None
         for turn in range(max(self.gather_objects([mine])) + 1):
-            error: Exception | None = None
             if turn == mine:
                 try:
                     yield
                 except Exception as caught:
-                    error = caught
-            self.raise_if_any_failed(error, "loading the network")
+                    error = caught  # the others take their turns all the same: most errors are everybody's
+            self.barrier()
+        self.raise_if_any_failed(error, "loading the network")
 
     def prepare(
         self,
