@@ -109,7 +109,7 @@ class Parallel(Ranks):
     # ---- wrapping and stepping ---------------------------------------------------------------------------------
 
     def in_turn(self) -> AbstractContextManager[None]:
-        """Around loading and wrapping the network: an engine that splits it lets one process of a machine in at a time."""
+        """Around loading and wrapping: an engine that splits lets one process of a machine in at a time."""
         return nullcontext()
 
     def prepare(
@@ -163,13 +163,13 @@ class Parallel(Ranks):
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def full_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Trained weights and buffers by name, gathered over ranks; every rank must call it. Complete on rank 0 only."""
+        """Trained weights and buffers by name, gathered over ranks, which must all call it. Whole on rank 0 only."""
         return self.unwrap(model).state_dict()
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
         """The optimizer's whole state on rank 0, None where the engine writes its own; every rank must call it.
 
-        It is that of `torch.optim.Optimizer.state_dict` over whole weights, whatever the engine and the number of ranks.
+        It is what `torch.optim.Optimizer.state_dict` says of whole weights, whatever the engine and number of ranks.
         """
         return optimizer.state_dict()
 
@@ -188,7 +188,7 @@ class Parallel(Ranks):
         """
         if (directory / DEEPSPEED_FOLDER).is_dir():
             raise ValueError(
-                f"{directory} was saved under DeepSpeed, and nothing else can read its optimizer state; continue with it"
+                f"{directory} was saved under DeepSpeed, and nothing else reads its optimizer state; continue with it"
             )
 
 

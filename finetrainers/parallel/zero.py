@@ -171,8 +171,8 @@ class ZeRO(Parallel):
     def load_own_files(self, directory: Path) -> None:
         if not (directory / DEEPSPEED_FOLDER).is_dir():  # DeepSpeed would warn, and start its optimizer anew
             raise ValueError(
-                f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; continue with DDP or "
-                "FSDP2"
+                f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; "
+                "continue with DDP or FSDP2"
             )
         self._engine.load_checkpoint(str(directory / DEEPSPEED_FOLDER), tag=_TAG, load_module_strict=False)
 
@@ -217,7 +217,7 @@ class EngineOptimizer:
 
 @contextmanager
 def _asked() -> Iterator[None]:
-    """Accelerate believes in DeepSpeed only if its variable is set; a later run of this process may want another engine."""
+    """Accelerate asks for this variable too; a later run of this process may want another engine."""
     before = os.environ.get(ASKED)
     os.environ[ASKED] = "true"
     try:

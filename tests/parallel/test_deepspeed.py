@@ -129,7 +129,7 @@ def test_an_average_of_shards_is_refused(jobs: Any) -> None:
 def test_a_step_that_is_not_finite_changes_nothing(
     stage: int, jobs: Any, options: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does anything of its gradients stay for the next step: one process, whose guard is tested elsewhere, agrees."""
+    """Nor does anything of its gradients stay for the next step: one process agrees."""
     root, (rank, _) = jobs
     loss, calls = SFT.loss, count()
 

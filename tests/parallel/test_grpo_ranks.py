@@ -28,8 +28,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "best of": {"prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1},
     "nft": {"prompts_per_step": 2, "rl_algorithm": "nft", "init_same_noise": False, "nft_timesteps": 2},
 }
-#: Of `best of`, ranks keep different numbers of clips, and the network is called for the reference between a forward pass
-#: and its backward.
+#: Of `best of`, ranks keep different numbers of clips, and the network is called for the reference between a forward
+#: pass and its backward.
 ENGINES: dict[str, dict[str, Any]] = {
     "groups": {},
     "one group": {},

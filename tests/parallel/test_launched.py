@@ -18,8 +18,10 @@ ARGUMENTS: dict[str, Any] = {
 }  # fmt: skip
 #: As `accelerate launch` sets them from accelerate_configs/fsdp2.yaml, more or less.
 FILE = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_ACTIVATION_CHECKPOINTING": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }  # fmt: skip
 
 
