@@ -14,8 +14,8 @@ class ParallelSection(Section):
 
     fsdp: Literal["full", "hybrid"] | None = Field(
         None,
-        description="FSDP2: split weights, gradients and optimizer state over all processes (`full`), or within groups that "
-        "are copies of each other (`hybrid`); default: as launched.",
+        description="FSDP2: split weights, gradients and optimizer state over all processes (`full`), "
+        "or within groups that are copies of each other (`hybrid`); default: as launched.",
     )
     fsdp_group_size: int | None = Field(
         None,
@@ -32,8 +32,8 @@ class ParallelSection(Section):
     )
     sync_each_batch: bool = Field(
         False,
-        description="With FSDP2, exchange gradients after every micro-batch: no process keeps whole ones between them, but "
-        "all communicate more.",
+        description="With FSDP2, exchange gradients after every micro-batch: no process keeps whole ones "
+        "between them, but all communicate more.",
     )
     deepspeed: bool = Field(
         False,
@@ -48,7 +48,7 @@ class ParallelSection(Section):
     )
     zero_offload: bool = Field(
         False,
-        description="With `deepspeed`, keep the optimizer state in host memory and update there; with stage 3 weights too.",
+        description="With `deepspeed`, keep optimizer state in host memory and update there; with stage 3 weights too.",
     )
     sp_size: int = Field(
         1, ge=1, description="Processes that share one clip (sequence parallelism); more than 1 is not supported yet."
