@@ -100,7 +100,7 @@ def find_sharding(options: ParallelSection) -> Sharding | None:
     kind, group_size = options.fsdp, options.fsdp_group_size
     if kind is None:
         copies = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-        hybrid = copies > 1 or os.environ.get("FSDP_SHARDING_STRATEGY", "").endswith(("HYBRID_SHARD", "4"))
+        hybrid = copies > 1 or os.environ.get("FSDP_SHARDING_STRATEGY", "") in ("HYBRID_SHARD", "4")
         kind = "hybrid" if hybrid else "full"
         if copies > 1 and group_size is None:
             group_size = launched_processes() // copies
@@ -122,6 +122,11 @@ def _launcher_problems() -> Iterator[Problem]:
     if os.environ.get("FSDP_VERSION", "1") != "2":
         yield Problem(
             "fsdp_version", "FSDP1 is not supported; write `fsdp_version: 2`, as accelerate_configs/fsdp2.yaml"
+        )
+    strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+    if strategy not in ("FULL_SHARD", "1", "HYBRID_SHARD", "4"):
+        yield Problem(
+            "fsdp_sharding_strategy", f"{strategy} is of FSDP1; use fsdp_reshard_after_forward, or DDP for no split"
         )
     if _says_yes("FSDP_ACTIVATION_CHECKPOINTING"):
         yield Problem("fsdp_activation_checkpointing", "use --gradient_checkpointing instead")

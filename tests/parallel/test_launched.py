@@ -46,6 +46,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {**FILE, "FSDP_OFFLOAD_PARAMS": "true"}, Sharding(offload=True)),
         ({}, {**FILE, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "WORLD_SIZE": "8"}, Sharding(group_size=4)),
         ({"fsdp": "hybrid"}, {**FILE, "LOCAL_WORLD_SIZE": "4"}, Sharding(group_size=4)),
+        ({}, {**FILE, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_SIZE": "4"}, Sharding(group_size=4)),
     ],
 )
 def test_how_weights_are_split(
@@ -62,6 +63,7 @@ def test_how_weights_are_split(
     ("options", "environment", "message"),
     [
         ({}, {**FILE, "FSDP_VERSION": "1"}, "fsdp_version: FSDP1 is not supported"),
+        ({}, {**FILE, "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "fsdp_sharding_strategy: NO_SHARD is of FSDP1"),
         ({}, {**FILE, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
         ({}, {**FILE, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "parallelism_config_cp_size: a clip is not split"),
         ({"fsdp_group_size": 2}, FILE, "groups are for --fsdp hybrid"),
