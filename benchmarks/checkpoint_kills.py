@@ -49,6 +49,18 @@ class OneProcess:
     def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return model.state_dict()
 
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)
+
+    def save_own_files(self, directory: Path) -> None:
+        pass
+
+    def load_own_files(self, directory: Path) -> None:
+        pass
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
 

@@ -52,7 +52,6 @@ COMPUTED: dict[str, str | None] = {
     "selective_checkpointing": "gradient_checkpointing",
     "use_cpu_offload": "use_cpu_offload_optimizer",
     "master_weight_type": "master_weights",
-    "sp_size": None,
     "train_sp_batch_size": None,
 }
 #: Names that do nothing there, or whose work is another's here: what to use instead.
@@ -70,8 +69,7 @@ REFUSED = {
     "checkpoints_total_limit": "read by nobody in DanceGRPO, which keeps all; --checkpointing_limit keeps the newest N",
     "resume_from_lora_checkpoint": "read by nobody in DanceGRPO; --resume_from_checkpoint continues a run, LoRA or not",
     "num_train_epochs": "overwritten in DanceGRPO; the length of a run is --train_steps",
-    "fsdp_sharding_startegy": "how weights are sharded is the launcher's: accelerate launch --config_file "
-    "accelerate_configs/fsdp2.yaml",
+    "fsdp_sharding_startegy": "use --fsdp full or --fsdp hybrid",
 }
 #: Names that may stand alone on the command line.
 SWITCHES = {
@@ -250,13 +248,12 @@ class Translation:
 
     def _machine(self) -> None:
         """Memory and parallelism."""
-        for name in ("sp_size", "train_sp_batch_size"):
-            if (self.read(name, int) or 1) > 1:
-                self.refuse(
-                    name,
-                    "a clip is not split over processes (DanceGRPO's sequence parallelism mixes different clips); leave it "
-                    "out: every process then samples clips of its own",
-                )
+        if (self.read("train_sp_batch_size", int) or 1) > 1:
+            self.refuse(
+                "train_sp_batch_size",
+                "a clip is not split over processes (DanceGRPO's sequence parallelism mixes different clips); leave it "
+                "out: every process then samples clips of its own",
+            )
         dtype = self.options.get("master_weight_type")
         if dtype in ("fp32", "bf16"):
             del self.options["master_weight_type"]
@@ -277,8 +274,8 @@ class Translation:
             else:
                 self.refuse(
                     "use_cpu_offload",
-                    "with several processes there is none in reward finetuning, for it needs DeepSpeed, which takes no steps "
-                    "of a rollout; leave it out. A LoRA, an 8-bit optimizer or --master_weight_type bf16 take less memory",
+                    "torchao's is for one process; with several use --deepspeed --zero_offload, or --fsdp full "
+                    "--fsdp_cpu_offload",
                 )
 
     def _seed(self) -> None:

@@ -64,6 +64,7 @@ def check_config(
     _check_sizes(config, geometry, prompts, found)
     _check_model(config, family, found)
     _check_training(config, found)
+    _check_parallel(config, found)
     _check_validation(config, family, prompts, found)
     if config.training.method == "grpo":
         if family.first_frame == "channels":
@@ -182,6 +183,30 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
         found.warnings.append("--spike_window has no effect with --spike_sigma 0")
     if config.changed("train_epochs") and training.train_steps is not None:
         found.warnings.append(f"--train_epochs {training.train_epochs} is overridden by --train_steps")
+
+
+def _check_parallel(config: TrainConfig, found: Findings) -> None:
+    """What is wrong or without effect whoever launches; what the launcher says is looked at when the run joins."""
+    parallel = config.parallel
+    if parallel.sp_size > 1:
+        found.error(
+            "sp_size",
+            f"{parallel.sp_size} processes cannot share one clip yet (sequence parallelism); leave it out. For longer clips "
+            "use --gradient_checkpointing and --fsdp full",
+        )
+    if parallel.fsdp and parallel.deepspeed:
+        found.error("deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp")
+    if parallel.fsdp != "hybrid" and parallel.fsdp_group_size is not None:
+        found.error("fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out")
+    for option in ("zero_stage", "zero_offload"):
+        if config.changed(option) and not parallel.deepspeed:
+            found.warnings.append(f"--{option} has no effect without --deepspeed")
+    if (
+        parallel.sync_each_batch
+        and config.training.gradient_accumulation_steps == 1
+        and config.training.method == "sft"
+    ):
+        found.warnings.append("--sync_each_batch has no effect without --gradient_accumulation_steps")
 
 
 def _check_validation(

@@ -76,6 +76,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="TOML file of options; repeat flags to override it."
     )
     parser.add_argument("--list_models", action="store_true", help="Print the model families and exit.")
+    # Some launchers (`deepspeed`) add it to the command; they say the same in the environment, where it is read.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     groups: dict[str, Any] = {}
     for name, (section, field) in fields().items():
         if section not in groups:
@@ -113,6 +115,7 @@ def parse_flags(argv: Sequence[str], *, prog: str = "train.py") -> tuple[TrainCo
     namespace, unknown = parser.parse_known_args(list(argv))
     values = vars(namespace)
     config_path = values.pop("config")
+    values.pop("local_rank")
     if values.pop("list_models"):
         return None, True
     problems = [_unknown(argument) for argument in unknown if argument.startswith("--")]

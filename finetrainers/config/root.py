@@ -9,6 +9,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from .grpo import GRPOSection
+from .parallel import ParallelSection
 from .sections import (
     DataloaderSection,
     DataSection,
@@ -32,6 +33,7 @@ class TrainConfig(Section):
     training: TrainingSection = Field(default=TrainingSection(), description=TrainingSection.__doc__)
     grpo: GRPOSection = Field(default=GRPOSection(), description=GRPOSection.__doc__)
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description=OptimizerSection.__doc__)
+    parallel: ParallelSection = Field(default=ParallelSection(), description=ParallelSection.__doc__)
     validation: ValidationSection = Field(default=ValidationSection(), description=ValidationSection.__doc__)
     run: RunSection = Field(default=RunSection(), description=RunSection.__doc__)
 

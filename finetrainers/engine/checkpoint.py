@@ -126,9 +126,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
             reserve(final, needed=_bytes_needed(trainer, snapshot))
     try:
         with _all_or_none(parallel, f"saving {final}"):
-            if parallel.is_deepspeed:
-                engine = parallel.accelerator.deepspeed_engine_wrapped.engine
-                engine.save_checkpoint(str(temporary / "deepspeed"), tag="state", exclude_frozen_parameters=True)
+            parallel.save_own_files(temporary)
             job = None
             if parallel.is_main and in_background:
                 job = _background_job(trainer, snapshot.on_host(), final, started=started)
@@ -216,7 +214,7 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
     """Gather what is to be saved; every rank must call it, the result is complete on rank 0 only."""
     parallel, training = trainer.parallel, trainer.config.training
     weights = parallel.full_state(trainer.transformer)
-    optimizer = _optimizer_state(trainer)
+    optimizer = parallel.optimizer_state(trainer.transformer, trainer.optimizer)
     network = parallel.unwrap(trainer.transformer)
     trained = weights
     if training.training_type == "lora":
@@ -293,15 +291,3 @@ def split_state(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, T
         else:
             values[key] = value
     return tensors, values
-
-
-def _optimizer_state(trainer: Trainer) -> dict[str, Any] | None:
-    """The optimizer's state on rank 0; DeepSpeed has written its own, FSDP gathers shards (on all ranks)."""
-    if trainer.parallel.is_deepspeed:
-        return None
-    if trainer.parallel.is_fsdp:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_optimizer_state_dict(trainer.transformer, trainer.optimizer.optimizer, options=options)
-    return trainer.optimizer.state_dict()

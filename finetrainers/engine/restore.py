@@ -28,7 +28,7 @@ def engine_of(parallel: Parallel) -> str:
         # Each process has a part of its own.
         stage = parallel.accelerator.deepspeed_plugin.zero_stage
         return f"DeepSpeed ZeRO-{stage} (processes: {parallel.world_size})"
-    return "FSDP" if parallel.is_fsdp else "DDP or one process"
+    return "DDP, FSDP2 or one process"  # one layout
 
 
 def check_restorable(start: Start, parallel: Parallel) -> None:
@@ -94,13 +94,11 @@ def load_checkpoint(trainer: Trainer, directory: Path, *, resets: frozenset[str]
 def _restore_optimizer(trainer: Trainer, directory: Path, state: Mapping[str, Any]) -> None:
     """The optimizer's state and the fp16 gradient scaler's."""
     parallel = trainer.parallel
-    if parallel.is_deepspeed:
-        engine = parallel.accelerator.deepspeed_engine_wrapped.engine
-        engine.load_checkpoint(str(directory / "deepspeed"), tag="state", load_module_strict=False)
-    else:
+    parallel.load_own_files(directory)
+    if not parallel.is_deepspeed:
         with torch.serialization.safe_globals(safe_globals()):
             loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
-        _load_optimizer(trainer, loaded)
+        parallel.load_optimizer(trainer.transformer, trainer.optimizer, loaded)
     scaler = parallel.accelerator.scaler
     if scaler is None:
         return
@@ -110,16 +108,6 @@ def _restore_optimizer(trainer: Trainer, directory: Path, state: Mapping[str, An
             "--mixed_precision and kind of device, or begin the optimizer anew with --reset optimizer"
         )
     scaler.load_state_dict(state["scaler"])
-
-
-def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
-    if trainer.parallel.is_fsdp:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
-        set_optimizer_state_dict(trainer.transformer, trainer.optimizer.optimizer, state, options=options)
-        return
-    trainer.optimizer.load_state_dict(state)
 
 
 def join_state(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> dict[str, Any]:

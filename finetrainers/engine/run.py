@@ -30,6 +30,7 @@ from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.optim.schedules import lr_from, lr_schedule
 from finetrainers.parallel.engine import Parallel
+from finetrainers.parallel.launched import open_parallel
 from finetrainers.utils.launch import launched_rank
 
 from .callbacks.base import Callback
@@ -110,7 +111,8 @@ def make_parallel(config: TrainConfig) -> Parallel:
     """
     torch.backends.cuda.matmul.allow_tf32 = config.run.allow_tf32
     torch.backends.cudnn.allow_tf32 = config.run.allow_tf32
-    parallel = Parallel(
+    parallel = open_parallel(
+        config.parallel,
         mixed_precision=config.training.mixed_precision,
         fallback_precision=config.model.transformer_dtype
         if config.model.transformer_dtype in ("bf16", "fp16")
@@ -121,37 +123,33 @@ def make_parallel(config: TrainConfig) -> Parallel:
         timeout_s=config.run.nccl_timeout,
     )
     # Preflight guessed the device and knew one process; its warnings have been shown.
-    errors, _ = optimizer_problems(config, device_type=parallel.device.type, num_processes=parallel.world_size)
+    errors, _ = optimizer_problems(
+        config, device_type=parallel.device.type, num_processes=parallel.world_size, updates_parts=parallel.is_fsdp
+    )
     problems = [Problem("", message) for message in errors]
-    if config.training.on_nonfinite != "raise" and parallel.is_deepspeed:
-        message = "DeepSpeed updates the weights before a step can be judged; use DDP or FSDP2, or leave it out"
-        problems.append(Problem(f"--on_nonfinite {config.training.on_nonfinite}", message))
-    elif config.training.on_nonfinite == "rollback" and parallel.is_sharded:
-        message = "weights that are sharded cannot be put back within a run; use DDP, or raise and resume"
+    if config.training.on_nonfinite == "rollback" and (parallel.is_sharded or parallel.is_deepspeed):
+        message = "weights that the engine splits cannot be put back within a run; use DDP, or raise and resume"
         problems.append(Problem("--on_nonfinite rollback", message))
     if config.training.async_checkpointing and parallel.is_deepspeed:
         message = "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or leave it out"
         problems.append(Problem("--async_checkpointing", message))
     if config.training.dry_batches == "on" and parallel.is_deepspeed:
-        message = "DeepSpeed updates the weights within the backward pass, so none can be tried; leave it out"
+        message = "DeepSpeed sums gradients in buffers of its own, where those of a trial would stay; leave it out"
         problems.append(Problem("--dry_batches on", message))
     why_not = refusal(config.training.oom_retry, parallel=parallel, full=False)
     if config.training.oom_retry == "on" and why_not is not None:
         problems.append(Problem("--oom_retry on", why_not))
     if config.training.use_ema and parallel.is_sharded:
         message = (
-            "averages need whole weights, and this launcher shards them; use DDP or DeepSpeed ZeRO-2, or leave it out"
+            "averages need whole weights, and this engine splits them; use DDP or DeepSpeed ZeRO-2, or leave it out"
         )
         problems.append(Problem("--use_ema", message))
-    if config.training.method == "grpo":
-        if parallel.is_deepspeed:
-            message = (
-                "the steps of a rollout differ in their micro-batches, which DeepSpeed does not take; use DDP or FSDP2"
-            )
-            problems.append(Problem("--method grpo", message))
-        elif parallel.is_sharded and config.grpo.rl_algorithm == "nft":
-            message = "the sampling policy is swapped in as whole weights, and FSDP shards them; use DDP"
-            problems.append(Problem("--rl_algorithm nft", message))
+    if config.training.method == "grpo" and parallel.is_sharded and config.grpo.rl_algorithm == "nft":
+        message = "the sampling policy is swapped in as whole weights, and this engine splits them; use DDP"
+        problems.append(Problem("--rl_algorithm nft", message))
+    if config.model.layerwise_upcasting_modules and parallel.is_sharded:
+        message = "8-bit storage changes weights in place, and this engine splits them; use DDP or DeepSpeed ZeRO-2"
+        problems.append(Problem("--layerwise_upcasting_modules", message))
     if problems:
         raise ConfigError(problems)
     return parallel
@@ -192,19 +190,19 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     free_memory()
 
     # Phase 3: the transformer.
-    transformer = load_trainable_transformer(checked, spec, weights_dtype)
     lr = config.optimizer.lr * lr_scale(config, parallel)
-    transformer, optimizer = parallel.prepare(
-        transformer,
-        lambda parameters: create_optimizer(
-            parameters,
-            config=config.optimizer,
-            lr=lr,
-            device_type=parallel.device.type,
-            stochastic_rounding=config.training.master_weights == "stochastic_rounding",
-        ),
-        blocks=spec.blocks,
-    )
+    with parallel.in_turn():
+        transformer, optimizer = parallel.prepare(
+            load_trainable_transformer(checked, spec, weights_dtype),
+            lambda parameters: create_optimizer(
+                parameters,
+                config=config.optimizer,
+                lr=lr,
+                device_type=parallel.device.type,
+                stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+            ),
+            blocks=spec.blocks,
+        )
     method = load_method(config.training.method).create(
         MethodParts(
             config=config,

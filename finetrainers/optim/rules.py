@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from finetrainers.config.errors import Problem
 from finetrainers.config.root import TrainConfig
 
-from .table import OFFLOADABLE, RECIPES, Recipe, missing_library, resolve_name
+from .table import OFFLOADABLE, RECIPES, SHARDABLE, Recipe, missing_library, resolve_name
 
 
-def optimizer_problems(config: TrainConfig, *, device_type: str, num_processes: int = 1) -> tuple[list[str], list[str]]:
+def optimizer_problems(
+    config: TrainConfig, *, device_type: str, num_processes: int = 1, updates_parts: bool = False
+) -> tuple[list[str], list[str]]:
     """What is wrong with the optimizer options and their schedule, each with its option and the way out.
 
     Args:
         config: the whole run.
         device_type: where it will train: `cpu`, `cuda`, `xpu`.
         num_processes: how many processes train together.
+        updates_parts: whether each process updates its part of every weight (FSDP2).
 
     Returns:
         Errors, which make the run impossible or its result not what was asked for; and warnings, which name options
@@ -31,6 +34,7 @@ def optimizer_problems(config: TrainConfig, *, device_type: str, num_processes: 
         *_recipe_errors(config, name, recipe, device_type),
         *_stochastic_rounding_errors(config, name, recipe),
         *_offload_errors(config, device_type, num_processes),
+        *(_parts_errors(name) if updates_parts else ()),
     ]
     warnings = [*_recipe_warnings(config, name, recipe, device_type), *_schedule_warnings(config)]
     return [str(error) for error in errors], warnings
@@ -113,6 +117,15 @@ def _offload_errors(config: TrainConfig, device_type: str, num_processes: int) -
             "frees each gradient as it is made, so "
             f"--gradient_accumulation_steps {training.gradient_accumulation_steps} cannot add them up; "
             f"use 1 or drop {gradients}",
+        )
+
+
+def _parts_errors(name: str) -> Iterator[Problem]:
+    if name not in SHARDABLE:
+        yield Problem(
+            "--optimizer",
+            f"{name} needs whole weights, or cannot put its state together from parts, and FSDP2 splits them; use "
+            f"{' or '.join(SHARDABLE)}, or DDP",
         )
 
 

@@ -139,6 +139,10 @@ BNB_8BIT = {"adam": "adam-bnb-8bit", "adamw": "adamw-bnb-8bit"}
 #: Optimizers that `use_cpu_offload_optimizer` can run on the host: torch has a fused CPU step for them.
 OFFLOADABLE = ("adam", "adamw")
 
+#: Optimizers that update parts of weights (FSDP2) exactly as whole ones, and whose state can be put together and taken
+#: apart again. The others fail on them, look at whole matrices (muon), or cannot read their quantised state back.
+SHARDABLE = ("adam", "adamw")
+
 
 def resolve_name(config: OptimizerSection) -> str:
     """The optimizer's name after `use_8bit_bnb`.

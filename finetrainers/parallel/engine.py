@@ -1,44 +1,50 @@
-"""Processes and wrapping: the few things a trainer asks of accelerate, whatever engine runs underneath."""
+"""What a trainer asks of an engine, and the plainest one: every process holds the whole network (DDP, or one process).
+
+The other engines, FSDP2 and DeepSpeed, override what they do differently: `fsdp.py`, `zero.py`.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import (
-    DistributedType,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-    broadcast_object_list,
-    gather_object,
-)
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
-from transformers.integrations import unset_hf_deepspeed_config
 
 from finetrainers.utils.launch import launched_processes
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
+from .ranks import Ranks
+
+#: Where a checkpoint has DeepSpeed's own files.
+DEEPSPEED_FOLDER = "deepspeed"
 #: What is exchanged at once: much enough to use the network well, and little memory.
 _EXCHANGE_BYTES = 25 << 20
 
 
-class Parallel:
-    """This process's place among all, and the wrapped network and optimizer.
+class Parallel(Ranks):
+    """The processes of a run with the wrapped network and optimizer; this one has the gradients averaged by accelerate.
+
+    Attributes:
+        is_deepspeed, is_fsdp: which engine it is.
+        is_sharded: whether a forward pass needs all ranks, because none holds all weights.
 
     Raises:
         RuntimeError: the launcher started several processes that do not see each other.
     """
+
+    is_deepspeed = False
+    is_fsdp = False
+    is_sharded = False
 
     def __init__(
         self,
@@ -58,24 +64,18 @@ class Parallel:
         max_grad_norm: gradient norm to clip to; 0 for none.
         timeout_s: seconds until a stuck collective fails.
         """
-        on_cpu = not (torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()))
-        # These are the launcher's messages to accelerate; with them a CPU run needs gloo spelled out, because
-        # accelerate would otherwise leave each process alone in a world of one.
-        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
-        if on_cpu and deepspeed:
-            group = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.accumulation = accumulation
+        self.batch_size = batch_size
+        self.max_grad_norm = max_grad_norm
+        self._parameters: list[nn.Parameter] = []
         if mixed_precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ:
             mixed_precision = fallback_precision
+        on_cpu = not (torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()))
+        timeout = timedelta(seconds=timeout_s)
         # Accelerate keeps its state in the process; an earlier run's must not decide over this one.
         GradientState._reset_state()
         AcceleratorState._reset_state(reset_partial_state=True)
-        self.accelerator = Accelerator(
-            mixed_precision=mixed_precision,
-            cpu=on_cpu and not deepspeed,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
-            kwargs_handlers=[group],
-        )
+        super().__init__(self._join(mixed_precision, on_cpu=on_cpu, timeout=timeout), timeout=timeout)
         world_size = launched_processes()
         if self.accelerator.num_processes != world_size:
             raise RuntimeError(
@@ -83,54 +83,21 @@ class Parallel:
                 "they would train separately. Launch with a file from accelerate_configs/; on CPUs set "
                 "ACCELERATE_USE_CPU=true"
             )
-        self.accumulation = accumulation
-        self.max_grad_norm = max_grad_norm
-        self._parameters: list[nn.Parameter] = []
-        self._timeout = timedelta(seconds=timeout_s)
-        self._host_group: dist.ProcessGroup | None = None
         # Whether ranks exchange gradients after all micro-batches (`exchange`) instead of while the last one's are made:
         # only then can a rank give a step up without leaving the others waiting. For DDP.
         self.exchanges_late = False
-        if self.is_deepspeed:
-            self._configure_deepspeed(batch_size)
 
-    # ---- who am I ----------------------------------------------------------------------------------------------
+    def _join(self, mixed_precision: str | None, *, on_cpu: bool, timeout: timedelta) -> Accelerator:
+        """Join the other processes. On CPUs accelerate must be told, or it leaves each process in a world of one."""
+        return Accelerator(
+            mixed_precision=mixed_precision,
+            cpu=on_cpu,
+            gradient_accumulation_plugin=self._accumulation_plugin(),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        )
 
-    @property
-    def rank(self) -> int:
-        """Index of this process among all."""
-        return self.accelerator.process_index
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.accelerator.num_processes
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes files and talks."""
-        return self.accelerator.is_main_process
-
-    @property
-    def device(self) -> torch.device:
-        """This process's device."""
-        return self.accelerator.device
-
-    @property
-    def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed runs underneath."""
-        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
-
-    @property
-    def is_fsdp(self) -> bool:
-        """Whether FSDP runs underneath."""
-        return self.accelerator.distributed_type == DistributedType.FSDP
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a forward pass needs all ranks, because none holds all weights."""
-        zero_stage = self.accelerator.deepspeed_plugin.zero_stage if self.is_deepspeed else 0
-        return self.is_fsdp or zero_stage == 3
+    def _accumulation_plugin(self) -> GradientAccumulationPlugin:
+        return GradientAccumulationPlugin(num_steps=self.accumulation, sync_with_dataloader=False)
 
     def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
         """The dtype that a network with weights of this dtype computes in."""
@@ -138,27 +105,19 @@ class Parallel:
 
     def describe(self) -> str:
         """One line on engine, ranks, device and precision."""
-        kind = self.accelerator.distributed_type.value.lower()
-        engine = f"deepspeed zero-{self.accelerator.deepspeed_plugin.zero_stage}" if self.is_deepspeed else kind
         return (
-            f"{self.world_size} process{'es' if self.world_size > 1 else ''} ({engine}), {self.device}, "
+            f"{self.world_size} process{'es' if self.world_size > 1 else ''} ({self._kind()}), {self.device}, "
             f"mixed precision {self.accelerator.mixed_precision}"
         )
 
+    def _kind(self) -> str:
+        return self.accelerator.distributed_type.value.lower()
+
     # ---- wrapping and stepping ---------------------------------------------------------------------------------
 
-    def _configure_deepspeed(self, batch_size: int) -> None:
-        """Fill what accelerate would read from a data loader; gradients are averaged by the trainer's weights."""
-        config = self.accelerator.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = batch_size
-        config["gradient_accumulation_steps"] = self.accumulation
-        config["train_batch_size"] = batch_size * self.accumulation * self.world_size
-        config["gradient_clipping"] = self.max_grad_norm
-        # Without it, a run under stage 3 would fail at its first checkpoint.
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        # Accelerate tells transformers of stage 3, which would cut the frozen text encoders into shards that no engine
-        # puts together again.
-        unset_hf_deepspeed_config()
+    def in_turn(self) -> AbstractContextManager[None]:
+        """Around loading and wrapping: an engine that splits lets one process of a machine in at a time."""
+        return nullcontext()
 
     def prepare(
         self,
@@ -167,37 +126,29 @@ class Parallel:
         *,
         blocks: Sequence[str] = (),
     ) -> tuple[nn.Module, Any]:
-        """Wrap a network and the optimizer over its trainable weights; FSDP shards block by block of the named lists."""
-        if self.is_fsdp:
-            # Left alone, accelerate goes by `_no_split_modules`, which some diffusers networks lack or misname.
-            classes = {type(block).__name__ for name in blocks for block in getattr(model, name)}
-            self.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(classes)
+        """Wrap a network and the optimizer over its trainable weights.
+
+        Args:
+            model: on the CPU, with what is trained requiring gradients.
+            make_optimizer: builds it over weights.
+            blocks: attributes of the network that list its repeated blocks, by which an engine may split it.
+        """
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         model, prepared = self.accelerator.prepare(model, optimizer)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, prepared
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """Say how many micro-batches the coming optimizer step has.
-
-        Raises:
-            ValueError: DeepSpeed was set up for another number, and takes no other.
-        """
-        if self.is_deepspeed and num_micro_batches != self.accumulation:
-            raise ValueError(
-                f"DeepSpeed was set up for {self.accumulation} micro-batches a step and got {num_micro_batches}; use DDP or "
-                "FSDP for methods whose steps differ"
-            )
+        """Say how many micro-batches the coming optimizer step has."""
         self.accumulation = num_micro_batches
         self.accelerator.gradient_accumulation_steps = num_micro_batches
         self.accelerator.step = 0  # counts micro-batches; ranks exchange gradients when it is a multiple
 
-    @contextmanager
-    def accumulate(self, model: nn.Module) -> Iterator[None]:
+    def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Around one micro-batch: ranks exchange gradients on the last of a step only, or not at all yet."""
-        alone = self.accelerator.no_sync(model) if self.exchanges_late else nullcontext()
-        with self.accelerator.accumulate(model), alone:
-            yield
+        if self.exchanges_late:
+            return self.accelerator.no_sync(model)
+        return self.accelerator.accumulate(model)
 
     def exchange(self) -> None:
         """Average gradients over ranks where that has not been done yet; as DDP does it, in pieces of 25 MiB."""
@@ -221,81 +172,50 @@ class Parallel:
         self.accelerator.backward(loss * self.accumulation)
 
     def clip(self) -> Tensor | None:
-        """Clip the whole step's gradients, if asked to; their norm before clipping, or None if nothing computed it."""
-        if self.is_deepspeed:  # the engine has clipped and stepped within backward
-            norm = self.accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
-            return None if norm is None else torch.as_tensor(norm, device=self.device)
+        """Clip the whole step's gradients, if asked to; their norm before clipping, or None if there are none.
+
+        An engine may clip within its optimizer's step instead, by the same norm.
+        """
         if self.max_grad_norm > 0:
             return _whole(self.accelerator.clip_grad_norm_(self._parameters, self.max_grad_norm))
         self.accelerator.unscale_gradients()  # fp16 gradients carry the loss scale until now
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         return _whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
+    # ---- looking inside ----------------------------------------------------------------------------------------
+
     def unwrap(self, model: nn.Module) -> Any:
         """The network itself, below what distributes or compiles it."""
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def full_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """All weights by name, gathered over ranks; every rank must call it. Complete on rank 0 only."""
-        state = self.accelerator.get_state_dict(model) or {}  # ZeRO-3 gathers none on other ranks
-        # A compiled network is a wrapper around the network, and prefixes its names.
-        return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+        """Trained weights and buffers by name, gathered over ranks, which must all call it. Whole on rank 0 only."""
+        return self.unwrap(model).state_dict()
 
-    # ---- talking to the other ranks ----------------------------------------------------------------------------
+    def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
+        """The optimizer's whole state on rank 0, None where the engine writes its own; every rank must call it.
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.accelerator.wait_for_everyone()
+        It is what `torch.optim.Optimizer.state_dict` says of whole weights, whatever the engine and number of ranks.
+        """
+        return optimizer.state_dict()
 
-    def mean(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """Averages over ranks, as numbers: the one place where a step waits for the device."""
-        names = sorted(values)
-        if not names:
-            return {}
-        stacked = torch.stack([values[n].detach().float().reshape(()).to(self.device) for n in names])
-        return dict(zip(names, self.accelerator.reduce(stacked, reduction="mean").tolist(), strict=True))
+    def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+        """Continue from what `optimizer_state` returned under any engine; every rank must call it with all of it."""
+        optimizer.load_state_dict(state)
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Sum over ranks."""
-        return self.accelerator.reduce(value.to(self.device), reduction="sum")
+    def save_own_files(self, directory: Path) -> None:
+        """Write what the engine alone can into a checkpoint; every rank must call it."""
 
-    def max_on_host(self, values: Sequence[int]) -> list[int]:
-        """Element-wise maximum over ranks, between the hosts: no device is waited for. Every rank must call it."""
-        if self.world_size == 1:
-            return list(values)
-        if self._host_group is None:
-            self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
-        agreed = torch.tensor(values)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._host_group)
-        return agreed.tolist()
-
-    def gather_objects(self, items: list[T]) -> list[T]:
-        """All ranks' lists, joined in rank order."""
-        return gather_object(items)
-
-    def same_on_all(self, value: T) -> T:
-        """Rank 0's value on every rank."""
-        return broadcast_object_list([value])[0]
-
-    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
-        """Turn a failure on one rank into a failure on all, so that none waits for ever.
-
-        The error is logged first: where the other ranks wait for something else, nothing would ever show it.
+    def load_own_files(self, directory: Path) -> None:
+        """Read what `save_own_files` wrote; every rank must call it.
 
         Raises:
-            RuntimeError: naming the ranks and their errors (the local error itself on the rank that has it).
+            ValueError: the checkpoint was saved under an engine that keeps the optimizer's state in another way.
         """
-        if error is not None and self.world_size > 1:
-            logger.error("%s failed on rank %d", what, self.rank, exc_info=error)
-        failures = self.gather_objects([f"rank {self.rank}: {error}"] if error else [])
-        if error is not None:
-            raise error
-        if failures:
-            raise RuntimeError(f"{what} failed on another rank: {'; '.join(failures)}")
-
-    def close(self) -> None:
-        """Leave the process group."""
-        self.accelerator.end_training()
+        if (directory / DEEPSPEED_FOLDER).is_dir():
+            raise ValueError(
+                f"{directory} was saved under DeepSpeed, and nothing else reads its optimizer state; continue with it"
+            )
 
 
 def _whole(norm: Tensor) -> Tensor:

@@ -38,6 +38,9 @@ def findings(family=FLOW, **options):
         ({"data_root": None}, "give --data_root"),
         ({"validation_steps": 5}, "there are no prompts"),
         ({"eval_steps": 5}, "set --eval_num_items"),
+        ({"sp_size": 2}, "2 processes cannot share one clip yet (sequence parallelism)"),
+        ({"fsdp": "full", "deepspeed": True}, "both split the network"),
+        ({"fsdp_group_size": 2}, "groups are for --fsdp hybrid"),
     ],
 )
 def test_errors(options, expected):
@@ -70,6 +73,8 @@ def test_errors_for_variance_preserving_models(options, expected):
         ({"ema_decay": 0.5}, "without --use_ema"),
         ({"async_checkpointing": True, "checkpointing_steps": 0}, "the last is waited for"),
         ({"max_nonfinite_steps": 3}, "without --on_nonfinite skip or rollback"),
+        ({"zero_stage": 3}, "--zero_stage has no effect without --deepspeed"),
+        ({"fsdp": "full", "sync_each_batch": True}, "without --gradient_accumulation_steps"),
         ({"train_epochs": 3, "train_steps": 5}, "overridden by --train_steps"),
         ({"precompute_conditions": True, "frame_selection": "random"}, "drawn once per clip"),
         ({"caption_dropout_technique": "zero"}, "while --caption_dropout_p is 0"),

@@ -45,6 +45,12 @@ def test_lists_are_space_separated_and_switches_can_be_switched_off(tmp_path):
     assert config.dataloader.pin_memory is False
 
 
+def test_the_deepspeed_launcher_may_add_its_own_flag():
+    """`deepspeed --num_gpus=1 train.py --deepspeed --config FILE` passes the rank that it also sets in the environment."""
+    config, _ = parse_flags([*FLAGS, "--local_rank=0", "--deepspeed", "--zero_stage", "3"])
+    assert (config.parallel.deepspeed, config.parallel.zero_stage) == (True, 3)
+
+
 def test_negative_numbers_are_values():
     config, _ = parse_flags([*FLAGS, "--flow_logit_mean", "-0.5", "--flow_weighting_scheme", "logit_normal"])
     assert config.diffusion.flow_logit_mean == -0.5

@@ -56,6 +56,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "nodes", "gpus", "time", "signal", "requeue", "num",  # of sbatch and sky, as far as their first hyphen
     "env", "secret",  # of sky
     "build", "init", "shm", "stop", "network", "device", "ulimit",  # of docker
+    "nproc_per_node", "num_gpus", "input_folder", "output_folder",  # of torchrun and DeepSpeed
 }  # fmt: skip
 
 

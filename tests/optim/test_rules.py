@@ -111,3 +111,10 @@ def test_silent_where_options_mean_something() -> None:
     ]
     for options in quiet:
         assert problems(**options) == ([], []), options
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_of_parts_of_weights_only_those_that_were_tried_are_updated(name: str) -> None:
+    config = TrainConfig.from_flat(**MODEL, optimizer=name, lr=1.0)
+    errors, _ = optimizer_problems(config, device_type="cpu", num_processes=2, updates_parts=True)
+    assert [f"{name} needs whole weights" in error for error in errors] == ([] if name in ("adam", "adamw") else [True])

@@ -1,7 +1,7 @@
 """One rank of a multi-process test: trains one job after another and writes down what it saw.
 
-Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank) and
-`_zero_stage` (of DeepSpeed).
+Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank),
+`_zero_stage` (of DeepSpeed) and `_poisoned` (how many of the first micro-batches have a loss of NaN).
 """
 
 from __future__ import annotations
@@ -9,20 +9,25 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
+from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import checkpoint
 from finetrainers.engine.run import train
+from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.parallel.engine import Parallel
 
@@ -33,15 +38,30 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Hash of some tensors, in their order."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().float().numpy().tobytes())
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found.update(whole.detach().float().numpy().tobytes())
     return found.hexdigest()
+
+
+def poisoned(number: int) -> Callable[..., Any]:
+    """`SFT.loss`, of which the first calls give NaN."""
+    loss, calls = SFT.loss, count()
+
+    def changed(method: SFT, transformer: Any, batch: Any) -> Any:
+        value, metrics = loss(method, transformer, batch)
+        if next(calls) < number:
+            return value * math.nan, {name: one * math.nan for name, one in metrics.items()}
+        return value, metrics
+
+    return changed
 
 
 def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     failing_rank = options.pop("_fail_saving_on", None)
     if "_zero_stage" in options:
         os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(options.pop("_zero_stage"))
-    save_weights = checkpoint.save_weights
+    save_weights, loss = checkpoint.save_weights, SFT.loss
+    SFT.loss = poisoned(options.pop("_poisoned", 0))  # type: ignore[method-assign]
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
@@ -58,7 +78,7 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
             raise
         return {"error": repr(error)}
     finally:
-        checkpoint.save_weights = save_weights
+        checkpoint.save_weights, SFT.loss = save_weights, loss  # type: ignore[method-assign]
     lines = trainer.run_dir.metrics_file.read_text().splitlines()
     return {
         "digest": digest(p for p in trainer.parallel.unwrap(trainer.transformer).parameters() if p.requires_grad),
@@ -77,7 +97,7 @@ def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # One process group serves all jobs: made a second time over the same store, it would find the first one's addresses.
     Parallel.close = Parallel.barrier  # type: ignore[method-assign]
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+    if find_spec("deepspeed") is not None and "deepspeed" in jobs.read_text():
         # An extension that speeds up gloo, and takes a minute to compile.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     gc.freeze()  # runs collect garbage between their loading phases; the libraries' objects never go
@@ -95,4 +115,4 @@ def main(jobs: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[-2:]))  # the launcher of DeepSpeed puts a flag of its own first

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from finetrainers.parallel.engine import Parallel
+from finetrainers.parallel.fsdp import FSDP
+from finetrainers.parallel.launched import Sharding
+from finetrainers.parallel.zero import ZeRO
 from finetrainers.utils.launch import launched_processes
 
 
@@ -136,3 +141,79 @@ def test_a_step_of_two_micro_batches(max_grad_norm: float, make: Callable[..., P
     torch.testing.assert_close(network.weight.data, -scale * torch.tensor([[3.0, 4.0, 0.0]]), rtol=1e-4, atol=1e-6)
     assert parallel.unwrap(model)[0] is network
     assert set(parallel.full_state(model)) == {"0.weight", "1.weight", "1.bias"}
+
+
+class Network(nn.Module):
+    """Two blocks and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.frozen(x)
+
+
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+def test_fsdp_steps_as_the_network_alone_does(sync_each_batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled blocks, two micro-batches, clipping, and a state that goes out and in again."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    torch.manual_seed(0)
+    alone = Network()
+    split = copy.deepcopy(alone)
+    batches = torch.randn(2, 3, 4)
+    optimizer = torch.optim.AdamW(list(alone.blocks.parameters()), lr=0.1)
+    sum(alone(x).square().mean() for x in batches).backward()  # type: ignore[union-attr]
+    expected = nn.utils.clip_grad_norm_(alone.blocks.parameters(), 0.1)
+    optimizer.step()
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = FSDP(
+            sharding=Sharding(sync_each_batch=sync_each_batch), mixed_precision="no", fallback_precision="no",
+            accumulation=1, batch_size=1, max_grad_norm=0.1, timeout_s=60,
+        )  # fmt: skip
+        with parallel.in_turn():
+            model, stepped = parallel.prepare(split, lambda ps: torch.optim.AdamW(ps, lr=0.1), blocks=["blocks"])
+        assert all(block._compiled_call_impl is not None for block in split.blocks)
+        synced = []
+        monkeypatch.setattr(model, "set_requires_gradient_sync", synced.append)
+        parallel.begin_step(2)
+        for x in batches:
+            with parallel.accumulate(model):
+                parallel.backward(model(x).square().mean())
+        assert synced == [sync_each_batch, True]
+        assert parallel.clip().item() == pytest.approx(expected.item(), rel=1e-5)  # type: ignore[union-attr]
+        stepped.step()
+        found = parallel.full_state(model)
+        assert set(found) == {name for name, p in alone.named_parameters() if p.requires_grad}
+        for name, value in found.items():
+            torch.testing.assert_close(value, alone.state_dict()[name])
+        state = parallel.optimizer_state(model, stepped)
+        assert state is not None
+        optimizer.load_state_dict(state)  # as a plain optimizer would, and as FSDP does
+        parallel.load_optimizer(model, stepped, optimizer.state_dict())
+        again = parallel.optimizer_state(model, stepped)
+        assert again is not None
+        assert state["state"].keys() == again["state"].keys()
+        assert all(
+            torch.equal(again["state"][n][k], v) for n, values in state["state"].items() for k, v in values.items()
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_optimizer_state_of_another_engine_is_refused(make: Callable[..., Parallel], tmp_path: Path) -> None:
+    """DeepSpeed itself would warn and start its optimizer anew."""
+    with pytest.raises(ValueError, match="was saved without DeepSpeed"):
+        object.__new__(ZeRO).load_own_files(tmp_path)
+    parallel = make()
+    parallel.load_own_files(tmp_path)
+    (tmp_path / "deepspeed").mkdir()
+    with pytest.raises(ValueError, match="was saved under DeepSpeed"):
+        parallel.load_own_files(tmp_path)

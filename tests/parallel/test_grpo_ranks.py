@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ from safetensors.torch import load_file
 from finetrainers.config.load import load_config
 from finetrainers.engine.run import train
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+]
 
 #: A group of four clips is spread over both ranks where there is one prompt.
 JOBS: dict[str, dict[str, Any]] = {
@@ -23,6 +28,19 @@ JOBS: dict[str, dict[str, Any]] = {
     "best of": {"prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1},
     "nft": {"prompts_per_step": 2, "rl_algorithm": "nft", "init_same_noise": False, "nft_timesteps": 2},
 }
+#: Of `best of`, ranks keep different numbers of clips, and the network is called for the reference between a forward
+#: pass and its backward.
+ENGINES: dict[str, dict[str, Any]] = {
+    "groups": {},
+    "one group": {},
+    "best of": {},
+    "nft": {},
+    "best of, fsdp2": {"fsdp": "full"},
+    "best of, zero-2": {"deepspeed": True},
+    "nft, zero-2": {"deepspeed": True},
+    "nft, fsdp2": {"fsdp": "full"},
+}
+REFUSED = "nft, fsdp2"
 
 
 @pytest.fixture(scope="module")
@@ -47,34 +65,60 @@ def jobs(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
         "epsilon": 1e-3,
         "rank": 4,
         "lora_alpha": 8,
-        "train_steps": 3,
+        "train_steps": 2,
     }
-    return root, {name: {**common, **changes, "output_dir": str(root / name)} for name, changes in JOBS.items()}
+    return root, {
+        name: {**common, **JOBS[name.partition(",")[0]], **engine, "output_dir": str(root / name)}
+        for name, engine in ENGINES.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def ranks(jobs: Any, launch: Callable[..., Any]) -> list[dict[str, Any]]:
     root, todo = jobs
-    return launch(["torch.distributed.run", "--nproc_per_node", "2"], todo, root, TORCHDYNAMO_DISABLE="1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # DeepSpeed's own launcher; other tests start processes in the other ways.
+    launcher = ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+    return launch(launcher, todo, root, TORCHDYNAMO_DISABLE="1")
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_two_ranks_are_one(name: str, jobs: Any, ranks: list[dict[str, Any]], tmp_path: Path) -> None:
-    root, todo = jobs
-    assert "2 processes" in ranks[0][name]["kind"]
+@pytest.fixture(scope="module")
+def alone(jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`alone(job)`: directory of the same run on one process."""
+    _, todo = jobs
+    done: dict[str, Path] = {}
+
+    def run(name: str) -> Path:
+        if name not in done:
+            done[name] = tmp_path_factory.mktemp("alone") / name
+            train(load_config(**{**todo[name], "output_dir": str(done[name])}))
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != REFUSED])
+def test_two_ranks_are_one(name: str, jobs: Any, ranks: list[dict[str, Any]], alone: Callable[[str], Path]) -> None:
+    job, _, engine = name.partition(", ")
+    assert f"2 processes ({engine or 'multi_cpu'}" in ranks[0][name]["kind"].replace("deepspeed ", "")
     assert ranks[0][name]["digest"] == ranks[1][name]["digest"]
-    train(load_config(**{**todo[name], "output_dir": str(tmp_path / "alone")}))
-    alone = read(tmp_path / "alone")
-    for found, expected in zip(ranks[0][name]["metrics"], alone, strict=True):
+    for found, expected in zip(ranks[0][name]["metrics"], read(alone(job)), strict=True):
         for key in ("reward/brightness", "group_std/brightness", "advantage_abs", "clips_trained", "grad_norm"):
             assert found[key] == pytest.approx(expected[key], rel=2e-3), (key, found["step"])
-        if name != "nft":
+        if job != "nft":
             assert found["ratio_error"] == 0.0
     file = "pytorch_lora_weights.safetensors"
-    ours, theirs = load_file(root / name / file), load_file(tmp_path / "alone" / file)
+    ours, theirs = load_file(jobs[0] / name / file), load_file(alone(job) / file)
     for key, value in ours.items():
         torch.testing.assert_close(value, theirs[key], rtol=1e-3, atol=1e-3)
+
+
+def test_a_policy_that_is_swapped_in_whole_is_refused_in_shards(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "--rl_algorithm nft: the sampling policy is swapped in as whole weights" in rank[REFUSED]["error"]

@@ -28,7 +28,6 @@ class Guards:
             policy=training.on_nonfinite,
             limit=training.max_nonfinite_steps,
             loss_scaling=parallel.accelerator.mixed_precision == "fp16",
-            updated=parallel.is_deepspeed,
             run_dir=run_dir,
         )
         self.spikes = SpikeDetector(window=training.spike_window, sigma=training.spike_sigma, run_dir=run_dir)

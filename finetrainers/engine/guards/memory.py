@@ -154,7 +154,10 @@ def refusal(option: str, *, parallel: Parallel, full: bool) -> str | None:
     if option == "off":
         return "--oom_retry is off"
     if parallel.is_deepspeed:
-        return "DeepSpeed takes a fixed number of micro-batches: halve --batch_size and double --gradient_accumulation_steps"
+        return (
+            "DeepSpeed sums gradients in buffers of its own while it computes them: halve --batch_size and double "
+            "--gradient_accumulation_steps"
+        )
     if parallel.is_sharded:
         return (
             "with sharded weights the other ranks wait within the step: halve --batch_size and double "

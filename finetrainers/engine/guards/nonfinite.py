@@ -25,19 +25,20 @@ class NonFiniteGuard:
     They are averages over ranks, and one rank's NaN is the average's: every rank comes to the same decision.
     """
 
-    def __init__(self, *, policy: str, limit: int, loss_scaling: bool, updated: bool, run_dir: RunDirectory) -> None:
+    def __init__(self, *, policy: str, limit: int, loss_scaling: bool, run_dir: RunDirectory) -> None:
         """Args:
         policy: `raise`, `skip` or `rollback`.
         limit: steps that may be skipped or rolled back from in all before it is an error after all.
         loss_scaling: whether fp16 gradients are scaled: then they overflow now and then, and the scaler skips those.
-        updated: whether the engine has made the update by the time a step can be judged, so that it can only be reported.
         run_dir: gets an event for each step that is not let through.
         """
         self.policy = policy
         self.limit = limit
         self.names = ("loss",) if loss_scaling else ("loss", "grad_norm")
-        self.advice = "" if updated else "No weight was changed. "
-        self.advice += "Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or other data"
+        self.advice = (
+            "No weight was changed. Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or "
+            "other data"
+        )
         self.run_dir = run_dir
         self.count = 0
 

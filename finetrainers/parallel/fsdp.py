@@ -1,0 +1,201 @@
+"""FSDP2: PyTorch's `fully_shard`, block by block, the same on GPUs and on CPUs.
+
+Accelerate's own FSDP exists on GPUs only and is silently left out on CPUs, where it could therefore not be tested; its
+launcher's settings are read (`launched.py`), and everything else is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.launch import launched_local_rank
+
+from .engine import Parallel
+from .launched import Sharding, hidden_fsdp
+
+
+class FSDP(Parallel):
+    """Processes that each keep a part of every weight, gradient and optimizer state."""
+
+    is_fsdp = True
+    is_sharded = True
+
+    def __init__(self, *, sharding: Sharding, **arguments: Any) -> None:
+        """Args:
+        sharding: over which processes, and where the parts lie.
+        arguments: as of `Parallel`.
+
+        Raises:
+            ConfigError: the groups do not divide the processes, or no launcher started them.
+        """
+        self._sharding = sharding
+        self._micro_batch = 0
+        super().__init__(**arguments)
+        if not dist.is_initialized():
+            message = (
+                "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave it out"
+            )
+            raise ConfigError([Problem("FSDP2", message)])
+        size = sharding.group_size or self.world_size
+        if self.world_size % size:
+            message = f"{self.world_size} processes do not divide into groups of {size}; use a divisor"
+            raise ConfigError([Problem("--fsdp_group_size", message)])
+        self._mesh = self._make_mesh(size)
+
+    def _join(self, mixed_precision: str | None, *, on_cpu: bool, timeout: timedelta) -> Accelerator:
+        group = InitProcessGroupKwargs(timeout=timeout)
+        if self._sharding.offload and not on_cpu:
+            # Norms of gradients in host memory are summed up there, which NCCL cannot.
+            device = "cuda:nccl" if torch.cuda.is_available() else "xpu:xccl"
+            group = InitProcessGroupKwargs(backend=f"{device},cpu:gloo", timeout=timeout)
+        with hidden_fsdp():
+            return Accelerator(
+                mixed_precision=mixed_precision,
+                cpu=on_cpu,
+                gradient_accumulation_plugin=self._accumulation_plugin(),
+                kwargs_handlers=[group],
+            )
+
+    def _make_mesh(self, group_size: int) -> DeviceMesh:
+        """One dimension, or copies x shards."""
+        if self._sharding.group_size is None:
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        shape = (self.world_size // group_size, group_size)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("copy", "shard"))
+
+    def _kind(self) -> str:
+        kind = "fsdp2" if self._sharding.group_size is None else f"fsdp2 in groups of {self._sharding.group_size}"
+        return kind + (", on the host" if self._sharding.offload else "")
+
+    # ---- wrapping ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Processes of one machine load one after another, so that it holds one whole network at a time."""
+        mine, error = launched_local_rank(), None
+        for turn in range(max(self.gather_objects([mine])) + 1):
+            if turn == mine:
+                try:
+                    yield
+                except Exception as caught:
+                    error = caught  # the others take their turns all the same: most errors are everybody's
+            self.barrier()
+        self.raise_if_any_failed(error, "loading the network")
+
+    def prepare(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        blocks: Sequence[str] = (),
+    ) -> tuple[nn.Module, Any]:
+        """Split a network in place, block by block; nothing here waits for another rank.
+
+        A block is recomputed (gradient checkpointing, set before), compiled, and split, from the inside out: what is
+        compiled never gathers weights.
+        """
+        layers = [layer for name in blocks for layer in getattr(model, name)]
+        self._compile(layers)
+        arguments: dict[str, Any] = {"mesh": self._mesh, "offload_policy": self._offload_policy()}
+        for layer in layers:
+            fully_shard(
+                layer,
+                mp_policy=self._precision(),
+                reshard_after_forward=self._sharding.reshard_after_forward,
+                **arguments,
+            )
+        computed = self.compute_dtype(torch.float32)
+        # As under DDP, autocast chooses each operation's dtype and the output is fp32. Inputs keep theirs: rounded to
+        # bf16, timesteps and positions would be others.
+        fully_shard(model, mp_policy=self._precision(output_dtype=torch.float32), **arguments)
+        if computed != torch.float32:
+            model.forward = self.accelerator.autocast()(model.forward)  # type: ignore[method-assign]
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        return model, self.accelerator.prepare_optimizer(make_optimizer(self._parameters))
+
+    def _precision(self, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+        """Weights are gathered in the computing dtype, kept and updated in their own; gradients are summed in fp32."""
+        computed = self.compute_dtype(torch.float32)
+        if computed == torch.float32:
+            return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        return MixedPrecisionPolicy(
+            param_dtype=computed, reduce_dtype=torch.float32, output_dtype=output_dtype, cast_forward_inputs=False
+        )
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self._sharding.offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+
+    def _compile(self, layers: Sequence[nn.Module]) -> None:
+        """Compile each block, if the launcher asks for it; all blocks share the compiled code."""
+        plugin = self.accelerator.state.dynamo_plugin
+        if plugin.backend == DynamoBackend.NO:
+            return
+        for layer in layers:
+            layer.compile(**plugin.to_kwargs())
+
+    # ---- stepping ----------------------------------------------------------------------------------------------
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        self.accumulation = num_micro_batches
+        self._micro_batch = 0
+
+    def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
+        self._micro_batch += 1
+        is_last = self._micro_batch == self.accumulation
+        model.set_requires_gradient_sync(is_last or self._sharding.sync_each_batch)  # type: ignore[operator]
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        scaler = self.accelerator.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    # ---- what a checkpoint takes -------------------------------------------------------------------------------
+
+    def full_state(self, model: nn.Module) -> dict[str, Tensor]:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(model, options=options)
+
+    def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(model, optimizer.optimizer, options=options)
+        if not state:
+            return {}  # not rank 0
+        numbers = {name: number for number, name in enumerate(_trained_names(model))}
+        return {
+            "state": {numbers[name]: values for name, values in state["state"].items()},
+            "param_groups": [{**g, "params": [numbers[n] for n in g["params"]]} for g in state["param_groups"]],
+        }
+
+    def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+        names = _trained_names(model)
+        named = {
+            "state": {names[number]: values for number, values in state["state"].items()},
+            "param_groups": [{**g, "params": [names[n] for n in g["params"]]} for g in state["param_groups"]],
+        }
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(model, optimizer.optimizer, named, options=options)
+
+
+def _trained_names(model: nn.Module) -> list[str]:
+    """Names of the trained weights, in the order in which the optimizer has them."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,0 +1,229 @@
+"""DeepSpeed ZeRO through accelerate: optimizer state, gradients (2) and weights (3) are split.
+
+Accelerate's own stepping is not used. It updates the weights within `backward` of the last micro-batch, so that nobody
+could look at a step before it happens; and it has DeepSpeed divide by a fixed number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch import Tensor, nn
+from transformers.integrations import unset_hf_deepspeed_config
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.parallel import ParallelSection
+
+from .engine import DEEPSPEED_FOLDER, Parallel
+
+#: By which a launcher of accelerate asks for DeepSpeed.
+ASKED = "ACCELERATE_USE_DEEPSPEED"
+_TAG = "state"
+
+
+class ZeRO(Parallel):
+    """Processes that DeepSpeed runs on."""
+
+    is_deepspeed = True
+
+    def __init__(self, *, options: ParallelSection, **arguments: Any) -> None:
+        """Args:
+        options: what is split where the launcher does not say it.
+        arguments: as of `Parallel`.
+
+        Raises:
+            ConfigError: DeepSpeed is to split nothing, or no launcher started the processes.
+        """
+        self._options = options
+        self._micro_batch = 0
+        if "LOCAL_RANK" not in os.environ:
+            message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
+            raise ConfigError([Problem("--deepspeed", message)])
+        super().__init__(**arguments)
+        if not self._plugin.zero_stage:
+            message = "ZeRO stage 0 splits nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
+            raise ConfigError([Problem("DeepSpeed", message)])
+        self.is_sharded = self._plugin.zero_stage == 3
+        config = self._plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = self.batch_size
+        config["gradient_accumulation_steps"] = self.accumulation
+        config["train_batch_size"] = self.batch_size * self.accumulation * self.world_size
+        config["gradient_clipping"] = self.max_grad_norm
+        # Without it, a run under stage 3 would fail at its first checkpoint.
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        # Accelerate tells transformers of stage 3, which would cut the frozen text encoders into shards that no engine
+        # puts together again.
+        unset_hf_deepspeed_config()
+
+    def _join(self, mixed_precision: str | None, *, on_cpu: bool, timeout: timedelta) -> Accelerator:
+        group = InitProcessGroupKwargs(timeout=timeout)
+        if on_cpu:
+            # `cpu=True`, which other engines need, would turn DeepSpeed off.
+            group = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
+        is_launched = os.environ.get(ASKED, "false").lower() == "true"
+        with _asked():
+            return Accelerator(
+                mixed_precision=mixed_precision,
+                deepspeed_plugin=None if is_launched else self._make_plugin(),
+                gradient_accumulation_plugin=self._accumulation_plugin(),
+                kwargs_handlers=[group],
+            )
+
+    def _make_plugin(self) -> DeepSpeedPlugin:
+        """What a file of `accelerate launch` would say."""
+        host = "cpu" if self._options.zero_offload else "none"
+        return DeepSpeedPlugin(
+            zero_stage=self._options.zero_stage,
+            offload_optimizer_device=host,
+            offload_param_device=host if self._options.zero_stage == 3 else "none",
+            zero3_init_flag=False,
+            zero3_save_16bit_model=True,
+        )
+
+    @property
+    def _plugin(self) -> Any:
+        return self.accelerator.state.deepspeed_plugin
+
+    @property
+    def _engine(self) -> Any:
+        return self.accelerator.deepspeed_engine_wrapped.engine
+
+    def _kind(self) -> str:
+        return f"deepspeed zero-{self._plugin.zero_stage}"
+
+    # ---- stepping ----------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        blocks: Sequence[str] = (),
+    ) -> tuple[nn.Module, Any]:
+        model, _ = super().prepare(model, make_optimizer, blocks=blocks)
+        return model, EngineOptimizer(self._engine)
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        self.accumulation = num_micro_batches
+        self._micro_batch = 0
+
+    def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
+        self._micro_batch += 1
+        self._engine.set_gradient_accumulation_boundary(self._micro_batch == self.accumulation)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def clip(self) -> Tensor | None:
+        """The norm of the step's gradients, infinite if one of them is not finite; DeepSpeed clips in its step."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        optimizer = self._engine.optimizer
+        # The same as its `step` will compute; it has no public name under stage 3.
+        norm = (
+            combine_grad_norm_groups(optimizer._get_norm_groups())
+            if self.is_sharded
+            else optimizer.scaled_global_norm()
+        )
+        return norm / optimizer.loss_scale
+
+    # ---- what a checkpoint takes -------------------------------------------------------------------------------
+
+    def full_state(self, model: nn.Module) -> dict[str, Tensor]:
+        if not self.is_sharded:
+            network = self.unwrap(model)
+            trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+            # Trained weights are pieces of one flat tensor, which a file of named tensors cannot hold.
+            return (
+                {n: w.clone() if n in trained else w for n, w in network.state_dict().items()} if self.is_main else {}
+            )
+        # None on the other ranks.
+        return self._engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True) or {}
+
+    def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
+        return None
+
+    def save_own_files(self, directory: Path) -> None:
+        from deepspeed.checkpoint.constants import (
+            UNIVERSAL_CHECKPOINT_INFO,
+            UNIVERSAL_CHECKPOINT_VERSION_KEY,
+            UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        )
+
+        # DeepSpeed's converter to its format for any number of processes looks for this, and for nothing else of ours.
+        version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+        self._engine.save_checkpoint(
+            str(directory / DEEPSPEED_FOLDER),
+            tag=_TAG,
+            client_state={UNIVERSAL_CHECKPOINT_INFO: version},
+            exclude_frozen_parameters=True,
+        )
+
+    def load_own_files(self, directory: Path) -> None:
+        if not (directory / DEEPSPEED_FOLDER).is_dir():  # DeepSpeed would warn, and start its optimizer anew
+            raise ValueError(
+                f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; "
+                "continue with DDP or FSDP2"
+            )
+        self._engine.load_checkpoint(str(directory / DEEPSPEED_FOLDER), tag=_TAG, load_module_strict=False)
+
+
+class EngineOptimizer:
+    """An optimizer whose update is DeepSpeed's: clip, step, pass on the new weights, forget the gradients."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As of any optimizer."""
+        return self._engine.optimizer.param_groups
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether DeepSpeed found the last step's gradients to be no numbers."""
+        return bool(getattr(self._engine.optimizer, "overflow", False))
+
+    def step(self) -> None:
+        """Update the weights."""
+        self._engine.step()
+
+    def zero_grad(self) -> None:
+        """Forget what was accumulated, as DeepSpeed's own step does when it finds gradients that are no numbers."""
+        optimizer = self._engine.optimizer
+        if hasattr(optimizer, "_overflow_clean_up"):  # stage 3
+            optimizer._pre_step()
+            optimizer._overflow_clean_up(optimizer.loss_scale)
+            return
+        optimizer.micro_step_id = -1
+        optimizer.zero_grad(set_to_none=True)
+        if optimizer.cpu_offload:
+            optimizer._offload_accumulated_param_ids = set()
+            optimizer.reset_cpu_buffers()
+            return
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for group in kept:
+                kept[group] = None
+
+
+@contextmanager
+def _asked() -> Iterator[None]:
+    """Accelerate asks for this variable too; a later run of this process may want another engine."""
+    before = os.environ.get(ASKED)
+    os.environ[ASKED] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ASKED]
+        else:
+            os.environ[ASKED] = before

@@ -1,0 +1,143 @@
+"""FSDP2 on two real processes: trains, samples, saves, exports and resumes as one process does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetrainers.config.load import load_config
+from finetrainers.engine.run import train
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Path(__file__).parents[2] / "accelerate_configs" / "fsdp2.yaml"
+LORA = {
+    "train_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": True, "max_grad_norm": 0.02,
+    "eval_num_items": 1, "eval_steps": 2,
+}  # fmt: skip
+SAMPLES = {"validation_prompts": "one@@@9x64x64:::two@@@9x64x64:::three@@@9x64x64", "validation_inference_steps": 2}
+FULL = {"train_steps": 2, "training_type": "full-finetune", "gradient_accumulation_steps": 2, "max_grad_norm": 0.02}
+#: Groups of one: each process holds all weights, and gradients are averaged over the groups.
+HYBRID = {"fsdp": "hybrid", "fsdp_group_size": 1, "sync_each_batch": True}
+MIXED = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp_cpu_offload": True, "train_steps": 2}
+JOBS: dict[str, dict[str, Any]] = {
+    "lora": {**LORA, **SAMPLES},
+    "full": {**FULL, "checkpointing_steps": 1},
+    "resumed": {**FULL, "resume_from_checkpoint": "1"},
+    "hybrid": {**LORA, **HYBRID},
+    "offloaded": MIXED,
+    "refused": {"use_ema": True, "optimizer": "lion"},
+    "uneven": {"fsdp": "hybrid", "fsdp_group_size": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    options: Callable[..., dict], launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
+    """The run directories' parent, and what both ranks saw, by job."""
+    root = tmp_path_factory.mktemp("fsdp")
+    todo = {name: options(root / {"resumed": "full"}.get(name, name), **changes) for name, changes in JOBS.items()}
+    launcher = ["accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes", "2"]
+    return root, launch([*launcher, "--mixed_precision", "no"], todo, root, TORCHDYNAMO_DISABLE="1")
+
+
+@pytest.fixture(scope="module")
+def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same runs on one process, with twice the batch."""
+    root = tmp_path_factory.mktemp("single")
+    bf16 = {**MIXED, "fsdp_cpu_offload": False, "batch_size": 2}
+    larger = {"lora": {**LORA, "batch_size": 2}, "full": {**FULL, "gradient_accumulation_steps": 4}, "offloaded": bf16}
+    for name, changes in larger.items():
+        train(load_config(**options(root / name, **changes)))
+    return {**{name: root / name for name in larger}, "hybrid": root / "lora"}
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(records: list[dict[str, Any]], *names: str) -> torch.Tensor:
+    return torch.tensor([[record[name] for name in names] for record in records if names[0] in record])
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    lora = directory / "pytorch_lora_weights.safetensors"
+    return load_file(lora if lora.is_file() else directory / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", ["lora", "full", "hybrid"])
+def test_same_training_as_one_process(name: str, jobs: Any, single: dict[str, Path]) -> None:
+    root, (rank, other) = jobs
+    kind = "fsdp2 in groups of 1" if name == "hybrid" else "fsdp2"
+    assert f"2 processes ({kind})" in rank[name]["kind"]
+    assert rank[name]["digest"] == other[name]["digest"]
+    if name == "full":  # where there is nothing else that both ranks look at
+        assert not set(rank[name]["inputs"]) & set(other[name]["inputs"])
+    columns = ("loss", "grad_norm", "lr")
+    found, expected = rank[name]["metrics"], read(single[name])
+    torch.testing.assert_close(curve(found, *columns), curve(expected, *columns), rtol=1e-5, atol=0)
+    torch.testing.assert_close(curve(found, "eval_loss"), curve(expected, "eval_loss"), rtol=1e-5, atol=0)
+    close(weights(root / name), weights(single[name]))
+
+
+def test_weights_are_computed_with_in_bf16_and_kept_in_fp32(jobs: Any, single: dict[str, Path]) -> None:
+    """Norm layers see rounded weights here and none under autocast alone, so that the two agree to bf16's precision."""
+    root, (rank, _) = jobs
+    assert "(fsdp2, on the host), cpu:0, mixed precision bf16" in rank["offloaded"]["kind"]
+    found, expected = rank["offloaded"]["metrics"], read(single["offloaded"])
+    torch.testing.assert_close(
+        curve(found, "loss", "grad_norm"), curve(expected, "loss", "grad_norm"), rtol=2e-3, atol=0
+    )
+    ours, theirs = weights(root / "offloaded"), weights(single["offloaded"])
+    close(ours, theirs, rtol=0, atol=5e-3)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in ours.values())
+
+
+def test_all_samples_of_an_odd_number_are_written(jobs: Any) -> None:
+    found = sorted(path.name for path in (jobs[0] / "lora" / "samples" / "step-000002").glob("*.mp4"))
+    assert found == ["00-one-0.mp4", "01-two-0.mp4", "02-three-0.mp4"]
+
+
+def test_the_export_names_the_stock_class(jobs: Any) -> None:
+    config = json.loads((jobs[0] / "full" / "transformer" / "config.json").read_text())
+    assert config["_class_name"] == "LTXVideoTransformer3DModel"
+
+
+def test_resuming_changes_nothing(jobs: Any) -> None:
+    _, (rank, _) = jobs
+    straight, resumed = rank["full"], rank["resumed"]
+    assert len(resumed["inputs"]) < len(straight["inputs"])
+    columns = ("loss", "grad_norm", "step")
+    assert torch.equal(curve(straight["metrics"], *columns), curve(resumed["metrics"], *columns))
+    assert straight["results"] == resumed["results"] != {}
+
+
+def test_a_checkpoint_is_what_one_process_would_have_saved(jobs: Any, single: dict[str, Path]) -> None:
+    """Weights and optimizer are whole and named as by one process: any engine but DeepSpeed goes on from them."""
+    ours, theirs = jobs[0] / "full" / "checkpoints" / "step-2", single["full"] / "checkpoints" / "step-2"
+    close(weights(ours), weights(theirs))
+    found, expected = (torch.load(path / "optimizer.pt", weights_only=True) for path in (ours, theirs))
+    assert found["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+    assert found["state"].keys() == expected["state"].keys()
+    for number, values in expected["state"].items():
+        close(found["state"][number], values, rtol=1e-4)
+
+
+def test_what_parts_cannot_do_is_refused(jobs: Any) -> None:
+    for rank in jobs[1]:
+        assert "--use_ema: averages need whole weights" in rank["refused"]["error"]
+        assert "--optimizer: lion needs whole weights" in rank["refused"]["error"]
+        assert "--fsdp_group_size: 2 processes do not divide into groups of 3" in rank["uneven"]["error"]

@@ -1,0 +1,102 @@
+"""Which engine a run gets, by its options and by what launchers say; nothing is launched."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.parallel import ParallelSection
+from finetrainers.parallel import launched
+from finetrainers.parallel.launched import Sharding, find_sharding, open_parallel
+
+ARGUMENTS: dict[str, Any] = {
+    "mixed_precision": "no", "fallback_precision": "no", "accumulation": 1, "batch_size": 1, "max_grad_norm": 1.0,
+    "timeout_s": 60,
+}  # fmt: skip
+#: As `accelerate launch` sets them from accelerate_configs/fsdp2.yaml, more or less.
+FILE = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_", "LOCAL_", "WORLD_", "RANK")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")  # written below, and restored afterwards
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected"),
+    [
+        ({}, {}, None),
+        ({"fsdp": "full"}, {"WORLD_SIZE": "8"}, Sharding()),
+        ({"fsdp": "hybrid"}, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Sharding(group_size=4)),
+        ({"fsdp": "hybrid", "fsdp_group_size": 2}, {"LOCAL_WORLD_SIZE": "4"}, Sharding(group_size=2)),
+        ({"sync_each_batch": True}, FILE, Sharding(sync_each_batch=True)),
+        ({}, {**FILE, "FSDP_RESHARD_AFTER_FORWARD": "false"}, Sharding(reshard_after_forward=False)),
+        ({"fsdp": "full", "fsdp_reshard_after_forward": False}, {}, Sharding(reshard_after_forward=False)),
+        ({}, {**FILE, "FSDP_OFFLOAD_PARAMS": "true"}, Sharding(offload=True)),
+        ({}, {**FILE, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "WORLD_SIZE": "8"}, Sharding(group_size=4)),
+        ({"fsdp": "hybrid"}, {**FILE, "LOCAL_WORLD_SIZE": "4"}, Sharding(group_size=4)),
+        ({}, {**FILE, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_SIZE": "4"}, Sharding(group_size=4)),
+    ],
+)
+def test_how_weights_are_split(
+    options: dict[str, Any], environment: dict[str, str], expected: Sharding | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert find_sharding(ParallelSection(**options)) == expected
+    if expected is not None:
+        assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false", "or transformers loads empty text encoders"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        ({}, {**FILE, "FSDP_VERSION": "1"}, "fsdp_version: FSDP1 is not supported"),
+        ({}, {**FILE, "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "fsdp_sharding_strategy: NO_SHARD is of FSDP1"),
+        ({}, {**FILE, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
+        ({}, {**FILE, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "parallelism_config_cp_size: a clip is not split"),
+        ({"fsdp_group_size": 2}, FILE, "groups are for --fsdp hybrid"),
+        ({"deepspeed": True}, FILE, "choose one of them"),
+        ({"fsdp": "full"}, {"ACCELERATE_USE_DEEPSPEED": "true"}, "choose one of them"),
+        (
+            {"zero_stage": 3},
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "--zero_stage: the launcher's DeepSpeed file says this",
+        ),
+        ({"deepspeed": True}, {}, "--deepspeed: needs a launcher"),
+        ({"fsdp": "full"}, {}, "no launcher started any"),
+    ],
+)
+def test_what_cannot_be(
+    options: dict[str, Any], environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        open_parallel(ParallelSection(**options), **ARGUMENTS)
+
+
+def test_accelerate_does_not_know_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs it would wrap the network too, in another way."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with launched.hidden_fsdp():
+        assert "ACCELERATE_USE_FSDP" not in os.environ
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+
+
+def test_options_of_fsdp_without_it_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert not open_parallel(ParallelSection(sync_each_batch=True, fsdp_cpu_offload=True), **ARGUMENTS).is_fsdp
+    assert "--sync_each_batch has no effect without FSDP2" in caplog.text
+    assert "--fsdp_cpu_offload has no effect" in caplog.text
+    assert "--fsdp_reshard" not in caplog.text
