@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,15 @@ class RunDirectory:
 
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that decide over a run; None for those that are not installed."""
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return versions
+    return {package: _installed_version(package) for package in _PACKAGES}
+
+
+@cache  # every checkpoint says it, and reading a package's metadata takes milliseconds
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def environment() -> dict[str, Any]:
@@ -98,6 +101,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
+@cache
 def _git_commit() -> str | None:
     """Commit of the checkout that the code runs from, if it is one."""
     try:
