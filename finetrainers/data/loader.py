@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.seeding import generator
 
 from .decode import load_clip
@@ -76,6 +77,7 @@ class FetchDataset(Dataset[RawBatch]):
         self.fetch = fetch
 
     def __getitem__(self, index: MicroBatch) -> RawBatch:
+        fault_point("data")
         return self.fetch(index)
 
 

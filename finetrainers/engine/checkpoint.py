@@ -22,6 +22,7 @@ from torch import Tensor
 from finetrainers.config.load import NOT_DUMPED
 from finetrainers.optim.factory import safe_globals
 from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_json_atomic
 
 from .publish import discard, prune, publish, published_size, reserve
@@ -82,6 +83,7 @@ class Snapshot:
     def write(self, directory: Path) -> None:
         """Write everything but the manifest into an existing directory."""
         self.write_weights(directory)
+        fault_point("save.write")
         if self.optimizer is not None:
             torch.save(self.optimizer, directory / "optimizer.pt")
         for name, tensors in self.files.items():
@@ -101,6 +103,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
     final = checkpoints_dir(trainer.run_dir.root) / f"step-{trainer.step}"
     temporary = final.with_name(f".{final.name}.tmp")
     with _all_or_none(parallel, f"saving {final}"):
+        fault_point("save")
         snapshot = take_snapshot(trainer)
         if parallel.is_main:
             snapshot.check_finite()
@@ -260,6 +263,7 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> None:
 
     That it is whole (`find_checkpoint`) and fits the run (`check_resumable`) was checked before anything was loaded.
     """
+    fault_point("resume")
     state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
     parallel = trainer.parallel
     if parallel.is_deepspeed:

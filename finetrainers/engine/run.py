@@ -30,6 +30,7 @@ from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.faults import arm_faults, fault_point
 from finetrainers.utils.launch import launched_rank
 
 from .callbacks.base import Callback
@@ -75,6 +76,8 @@ def run(checked: Preflight, *, handle_signals: bool = False) -> Trainer | None:
     parallel = make_parallel(config)
     try:
         with exclusive(config.run.output_dir, parallel):
+            arm_faults()
+            fault_point("start")
             trainer = assemble(checked, parallel)
             # Until here a signal ends the process as always: there is nothing to save yet.
             with trainer.requests.signals.listening() if handle_signals else contextlib.nullcontext():

@@ -18,6 +18,7 @@ from finetrainers.models.spec import ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.schedules import set_lr
 from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.seeding import derive_seed
 
 from .callbacks.base import Callback, Record
@@ -125,6 +126,7 @@ class Trainer:
 
     def train_step(self, step: Step[Any]) -> dict[str, float]:
         """One optimizer step; its metrics, over all ranks. One that is empty only counts."""
+        fault_point("step")
         totals = self._gradients(step) if len(step) else {}
         values = {**totals, **{name: torch.tensor(value) for name, value in step.metrics.items()}}
         # The step's one wait for the device, before the update: what is not finite must not get into the weights.
@@ -151,10 +153,12 @@ class Trainer:
         for batch in micro_batches:
             with self.parallel.accumulate(self.transformer):
                 loss, metrics = self.method.loss(self.transformer, batch)
+                fault_point("loss", (loss, *metrics.values()))
                 self.parallel.backward(loss)
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
             del batch, loss, metrics  # before the next one is made
+        fault_point("backward", self.parallel.gradients())
         grad_norm = self.parallel.clip()
         if grad_norm is not None:
             totals["grad_norm"] = grad_norm
@@ -162,6 +166,7 @@ class Trainer:
 
     def _update(self) -> None:
         """The optimizer and the moving average."""
+        fault_point("update")
         # Stochastic rounding draws too, and ranks that round differently would hold different weights.
         _seed_global(self.parallel.device, derive_seed(self.config.training.seed, "optimizer", self.step))
         self.optimizer.step()

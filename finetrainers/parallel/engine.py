@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -194,6 +194,10 @@ class Parallel:
         """Backpropagate; losses of a step's micro-batches add up (accelerate's division is undone)."""
         self.accelerator.backward(loss * self.accumulation)
 
+    def gradients(self) -> Iterator[Tensor]:
+        """The gradients of the step on this rank, of the weights that have one."""
+        return (p.grad for p in self._parameters if p.grad is not None)
+
     def clip(self) -> Tensor | None:
         """Clip the whole step's gradients, if asked to; their norm before clipping, or None if nothing computed it."""
         if self.is_deepspeed:  # the engine has clipped and stepped within backward
@@ -202,7 +206,7 @@ class Parallel:
         if self.max_grad_norm > 0:
             return _whole(self.accelerator.clip_grad_norm_(self._parameters, self.max_grad_norm))
         self.accelerator.unscale_gradients()  # fp16 gradients carry the loss scale until now
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = list(self.gradients())
         return _whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
     def unwrap(self, model: nn.Module) -> Any:
