@@ -40,6 +40,8 @@ class RunDirectory:
         write_json_atomic(self.root / "env.json", environment())
         if self.metrics_file.is_file():
             lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+            if lines and not _is_json(lines[-1]):  # cut off by a full disk
+                del lines[-1]
             kept = [line for line in lines if json.loads(line)["step"] <= resumed_step] if resumed_step else []
             write_text_atomic(self.metrics_file, "".join(line + "\n" for line in kept))
         if resumed_step:
@@ -65,6 +67,14 @@ class RunDirectory:
         """Append something that happened: a start, a checkpoint, a sample, a tracker that failed."""
         if self.writes:
             append_jsonl(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def package_versions() -> dict[str, str | None]:
