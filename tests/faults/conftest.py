@@ -64,7 +64,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_repo: Callable[..., Pat
             "vae_dtype": "fp32", "text_encoder_dtype": "fp32", "rank": 4, "lora_alpha": 8, "lora_dropout": 0.3,
             "lr": 1e-2, "train_steps": STEPS, "checkpointing_steps": 1, "checkpointing_limit": 2, **changes,
         }  # fmt: skip
-        return ["train", *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
+        return ["train", *(word for name, value in values.items() if value is not None
+                for word in (f"--{name}", str(value)))]  # fmt: skip
 
     return build
 
@@ -83,10 +84,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory, flags: Callable[..., list
 def train(python: Python, flags: Callable[..., list[str]], tmp_path: Path) -> Callable[..., RealProcess]:
     """`train(fault="", **changes)`: the command with a fault, in `tmp_path / "run"`; `ranks=2` for a list of processes."""
 
-    def start(fault: str = "", *, resume: bool = False, ranks: int = 1, **changes: Any) -> Any:
+    def start(
+        fault: str = "", *, resume: bool = False, ranks: int = 1, output_dir: Path | None = None, **changes: Any
+    ) -> Any:
         if resume:
             changes["resume_from_checkpoint"] = "latest"
-        command: Sequence[str] = ("-m", "finetrainers", *flags(tmp_path / "run", **changes))
+        command: Sequence[str] = ("-m", "finetrainers", *flags(output_dir or tmp_path / "run", **changes))
         if ranks > 1:
             return python.ranks(ranks, *command, FINETRAINERS_FAULT=fault)
         return python(*command, FINETRAINERS_FAULT=fault)
