@@ -25,6 +25,13 @@ def test_every_kill_leaves_a_good_newest_checkpoint(python: Python, tmp_path: Pa
     assert hit >= 5, "too few kills came while something was being written"
 
 
+def test_a_command_that_is_killed_while_it_saves_ends_like_any_other(python: Python, tmp_path: Path) -> None:
+    done = python(str(SCRIPT), "--directory", str(tmp_path), "--command", "--kills", "3")
+    assert done.wait(120) == 0, done.stderr
+    assert "3 of 3 kills left a good newest checkpoint" in done.stdout
+    assert "continued to its end, the run is the same bit for bit" in done.stdout
+
+
 def test_the_control_loses_checkpoints(python: Python, tmp_path: Path) -> None:
     """Written in place, some newest checkpoints are lost: the test above can fail."""
     good, _ = count(python, "--kills", "25", "--in_place", directory=tmp_path)
