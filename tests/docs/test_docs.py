@@ -54,6 +54,7 @@ LEGACY_FLAGS = _LEGACY.split()
 #: Flags of other programs, and of other versions, that the pages mention.
 FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "check", "extra"} | {
     "nodes", "gpus", "time", "signal", "requeue", "open",  # of sbatch, as far as their first hyphen
+    "command",  # of benchmarks/checkpoint_kills.py
 }  # fmt: skip
 
 
