@@ -115,19 +115,21 @@ def start(program: str, *arguments: str) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_the_first_signal_is_noted_and_the_second_ends_a_process_that_is_stuck(number: signal.Signals) -> None:
-    waiting, stuck = start(_STUCK, "waits"), start(_STUCK, "stuck")
-    waiting.send_signal(number)
-    assert waiting.wait(20) == number
-    for _ in range(2):  # as from a terminal and its launcher: one wish
-        stuck.send_signal(number)
+def test_the_first_signal_is_noted_and_the_second_ends_a_process_that_is_stuck() -> None:
+    stuck = {number: start(_STUCK, "stuck") for number in SIGNALS}
+    for number, process in stuck.items():
+        waiting = start(_STUCK, "waits")
+        waiting.send_signal(number)
+        assert waiting.wait(20) == number
+        for _ in range(2):  # as from a terminal and its launcher: one wish
+            process.send_signal(number)
     time.sleep(1.2)
-    assert stuck.poll() is None
-    stuck.send_signal(number)
-    assert stuck.wait(20) == exit_codes.killed_by(number)
-    assert stuck.stderr is not None
-    assert f"{number.name} again: stopping at once" in stuck.stderr.read()
+    for number, process in stuck.items():
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(20) == exit_codes.killed_by(number)
+        assert process.stderr is not None
+        assert f"{number.name} again: stopping at once" in process.stderr.read()
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, *commands: str) -> None:
