@@ -45,7 +45,7 @@ def test_the_grammar() -> None:
         ("kill@save:rank=one", "'kill@save:rank=one' is not"),
         ("kill@save,", "'' is not"),
         ("kil@save", "no kind 'kil'; there are kill, term, hang, raise, oom, enospc, nan"),
-        ("kill@sav", "no point 'sav'; there are start, resume, data, step, .*export"),
+        ("kill@writing", "no point 'writing'; there are start, resume, data, step, .*export"),
         ("nan@save", "nothing to poison at save; nan goes with loss, backward, reward"),
     ],
 )
@@ -57,10 +57,10 @@ def test_what_means_nothing_is_refused(text: str, said: str) -> None:
 def test_a_command_refuses_it_before_anything_else_happens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(faults.ENVIRONMENT, "kill@sav")
+    monkeypatch.setenv(faults.ENVIRONMENT, "kill@writing")
     flags = ["--model_name", "ltx_video", "--pretrained_model_name_or_path", "demo://ltx", "--data_root", str(tmp_path)]
     assert main(["train", *flags, "--output_dir", str(tmp_path / "run")]) == 2
-    assert "FINETRAINERS_FAULT: 'kill@sav': no point 'sav'; there are start, " in capsys.readouterr().err
+    assert "FINETRAINERS_FAULT: 'kill@writing': no point 'writing'; there are start, " in capsys.readouterr().err
 
 
 def test_times_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
