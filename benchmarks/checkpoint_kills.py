@@ -2,10 +2,16 @@
 
     python benchmarks/checkpoint_kills.py --kills 25
     python benchmarks/checkpoint_kills.py --background
+    python benchmarks/checkpoint_kills.py --kills 25 --command
 
 Each round forks a process that trains and saves in a loop, some steps twice, with room for two checkpoints, and kills it
 with SIGKILL. Then the newest checkpoint is verified byte by byte, loaded into a new trainer, and compared with what
-training to that step gives. With `--background` a thread writes while training goes on. `--in_place` is the control: the same files written straight to their final name.
+training to that step gives. With `--background` a thread writes while training goes on. `--in_place` is the control: the
+same files written straight to their final name.
+
+`--command` kills the training command itself, on a tiny model, while it saves, and continues it each time with
+`--resume_from_checkpoint latest`; after the last kill it runs to its end, and the weights that it hands out are compared with
+those of a run that nobody killed.
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +37,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from finetrainers.cli.main import main as main_command
 from finetrainers.config.load import load_config
 from finetrainers.engine import checkpoint
 from finetrainers.engine.background import BackgroundSave
 from finetrainers.engine.restore import load_checkpoint
 from finetrainers.engine.resume import checkpoints_dir, find_checkpoint, list_checkpoints
 from finetrainers.engine.run_dir import RunDirectory
+from finetrainers.engine.trainable import LORA_FILE
 from finetrainers.engine.watchdog import Watchdog
 
 WIDTH = 256
@@ -215,6 +225,86 @@ def run_kills(root: Path, *, kills: int, seed: int, in_place: bool, background: 
     return good, hit
 
 
+# ---- the command itself --------------------------------------------------------------------------------------------
+
+
+def fork_command(log: Path, *words: str) -> int:
+    """Fork a process that runs `finetrainers WORDS`; its number."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        code = 1
+        try:
+            code = main_command(words)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return child
+
+
+def run_command(log: Path, *words: str) -> None:
+    """The same, to its end."""
+    _, status = os.waitpid(fork_command(log, *words), 0)
+    if status != 0:
+        raise RuntimeError(f"finetrainers {words[0]} failed\n{log.read_text()[-4000:]}")
+
+
+def kill_while_saving(child: int, checkpoints: Path, draw: random.Random) -> bool:
+    """Kill a training process while, or right after, it writes a checkpoint; whether it had not ended before."""
+    saves = draw.randint(1, 2)
+    seen: set[str] = set()
+    while len(seen) < saves:
+        if os.waitpid(child, os.WNOHANG) != (0, 0):
+            return False
+        if checkpoints.is_dir():
+            seen |= {path.name for path in checkpoints.glob(".step-*[0-9].tmp")}
+        time.sleep(0.0005)
+    time.sleep(draw.uniform(0, 0.02))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+def kill_commands(root: Path, *, kills: int, seed: int) -> tuple[int, int, bool]:
+    """Kills that left a newest checkpoint that verifies, kills that hit a save, and whether the run ended as an undisturbed one."""
+    import_module("finetrainers.engine.run")  # here, so that not every fork has to
+    log, draw = root / "log", random.Random(seed)
+    run_command(log, "tiny", "ltx_video", str(root / "model"))
+    run_command(log, "demo", "data", str(root / "clips"), "--items", "2")
+
+    def train(name: str) -> list[str]:
+        return [
+            "train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(root / "model"),
+            "--data_root", str(root / "clips"), "--dataset_file", str(root / "clips" / "captions.jsonl"),
+            "--video_column", "video", "--caption_column", "text", "--video_resolution_buckets", "9x32x32",
+            "--output_dir", str(root / name), "--train_steps", str(2 * kills + 2), "--checkpointing_steps", "1",
+            "--checkpointing_limit", "2", "--lr", "1e-3", "--rank", "4", "--lora_dropout", "0.3", "--use_ema",
+        ]  # fmt: skip
+
+    run_command(log, *train("undisturbed"))
+    good = hit = 0
+    checkpoints = checkpoints_dir(root / "killed")
+    for _ in range(kills):
+        resume = ["--resume_from_checkpoint", "latest"] if list_checkpoints(root / "killed") else []
+        child = fork_command(log, *train("killed"), *resume)
+        if not kill_while_saving(child, checkpoints, draw):
+            raise RuntimeError(f"the run ended before it was killed\n{log.read_text()[-4000:]}")
+        hit += any(checkpoints.glob(".step-*"))
+        published = list(checkpoints.glob("step-*"))
+        newest = max(published, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+        # Before the first is published there is none to be found, and none to be lost.
+        good += find_checkpoint("latest", root / "killed") == newest if newest else not resume
+    resume = ["--resume_from_checkpoint", "latest"] if list_checkpoints(root / "killed") else []
+    run_command(log, *train("killed"), *resume)
+    ours, theirs = (load_file(root / name / LORA_FILE) for name in ("killed", "undisturbed"))
+    return good, hit, ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=25)
@@ -223,8 +313,17 @@ def main() -> None:
     kinds.add_argument("--in_place", action="store_true", help="the control: write to the final name")
     kinds.add_argument("--background", action="store_true", help="save with --async_checkpointing")
     parser.add_argument("--directory", type=Path, default=None, help="where to save [a temporary one]")
+    parser.add_argument("--command", action="store_true", help="kill the training command itself, and let it end")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.command:
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+            good, hit, same = kill_commands(Path(directory), kills=arguments.kills, seed=arguments.seed)
+        print(
+            f"the command: {good} of {arguments.kills} kills left a good newest checkpoint; {hit} kills hit a save; "
+            f"continued to its end, the run is {'the same bit for bit' if same else 'DIFFERENT'}"
+        )
+        return
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         good, hit = run_kills(
             Path(directory) / "run",

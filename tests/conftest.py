@@ -19,6 +19,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from real_process import Python
 
 torch.set_num_threads(1)
 
@@ -40,6 +41,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+    """`python("-m", "finetrainers", ...)`: a program in a process of its own; see `real_process`."""
+    started = Python(tmp_path_factory.mktemp("processes"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def python_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+    """The same for fixtures that several tests look at; processes live until the module's last test."""
+    started = Python(tmp_path_factory.mktemp("processes"))
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
+from finetrainers.utils.faults import fault_point
+
 from .buckets import Bucket
 from .cache import CacheError
 from .decode import DecodeError
@@ -79,6 +81,7 @@ def load_clips(
     Raises:
         DecodeError, CacheError, OSError: an unusable clip for which there is no substitute.
     """
+    fault_point("data")
     used: list[Clip] = []
     loaded: list[T] = []
     bad: list[BadSample] = []

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from finetrainers.config.load import NOT_DUMPED
 from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_json_atomic
 
 from .host_copy import host_copy, parts_of, tensors_in
@@ -90,6 +91,7 @@ class Snapshot:
     def write(self, directory: Path) -> None:
         """Write everything but the manifest into an existing directory."""
         self.write_weights(directory, self.trained)
+        fault_point("save.write")
         if self.optimizer is not None:
             torch.save(self.optimizer, directory / "optimizer.pt")
         for name, tensors in self.files.items():
@@ -119,6 +121,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
     _wait_for_the_last(trainer)
     begun = time.perf_counter()
     with _all_or_none(parallel, f"saving {final}"):
+        fault_point("save")
         snapshot = take_snapshot(trainer)
         if parallel.is_main:
             if not in_background:

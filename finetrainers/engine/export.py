@@ -15,6 +15,7 @@ from torch import Tensor
 
 from finetrainers import __version__
 from finetrainers.models.spec import DTYPES
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 
@@ -120,6 +121,7 @@ def export(trainer: Trainer, checked: Preflight) -> None:
 
 
 def _write(trainer: Trainer, checked: Preflight, state: dict[str, Tensor]) -> None:
+    fault_point("export")
     config = trainer.config
     is_lora = config.training.training_type == "lora"
     save_weights(

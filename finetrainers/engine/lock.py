@@ -30,16 +30,18 @@ def exclusive(output_dir: Path, parallel: Parallel) -> Iterator[None]:
     """Within the block, no other run may use the directory; every rank must enter.
 
     Raises:
-        ConfigError: another run uses it, on every rank.
+        ConfigError: another run uses it, or it cannot be written to; on every rank.
     """
     lock = FileLock(output_dir / _LOCK)
     problem = None
     if parallel.is_main:
-        output_dir.mkdir(parents=True, exist_ok=True)
         try:
+            output_dir.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
         except Timeout:
             problem = f"{output_dir} is in use by {_holder(output_dir)}; wait for it, stop it, or give another one"
+        except OSError as error:
+            problem = f"cannot write to {output_dir}: {error.strerror or error}"
     problem = parallel.same_on_all(problem)
     if problem is not None:
         raise ConfigError([Problem("--output_dir", problem)])

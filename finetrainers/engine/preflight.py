@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from finetrainers.methods.registry import WorkPlan, method_names, plan_work
 from finetrainers.models.registry import Family, get_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.rewards.registry import reward_problems
+from finetrainers.utils import faults
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.packaged import SCHEME, model_path
@@ -98,6 +100,8 @@ def preflight(config: TrainConfig) -> Preflight:
         for entry in config.get(option)
         for message in reward_problems(entry)
     ]
+    fault_problems, fault_warnings = _check_faults()
+    problems += fault_problems
     errors, optimizer_warnings = optimizer_problems(
         config, device_type=likely_device_type(), num_processes=launched_processes()
     )
@@ -129,7 +133,7 @@ def preflight(config: TrainConfig) -> Preflight:
             problems.append(Problem("--resume_from_checkpoint", str(error)))
     if problems or plan is None or start is None:
         raise ConfigError(problems)
-    warnings = [*found.warnings, *optimizer_warnings, *plan.warnings, *start.warnings]
+    warnings = [*found.warnings, *optimizer_warnings, *fault_warnings, *plan.warnings, *start.warnings]
     return Preflight(config, family, geometry, prompts, plan, start, warnings)
 
 
@@ -146,6 +150,16 @@ def _start(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial
     if checkpoint is None:
         return begin(config, plan, initial=initial, world_size=world_size)
     return go_on(config, plan, checkpoint, initial=initial, world_size=world_size)
+
+
+def _check_faults() -> tuple[list[Problem], list[str]]:
+    """What is wrong with the faults that were asked for; and that there are any, lest a variable be forgotten."""
+    asked = os.environ.get(faults.ENVIRONMENT, "")
+    try:
+        found = faults.parse_faults(asked)
+    except ValueError as error:
+        return [Problem(faults.ENVIRONMENT, str(error))], []
+    return [], [f"{faults.ENVIRONMENT}={asked} will disturb this run on purpose"] if found else []
 
 
 def _check_media(prompts: list[ValidationPrompt]) -> list[Problem]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import fsync_dir, fsync_tree
 
 from .manifest import write_manifest
@@ -49,10 +50,13 @@ def reserve(final: Path, *, needed: int) -> Path:
 def publish(temporary: Path, final: Path, *, facts: Mapping[str, Any]) -> None:
     """Flush what was written, seal it with a manifest, and give it its name; one of that name goes afterwards."""
     fsync_tree(temporary)
+    fault_point("save.seal")
     write_manifest(temporary, facts=facts)
+    fault_point("save.publish")
     replaced = final.with_name(f".{final.name}{REPLACED}")
     if final.exists():  # the step was reached again; until the new one is there, the old one is found by this name
         final.rename(replaced)
+        fault_point("save.replace")
     temporary.rename(final)
     fsync_dir(final.parent)
     fsync_dir(final.parent.parent)
@@ -65,6 +69,7 @@ def prune(output_dir: Path, *, step: int, limit: int | None) -> list[Path]:
 
     Only whole ones count and only whole ones are removed: damaged ones stay until somebody looks at them.
     """
+    fault_point("save.prune")
     if limit is None:
         return []
     whole = [found for found in scan_checkpoints(output_dir) if found.damage is None and found.step <= step]
@@ -89,6 +94,7 @@ def _remove(path: Path) -> None:
     """Remove a checkpoint; one that is half removed must not pass for a damaged one, so it loses its name first."""
     doomed = path.with_name(f".{path.name.lstrip('.')}.removed.tmp")
     path.rename(doomed)
+    fault_point("save.remove")
     shutil.rmtree(doomed)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.optim.factory import safe_globals
 from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.faults import fault_point
 
 from .continuation import Start
 from .resume import read_state
@@ -75,6 +76,7 @@ def load_checkpoint(trainer: Trainer, directory: Path, *, resets: frozenset[str]
         directory: the checkpoint.
         resets: what stays as it is in a new run: `optimizer`, with the gradient scaler, `ema`, and the place in the `data`.
     """
+    fault_point("resume")
     state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
     if "optimizer" not in resets:
         _restore_optimizer(trainer, directory, state)

@@ -31,6 +31,7 @@ from finetrainers.optim.rules import optimizer_problems
 from finetrainers.optim.schedules import lr_from, lr_schedule
 from finetrainers.parallel.engine import Parallel
 from finetrainers.parallel.launched import open_parallel
+from finetrainers.utils.faults import arm_faults, fault_point
 from finetrainers.utils.launch import launched_rank
 
 from .callbacks.base import Callback
@@ -76,6 +77,8 @@ def run(checked: Preflight, *, handle_signals: bool = False) -> Trainer | None:
     parallel = make_parallel(config)
     try:
         with exclusive(config.run.output_dir, parallel):
+            arm_faults()
+            fault_point("start")
             trainer = assemble(checked, parallel)
             # Until here a signal ends the process as always: there is nothing to save yet.
             with trainer.requests.signals.listening() if handle_signals else contextlib.nullcontext():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class RunDirectory:
         """Drop what was measured after a step; all of it where there is none."""
         if self.metrics_file.is_file():
             lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+            if lines and not _is_json(lines[-1]):  # cut off by a full disk
+                del lines[-1]
             kept = [line for line in lines if json.loads(line)["step"] <= step] if step else []
             write_text_atomic(self.metrics_file, "".join(line + "\n" for line in kept))
 
@@ -75,15 +78,25 @@ class RunDirectory:
             append_jsonl(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
 
 
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that decide over a run; None for those that are not installed."""
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return versions
+    return {package: _installed_version(package) for package in _PACKAGES}
+
+
+@cache  # every checkpoint says it, and reading a package's metadata takes milliseconds
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def environment() -> dict[str, Any]:
@@ -107,6 +120,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
+@cache
 def _git_commit() -> str | None:
     """Commit of the checkout that the code runs from, if it is one."""
     try:

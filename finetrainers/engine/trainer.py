@@ -18,6 +18,7 @@ from finetrainers.models.spec import ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.schedules import set_lr
 from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.seeding import derive_seed
 
 from .background import BackgroundSave
@@ -140,6 +141,7 @@ class Trainer:
         """One optimizer step; its metrics, over all ranks. One that is empty only counts. None: the run has gone back."""
         for event in step.events:
             self.run_dir.event(step=self.step + 1, **event)
+        fault_point("step")
         totals = self.gradients(step) if len(step) else {}
         values = {**totals, **{name: torch.tensor(value) for name, value in step.metrics.items()}}
         # The step's one wait for the device, before the update: what is not finite must not get into the weights.
@@ -163,6 +165,7 @@ class Trainer:
         """The gradients of all ranks' micro-batches, clipped; the metrics, still on the device."""
         totals = self.guards.memory.gradients(step, self._own_gradients)
         self.parallel.exchange()
+        fault_point("backward", self.parallel.gradients())
         grad_norm = self.parallel.clip()
         return totals if grad_norm is None else {**totals, "grad_norm": grad_norm}
 
@@ -177,6 +180,7 @@ class Trainer:
             _seed_global(self.parallel.device, derive_seed(self.config.training.seed, "step", self.step, place))
             with self.parallel.accumulate(self.transformer):
                 loss, metrics = self.method.loss(self.transformer, batch)
+                fault_point("loss", (loss, *metrics.values()))
                 self.parallel.backward(loss)
             for name, value in metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
@@ -185,6 +189,7 @@ class Trainer:
 
     def _update(self) -> None:
         """The optimizer and the moving average."""
+        fault_point("update")
         # Stochastic rounding draws too, and ranks that round differently would hold different weights.
         _seed_global(self.parallel.device, derive_seed(self.config.training.seed, "optimizer", self.step))
         self.optimizer.step()

@@ -6,7 +6,7 @@ The other engines, FSDP2 and DeepSpeed, override what they do differently: `fsdp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -171,6 +171,10 @@ class Parallel(Ranks):
         """Backpropagate; losses of a step's micro-batches add up (accelerate's division is undone)."""
         self.accelerator.backward(loss * self.accumulation)
 
+    def gradients(self) -> Iterator[Tensor]:
+        """The gradients of the step on this rank, of the weights that have one."""
+        return (p.grad for p in self._parameters if p.grad is not None)
+
     def clip(self) -> Tensor | None:
         """Clip the whole step's gradients, if asked to; their norm before clipping, or None if there are none.
 
@@ -179,7 +183,7 @@ class Parallel(Ranks):
         if self.max_grad_norm > 0:
             return _whole(self.accelerator.clip_grad_norm_(self._parameters, self.max_grad_norm))
         self.accelerator.unscale_gradients()  # fp16 gradients carry the loss scale until now
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = list(self.gradients())
         return _whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
     # ---- looking inside ----------------------------------------------------------------------------------------

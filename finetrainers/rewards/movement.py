@@ -164,8 +164,10 @@ def _gradient(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Mean over the window around each pixel."""
-    return functional.avg_pool2d(values, _WINDOW, stride=1, padding=_WINDOW // 2, count_include_pad=False)
+    """Mean over the window around each pixel: of the means of its columns, which takes a fraction of the additions."""
+    half = _WINDOW // 2
+    columns = functional.avg_pool2d(values, (_WINDOW, 1), stride=1, padding=(half, 0), count_include_pad=False)
+    return functional.avg_pool2d(columns, (1, _WINDOW), stride=1, padding=(0, half), count_include_pad=False)
 
 
 def _enlarged(moved: Tensor, size: torch.Size) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.rewards import RewardEntry
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.text import plural
 from finetrainers.utils.video import slug, write_mp4
 
@@ -271,7 +272,9 @@ class _Call:
         if self.clips._version != version:
             label = self.scorer.label
             raise RewardError(f"reward {label} changed the clips that it scored; let it change a copy", reward=label)
-        return torch.stack([self._row(given, self.scorer.columns[label].head, stop - start) for label in self.wanted])
+        rows = [self._row(given, self.scorer.columns[label].head, stop - start) for label in self.wanted]
+        fault_point("reward", rows)
+        return torch.stack(rows)
 
     def _row(self, given: object, head: str, count: int) -> Tensor:
         scores = given.get(head) if isinstance(given, Mapping) else None

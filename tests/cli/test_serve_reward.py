@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from real_process import Python
 
 from finetrainers.cli import serve_reward
 from finetrainers.config.errors import ConfigError
@@ -85,10 +83,9 @@ def test_ports_are_checked(port: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "must be a whole number from 0 to 65535" in capsys.readouterr().err
 
 
-def test_another_process_scores_until_interrupted() -> None:
+def test_another_process_scores_until_interrupted(python: Python) -> None:
     program = (
-        "import argparse, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore it
+        "import argparse, sys\n"
         "from finetrainers.cli.serve_reward import add_serve_reward\n"
         "from finetrainers.utils.logs import configure_logging\n"
         "configure_logging()\n"
@@ -97,23 +94,13 @@ def test_another_process_scores_until_interrupted() -> None:
         "arguments = parser.parse_args(sys.argv[1:])\n"
         "sys.exit(arguments.run(arguments))\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "serve-reward", "brightness", "--port", "0"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    try:
-        line = next(line for line in process.stderr if "serving" in line)
-        url = re.search(r"http://\S+:\d+", line)
-        assert url
-        videos = torch.randint(256, (2, 3, 3, 8, 8), generator=torch.Generator().manual_seed(0)).float() / 255
-        found = ServedReward.at(url[0])().score(videos, ["", ""], fps=8.0)["score"]
-        assert found.equal(Brightness().score(videos, ["", ""], fps=8.0)["score"])
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    process = python("-c", program, "serve-reward", "brightness", "--port", "0")
+    serving = re.compile(r"serving.*(http://\S+:\d+)")
+    process.wait_until(lambda: serving.search(process.stderr) is not None)
+    url = serving.search(process.stderr)
+    assert url
+    videos = torch.randint(256, (2, 3, 3, 8, 8), generator=torch.Generator().manual_seed(0)).float() / 255
+    found = ServedReward.at(url[1])().score(videos, ["", ""], fps=8.0)["score"]
+    assert found.equal(Brightness().score(videos, ["", ""], fps=8.0)["score"])
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 0

@@ -57,6 +57,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "env", "secret",  # of sky
     "build", "init", "shm", "stop", "network", "device", "ulimit",  # of docker
     "nproc_per_node", "num_gpus", "input_folder", "output_folder",  # of torchrun and DeepSpeed
+    "command",  # of benchmarks/checkpoint_kills.py
 }  # fmt: skip
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from real_process import Python
 from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
@@ -180,14 +178,11 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_failing_run_exits_with_1(options: Callable[..., dict], tmp_path: Path) -> None:
+def test_a_failing_run_exits_with_1(options: Callable[..., dict], tmp_path: Path, python: Python) -> None:
     """What no check foresees: the shell must hear of it."""
     (tmp_path / "file").touch()
     values = options(precompute_dir=str(tmp_path / "file"), video_resolution_buckets="9x64x64")
     flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [sys.executable, "train.py", *flags, "--precompute_conditions"], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr[-2000:]
+    done = python("train.py", *flags, "--precompute_conditions")
+    assert done.wait() == 1, done.stderr[-2000:]
     assert "NotADirectoryError" in done.stderr

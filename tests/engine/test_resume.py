@@ -164,8 +164,9 @@ def test_changed_runs_are_refused_with_every_difference(
     done = run(**options(train_steps=1))
     before = {path: path.read_bytes() for path in done.root.rglob("*") if path.is_file()}
     changed = options(
-        train_steps=2, clips=2, batch_size=2, rank=8, lora_alpha=16, seed=7, flow_shift=3.0, optimizer="adamw"
-    )
+        train_steps=2, clips=2, batch_size=2, rank=8, lora_alpha=16, seed=7, flow_shift=3.0, optimizer="adamw",
+        target_modules=["to_q"],
+    )  # fmt: skip
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="cannot continue from") as refusal:
         run(**changed, resume_from_checkpoint="latest")
@@ -177,10 +178,11 @@ def test_changed_runs_are_refused_with_every_difference(
         "optimizer: 'adam' then, 'adamw' now (--reset optimizer)",
         "seed: 42 then, 7 now (--reset rng)",
         "flow_shift: 1.0 then, 3.0 now (--reset rng)",
-        "--reset data optimizer rng allows the others; nothing allows another rank, lora_alpha",
+        "target_modules: ",
+        "--reset data optimizer rng allows the others; nothing allows another rank, lora_alpha, target_modules",
     ):
         assert difference in str(refusal.value)
-    assert "target_modules" not in str(refusal.value)
+    assert "use_rslora" not in str(refusal.value)
     assert "batch_size" not in str(refusal.value)
     assert {path: path.read_bytes() for path in done.root.rglob("*") if path.is_file()} == before
 

@@ -40,7 +40,7 @@ def options(tiny_repo: Callable[..., Path], prompts: Path, tmp_path: Path) -> Ca
             "model_name": family,
             "pretrained_model_name_or_path": str(tiny_repo(family)),
             "prompts": str(prompts),
-            "reward": ["brightness", "motion=0"],
+            "reward": ["brightness", "contrast=0"],
             "rollout_size": "9x64x64",
             "prompts_per_step": 2,
             "num_generations": 4,
@@ -94,7 +94,7 @@ def test_every_family_trains(family: str, training_type: str, options: Callable[
         assert 0 < record["reward/brightness"] < 1
         assert record["grad_norm"] > 0
     root = Path(given["output_dir"])
-    for name in ("brightness", "motion"):
+    for name in ("brightness", "contrast"):
         lines = (root / "rewards" / f"{name}.txt").read_text().splitlines()
         assert [float(line) for line in lines] == pytest.approx([r[f"reward/{name}"] for r in found], rel=1e-4)
     assert "for 2 steps on 3 prompts" in (root / "README.md").read_text()
@@ -213,10 +213,10 @@ def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[s
             preflight(load_config(**options(train_steps=4, resume_from_checkpoint="latest", **changes)))
         return str(caught.value)
 
-    said = refusal(num_generations=8, reward=["brightness=2", "motion=0"], rollout_size="9x64x96")
+    said = refusal(num_generations=8, reward=["brightness=2", "contrast=0"], rollout_size="9x64x96")
     for difference in (
         "num_generations: 4 then, 8 now",
-        "reward: ['brightness=1.0', 'motion=0.0'] then, ['brightness=2.0', 'motion=0.0'] now",
+        "reward: ['brightness=1.0', 'contrast=0.0'] then, ['brightness=2.0', 'contrast=0.0'] now",
         "rollout_size: '9x64x64' then, '9x64x96' now",
     ):
         assert difference in said

@@ -55,7 +55,7 @@ def test_step_time_is_that_of_steps_alone(options, run, monkeypatch):
         return save(trainer)
 
     monkeypatch.setattr(module, "save_checkpoint", slow_save)
-    done = run(**options("ltx_video", train_steps=6, checkpointing_steps=1, logging_steps=2))
+    done = run(**options("ltx_video", train_steps=4, checkpointing_steps=1, logging_steps=2))
     seconds = [record["step_s"] for record in done.metrics if "step_s" in record]
-    assert len(seconds) == 3
+    assert len(seconds) == 2
     assert max(seconds[1:]) < 0.5

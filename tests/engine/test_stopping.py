@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_process import Python
 from safetensors.torch import load_file
 
 from finetrainers.cli.main import train_command
@@ -39,52 +40,36 @@ def flags_of(values: dict[str, Any]) -> list[str]:
     return flags
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert process.poll() is None, "the process is gone"
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
 def steps_taken(root: Path) -> int:
     file = root / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.is_file() else 0
 
 
 def test_a_signal_stops_the_run_and_resuming_changes_nothing(
-    options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+    options: Callable[..., dict], run: Callable[..., Any], python: Python, tmp_path: Path
 ) -> None:
     changes = {"clips": 3, "train_steps": 60, "lora_dropout": 0.3, "use_ema": True, "caption_dropout_p": 0.5}
     straight = run(**options(**changes, output_dir=str(tmp_path / "straight")))
 
     values = options(**changes, output_dir=str(tmp_path / "stopped"))
     root = tmp_path / "stopped"
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "train.py", *flags_of(values), "--dataloader_num_workers", "1"],
-            cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-    try:
-        wait_until(lambda: steps_taken(root) >= 3, process)
-        process.send_signal(signal.SIGSTOP)  # however fast its steps are, it is not done before it was looked at
-        with pytest.raises(ConfigError, match=f"is in use by another run \\(process {process.pid} on ") as refusal:
-            train(load_config(**values))
-        assert refusal.value.problems[0].where == "--output_dir"
-        assert train_command(flags_of(values), prog="train.py") == exit_codes.CONFIGURATION
-        os.killpg(process.pid, signal.SIGTERM)  # also to the worker that decodes, as Slurm does
-        process.send_signal(signal.SIGCONT)
-        assert process.wait(60) == exit_codes.STOPPED, log.read_text()
-    finally:
-        process.kill()
+    process = python("train.py", *flags_of(values), "--dataloader_num_workers", "1")
+    process.wait_until(lambda: steps_taken(root) >= 3)
+    process.send_signal(signal.SIGSTOP)  # however fast its steps are, it is not done before it was looked at
+    with pytest.raises(ConfigError, match=f"is in use by another run \\(process {process.pid} on ") as refusal:
+        train(load_config(**values))
+    assert refusal.value.problems[0].where == "--output_dir"
+    assert train_command(flags_of(values), prog="train.py") == exit_codes.CONFIGURATION
+    process.signal_group(signal.SIGTERM)  # also to the worker that decodes, as Slurm does
+    process.send_signal(signal.SIGCONT)
+    assert process.wait() == exit_codes.STOPPED, process.stderr
     [(stopped_at, _)] = list_checkpoints(root)
     assert stopped_at < 60
     assert steps_taken(root) == stopped_at
     events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
     assert {k: v for k, v in events[-1].items() if k != "time"} == {"event": "stopped", "step": stopped_at, "by": "SIGTERM"}  # fmt: skip
-    assert "SIGTERM: stopping after this step" in log.read_text()
-    assert "--resume_from_checkpoint latest" in log.read_text()
+    assert "SIGTERM: stopping after this step" in process.stderr
+    assert "--resume_from_checkpoint latest" in process.stdout
     assert not (root / "pytorch_lora_weights.safetensors").exists()
     assert not (root / "control").exists()
 
@@ -130,19 +115,21 @@ def start(program: str, *arguments: str) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_the_first_signal_is_noted_and_the_second_ends_a_process_that_is_stuck(number: signal.Signals) -> None:
-    waiting, stuck = start(_STUCK, "waits"), start(_STUCK, "stuck")
-    waiting.send_signal(number)
-    assert waiting.wait(20) == number
-    for _ in range(2):  # as from a terminal and its launcher: one wish
-        stuck.send_signal(number)
+def test_the_first_signal_is_noted_and_the_second_ends_a_process_that_is_stuck() -> None:
+    stuck = {number: start(_STUCK, "stuck") for number in SIGNALS}
+    for number, process in stuck.items():
+        waiting = start(_STUCK, "waits")
+        waiting.send_signal(number)
+        assert waiting.wait(20) == number
+        for _ in range(2):  # as from a terminal and its launcher: one wish
+            process.send_signal(number)
     time.sleep(1.2)
-    assert stuck.poll() is None
-    stuck.send_signal(number)
-    assert stuck.wait(20) == exit_codes.killed_by(number)
-    assert stuck.stderr is not None
-    assert f"{number.name} again: stopping at once" in stuck.stderr.read()
+    for number, process in stuck.items():
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(20) == exit_codes.killed_by(number)
+        assert process.stderr is not None
+        assert f"{number.name} again: stopping at once" in process.stderr.read()
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, *commands: str) -> None:

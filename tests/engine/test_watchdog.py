@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from real_process import Python
 
 from finetrainers.engine.watchdog import Watchdog
 from finetrainers.utils import exit_codes
-
-ROOT = Path(__file__).parents[2]
 
 _HANGING = """
 import ctypes, sys, threading, time
@@ -38,20 +34,17 @@ with dog.running():
 """
 
 
-@pytest.mark.parametrize(("where", "code"), [("Python", exit_codes.HUNG), ("no Python", 1)])
-def test_a_hang_leaves_stacks_and_an_exit_code(where: str, code: int, tmp_path: Path) -> None:
+def test_a_hang_leaves_stacks_and_an_exit_code(tmp_path: Path, python: Python) -> None:
     """Also where the interpreter itself is blocked, by the backstop."""
-    done = subprocess.run(
-        [sys.executable, "-c", _HANGING, str(tmp_path / "hangs"), where],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=25, check=False,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    stacks = (tmp_path / "hangs" / "rank-3.txt").read_text()
-    assert "in hanging_step" in stacks
-    assert "in other_thread" in stacks
-    if where == "Python":
-        assert "the section 'step' took longer than its limit of 0.5 s (--step_timeout)" in stacks
-        assert f"the stacks are in {tmp_path / 'hangs' / 'rank-3.txt'}" in done.stderr
+    hanging = {where: python("-c", _HANGING, str(tmp_path / where), where) for where in ("Python", "no Python")}
+    for where, code in (("Python", exit_codes.HUNG), ("no Python", 1)):
+        assert hanging[where].wait(25) == code, hanging[where].stderr
+        stacks = (tmp_path / where / "rank-3.txt").read_text()
+        assert "in hanging_step" in stacks
+        assert "in other_thread" in stacks
+        if where == "Python":
+            assert "the section 'step' took longer than its limit of 0.5 s (--step_timeout)" in stacks
+            assert f"the stacks are in {tmp_path / where / 'rank-3.txt'}" in hanging[where].stderr
 
 
 _BESIDE = """
@@ -72,13 +65,10 @@ with dog.running():
 """
 
 
-def test_a_thread_has_a_clock_of_its_own(tmp_path: Path) -> None:
+def test_a_thread_has_a_clock_of_its_own(tmp_path: Path, python: Python) -> None:
     """Steps that go by do not set it back; each save starts it anew."""
-    done = subprocess.run(
-        [sys.executable, "-c", _BESIDE, str(tmp_path / "hangs")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=25, check=False,
-    )  # fmt: skip
-    assert done.returncode == exit_codes.HUNG, done.stderr
+    done = python("-c", _BESIDE, str(tmp_path / "hangs"))
+    assert done.wait(25) == exit_codes.HUNG, done.stderr
     stacks = (tmp_path / "hangs" / "rank-3.txt").read_text()
     assert "the section 'checkpoint' took longer than its limit of 0.5 s (--checkpoint_timeout)" in stacks
     assert "in save" in stacks

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_process import Python
 
 from finetrainers.engine.lock import exclusive
 from finetrainers.engine.resume import list_checkpoints
@@ -47,16 +48,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(options: Callable[..., dict], launch: Callable[..., Any], root: Path) -> list[dict[str, Any]]:
+def ranks(options: Callable[..., dict], python_of_module: Python, root: Path) -> list[dict[str, Any]]:
     jobs = {
         name: options(
             root / ("signal" if name == "resumed" else name), train_steps=4, **{"lora_dropout": 0.3, **changes}
         )
         for name, changes in JOBS.items()
     }
+    (root / "jobs.json").write_text(json.dumps(jobs))
     with exclusive(root / "in use", _Here()):  # type: ignore[arg-type]
-        return launch(["torch.distributed.run", "--nproc_per_node", "2"], jobs, root, script=SCRIPT,
-                      ACCELERATE_USE_CPU="true")  # fmt: skip
+        for process in python_of_module.ranks(2, str(SCRIPT), str(root / "jobs.json"), str(root)):
+            assert process.wait() == 0, process.stderr
+    return [json.loads((root / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def events(directory: Path) -> list[tuple[str, int | None]]:

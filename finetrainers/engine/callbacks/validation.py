@@ -16,6 +16,7 @@ from torch import nn
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.sections import ValidationSection
 from finetrainers.models.spec import Conditions, SampleRequest
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.seeding import generator
 from finetrainers.utils.video import contact_sheet, slug, write_mp4
 
@@ -77,6 +78,7 @@ class Validation(Callback):
 
     def sample(self, trainer: Trainer) -> list[Path]:
         """Sample this rank's share of the prompts into `samples/step-N/`; the files written."""
+        fault_point("sample")
         parallel = trainer.parallel
         jobs = [(i, j) for i in range(len(self.prompts)) for j in range(self.section.num_validation_videos)]
         mine = jobs[parallel.rank :: parallel.world_size]

@@ -1,0 +1,165 @@
+"""Faults on purpose: `FINETRAINERS_FAULT` has a run killed, stuck, out of room or poisoned at a named point, to test it.
+
+    FINETRAINERS_FAULT=kill@save.write:2,nan@loss:5:rank=1
+
+is a list of `KIND@POINT[:COUNT][:rank=RANK]`: what happens, where, at the COUNT-th time that a process comes by there (the
+first; `3+`: the third time and ever after), and on which rank (every one). Without the variable, a point costs two look-ups.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .launch import launched_rank
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = "FINETRAINERS_FAULT"
+
+#: Where a fault can happen, and when a process comes by there. A worker that loads data counts for itself.
+POINTS = {
+    "start": "the directory is locked; nothing is loaded yet",
+    "resume": "a checkpoint is about to be restored",
+    "data": "a micro-batch is about to be fetched; in the worker where there are workers",
+    "step": "an optimizer step begins",
+    "loss": "a micro-batch has its loss",
+    "backward": "the gradients of a step are there, before clipping",
+    "update": "the optimizer is about to change the weights",
+    "reward": "a reward has given its scores of a batch of clips",
+    "save": "a checkpoint is about to be gathered, on every rank",
+    "save.write": "its weights are written, its optimizer not yet",
+    "save.seal": "everything is written and flushed, the manifest not yet",
+    "save.publish": "the manifest is there, the name not yet",
+    "save.replace": "a checkpoint of the same step has lost its name, and the new one not got it yet",
+    "save.prune": "it is published; older ones are about to be removed",
+    "save.remove": "an older one has lost its name; its files are still there",
+    "sample": "validation samples are about to be drawn",
+    "export": "the results are about to be written",
+}
+#: What can happen.
+KINDS = {
+    "kill": "SIGKILL, as by the kernel when memory is short",
+    "term": "SIGTERM to itself, as before a preemption",
+    "hang": "waits for ever",
+    "raise": "RuntimeError",
+    "oom": "torch.OutOfMemoryError",
+    "enospc": "OSError, no space left on device",
+    "nan": "what was computed there becomes NaN; only at `loss`, `backward` and `reward`",
+}
+_POISONED = ("loss", "backward", "reward")
+_FAULT = re.compile(
+    r"(?P<kind>[^@:,]+)@(?P<point>[^@:,]+)(:(?P<count>[1-9]\d*)(?P<ever>\+)?)?(:rank=(?P<rank>\d+))?", re.ASCII
+)
+_FORM = "KIND@POINT[:COUNT][:rank=RANK]"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens where; `count` from 1, `ever` for that time and all later ones, `rank` None for all."""
+
+    kind: str
+    point: str
+    count: int = 1
+    ever: bool = False
+    rank: int | None = None
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """The faults that a specification asks for; none of an empty one.
+
+    Raises:
+        ValueError: naming what is wrong in it and what there is.
+    """
+    return tuple(_parse(part.strip()) for part in text.split(",")) if text.strip() else ()
+
+
+def _parse(text: str) -> Fault:
+    match = _FAULT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not {_FORM}; for example kill@save.write:2 or nan@loss:5+:rank=1")
+    kind, point = match["kind"], match["point"]
+    if kind not in KINDS:
+        raise ValueError(f"{text!r}: no kind {kind!r}; there are {', '.join(KINDS)}")
+    if point not in POINTS:
+        raise ValueError(f"{text!r}: no point {point!r}; there are {', '.join(POINTS)}")
+    if kind == "nan" and point not in _POISONED:
+        raise ValueError(f"{text!r}: there is nothing to poison at {point}; nan goes with {', '.join(_POISONED)}")
+    rank = None if match["rank"] is None else int(match["rank"])
+    return Fault(kind, point, int(match["count"] or 1), bool(match["ever"]), rank)
+
+
+#: Of this process; None until they are asked for, so that a process that is started for a run finds its own.
+_faults: tuple[Fault, ...] | None = None
+_visits: Counter[str] = Counter()
+
+
+def arm_faults() -> None:
+    """Take the faults for this rank from the environment, and count from the beginning.
+
+    Raises:
+        ValueError: as `parse_faults`.
+    """
+    global _faults
+    rank = launched_rank()
+    _faults = tuple(fault for fault in parse_faults(os.environ.get(ENVIRONMENT, "")) if fault.rank in (None, rank))
+    _visits.clear()
+
+
+def fault_point(name: str, poison: Iterable[Tensor] = ()) -> None:
+    """Let happen what was asked for at this point.
+
+    Args:
+        name: one of `POINTS`.
+        poison: the tensors that `nan` spoils in place; looked at only then.
+    """
+    if _faults is None:
+        arm_faults()
+    if _faults:
+        _visit(name, poison)
+
+
+def _visit(name: str, poison: Iterable[Tensor]) -> None:
+    assert name in POINTS
+    _visits[name] += 1
+    visit = _visits[name]
+    for fault in _faults or ():
+        if fault.point == name and (visit == fault.count or (fault.ever and visit > fault.count)):
+            logger.warning("%s: %s at %s, visit %d, process %d", ENVIRONMENT, fault.kind, name, visit, os.getpid())
+            sys.stderr.flush()
+            _happen(fault.kind, f"fault injected at {name}", poison)
+
+
+def _happen(kind: str, message: str, poison: Iterable[Tensor]) -> None:
+    if kind in ("kill", "term"):
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
+    elif kind == "hang":
+        while True:
+            time.sleep(60)
+    elif kind == "enospc":
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({message})")
+    elif kind == "raise":
+        raise RuntimeError(message)
+    elif kind == "oom":
+        import torch
+
+        raise torch.OutOfMemoryError(message)
+    else:
+        tensors = list(poison)
+        if not tensors:  # DeepSpeed, say, has used and dropped its gradients
+            raise RuntimeError(f"{message}: there is nothing to poison here")
+        for tensor in tensors:
+            tensor.data.fill_(float("nan"))  # not a change that autograd counts

@@ -1,0 +1,30 @@
+"""What hangs is ended by its time limit, with the place where it stood; the run goes on from the newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from finetrainers.utils import exit_codes
+
+
+@pytest.mark.parametrize(
+    ("fault", "limit", "place", "left"),
+    [
+        ("hang@data:3", "step_timeout", "in __getitem__", [1, 2]),
+        ("hang@save.write:2", "checkpoint_timeout", "in save_checkpoint", [1]),
+    ],
+)
+def test_a_section_that_hangs_is_ended(
+    fault: str, limit: str, place: str, left: list[int], train: Callable[..., Any], files: Any
+) -> None:
+    hanging = train(fault, **{limit: 2})
+    assert hanging.wait() == exit_codes.HUNG, hanging.stderr
+    assert f"took longer than its limit of 2 s (--{limit})" in hanging.stderr
+    assert place in (files.root / "hangs" / "rank-0.txt").read_text()
+    assert files.checkpoints == left
+    done = train(resume=True, train_steps=3)
+    assert done.wait() == 0, done.stderr
+    assert files.checkpoints == [2, 3]

@@ -1,0 +1,47 @@
+"""What the server of `real_process` imports before it forks: what a run would import, and no operation on any tensor."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+# Libraries read these when they are imported, which for a forked process is here.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    OMP_WAIT_POLICY="PASSIVE",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    TRANSFORMERS_VERBOSITY="error",
+    DIFFUSERS_VERBOSITY="error",
+)
+
+import deepspeed
+import torch
+from diffusers import (
+    AutoencoderKLLTXVideo,
+    FlowMatchEulerDiscreteScheduler,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+)
+from torch.distributed import fsdp
+from transformers import AutoTokenizer, T5EncoderModel
+
+import finetrainers.cli.main
+import finetrainers.config.flags
+import finetrainers.data.source
+import finetrainers.engine.run
+import finetrainers.methods.grpo.build
+import finetrainers.methods.sft
+import finetrainers.models.ltx_video
+import finetrainers.rewards.panel
+import finetrainers.rewards.pixels
+
+#: Lazily loaded by their packages, so naming them is what imports them.
+LOADED = (
+    AutoTokenizer, AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel,
+    T5EncoderModel, deepspeed, finetrainers, fsdp,
+)  # fmt: skip
+
+torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # a child's collections would copy every page that they touch

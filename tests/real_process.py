@@ -1,0 +1,174 @@
+"""Python programs in processes of their own that start at once: forks of a server that has imported the libraries.
+
+`python("-m", "finetrainers", "train", ...)`, `python("train.py", ...)` and `python("-c", code)` do what the interpreter does
+with these arguments: another process, in a process group of its own, with the environment and directory given, its output in
+files, ended by signals, with an exit code. Only the interpreter's start and the imports, seconds each time, are the server's.
+The server runs no tensor operation, so there are no threads that a fork would lose. What imports no torch, or where a launcher
+is the point, starts by `subprocess` as ever.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 60.0
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class RealProcess:
+    """A program that has been started; killed with its whole process group by `kill`."""
+
+    def __init__(self, arguments: list[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> None:
+        """Args:
+        arguments: as after `python` on a command line.
+        cwd, env: its directory and its whole environment.
+        log: `LOG.out` and `LOG.err` get its output.
+        """
+        self._output, self._errors = log.with_suffix(".out"), log.with_suffix(".err")
+        self._process = _CONTEXT.Process(
+            target=_become, args=(arguments, str(cwd), dict(env), str(self._output), str(self._errors))
+        )
+        _start_server()
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text() if self._output.exists() else ""
+
+    @property
+    def stderr(self) -> str:
+        return self._errors.read_text() if self._errors.exists() else ""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, -N if signal N ended it, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float = TIMEOUT_S) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            TimeoutError: it has not.
+        """
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise TimeoutError(f"still running after {timeout:g} s\n{self.stdout[-2000:]}\n{self.stderr[-4000:]}")
+        return code
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = TIMEOUT_S) -> None:
+        """Return when the condition holds; fail if it ends before, or takes too long."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.returncode is None, f"it has ended with {self.returncode}\n{self.stderr[-4000:]}"
+            assert time.monotonic() < deadline, f"waited too long\n{self.stderr[-4000:]}"
+            time.sleep(0.01)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process alone."""
+        os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the process and all that it has started."""
+        os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """End it and all that it has started."""
+        for kill in (os.killpg, os.kill):
+            try:
+                kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._process.join(10)
+
+
+class Python:
+    """`python(*arguments, cwd=..., **environment)` starts a program; those that still run when the test ends are killed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.started: list[RealProcess] = []
+
+    def __call__(self, *arguments: str, cwd: Path = ROOT, **environment: str) -> RealProcess:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment}
+        log = self.directory / f"process-{len(self.started)}"
+        process = RealProcess([str(argument) for argument in arguments], cwd=cwd, env=env, log=log)
+        self.started.append(process)
+        return process
+
+    def ranks(self, count: int, *arguments: str, **environment: str) -> list[RealProcess]:
+        """As many processes with what a launcher would tell them, on CPUs: gloo joins them."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        company = {
+            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "ACCELERATE_USE_CPU": "true",
+        }  # fmt: skip
+        return [
+            self(*arguments, **company, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(count)
+        ]
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        for process in self.started:
+            process.kill()
+
+
+def server_pid() -> int:
+    """The server's process."""
+    _start_server()
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+
+def _start_server() -> None:
+    """Start the server if it does not run; what it imports lies in this folder and in the repository."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), *filter(None, [before])])
+    try:
+        _CONTEXT.set_forkserver_preload(["preloaded", __name__])
+        forkserver.ensure_running()
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _become(arguments: list[str], cwd: str, env: dict[str, str], output: str, errors: str) -> None:
+    """In the forked process: be `python ARGUMENTS`."""
+    assert "preloaded" in sys.modules, "the server did not import what it should have"
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for stream, path in ((1, output), (2, errors)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    first, *rest = arguments
+    if first in ("-c", "-m"):
+        what, *rest = rest
+        sys.argv, sys.path = [first, *rest], [cwd, str(ROOT), *sys.path]
+        if first == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv, sys.path = arguments, [str((Path(cwd) / first).parent), str(ROOT), *sys.path]
+        runpy.run_path(first, run_name="__main__")
