@@ -93,7 +93,7 @@ ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
     "window": {"LoRA": {"lr": 3e-3}, "full": {"lr": 4e-4}},
     "dancegrpo": {
         "LoRA": {**_DANCEGRPO, "lr": 3e-3, "kl_coef": 2e-3},
-        "full": {**_DANCEGRPO, "lr": 2.5e-4, "kl_coef": 1e-3},
+        "full": {**_DANCEGRPO, "lr": 3e-4, "kl_coef": 1e-3},
     },
     "nft": {"LoRA": {**_NFT, "lr": 3e-3}, "full": {**_NFT, "lr": 4e-4}},
 }

@@ -214,13 +214,13 @@ def test_another_engines_optimizer_is_refused_and_ranks_must_agree(
     done = run(**options(train_steps=1))
     directory = done.root / "checkpoints" / "step-1"
     state = json.loads((directory / "state.json").read_text())
-    assert state["engine"] == "DDP or one process"
+    assert state["engine"] == "DDP, FSDP2 or one process"
     (directory / "state.json").write_text(json.dumps({**state, "engine": "DeepSpeed ZeRO-2 (processes: 4)"}))
     (directory / "manifest.json").unlink()
     write_manifest(directory, facts={})
     more = {**options(train_steps=2), "resume_from_checkpoint": "latest"}
     with pytest.raises(
-        ConfigError, match=r"is that of DeepSpeed ZeRO-2 \(processes: 4\), and this run is DDP or one .*reset opt"
+        ConfigError, match=r"is that of DeepSpeed ZeRO-2 \(processes: 4\), and this run is DDP, FSDP2 or one .*reset opt"
     ):
         run(**more)
     assert run(**more, reset=["optimizer"]).trainer.step == 2

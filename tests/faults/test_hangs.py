@@ -13,7 +13,7 @@ from finetrainers.utils import exit_codes
 @pytest.mark.parametrize(
     ("fault", "limit", "place", "left"),
     [
-        ("hang@data:3", "step_timeout", "in __getitem__", [1, 2]),
+        ("hang@data:3", "step_timeout", "in load_clips", [1, 2]),
         ("hang@save.write:2", "checkpoint_timeout", "in save_checkpoint", [1]),
     ],
 )
