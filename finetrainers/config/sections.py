@@ -210,7 +210,9 @@ class TrainingSection(Section):
     checkpointing_steps: int = Field(
         500, ge=0, description="Save the whole training state every N optimizer steps; 0: only at the end."
     )
-    checkpointing_limit: int | None = Field(None, ge=1, description="Keep only the newest N checkpoints.")
+    checkpointing_limit: int | None = Field(
+        None, ge=2, description="Keep only the newest N checkpoints; at least 2, since the newest may turn out damaged."
+    )
     async_checkpointing: bool = Field(
         False,
         description="Write checkpoints while training goes on, which then waits only for a copy of what is saved. Costs "

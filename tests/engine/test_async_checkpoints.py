@@ -189,7 +189,7 @@ def test_an_error_of_the_writer_ends_the_run(
     monkeypatch.setattr(checkpoint, "save_weights", fail_at_two)
     monkeypatch.setattr(checkpoint, "take_snapshot", poison)
     values = options(
-        "lora", checkpointing_steps=1, checkpointing_limit=1, async_checkpointing=True, on_nonfinite="skip"
+        "lora", checkpointing_steps=1, checkpointing_limit=2, async_checkpointing=True, on_nonfinite="skip"
     )
     expected = {"disk": (OSError, "no space left"), "nan": (FloatingPointError, r"holds NaN or Inf at step 2")}[fault]
     with pytest.raises(expected[0], match=expected[1]):

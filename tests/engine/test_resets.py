@@ -220,7 +220,8 @@ def test_another_engines_optimizer_is_refused_and_ranks_must_agree(
     write_manifest(directory, facts={})
     more = {**options(train_steps=2), "resume_from_checkpoint": "latest"}
     with pytest.raises(
-        ConfigError, match=r"is that of DeepSpeed ZeRO-2 \(processes: 4\), and this run is DDP, FSDP2 or one .*reset opt"
+        ConfigError,
+        match=r"is that of DeepSpeed ZeRO-2 \(processes: 4\), and this run is DDP, FSDP2 or one .*reset opt",
     ):
         run(**more)
     assert run(**more, reset=["optimizer"]).trainer.step == 2

@@ -116,7 +116,7 @@ def steps_of(root: Path) -> list[int]:
 def test_a_save_that_fails_publishes_nothing(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    values = options(train_steps=4, checkpointing_steps=2, checkpointing_limit=1)
+    values = options(train_steps=4, checkpointing_steps=1, checkpointing_limit=2)
     save_weights = checkpoint.save_weights
 
     def fail_at_four(directory: Path, **arguments: Any) -> None:
@@ -129,15 +129,15 @@ def test_a_save_that_fails_publishes_nothing(
         with pytest.raises(OSError, match="no space left"):
             run(**values)
     root = tmp_path / "run"
-    # The older checkpoint has not been pruned for one that never came, and the half-written one is not taken for one.
-    assert steps_of(root) == [2]
-    assert find_checkpoint("latest", root) == root / "checkpoints" / "step-2"
+    # The oldest checkpoint has not been pruned for one that never came, and the half-written one is not taken for one.
+    assert steps_of(root) == [2, 3]
+    assert find_checkpoint("latest", root) == root / "checkpoints" / "step-3"
     assert not (root / "checkpoints" / ".step-4.tmp").exists()  # it would take the room that the next try needs
 
     resumed = run(**values, resume_from_checkpoint="latest")
-    assert [step for step, _ in resumed.curve("loss")] == [1, 2, 3, 4]  # steps 3 and 4 came twice
-    assert steps_of(root) == [4]
-    assert [path.name for path in (root / "checkpoints").iterdir()] == ["step-4"]
+    assert [step for step, _ in resumed.curve("loss")] == [1, 2, 3, 4]  # step 4 came twice
+    assert steps_of(root) == [3, 4]
+    assert sorted(path.name for path in (root / "checkpoints").iterdir()) == ["step-3", "step-4"]
     straight = run(**options(train_steps=4, output_dir=str(tmp_path / "straight")))
     assert straight.curve("loss") == resumed.curve("loss")
 
