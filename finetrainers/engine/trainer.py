@@ -123,11 +123,8 @@ class Trainer:
                 return
             busy += time.perf_counter() - started  # fetching and stepping, without saving and sampling
             if self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps:
-                blocked = {"checkpoint_s": self._blocked} if self._blocked else {}
-                self.log(
-                    {**record, "lr": self.lr_at(self.step - 1), "step_s": busy / self._steps_since_log(), **blocked}
-                )
-                busy = self._blocked = 0.0
+                self.log({**record, "lr": self.lr_at(self.step - 1), **self._times(busy)})
+                busy = 0.0
             self.requests.poll()
             self.saving.poll()
             self._save_if_due()  # before sampling, say, runs out of memory
@@ -136,6 +133,14 @@ class Trainer:
             self._sample_if_due()
             self.watchdog.enter("step")
             started = time.perf_counter()
+
+    def _times(self, busy: float) -> Record:
+        """Seconds of a step since the last record, of which `busy` went by; of saving; and of waiting for a slow rank."""
+        steps = self._steps_since_log()
+        blocked = {"checkpoint_s": self._blocked} if self._blocked else {}
+        self._blocked = 0.0
+        pace = self.guards.pace.look(self.step, steps=steps, step_s=busy / steps)
+        return {"step_s": busy / steps, **blocked, **pace}
 
     def train_step(self, step: Step[Any]) -> dict[str, float] | None:
         """One optimizer step; its metrics, over all ranks. One that is empty only counts. None: the run has gone back."""

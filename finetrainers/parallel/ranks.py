@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -28,6 +29,7 @@ class Ranks:
         self.accelerator = accelerator
         self._timeout = timeout
         self._host_group: dist.ProcessGroup | None = None
+        self.waited_s = 0.0  # in messages between the hosts
 
     @property
     def rank(self) -> int:
@@ -72,8 +74,15 @@ class Ranks:
         if self._host_group is None:
             self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
         agreed = torch.tensor(values)
+        started = time.perf_counter()
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._host_group)
+        self.waited_s += time.perf_counter() - started
         return agreed.tolist()
+
+    def finish_on_device(self) -> None:
+        """Let the device do what it was given, before the other ranks are asked to wait on the host; one alone need not."""
+        if self.world_size > 1 and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def gather_objects(self, items: list[T]) -> list[T]:
         """All ranks' lists, joined in rank order."""

@@ -1,7 +1,7 @@
 """One rank of a run that is disturbed on one rank alone; writes down how it ended.
 
 Usage: stopping_rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_disturb`: what happens to
-rank 1 in its second step.
+rank 1 in its second step, or in all of them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def run_job(options: dict[str, Any]) -> dict[str, Any]:
         call = next(calls)
         if disturbance == "memory" and RANK == 1 and call >= 2 and len(batch) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if disturbance == "slow" and RANK == 1:
+            time.sleep(0.3)
         if call != 2 or RANK != 1:
             return value, metrics
         if disturbance == "nan":

@@ -29,6 +29,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "overlapped": {"oom_retry": "off"},
     "pairs": {"batch_size": 2, "lora_dropout": 0.0, "max_grad_norm": 0.0},
     "memory": {"batch_size": 2, "lora_dropout": 0.0, "max_grad_norm": 0.0, "_disturb": "memory"},
+    "slow": {"_disturb": "slow", "logging_steps": 1},
 }
 
 
@@ -123,3 +124,12 @@ def test_one_rank_out_of_memory_halves_the_batches_of_both(ranks: list[dict[str,
 
 def test_a_directory_in_use_is_refused_on_both(ranks: list[dict[str, Any]]) -> None:
     assert all("is in use by another run (process " in rank["in use"]["error"] for rank in ranks)
+
+
+def test_a_slow_rank_is_named_once(ranks: list[dict[str, Any]], root: Path) -> None:
+    records = [json.loads(line) for line in (root / "slow" / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if "loss" in record]
+    assert [record["slowest_rank"] for record in records] == [1, 1, 1, 1]
+    assert all(0.15 < record["waiting_s"] < record["step_s"] for record in records)
+    assert [event for event in events(root / "slow") if event[0] == "straggler"] == [("straggler", 3)]
+    assert not [event for event in events(root / "straight") if event[0] == "straggler"]

@@ -11,6 +11,7 @@ from finetrainers.parallel.engine import Parallel
 
 from .memory import MemoryGuard, refusal
 from .nonfinite import NonFiniteGuard
+from .pace import Pace
 from .spikes import SpikeDetector
 
 
@@ -18,7 +19,7 @@ class Guards:
     """All guards of a run.
 
     Attributes:
-        nonfinite, spikes, memory: see there.
+        nonfinite, spikes, memory, pace: see there.
         data_ahead: how many steps the place in the data is ahead of the step number, after going back.
     """
 
@@ -33,6 +34,7 @@ class Guards:
         self.spikes = SpikeDetector(window=training.spike_window, sigma=training.spike_sigma, run_dir=run_dir)
         why = refusal(training.oom_retry, parallel=parallel, full=training.training_type == "full-finetune")
         self.memory = MemoryGuard(parallel=parallel, run_dir=run_dir, refusal=why)
+        self.pace = Pace(parallel=parallel, run_dir=run_dir)
         # Ranks can agree to make a step again only while none of them waits for another's gradients.
         parallel.exchanges_late = why is None and parallel.world_size > 1
         self.data_ahead = 0

@@ -78,6 +78,7 @@ class MemoryGuard:
             # 0: fits; 1: a half may fit; 2: nothing smaller.
             item = fitting.items[self._at]
             mine = 0 if error is None else 1 if len(item) > 1 else 2
+            self.parallel.finish_on_device()
             worst = self.parallel.max_on_host([mine])[0]
             if worst == 0:
                 assert done is not None
