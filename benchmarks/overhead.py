@@ -519,9 +519,6 @@ def startup_tables(case: Case, *, repeats: int, directory: Path) -> Iterator[str
     yield f"| all | {sum(s for _, s in packages):.2f} |"
 
 
-# ---- command line ----------------------------------------------------------------------------------------------
-
-
 def machine() -> str:
     """One line on what this ran on."""
     import diffusers
