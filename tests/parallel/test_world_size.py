@@ -29,6 +29,7 @@ SFT = {
 JOBS: dict[str, dict[str, Any]] = {
     "lora": SFT,
     "full": {"training_type": "full-finetune", "lr": 1e-3, "optimizer": "adamw"},
+    "sharded": {"training_type": "full-finetune", "lr": 1e-3, "optimizer": "adamw", "fsdp": "full"},
     "rollouts": {
         "method": "grpo", "reward": ["brightness"], "rollout_size": "9x64x64", "num_generations": 4, "batch_size": 2,
         "prompts_per_step": 2, "updates_per_rollout": 2, "sampling_steps": 5, "optimizer": "adamw",
@@ -66,6 +67,8 @@ def roots(options: Callable[..., dict], launch: Callable[..., Any], tmp_path_fac
         (moved / "checkpoints").mkdir(parents=True)
         (moved / "checkpoints" / "step-2").symlink_to(begun / "checkpoints" / "step-2")
         alone = {} if name == "rollouts" else {"gradient_accumulation_steps": 2}
+        if name == "sharded":
+            alone["fsdp"] = None
         train(load_config(**job(name, "moved", **again, **alone, train_steps=4)))
     second = {f"moved {name}": job(name, "moved", **again) for name in JOBS}
     on_two(second, root / "second")
