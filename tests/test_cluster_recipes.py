@@ -100,6 +100,18 @@ class Stage:
             file.write_text(text.format(python=sys.executable, folder=str(folder)))
             file.chmod(0o755)
 
+    def checkout(self, *, virtual_environment: bool) -> Path:
+        """The repository as a script finds it; of a virtual environment, whose own launcher would come first, an empty one."""
+        found = self.folder / ("installed" if virtual_environment else "checkout")
+        if not found.exists():
+            found.mkdir()
+            for entry in ("examples", "accelerate_configs", "train.py"):
+                (found / entry).symlink_to(ROOT / entry)
+            if virtual_environment:
+                (found / ".venv" / "bin").mkdir(parents=True)
+                (found / ".venv" / "bin" / "activate").write_text("")
+        return found
+
     def environment(self, **changes: str) -> dict[str, str]:
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SKYPILOT_"))}
@@ -107,8 +119,8 @@ class Stage:
 
     def run(self, *command: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            list(map(str, command)), cwd=ROOT, env=self.environment(**changes), check=False, capture_output=True,
-            text=True, timeout=60,
+            list(map(str, command)), cwd=self.checkout(virtual_environment=False), env=self.environment(**changes),
+            check=False, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
 
     def call(self, rank: int = 0) -> dict[str, Any]:
@@ -276,7 +288,8 @@ def test_slurm_job_in_a_container(stage: Stage) -> None:
     stage.run("bash", SBATCH, LORA, CONTAINER_IMAGE="/images/ft.sqsh", CONTAINER_MOUNTS="/clips:/clips", **JOB)
     options = json.loads((stage.folder / "srun.json").read_text())
     assert "--container-image=/images/ft.sqsh" in options
-    assert f"--container-mounts={ROOT}:{ROOT},{stage.run_dir}:{stage.run_dir},/clips:/clips" in options
+    checkout = stage.checkout(virtual_environment=False)
+    assert f"--container-mounts={checkout}:{checkout},{stage.run_dir}:{stage.run_dir},/clips:/clips" in options
 
 
 @pytest.mark.parametrize(
@@ -350,13 +363,7 @@ def run_task(stage: Stage, name: str, *, at: Path, **changes: str) -> subprocess
     script = document["run"]
     for mount in ("/bucket", "/shared"):
         script = script.replace(f'"{mount}/', f'"{at}{mount}/')
-    checkout = stage.folder / "sky_workdir"
-    if not checkout.exists():
-        checkout.mkdir()
-        for entry in ("examples", "accelerate_configs", "train.py"):
-            (checkout / entry).symlink_to(ROOT / entry)
-        (checkout / ".venv" / "bin").mkdir(parents=True)
-        (checkout / ".venv" / "bin" / "activate").write_text("")
+    checkout = stage.checkout(virtual_environment=True)
     environment = {key: str(value) for key, value in (document["envs"] | document["secrets"]).items()}
     return subprocess.run(
         ["bash", "-c", script], cwd=checkout, env=stage.environment(**{**environment, **SKY, **changes}), check=False,
