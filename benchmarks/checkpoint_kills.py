@@ -234,6 +234,7 @@ def fork_command(log: Path, *words: str) -> int:
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # a new pool, before threads of the loading code ask for it at once
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)

@@ -160,6 +160,10 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], output: str, er
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(descriptor, stream)
         os.close(descriptor)
+    import torch
+
+    # After a fork torch makes a new thread pool when one is asked for; two threads that ask at once get none.
+    torch.set_num_threads(torch.get_num_threads())
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     first, *rest = arguments
     if first in ("-c", "-m"):

@@ -8,8 +8,10 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+
+from finetrainers.config.parallel import ParallelSection
+from finetrainers.parallel.launched import Sharding, find_sharding
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
@@ -18,12 +20,13 @@ EXPECTED = {
     "single": ("NO", 1), "ddp": ("MULTI_GPU", 8), "fsdp2": ("FSDP", 8),
     "uncompiled_1": ("NO", 1), "uncompiled_2": ("MULTI_GPU", 2), "uncompiled_4": ("MULTI_GPU", 4),
     "uncompiled_8": ("MULTI_GPU", 8), "compiled_1": ("NO", 1), "deepspeed": ("DEEPSPEED", 2),
+    "deepspeed_zero1": ("DEEPSPEED", 8),
     "deepspeed_zero2": ("DEEPSPEED", 8), "deepspeed_zero2_offload": ("DEEPSPEED", 8),
     "deepspeed_zero3": ("DEEPSPEED", 8), "deepspeed_zero3_offload": ("DEEPSPEED", 8),
 }  # fmt: skip
 # File -> ZeRO stage, device of the optimizer, device of the parameters.
 ZERO = {
-    "deepspeed": (2, "cpu", "cpu"), "deepspeed_zero2": (2, "none", "none"),
+    "deepspeed": (2, "cpu", "cpu"), "deepspeed_zero1": (1, "none", "none"), "deepspeed_zero2": (2, "none", "none"),
     "deepspeed_zero2_offload": (2, "cpu", "none"), "deepspeed_zero3": (3, "none", "none"),
     "deepspeed_zero3_offload": (3, "cpu", "cpu"),
 }  # fmt: skip
@@ -72,26 +75,13 @@ def test_deepspeed_plugin(name: str) -> None:
     assert zero["stage3_gather_16bit_weights_on_model_save"] == (stage == 3)
 
 
-@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video", "cogvideox"])
-def test_fsdp_wraps_the_blocks_of_every_family(family: str, tiny_repo, monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetrainers.config.sections import ModelSection
-    from finetrainers.models.registry import get_family
-
+def test_fsdp_is_asked_for_as_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is split are the blocks of the model, which the file need not name."""
     for key, value in load("fsdp2").fsdp_config.items():  # the launcher hands them over like this
         monkeypatch.setenv(key.upper(), str(value).lower() if isinstance(value, bool) else str(value))
-    plugin = FullyShardedDataParallelPlugin()
-    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
-    assert type(plugin.cpu_offload).__name__ == "OffloadPolicy"  # not CPUOffloadPolicy
-    spec = get_family(family).load(
-        ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)))
-    )
-    transformer = spec.transformer_on_meta()
-    blocks = [block for name in spec.blocks for block in getattr(transformer, name)]
-    plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
-    plugin.set_auto_wrap_policy(transformer)
-    wraps = fsdp2_prepare_auto_wrap_policy(plugin, transformer)
-    assert wraps is not None
-    assert [module for module in transformer.modules() if wraps(module)] == blocks
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")  # set by the call; put back when the test ends
+    assert find_sharding(ParallelSection()) == Sharding(group_size=None, reshard_after_forward=True, offload=False)
 
 
 def test_compiled_uses_inductor() -> None:

@@ -167,6 +167,11 @@ class Workers:
                     raise _Lost(text) from None
                 if self.timeout_s and waited >= self.timeout_s:
                     raise _Lost(f"no batch for {waited:.0f} s") from None
+            except (ConnectionError, EOFError, FileNotFoundError) as error:
+                # The worker that holds a batch's memory died before it was taken over. What a worker itself has met says so.
+                if "in DataLoader worker process" in str(error):
+                    raise
+                raise _Lost(f"a worker died while it handed a batch over: {error!r}") from None
 
     def _reading(self, dataset: _FetchDataset) -> str:
         """What the workers were at, in words."""

@@ -24,6 +24,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.plan import DatasetPlan
 from finetrainers.diffusion.timesteps import NoiseLevels
+from finetrainers.engine.continuation import begin
 from finetrainers.engine.preflight import Preflight
 from finetrainers.engine.run import load_trainable_transformer, make_parallel, trainable_dtype
 from finetrainers.engine.run_dir import RunDirectory
@@ -191,7 +192,8 @@ def train_random(
     spec = family.load(config.model)
     parallel = make_parallel(config)
     device = parallel.device
-    checked = Preflight(config, family, geometry, [], DatasetPlan((), (), (), (), (), (), ""), None)
+    plan = DatasetPlan((), (), (), (), (), (), "")
+    checked = Preflight(config, family, geometry, [], plan, begin(config, plan, initial=None, world_size=1))
     if device.type == "cuda":
         _skip_if_too_large(checked, bucket)
         free_memory()  # of the test before
@@ -224,7 +226,7 @@ def train_random(
     )
     trainer = Trainer(
         config=config, spec=spec, method=method, parallel=parallel, transformer=wrapped, optimizer=optimizer,
-        lr_at=lambda step: config.optimizer.lr, total_steps=_STEPS, run_dir=RunDirectory(repo, writes=False), critical={},
+        lr_at=lambda step: config.optimizer.lr, total_steps=_STEPS, run_dir=RunDirectory(repo, writes=False), carried={},
     )  # fmt: skip
     wrapped.train()
     # The start of every matrix, since copies of all weights would not fit. A LoRA's A cannot move while B is zero.
