@@ -14,6 +14,8 @@ import torch
 from accelerate import Accelerator
 
 from finetrainers.config.load import load_config
+from finetrainers.data import decode as decoding
+from finetrainers.data.decode import DecodeError
 from finetrainers.engine import run as runs
 from finetrainers.engine.callbacks.validation import Validation
 from finetrainers.engine.guards import rollback
@@ -24,6 +26,7 @@ from finetrainers.methods.base import Step
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.sft import SFT
 from finetrainers.parallel.engine import Parallel
+from finetrainers.rewards.panel import RewardPanel
 
 
 @pytest.fixture
@@ -41,6 +44,19 @@ def scaled(monkeypatch: pytest.MonkeyPatch) -> list[torch.amp.GradScaler]:
 
     monkeypatch.setattr(Parallel, "_join", join_with_a_scaler)
     return made
+
+
+@pytest.fixture
+def rewarded(tiny_repo: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
+    """Options of a run of reward finetuning, with one step for each rollout."""
+    (tmp_path / "prompts.txt").write_text("a red ball\na cat\n")
+    return {
+        "method": "grpo", "model_name": "ltx_video", "pretrained_model_name_or_path": str(tiny_repo("ltx_video")),
+        "prompts": str(tmp_path / "prompts.txt"), "reward": ["brightness"], "rollout_size": "9x64x64",
+        "prompts_per_step": 1, "num_generations": 4, "batch_size": 4, "sampling_steps": 3, "updates_per_rollout": 1,
+        "transformer_dtype": "fp32", "vae_dtype": "fp32", "text_encoder_dtype": "fp32", "optimizer": "adamw",
+        "lr": 1e-2, "rank": 4, "lora_alpha": 8, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
 
 
 def test_dry_batches_leave_a_gradient_scaler_as_it_was(
@@ -110,9 +126,8 @@ def test_settings_of_the_optimizer_are_those_of_the_command(
 
 
 def test_going_back_takes_rewards_along_and_has_the_time_of_a_checkpoint(
-    tiny_repo: Callable[..., Path], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rewarded: dict[str, Any], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "prompts.txt").write_text("a red ball\na cat\n")
     loss, count = GRPO.loss, iter(range(100))
     failing: list[int] = []
 
@@ -130,13 +145,7 @@ def test_going_back_takes_rewards_along_and_has_the_time_of_a_checkpoint(
     monkeypatch.setattr(GRPO, "loss", spoilt)
     monkeypatch.setattr(Watchdog, "enter", lambda dog, section: (told.append(section), enter(dog, section))[1])
     monkeypatch.setattr(rollback, "find_checkpoint", lambda *values: (told.append("look"), find(*values))[1])
-    done = run(
-        method="grpo", model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")),
-        prompts=str(tmp_path / "prompts.txt"), reward=["brightness"], rollout_size="9x64x64", prompts_per_step=1,
-        num_generations=4, batch_size=4, sampling_steps=3, transformer_dtype="fp32", vae_dtype="fp32",
-        text_encoder_dtype="fp32", optimizer="adamw", lr=1e-2, rank=4, lora_alpha=8, train_steps=4,
-        updates_per_rollout=1, checkpointing_steps=2, on_nonfinite="rollback", output_dir=str(tmp_path / "run"),
-    )  # fmt: skip
+    done = run(**rewarded, train_steps=4, checkpointing_steps=2, on_nonfinite="rollback")
     assert [event["step"] for event in done.events if event["event"] == "rollback"] == [2]
     expected = [f"{record['reward/brightness']:.6g}" for record in done.metrics]
     assert len(expected) == 4
@@ -166,3 +175,33 @@ def test_ranks_wait_for_samples_under_the_limit_of_sampling() -> None:
         sampling: Any = SimpleNamespace(due=lambda _, due=due: due, sample=lambda _: told.append("sample"))
         Validation.on_step(sampling, trainer)
         assert told == expected
+
+
+def test_what_keeps_one_rank_from_evaluating_or_trying_is_told_to_all(
+    options: Callable[..., dict], rewarded: dict[str, Any], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Another rank's part may be sound, and it would wait for this one."""
+    told: list[str] = []
+    tell = Parallel.raise_if_any_failed
+
+    def tell_all(parallel: Parallel, error: Exception | None, what: str) -> None:
+        if error is not None:
+            told.append(what)
+        tell(parallel, error, what)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise DecodeError("ends early")
+
+    monkeypatch.setattr(Parallel, "raise_if_any_failed", tell_all)
+    monkeypatch.setattr(decoding, "read_frames", broken)
+    monkeypatch.setattr(RewardPanel, "score", broken)
+    (tmp_path / "held_out.txt").write_text("a dog\n")
+    for values in (
+        options(clips=3, eval_num_items=1, eval_steps=2),
+        options(clips=3, dry_batches="on"),
+        {**rewarded, "train_steps": 1, "eval_prompts": str(tmp_path / "held_out.txt"), "eval_steps": 1},
+    ):
+        with pytest.raises(DecodeError, match="ends early"):
+            run(**{**values, "output_dir": str(tmp_path / f"run {len(told)}")})
+    assert told == ["loading held-out items", "loading a dry batch", "scoring the clips of the evaluation"]
