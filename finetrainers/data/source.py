@@ -187,12 +187,12 @@ class BatchSource:
     def dry_batches(self) -> Iterator[tuple[str, Batch]]:
         """A batch of each bucket, largest first, of the clips with the longest captions; the same on every rank."""
         assert self._fetch is not None, "take_vae comes first"
-        assert self._encoder is not None
         for bucket in sorted({clip.bucket for clip in self.plan.clips}, key=math.prod, reverse=True):
             clips = [clip for clip in self.plan.clips if clip.bucket == bucket]
             clips.sort(key=lambda clip: (-len(clip.caption), clip.index))
-            raw = self._fetch(MicroBatch(0, tuple(clips[: self.stream.batch_size])))
-            yield "x".join(map(str, bucket)), self._encoder(raw, dropout=False)
+            wanted = MicroBatch(0, tuple(clips[: self.stream.batch_size]))
+            [batch] = self._together([wanted], self._fetch, what="loading a dry batch")
+            yield "x".join(map(str, bucket)), batch
 
     def steps_for_epochs(self, epochs: int) -> int:
         """Optimizer steps that see every clip at least `epochs` times."""
@@ -209,16 +209,26 @@ class BatchSource:
         number does not divide, and repeats do not count. Encoded once; the same objects every time.
         """
         assert self._fetch_strictly is not None, "take_vae comes first"
-        assert self._encoder is not None
         if self._eval is None:
             batches = [(b, True) for b in fixed_batches(self.plan.eval_clips, batch_size=self.stream.batch_size)]
             missing = -len(batches) % self.parallel.world_size
             batches += [(batches[-1][0], False)] * missing
             share = batches[self.parallel.rank :: self.parallel.world_size]
-            self._eval = [
-                (self._encoder(self._fetch_strictly(batch), dropout=False), counts) for batch, counts in share
-            ]
+            encoded = self._together([b for b, _ in share], self._fetch_strictly, what="loading held-out items")
+            self._eval = [(batch, counts) for batch, (_, counts) in zip(encoded, share, strict=True)]
         return self._eval
+
+    def _together(self, wanted: Sequence[MicroBatch], fetch: Fetch, *, what: str) -> list[Batch]:
+        """Batches with their captions; what keeps one rank from loading is raised on all, which would wait for it."""
+        assert self._encoder is not None
+        error: Exception | None = None
+        batches: list[Batch] = []
+        try:
+            batches = [self._encoder(fetch(one), dropout=False) for one in wanted]
+        except Exception as caught:
+            error = caught
+        self.parallel.raise_if_any_failed(error, what)
+        return batches
 
     @property
     def _substitutes(self) -> Substitutes | None:

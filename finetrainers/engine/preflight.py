@@ -24,7 +24,7 @@ from finetrainers.utils.text import nearest
 
 from .continuation import Start, begin, check_initial, go_on, initial_weights
 from .initial_weights import InitialWeights
-from .resume import find_checkpoint, scan_checkpoints
+from .resume import Found, find_checkpoint, scan_checkpoints
 
 _MODEL_PLACES = ("pretrained_model_name_or_path", "transformer_id", "vae_id", "text_encoder_id", "text_encoder_2_id",
                  "tokenizer_id", "tokenizer_2_id")  # fmt: skip
@@ -41,6 +41,7 @@ class Preflight:
     plan: WorkPlan
     start: Start
     warnings: list[str] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)  # the checkpoints among which it has chosen
 
 
 def preflight(config: TrainConfig) -> Preflight:
@@ -55,6 +56,7 @@ def preflight(config: TrainConfig) -> Preflight:
     except KeyError as error:
         raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
     checkpoint, initial = None, None
+    found_checkpoints = scan_checkpoints(config.run.output_dir)
     try:
         checkpoint = find_checkpoint(config.training.resume_from_checkpoint, config.run.output_dir)
     except ValueError as error:
@@ -107,7 +109,7 @@ def preflight(config: TrainConfig) -> Preflight:
     )
     problems += [Problem("", message) for message in errors]
 
-    if config.training.resume_from_checkpoint is None and scan_checkpoints(config.run.output_dir):  # damaged ones too
+    if config.training.resume_from_checkpoint is None and found_checkpoints:  # damaged ones too
         problems.append(
             Problem(
                 "--output_dir",
@@ -134,7 +136,7 @@ def preflight(config: TrainConfig) -> Preflight:
     if problems or plan is None or start is None:
         raise ConfigError(problems)
     warnings = [*found.warnings, *optimizer_warnings, *fault_warnings, *plan.warnings, *start.warnings]
-    return Preflight(config, family, geometry, prompts, plan, start, warnings)
+    return Preflight(config, family, geometry, prompts, plan, start, warnings, found_checkpoints)
 
 
 def _with_base(config: TrainConfig, initial: InitialWeights | None) -> TrainConfig:

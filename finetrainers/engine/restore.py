@@ -13,6 +13,7 @@ from torch import Tensor
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.optim.factory import safe_globals
+from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.faults import fault_point
 
@@ -64,6 +65,8 @@ def restore(trainer: Trainer, start: Start) -> None:
     if start.checkpoint is not None:
         load_checkpoint(trainer, start.checkpoint, resets=start.resets)
         trainer.step = start.step
+        if start.resets & {"optimizer", "ema"}:
+            trainer.oldest_to_go_back_to = start.step + 1
 
 
 def load_checkpoint(trainer: Trainer, directory: Path, *, resets: frozenset[str] = frozenset()) -> None:
@@ -101,6 +104,11 @@ def _restore_optimizer(trainer: Trainer, directory: Path, state: Mapping[str, An
         with torch.serialization.safe_globals(safe_globals()):
             loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
         parallel.load_optimizer(trainer.transformer, trainer.optimizer, loaded)
+    # With the state come the settings of then; this run's count.
+    settings = trainer.config.optimizer
+    arguments = RECIPES[resolve_name(settings)].arguments(settings)
+    for group in trainer.optimizer.param_groups:
+        group.update({name: value for name, value in arguments.items() if name in group})
     scaler = parallel.accelerator.scaler
     if scaler is None:
         return

@@ -45,6 +45,7 @@ from .lock import exclusive
 from .plan_report import dry_run_report, print_line, print_results, print_start, print_stopped
 from .preflight import Preflight, preflight
 from .restore import check_restorable, restore
+from .resume import scan_checkpoints
 from .run_dir import RunDirectory
 from .trainable import attach, load_lora_weights, start_from_lora, trainable_parameters
 from .trainer import Trainer
@@ -79,6 +80,9 @@ def run(checked: Preflight, *, handle_signals: bool = False) -> Trainer | None:
         with exclusive(config.run.output_dir, parallel):
             arm_faults()
             fault_point("start")
+            # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
+            if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
+                checked = preflight(config)
             trainer = assemble(checked, parallel)
             # Until here a signal ends the process as always: there is nothing to save yet.
             with trainer.requests.signals.listening() if handle_signals else contextlib.nullcontext():

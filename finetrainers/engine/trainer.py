@@ -80,6 +80,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.step = 0
         self.steps_done_here = 0
+        self.oldest_to_go_back_to = 0  # the first step of which a checkpoint has all that this run has
         self.stopped_by: str | None = None
         self.requests = Requests(run_dir=run_dir, parallel=parallel)
         self.guards = Guards(config, parallel=parallel, run_dir=run_dir)
@@ -168,13 +169,13 @@ class Trainer:
 
     def gradients(self, step: Step[Any]) -> dict[str, Tensor]:
         """The gradients of all ranks' micro-batches, clipped; the metrics, still on the device."""
-        totals = self.guards.memory.gradients(step, self._own_gradients)
+        totals = self.guards.memory.gradients(step, self.own_gradients)
         self.parallel.exchange()
         fault_point("backward", self.parallel.gradients())
         grad_norm = self.parallel.clip()
         return totals if grad_norm is None else {**totals, "grad_norm": grad_norm}
 
-    def _own_gradients(self, micro_batches: Iterator[Any], count: int) -> dict[str, Tensor]:
+    def own_gradients(self, micro_batches: Iterator[Any], count: int) -> dict[str, Tensor]:
         """Forward and backward of each micro-batch; the metrics."""
         set_lr(self.optimizer, self.lr_at(self.step))
         self.parallel.begin_step(count)
@@ -204,8 +205,10 @@ class Trainer:
 
     def _leave_out(self) -> None:
         """Drop the gradients of a step that must not become an update."""
-        if self.parallel.accelerator.scaler is not None:
-            self.optimizer.step()  # the scaler sees the same, skips the update, and lowers its scale
+        scaler = self.parallel.accelerator.scaler
+        if scaler is not None:
+            # Not by `step`, which skips for gradients that are not finite, while it may be the loss alone that is not.
+            scaler.update()
         self.optimizer.zero_grad()
 
     def _save_if_due(self) -> None:

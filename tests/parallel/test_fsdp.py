@@ -28,9 +28,9 @@ HYBRID = {"fsdp": "hybrid", "fsdp_group_size": 1, "sync_each_batch": True}
 MIXED = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp_cpu_offload": True, "train_steps": 2}
 JOBS: dict[str, dict[str, Any]] = {
     "lora": {**LORA, **SAMPLES},
-    "full": {**FULL, "checkpointing_steps": 1},
+    "full": {**FULL, "checkpointing_steps": 1, "async_checkpointing": True},
     "resumed": {**FULL, "resume_from_checkpoint": "1"},
-    "hybrid": {**LORA, **HYBRID},
+    "hybrid": {**LORA, **HYBRID, "dry_batches": "on"},
     "offloaded": MIXED,
     "refused": {"use_ema": True, "optimizer": "lion"},
     "uneven": {"fsdp": "hybrid", "fsdp_group_size": 3},

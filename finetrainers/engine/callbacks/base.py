@@ -29,5 +29,8 @@ class Callback:
     def on_log(self, trainer: Trainer, record: Record) -> None:
         """When numbers are there: every `logging_steps`, and whenever a callback logs."""
 
+    def on_back(self, trainer: Trainer) -> None:
+        """After the run has gone back to an earlier step, and metrics.jsonl with it."""
+
     def on_end(self, trainer: Trainer) -> None:
         """After the last step, when the results are on disk; or when the run was stopped, with a checkpoint."""

@@ -29,6 +29,7 @@ class RewardFiles(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """After a resume, the files hold what metrics.jsonl holds, and nothing of steps that will be redone."""
+        self._last = -1.0
         if not trainer.run_dir.writes:
             return
         for stale in (trainer.run_dir.root / "rewards").glob("*.txt"):
@@ -41,6 +42,9 @@ class RewardFiles(Callback):
                 found[name].append(f"{value:.6g}\n")
         for name, lines in found.items():
             write_text_atomic(self._path(trainer, name), "".join(lines))
+
+    def on_back(self, trainer: Trainer) -> None:
+        self.on_start(trainer)
 
     def on_log(self, trainer: Trainer, record: Record) -> None:
         if not trainer.run_dir.writes:

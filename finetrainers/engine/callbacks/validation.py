@@ -75,6 +75,8 @@ class Validation(Callback):
     def on_step(self, trainer: Trainer) -> None:
         if trainer.requests.sample or self.due(trainer.step):
             self.sample(trainer)
+            # Ranks with less to do wait here: in the next step they would wait under its limit, and as if for a slow rank.
+            trainer.parallel.barrier()
 
     def sample(self, trainer: Trainer) -> list[Path]:
         """Sample this rank's share of the prompts into `samples/step-N/`; the files written."""

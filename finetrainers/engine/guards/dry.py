@@ -52,7 +52,8 @@ def run_dry_batches(trainer: Trainer) -> None:
 def _dry(trainer: Trainer, name: str, step: Any) -> None:
     started = time.perf_counter()
     peak_gib(trainer.parallel.device)
-    trainer.gradients(step)
+    # Neither unscaled nor clipped: an fp16 scaler allows that once per update, and none follows.
+    trainer.guards.memory.gradients(step, trainer.own_gradients)
     peak = peak_gib(trainer.parallel.device)
     seconds = round(time.perf_counter() - started, 3)
     samples = sum(len(item) for item in step.items)

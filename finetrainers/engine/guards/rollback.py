@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from finetrainers.engine.restore import load_checkpoint
-from finetrainers.engine.resume import find_checkpoint
+from finetrainers.engine.resume import find_checkpoint, read_state
 from finetrainers.engine.trainable import load_lora_weights
 from finetrainers.models.spec import ModelSpec
 
@@ -32,6 +32,7 @@ def go_back(trainer: Trainer) -> None:
     Raises:
         NonFiniteError: there is no checkpoint yet that could be used.
     """
+    trainer.watchdog.enter("checkpoint")  # which is waited for, verified and read
     trainer.saving.wait()  # it may be the newest
     failed, ahead = trainer.step + 1, trainer.guards.data_ahead
     fits = trainer.guards.memory.sizes
@@ -46,6 +47,8 @@ def go_back(trainer: Trainer) -> None:
     trainer.steps_done_here = 0
     if trainer.parallel.is_main:
         trainer.run_dir.rewind(trainer.step)
+    for callback in trainer.callbacks:
+        callback.on_back(trainer)
     trainer.run_dir.event("rollback", step=trainer.step, failed=failed, data_ahead=ahead, path=str(directory))
     logger.warning(
         "back from step %d to the checkpoint of step %d; the data in between is left out", failed, trainer.step
@@ -59,6 +62,8 @@ def _newest(trainer: Trainer) -> Path:
     if trainer.parallel.is_main:
         try:
             path = find_checkpoint("latest", trainer.run_dir.root)
+            if path is not None and read_state(path)["step"] < trainer.oldest_to_go_back_to:
+                path, why = None, f"{path} is from before what --reset has begun anew"
         except ValueError as error:
             why = str(error)
     path, why = trainer.parallel.same_on_all((path, why))

@@ -40,6 +40,7 @@ class PromptEvaluation:
         mine = list(range(len(self.prompts)))[parallel.rank * share : (parallel.rank + 1) * share]
         clips: list[tuple[str, Tensor]] = []
         scores: dict[str, list[float]] = defaultdict(list)
+        error: Exception | None = None
         for start in range(0, share, size):
             # Where a forward pass is collective, every rank makes as many; who has no prompt left repeats one.
             chosen = mine[start : start + size]
@@ -47,11 +48,16 @@ class PromptEvaluation:
             if not chosen:
                 continue
             texts = [self.prompts[i].text for i in chosen]
-            found = self.panel.score(videos, texts, fps=collector.reward_fps, first_clip=chosen[0])
-            for name, head in found.heads.items():
-                scores[name] += head.raw.tolist()
             clips += list(zip(texts, videos, strict=True))
+            try:
+                if error is None:  # else only sample on, as long as the other ranks do
+                    found = self.panel.score(videos, texts, fps=collector.reward_fps, first_clip=chosen[0])
+                    for name, head in found.heads.items():
+                        scores[name] += head.raw.tolist()
+            except Exception as caught:
+                error = caught
         transformer.train(was_training)
+        parallel.raise_if_any_failed(error, "scoring the clips of the evaluation")
         gathered = parallel.gather_objects([dict(scores)])
         record = {}
         for name in self.panel.weights:
