@@ -98,6 +98,7 @@ def test_going_back_is_as_if_the_data_had_not_been_there(
     values = options(
         train_steps=6, clips=3, use_ema=True, training_type=training_type, checkpointing_steps=2, on_nonfinite="rollback",
         lora_dropout=0.3 if training_type == "lora" else None, lr_scheduler="linear",
+        async_checkpointing=training_type == "lora",
     )  # fmt: skip
     keys: list[tuple[int, int]] = []
     with monkeypatch.context() as patch:
