@@ -46,6 +46,7 @@ from finetrainers.engine.resume import checkpoints_dir, find_checkpoint, list_ch
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.trainable import LORA_FILE
 from finetrainers.engine.watchdog import Watchdog
+from finetrainers.optim.factory import create_optimizer
 
 WIDTH = 256
 
@@ -102,16 +103,17 @@ def make_trainer(root: Path, *, background: bool = False, network: nn.Module | N
     torch.manual_seed(0)
     network = network or Network()
     parallel: Any = OneProcess()
+    config = load_config(
+        model_name="m", pretrained_model_name_or_path="x", data_root="d", training_type="full-finetune",
+        checkpointing_limit=2, async_checkpointing=background, optimizer="adamw", lr=1e-2,
+    )  # fmt: skip
     return SimpleNamespace(
         parallel=parallel,
-        config=load_config(
-            model_name="m", pretrained_model_name_or_path="x", data_root="d", training_type="full-finetune",
-            checkpointing_limit=2, async_checkpointing=background,
-        ),
+        config=config,
         spec=Spec(),
         method=SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None),
         transformer=network,
-        optimizer=torch.optim.AdamW(network.parameters(), lr=1e-2),
+        optimizer=create_optimizer(network.parameters(), config=config.optimizer, lr=1e-2, device_type="cpu"),
         ema=None,
         step=0,
         total_steps=10**6,
