@@ -295,7 +295,7 @@ def _refused(checkpoint: Path, changed: Sequence[Change], resets: frozenset[str]
         ways.append(
             f"nothing allows another {', '.join(firm)}; a new run can take the weights alone, where they fit, with --init_from"
         )
-    return [f"cannot continue from {checkpoint}: {'; '.join(parts)}. Restore these settings: {'; '.join(ways)}"]
+    return [f"cannot continue from {checkpoint}: {'; '.join(parts)}. Restore these settings, or: {'; '.join(ways)}"]
 
 
 def _useless(

@@ -45,8 +45,9 @@ def _print_origin(console: Console, checked: Preflight) -> None:
         return
     title = "initialised" if checked.start.checkpoint is None else "continued"
     console.print(f"{title}; what comes from where:")
+    width = max(len(part) for part, _ in checked.start.rows)
     for part, origin in checked.start.rows:  # no table: paths must not be broken into lines
-        console.print(f"  {part:<24}{origin}", markup=False)
+        console.print(f"  {part:<{width}}  {origin}", markup=False)
 
 
 def _print_remarks(console: Console, checked: Preflight) -> None:
