@@ -20,6 +20,7 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from finetrainers.utils.launch import launched_processes
 
@@ -135,6 +136,7 @@ class Parallel(Ranks):
         """
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         model, prepared = self.accelerator.prepare(model, optimizer)
+        free_group_last(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, prepared
 
@@ -225,3 +227,15 @@ class Parallel(Ranks):
 def _whole(norm: Tensor) -> Tensor:
     """A norm over all ranks; that of sharded gradients is still a sum of parts."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def free_group_last(model: nn.Module) -> None:
+    """Let the process group go after DDP's reducer, which also owns it: attributes are freed in the order they were set.
+
+    Gloo's group waits for its threads when it is freed, and these may wait for Python's lock to free a tensor. From Python
+    a group is freed without that lock, by the reducer with it: a process that fails would then never end
+    (https://github.com/pytorch/pytorch/issues/56297).
+    """
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module._group_freed_last = module.process_group
