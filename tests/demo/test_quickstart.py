@@ -13,7 +13,10 @@ from finetrainers.demo.quickstart import KNOWN, NEW, quickstart
 
 
 @pytest.mark.timeout(180)
-def test_quickstart_leaves_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_leaves_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("finetrainers.demo.quickstart._ASKED", 4)
     before, after = quickstart(tmp_path, steps=5)
     assert before.concept < 0.2
     assert 0 <= after.concept <= 1
