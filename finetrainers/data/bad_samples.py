@@ -13,8 +13,8 @@ from finetrainers.utils.faults import fault_point
 
 from .buckets import Bucket
 from .cache import CacheError
+from .clip import Clip
 from .decode import DecodeError
-from .plan import Clip
 from .stream import MicroBatch
 
 logger = logging.getLogger(__name__)

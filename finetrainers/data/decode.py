@@ -19,8 +19,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from .buckets import cover_size
-from .frames import Selection, select_frames
-from .plan import Clip
+from .clip import Clip
+from .frames import select_frames
 
 # Below this many frames, decoding from the start is cheaper than looking for a key frame.
 _SEEK_FROM = 24
@@ -93,13 +93,12 @@ def resize(frame_HWC: Tensor, height: int, width: int) -> Tensor:
     return resized[0].permute(1, 2, 0).contiguous()
 
 
-def load_clip(clip: Clip, *, reshape_mode: str, frame_selection: Selection, generator: torch.Generator) -> Tensor:
+def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
     """Cut a clip to its bucket: `[3, T, H, W]` fp32 in [-1, 1].
 
     Args:
-        clip: what to cut, and to which bucket.
-        reshape_mode: `center` or `random`: resize so that the bucket is covered, then crop; `none`: plain resize.
-        frame_selection: see `select_frames`.
+        clip: what to cut, to which bucket and how. With `center` and `random` it is resized so that the bucket is covered,
+            then cropped.
         generator: CPU generator of the random start and crop; always drawn from three times, so that one choice does
             not shift another.
 
@@ -108,7 +107,7 @@ def load_clip(clip: Clip, *, reshape_mode: str, frame_selection: Selection, gene
     """
     length, height, width = clip.bucket
     start, down, right = torch.randint(2**31, (3,), generator=generator).tolist()
-    full = (height, width) if reshape_mode == "none" else cover_size(clip.height, clip.width, height, width)
+    full = (height, width) if clip.reshape_mode == "none" else cover_size(clip.height, clip.width, height, width)
     if clip.kind == "image":
         frames = read_image(clip.path, height=full[0], width=full[1])
     else:
@@ -118,12 +117,12 @@ def load_clip(clip: Clip, *, reshape_mode: str, frame_selection: Selection, gene
             # The rate of the cut clip; `uniform` does not ask for it.
             fps=clip.fps,
             length=length,
-            mode=frame_selection,
+            mode=clip.frame_selection,
             draw=start,
         )
         frames = read_frames(clip.path, indices, height=full[0], width=full[1])
     spare_down, spare_right = full[0] - height, full[1] - width
-    if reshape_mode == "random":
+    if clip.reshape_mode == "random":
         top, left = down % (spare_down + 1), right % (spare_right + 1)
     else:
         top, left = spare_down // 2, spare_right // 2

@@ -10,12 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from finetrainers.config.sections import DataSection
 from finetrainers.utils.seeding import generator
 
 from .bad_samples import BadSample, Note, Substitutes, load_clips
+from .clip import Clip
 from .decode import load_clip
-from .plan import Clip
 from .stream import BatchStream, MicroBatch
 from .workers import Workers
 
@@ -62,12 +61,10 @@ class DecodeFetch:
     """Decodes clips. Random starts and crops depend on (seed, epoch, item) alone, not on workers or ranks.
 
     Attributes:
-        data: how clips are cut.
         seed: of the run.
         substitutes: what takes the place of clips that cannot be decoded; None: they are errors.
     """
 
-    data: DataSection
     seed: int
     substitutes: Substitutes | None = None
 
@@ -76,12 +73,7 @@ class DecodeFetch:
         return RawBatch(clips, batch.sample_keys, batch.weight, video=torch.stack(videos), bad=bad)
 
     def _load(self, clip: Clip, key: tuple[int, int]) -> Tensor:
-        return load_clip(
-            clip,
-            reshape_mode=self.data.video_reshape_mode,
-            frame_selection=self.data.frame_selection,
-            generator=generator("cpu", self.seed, "clip", *key),
-        )
+        return load_clip(clip, generator=generator("cpu", self.seed, "clip", *key))
 
 
 class _StepSampler:

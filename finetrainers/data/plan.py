@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,43 +19,15 @@ from finetrainers.config.sections import DataSection
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import plural
 
-from .buckets import Bucket, choose_bucket, default_buckets
-from .frames import is_slower, num_available, playback_fps, select_frames
-from .manifest import DataError, Item, Kind, read_items
-from .probe import Probe, ProbeError, probe
+from .buckets import Bucket
+from .clip import Clip
+from .frames import is_slower
+from .manifest import DataError, read_items
+from .placing import Probed, place_items
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
 _CRITICAL: Mapping[str, str | None] = dict.fromkeys(("target_fps", "frame_selection", "video_reshape_mode"), "data")
 _NAMED = 5  # file names shown in a warning
-
-
-@dataclass(frozen=True)
-class Clip:
-    """An item that will be trained on, and what is cut from it.
-
-    Attributes:
-        index: place in the data set, from which the clip's random numbers are derived.
-        path: the media file.
-        caption: cleaned caption.
-        kind: video or image.
-        bucket: `(frames, height, width)` it is cut to.
-        fps: frame rate of the cut clip.
-        num_frames: frames of the source.
-        source_fps: frame rate of the source; 0 for images.
-        width: displayed width of the source, in pixels.
-        height: displayed height of the source, in pixels.
-    """
-
-    index: int
-    path: Path
-    caption: str
-    kind: Kind
-    bucket: Bucket
-    fps: float
-    num_frames: int
-    source_fps: float
-    width: int
-    height: int
 
 
 @dataclass(frozen=True)
@@ -150,18 +120,6 @@ class DatasetPlan:
         return rows
 
 
-@dataclass(frozen=True)
-class _Probed:
-    """An item with what its header says, or why it could not be read."""
-
-    item: Item
-    size_bytes: int
-    found: Probe | None
-    reason: str | None
-    fps: float = 0.0
-    available: int = 0
-
-
 def plan_clips(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> DatasetPlan | None:
     """The plan of the configured data set; None where none is named, or where no clip can be placed.
 
@@ -186,96 +144,28 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
         DataError: wrong metadata, illegal buckets, more than `max_bad_samples` unusable files, or nothing to train on.
     """
     data = config.data
-    target_fps = data.target_fps or geometry.fps
     items = read_items(data)
-    with ThreadPoolExecutor(min(16, (os.cpu_count() or 1) + 4)) as pool:
-        probed = list(pool.map(lambda item: _probe_item(item, data=data, target_fps=target_fps), items))
-
-    video_buckets, image_buckets, notes = _buckets(data, geometry, probed)
-    clips: list[Clip] = []
-    reasons: dict[int, str] = {}
-    for entry in probed:
-        clip = _place(entry, data=data, buckets=image_buckets if entry.item.kind == "image" else video_buckets)
-        if isinstance(clip, Clip):
-            clips.append(clip)
-        else:
-            reasons[entry.item.index] = clip
+    placed = place_items(items, data=data, geometry=geometry)
     name = _namer(data)
-    rejected = [f"{name(items[index].path)}: {reason}" for index, reason in reasons.items()]
+    rejected = [f"{name(items[index].path)}: {reason}" for index, reason in placed.reasons.items()]
     if len(rejected) > data.max_bad_samples:
         allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
         raise DataError(f"{len(rejected)} of {plural(len(items), 'item')} cannot be used{allowed}", rejected)
 
+    clips = placed.clips
     held_out = _hold_out(clips, data.eval_num_items, name)
     by_index = {clip.index: clip for clip in clips}
-    verdicts = tuple(_verdict(entry, by_index.get(entry.item.index), held_out, reasons, name) for entry in probed)
+    verdicts = tuple(
+        _verdict(entry, by_index.get(entry.item.index), held_out, placed.reasons, name) for entry in placed.probed
+    )
     return DatasetPlan(
         clips=tuple(clip for clip in clips if clip.index not in held_out),
         eval_clips=tuple(clip for clip in clips if clip.index in held_out),
         verdicts=verdicts,
-        buckets=tuple(dict.fromkeys((*video_buckets, *image_buckets))),
-        warnings=tuple(_warnings(clips, rejected, name, target_fps=target_fps)),
-        notes=tuple(notes),
+        buckets=tuple(dict.fromkeys(placed.buckets)),
+        warnings=tuple(_warnings(clips, rejected, name, target_fps=data.target_fps or geometry.fps)),
+        notes=tuple(placed.notes),
         fingerprint=_fingerprint(verdicts),
-    )
-
-
-def _probe_item(item: Item, *, data: DataSection, target_fps: float) -> _Probed:
-    size = item.path.stat().st_size
-    try:
-        found = probe(item.path, kind=item.kind)
-    except ProbeError as error:
-        return _Probed(item, size, None, str(error))
-    if item.kind == "image":
-        return _Probed(item, size, found, None, fps=target_fps, available=1)
-    fps = playback_fps(found.fps, target_fps)
-    uniform = data.frame_selection == "uniform"
-    available = found.frames if uniform else num_available(found.frames, source_fps=found.fps, fps=fps)
-    return _Probed(item, size, found, None, fps=fps, available=available)
-
-
-def _buckets(
-    data: DataSection, geometry: Geometry, probed: Sequence[_Probed]
-) -> tuple[list[Bucket], list[Bucket], list[str]]:
-    """Buckets for videos and for images, given or chosen, and notes about the choice."""
-    given: list[Bucket] = [*data.video_resolution_buckets, *((1, h, w) for h, w in data.image_resolution_buckets)]
-    problems = [f"{'x'.join(map(str, b))}: {problem}" for b in given for problem in geometry.problems(*b)]
-    if problems:
-        raise DataError("buckets that this model cannot train on", problems)
-    if given:
-        return list(data.video_resolution_buckets), [bucket for bucket in given if bucket[0] == 1], []
-    notes = []
-    chosen: dict[Kind, list[Bucket]] = {"video": [], "image": []}
-    for kind, buckets in chosen.items():
-        sizes = [(p.available, p.found.height, p.found.width) for p in probed if p.item.kind == kind and p.found]
-        if sizes:
-            buckets += default_buckets(sizes, geometry)
-            shown = ", ".join("x".join(map(str, bucket)) for bucket in buckets)
-            notes.append(f"no buckets were given; chose {shown} from the sizes of {plural(len(sizes), kind)}")
-    return chosen["video"], chosen["image"], notes
-
-
-def _place(entry: _Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Clip | str:
-    """The clip with its bucket, or the reason why it has none."""
-    item, found = entry.item, entry.found
-    if found is None:
-        return str(entry.reason)
-    if not buckets:
-        wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
-        return f"there is no bucket for {item.kind}s; add one, {wanted}"
-    bucket = choose_bucket(entry.available, found.height, found.width, buckets)
-    if bucket is None:
-        shortest = min(buckets)
-        return (
-            f"too short: {plural(found.frames, 'frame')} at {found.fps:.4g} fps give {entry.available} at "
-            f"{entry.fps:.4g} fps, and the shortest bucket needs {shortest[0]}; "
-            "add a shorter bucket, raise `target_fps`, or remove the file"
-        )
-    fps = entry.fps
-    if item.kind == "video":
-        _, fps = select_frames(found.frames, source_fps=found.fps, fps=fps, length=bucket[0], mode=data.frame_selection)
-    return Clip(
-        item.index, item.path, item.caption, item.kind, bucket, fps, found.frames, found.fps, found.width, found.height
     )
 
 
@@ -305,7 +195,7 @@ def _namer(data: DataSection) -> Callable[[Path], str]:
 
 
 def _verdict(
-    entry: _Probed, clip: Clip | None, held_out: set[int], reasons: dict[int, str], name: Callable[[Path], str]
+    entry: Probed, clip: Clip | None, held_out: set[int], reasons: dict[int, str], name: Callable[[Path], str]
 ) -> Verdict:
     item = entry.item
     common = (item.index, name(item.path), item.path, item.caption)

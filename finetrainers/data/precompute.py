@@ -18,10 +18,10 @@ from finetrainers.utils.seeding import generator
 
 from .bad_samples import BadSample, Note, Substitutes, load_clips
 from .cache import CacheError, FileDigests, TensorCache
+from .clip import Clip
 from .decode import DecodeError, load_clip
 from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip
 from .loader import RawBatch
-from .plan import Clip
 from .stream import MicroBatch
 
 #: Raise when decoding, resizing or cropping changes, so that old entries are no longer found.
@@ -40,7 +40,7 @@ class CacheKeys:
         digests: content digests of the media files.
         text_identity: names the text encoders, their weights, dtypes and options.
         vae_identity: names the VAE likewise.
-        data: how clips are cut.
+        data: whether captions may be dropped, and to what.
         seed: seed of the random starts and crops.
         with_first_frame: whether entries also hold moments of the first frame alone.
     """
@@ -59,7 +59,7 @@ class CacheKeys:
 
     def video(self, clip: Clip) -> str:
         """Key of a clip's moments. It holds the file's content, not its name, and no caption."""
-        is_random = "random" in (self.data.frame_selection, self.data.video_reshape_mode)
+        is_random = "random" in (clip.frame_selection, clip.reshape_mode)
         return self.cache.key(
             kind="video",
             vae=self.vae_identity,
@@ -67,8 +67,8 @@ class CacheKeys:
             media=clip.kind,
             bucket=clip.bucket,
             fps=clip.fps,
-            frame_selection=self.data.frame_selection,
-            reshape_mode=self.data.video_reshape_mode,
+            frame_selection=clip.frame_selection,
+            reshape_mode=clip.reshape_mode,
             seed=self.seed if is_random else None,
             first_frame=self.with_first_frame,
             version=PIXELS_VERSION,
@@ -76,12 +76,7 @@ class CacheKeys:
 
     def pixels(self, clip: Clip) -> Tensor:
         """The clip `[3, T, H, W]`, with its one random start and crop drawn from seed and file content."""
-        return load_clip(
-            clip,
-            reshape_mode=self.data.video_reshape_mode,
-            frame_selection=self.data.frame_selection,
-            generator=generator("cpu", self.seed, "precomputed clip", self.digests.of(clip.path)),
-        )
+        return load_clip(clip, generator=generator("cpu", self.seed, "precomputed clip", self.digests.of(clip.path)))
 
 
 def precompute_text(

@@ -19,11 +19,12 @@ from finetrainers.models.spec import Batch, ModelSpec, TextEncoders
 
 from .bad_samples import BadSample, Ledger, Substitutes
 from .cache import FileDigests, TensorCache
+from .clip import Clip
 from .course import Course
 from .encode import CachedEncoder, Encoder, EncodeText
 from .identity import identity
 from .loader import DecodeFetch, Fetch, iterate_steps
-from .plan import Clip, DatasetPlan
+from .plan import DatasetPlan
 from .precompute import CacheFetch, CacheKeys, Progress, precompute_text, precompute_video
 from .stream import MicroBatch, fixed_batches, stream_of
 
@@ -106,8 +107,8 @@ class BatchSource:
         data, seed, device = self.config.data, self.config.training.seed, self.parallel.device
         if not data.precompute_conditions:
             assert self._encode_text is not None, "take_text_encoders comes first"
-            self._fetch_strictly = DecodeFetch(data, seed)
-            self._fetch = DecodeFetch(data, seed, self._substitutes)
+            self._fetch_strictly = DecodeFetch(seed)
+            self._fetch = DecodeFetch(seed, self._substitutes)
             self._encoder = Encoder(
                 self._encode_text,
                 lambda video: self.spec.encode_video(vae, video),

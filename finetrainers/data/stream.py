@@ -16,8 +16,8 @@ from itertools import pairwise
 from finetrainers.utils.seeding import derive_seed
 
 from .buckets import Bucket
+from .clip import Clip
 from .course import Course
-from .plan import Clip
 
 
 @dataclass(frozen=True)

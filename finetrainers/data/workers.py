@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from .plan import Clip
+from .clip import Clip
 from .stream import MicroBatch
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from finetrainers.config.sections import DataSection
 from finetrainers.data import workers
 from finetrainers.data.bad_samples import BadSample, BadSamplesError, Ledger, Substitutes, load_clips
 from finetrainers.data.cache import CacheError, FileDigests, TensorCache
+from finetrainers.data.clip import Clip
 from finetrainers.data.decode import DecodeError
 from finetrainers.data.loader import DecodeFetch, RawBatch, iterate_steps
-from finetrainers.data.plan import Clip
 from finetrainers.data.precompute import CacheFetch, CacheKeys, precompute_text, precompute_video
 from finetrainers.data.source import BatchSource
 from finetrainers.data.stream import BatchStream, MicroBatch
@@ -107,7 +107,7 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
     clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, seed=k)) for k in range(4)]
     clips[2].path.write_bytes(b"overwritten after the check")
     stream = BatchStream(clips, batch_size=2, seed=7)
-    fetch = DecodeFetch(DataSection(), 7, Substitutes(clips))
+    fetch = DecodeFetch(7, Substitutes(clips))
 
     def first_epoch(**arguments: Any) -> list[RawBatch]:
         return list(itertools.chain(*itertools.islice(iterate_steps(stream, fetch, **arguments), 2)))
@@ -217,7 +217,7 @@ FAILS_WITH_WORKERS = """
 from pathlib import Path
 import torch
 from finetrainers.data.loader import RawBatch, iterate_steps
-from finetrainers.data.plan import Clip
+from finetrainers.data.clip import Clip
 from finetrainers.data.stream import BatchStream
 
 def fetch(batch, *, note=None):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -9,8 +10,8 @@ import torch
 from PIL import Image
 
 from finetrainers.data import decode
+from finetrainers.data.clip import Clip
 from finetrainers.data.decode import DecodeError, load_clip, read_frames, read_image, resize
-from finetrainers.data.plan import Clip
 from finetrainers.data.probe import probe
 from finetrainers.utils.seeding import generator
 
@@ -117,10 +118,10 @@ def test_center_crop_keeps_the_aspect_ratio(tmp_path: Path) -> None:
     pixels[:, 40:60] = 255  # a white square's width of 20 in the middle
     Image.fromarray(pixels).save(tmp_path / "a.png")
     clip = clip_of(tmp_path / "a.png", (1, 20, 20), kind="image")
-    cut = load_clip(clip, reshape_mode="center", frame_selection="head", generator=generator("cpu", 0))
+    cut = load_clip(clip, generator=generator("cpu", 0))
     assert cut.shape == (3, 1, 20, 20)
     assert (cut > 0).float().mean() == pytest.approx(0.5)  # the middle 40 of 100 columns, half of them white
-    plain = load_clip(clip, reshape_mode="none", frame_selection="head", generator=generator("cpu", 0))
+    plain = load_clip(replace(clip, reshape_mode="none"), generator=generator("cpu", 0))
     assert (plain > 0).float().mean() == pytest.approx(0.2)
 
 
@@ -129,7 +130,7 @@ def test_random_crop_depends_on_the_generator_only(tmp_path: Path) -> None:
     clip = clip_of(tmp_path / "a.png", (1, 20, 20), kind="image")
 
     def left(seed: int) -> float:
-        cut = load_clip(clip, reshape_mode="random", frame_selection="head", generator=generator("cpu", seed))
+        cut = load_clip(replace(clip, reshape_mode="random"), generator=generator("cpu", seed))
         return round(((cut[0, 0, 0, 0] + 1) * 127.5).item())
 
     found = [left(seed) for seed in range(40)]
@@ -141,9 +142,7 @@ def test_random_crop_depends_on_the_generator_only(tmp_path: Path) -> None:
 
 def test_values_and_layout(tmp_path: Path, make_video) -> None:
     path = make_video(tmp_path / "a.mp4", frames=20, fps=16)
-    cut = load_clip(
-        clip_of(path, (9, 32, 48), fps=8), reshape_mode="center", frame_selection="head", generator=generator("cpu", 0)
-    )
+    cut = load_clip(clip_of(path, (9, 32, 48), fps=8), generator=generator("cpu", 0))
     assert cut.dtype == torch.float32
     expected = torch.from_numpy(full_decode(path)[0:18:2]).permute(3, 0, 1, 2) / 127.5 - 1
     torch.testing.assert_close(cut, expected)
@@ -151,18 +150,15 @@ def test_values_and_layout(tmp_path: Path, make_video) -> None:
 
 def test_random_start_moves_between_generators(tmp_path: Path, make_video) -> None:
     path = make_video(tmp_path / "a.mp4", frames=40)
-    clip = clip_of(path, (9, 32, 48))
-    cuts = [
-        load_clip(clip, reshape_mode="center", frame_selection="random", generator=generator("cpu", seed)).mean().item()
-        for seed in range(5)
-    ]
+    clip = replace(clip_of(path, (9, 32, 48)), frame_selection="random")
+    cuts = [load_clip(clip, generator=generator("cpu", seed)).mean().item() for seed in range(5)]
     assert len(set(cuts)) > 1
 
 
 def test_uniform_ignores_the_rate(tmp_path: Path, make_video) -> None:
     path = make_video(tmp_path / "a.mp4", frames=17)
     clip = clip_of(path, (9, 32, 48), fps=4.0)
-    cut = load_clip(clip, reshape_mode="center", frame_selection="uniform", generator=generator("cpu", 0))
+    cut = load_clip(replace(clip, frame_selection="uniform"), generator=generator("cpu", 0))
     expected = torch.from_numpy(full_decode(path)[0:17:2]).permute(3, 0, 1, 2) / 127.5 - 1
     torch.testing.assert_close(cut, expected)
 

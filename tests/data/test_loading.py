@@ -14,10 +14,10 @@ from torch import Tensor
 
 from finetrainers.config.sections import DataSection
 from finetrainers.data.cache import CacheError, FileDigests, TensorCache
+from finetrainers.data.clip import Clip
 from finetrainers.data.decode import DecodeError
 from finetrainers.data.encode import CachedEncoder, Encoder, dropped_captions
 from finetrainers.data.loader import DecodeFetch, iterate_steps
-from finetrainers.data.plan import Clip
 from finetrainers.data.precompute import CacheFetch, CacheKeys, precompute_text, precompute_video
 from finetrainers.data.stream import BatchStream, MicroBatch
 from finetrainers.models.spec import Batch, Conditions
@@ -73,11 +73,11 @@ def same(a: Batch, b: Batch) -> bool:
 
 
 def test_loader_starts_anywhere_and_workers_change_nothing(clips: list[Clip]) -> None:
+    clips = [replace(clip, reshape_mode="random", frame_selection="random") for clip in clips]
     stream = BatchStream(clips, batch_size=2, seed=7)
-    data = DataSection(video_reshape_mode="random", frame_selection="random")
 
     def take(count: int, *, start: int = 0, num_workers: int = 0):
-        steps = iterate_steps(stream, DecodeFetch(data, 7), start=start, accumulation=2, num_workers=num_workers)
+        steps = iterate_steps(stream, DecodeFetch(7), start=start, accumulation=2, num_workers=num_workers)
         return list(itertools.islice(steps, count))
 
     straight = take(4)
@@ -91,8 +91,8 @@ def test_loader_starts_anywhere_and_workers_change_nothing(clips: list[Clip]) ->
 
 
 def test_random_cuts_differ_by_epoch_and_clip(clips: list[Clip]) -> None:
-    fetch = DecodeFetch(DataSection(frame_selection="random"), 7)
-    twins = tuple(replace(clips[4], index=index) for index in range(6))
+    fetch = DecodeFetch(7)
+    twins = tuple(replace(clips[4], index=index, frame_selection="random") for index in range(6))
     first, second = fetch(MicroBatch(0, twins)).video, fetch(MicroBatch(1, twins)).video
     assert len(first.mean(dim=(1, 2, 3, 4)).unique()) > 1
     assert not torch.equal(first, second)
@@ -101,7 +101,7 @@ def test_random_cuts_differ_by_epoch_and_clip(clips: list[Clip]) -> None:
 
 def test_ranks_share_the_steps_of_one_process(clips: list[Clip]) -> None:
     stream = BatchStream(clips, batch_size=1, seed=7)
-    fetch = DecodeFetch(DataSection(), 7)
+    fetch = DecodeFetch(7)
     alone = next(iterate_steps(stream, fetch, accumulation=4))
     ranks = [next(iterate_steps(stream, fetch, accumulation=2, rank=r, world_size=2)) for r in (0, 1)]
     together = [batch.sample_keys for turn in zip(*ranks, strict=True) for batch in turn]
@@ -111,9 +111,7 @@ def test_ranks_share_the_steps_of_one_process(clips: list[Clip]) -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_clip_that_does_not_decode_stops_training_and_is_named(clips: list[Clip], num_workers: int) -> None:
     clips[3].path.write_bytes(b"overwritten after the check")
-    steps = iterate_steps(
-        BatchStream(clips, batch_size=7, seed=7), DecodeFetch(DataSection(), 7), num_workers=num_workers
-    )
+    steps = iterate_steps(BatchStream(clips, batch_size=7, seed=7), DecodeFetch(7), num_workers=num_workers)
     with pytest.raises(DecodeError, match=r"3\.mp4"):
         list(itertools.islice(steps, 2))
 
@@ -134,9 +132,9 @@ def test_cached_batches_equal_fresh_ones(clips: list[Clip], tmp_path: Path, tech
     for position in range(8):
         at = stream.at(position)
         batch = MicroBatch(at.epoch, at.clips, 0.5)
-        a, b = fresh(DecodeFetch(data, 7)(batch)), cached(CacheFetch(keys)(batch))
+        a, b = fresh(DecodeFetch(7)(batch)), cached(CacheFetch(keys)(batch))
         assert same(a, b)
-        assert same(fresh(DecodeFetch(data, 7)(batch), dropout=False), cached(CacheFetch(keys)(batch), dropout=False))
+        assert same(fresh(DecodeFetch(7)(batch), dropout=False), cached(CacheFetch(keys)(batch), dropout=False))
         plain = model.encode_text([clip.caption for clip in batch.clips])
         gone = dropped_captions(batch.sample_keys, probability=0.5, seed=7)
         dropped += sum(gone)
@@ -152,7 +150,7 @@ def test_cached_batches_equal_fresh_ones(clips: list[Clip], tmp_path: Path, tech
 
 def test_first_frame_moments_are_of_the_first_frame_alone(clips: list[Clip]) -> None:
     model = FakeModel()
-    raw = DecodeFetch(DataSection(), 7)(MicroBatch(0, (clips[0],)))
+    raw = DecodeFetch(7)(MicroBatch(0, (clips[0],)))
     batch = Encoder(model.encode_text, model.encode_video, data=DataSection(), seed=7, with_first_frame=True)(raw)
     assert torch.equal(batch.first_frame_moments, model.encode_video(raw.video[:, :, :1]))
     assert len(batch) == 1
@@ -230,12 +228,11 @@ def test_a_damaged_entry_is_named_then_computed_again(clips: list[Clip], tmp_pat
 
 
 def test_random_cuts_are_drawn_once_when_precomputed(clips: list[Clip], tmp_path: Path) -> None:
-    data = DataSection(frame_selection="random")
-    keys = keys_for(tmp_path / "cache", data)
-    assert keys.video(clips[0]) != replace(keys, seed=8).video(clips[0])
-    assert torch.equal(keys.pixels(clips[0]), keys.pixels(replace(clips[0], index=50)))
-    plain = keys_for(tmp_path / "cache", DataSection())
-    assert plain.video(clips[0]) == replace(plain, seed=8).video(clips[0])
+    keys = keys_for(tmp_path / "cache", DataSection())
+    drawn = replace(clips[0], frame_selection="random")
+    assert keys.video(drawn) != replace(keys, seed=8).video(drawn)
+    assert torch.equal(keys.pixels(drawn), keys.pixels(replace(drawn, index=50)))
+    assert keys.video(clips[0]) == replace(keys, seed=8).video(clips[0])
 
 
 def test_non_finite_moments_are_refused(clips: list[Clip], tmp_path: Path) -> None:
