@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetrainers.config.load import NOT_DUMPED
-from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_json_atomic
 
@@ -120,7 +118,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
     in_background = _in_background(trainer)
     _wait_for_the_last(trainer)
     begun = time.perf_counter()
-    with _all_or_none(parallel, f"saving {final}"):
+    with parallel.together(f"saving {final}"):
         fault_point("save")
         snapshot = take_snapshot(trainer)
         if parallel.is_main:
@@ -128,7 +126,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
                 snapshot.check_finite()
             reserve(final, needed=_bytes_needed(trainer, snapshot))
     try:
-        with _all_or_none(parallel, f"saving {final}"):
+        with parallel.together(f"saving {final}"):
             parallel.save_own_files(temporary)
             job = None
             if parallel.is_main and in_background:
@@ -138,7 +136,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
         if in_background:
             trainer.saving.start(job, what=f"saving {final}")
             return final
-        with _all_or_none(parallel, f"publishing {final}"):
+        with parallel.together(f"publishing {final}"):
             if parallel.is_main:
                 publish(temporary, final, facts=snapshot.facts)
                 now = time.perf_counter()
@@ -147,7 +145,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
         if parallel.is_main:
             discard(final)  # room for the next try; no rank writes any more
         raise
-    with _all_or_none(parallel, f"removing checkpoints older than {final}"):
+    with parallel.together(f"removing checkpoints older than {final}"):
         if parallel.is_main:
             _prune(trainer.run_dir, step=trainer.step, limit=trainer.config.training.checkpointing_limit)
     return final
@@ -200,17 +198,6 @@ def _record(run_dir: RunDirectory, snapshot: Snapshot, final: Path, *, blocked_s
 def _prune(run_dir: RunDirectory, *, step: int, limit: int | None) -> None:
     for path in prune(run_dir.root, step=step, limit=limit):
         run_dir.event("checkpoint_removed", path=str(path))
-
-
-@contextmanager
-def _all_or_none(parallel: Parallel, what: str) -> Iterator[None]:
-    """A failure within the block, on any rank, is raised on all; it also waits for all of them."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    parallel.raise_if_any_failed(error, what)
 
 
 def take_snapshot(trainer: Trainer) -> Snapshot:

@@ -108,16 +108,12 @@ def export(trainer: Trainer, checked: Preflight) -> None:
     """Write weights and model card into the run directory, and upload them if asked; every rank must call it."""
     parallel = trainer.parallel
     use_ema = trainer.ema.applied() if trainer.ema is not None else contextlib.nullcontext()
-    error: Exception | None = None
     with use_ema:
         state = parallel.full_state(trainer.transformer)
         # Within the block: the state refers to the network's weights, which change back at its end.
-        try:
+        with parallel.together("writing the results"):
             if parallel.is_main:
                 _write(trainer, checked, state)
-        except Exception as caught:
-            error = caught
-    parallel.raise_if_any_failed(error, "writing the results")
 
 
 def _write(trainer: Trainer, checked: Preflight, state: dict[str, Tensor]) -> None:

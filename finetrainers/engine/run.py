@@ -181,35 +181,36 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     source = open_work(plan, config, spec=spec, parallel=parallel, course=start.course)
 
     # Phase 1: text. With precomputation, each phase's networks are gone before the next phase loads its own.
-    encoders = spec.load_text_encoders().to(parallel.device)
-    prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
+    with parallel.together("loading the text encoders"):
+        encoders = spec.load_text_encoders().to(parallel.device)
+        prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
     source.take_text_encoders(encoders)
     del encoders
     free_memory()
 
     # Phase 2: the VAE.
-    vae = spec.load_vae().to(parallel.device)
-    vae_stats = spec.vae_stats(vae)
-    geometry = spec.geometry(vae, spec.transformer_on_meta())
-    check_geometry(config, geometry)
+    with parallel.together("loading the VAE"):
+        vae = spec.load_vae().to(parallel.device)
+        vae_stats = spec.vae_stats(vae)
+        geometry = spec.geometry(vae, spec.transformer_on_meta())
+        check_geometry(config, geometry)
     kept_vae = source.take_vae(vae)
     del vae
     free_memory()
 
     # Phase 3: the transformer.
     lr = config.optimizer.lr * lr_scale(config, parallel)
-    with parallel.in_turn():
-        transformer, optimizer = parallel.prepare(
-            load_trainable_transformer(checked, spec, weights_dtype),
-            lambda parameters: create_optimizer(
-                parameters,
-                config=config.optimizer,
-                lr=lr,
-                device_type=parallel.device.type,
-                stochastic_rounding=config.training.master_weights == "stochastic_rounding",
-            ),
-            blocks=spec.blocks,
-        )
+    transformer, optimizer = parallel.prepare(
+        lambda: load_trainable_transformer(checked, spec, weights_dtype),
+        lambda parameters: create_optimizer(
+            parameters,
+            config=config.optimizer,
+            lr=lr,
+            device_type=parallel.device.type,
+            stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+        ),
+        blocks=spec.blocks,
+    )
     method = load_method(config.training.method).create(
         MethodParts(
             config=config,
@@ -315,6 +316,7 @@ def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch
     Raises:
         ConfigError: a LoRA target matches nothing, or a LoRA to start from does not fit.
     """
+    fault_point("load")
     config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
     if checkpoint is not None and config.training.training_type == "full-finetune":
         saved = config.model.model_copy(update={"transformer_id": str(checkpoint / "transformer"), "variant": None})

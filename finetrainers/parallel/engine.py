@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -116,25 +116,26 @@ class Parallel(Ranks):
 
     # ---- wrapping and stepping ---------------------------------------------------------------------------------
 
-    def in_turn(self) -> AbstractContextManager[None]:
-        """Around loading and wrapping: an engine that splits lets one process of a machine in at a time."""
-        return nullcontext()
-
     def prepare(
         self,
-        model: nn.Module,
+        load: Callable[[], nn.Module],
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         *,
         blocks: Sequence[str] = (),
     ) -> tuple[nn.Module, Any]:
-        """Wrap a network and the optimizer over its trainable weights.
+        """Load and wrap a network, and the optimizer over its trainable weights. Every rank must call it.
 
         Args:
-            model: on the CPU, with what is trained requiring gradients.
+            load: gives the network, on the CPU, with what is trained requiring gradients.
             make_optimizer: builds it over weights.
             blocks: attributes of the network that list its repeated blocks, by which an engine may split it.
+
+        Raises:
+            RuntimeError: loading failed on another rank.
         """
-        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        with self.together("loading the network"):
+            model = load()
+            optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         model, prepared = self.accelerator.prepare(model, optimizer)
         free_group_last(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]

@@ -6,8 +6,8 @@ launcher's settings are read (`launched.py`), and everything else is done here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -87,26 +87,31 @@ class FSDP(Parallel):
 
     # ---- wrapping ----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Processes of one machine load one after another, so that it holds one whole network at a time."""
-        mine, error = launched_local_rank(), None
-        for turn in range(max(self.gather_objects([mine])) + 1):
-            if turn == mine:
-                try:
-                    yield
-                except Exception as caught:
-                    error = caught  # the others take their turns all the same: most errors are everybody's
-            self.barrier()
-        self.raise_if_any_failed(error, "loading the network")
-
     def prepare(
         self,
-        model: nn.Module,
+        load: Callable[[], nn.Module],
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         *,
         blocks: Sequence[str] = (),
     ) -> tuple[nn.Module, Any]:
+        """See `Parallel`. Processes of one machine load one after another, so that it holds one whole network at a time."""
+        mine = launched_local_rank()
+        with self.together("loading the network"):
+            error: Exception | None = None
+            for turn in range(max(self.gather_objects([mine])) + 1):
+                if turn == mine:
+                    try:
+                        model = load()
+                        self._split(model, blocks)
+                    except Exception as caught:
+                        error = caught  # the others take their turns all the same: most errors are everybody's
+                self.barrier()
+            if error is not None:
+                raise error
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        return model, self.accelerator.prepare_optimizer(make_optimizer(self._parameters))
+
+    def _split(self, model: nn.Module, blocks: Sequence[str]) -> None:
         """Split a network in place, block by block; nothing here waits for another rank.
 
         A block is recomputed (gradient checkpointing, set before), compiled, and split, from the inside out: what is
@@ -128,8 +133,6 @@ class FSDP(Parallel):
         fully_shard(model, mp_policy=self._precision(output_dtype=torch.float32), **arguments)
         if computed != torch.float32:
             model.forward = self.accelerator.autocast()(model.forward)  # type: ignore[method-assign]
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        return model, self.accelerator.prepare_optimizer(make_optimizer(self._parameters))
 
     def _precision(self, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
         """Weights are gathered in the computing dtype, kept and updated in their own; gradients are summed in fp32."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -107,6 +108,20 @@ class Ranks:
             raise error
         if failures:
             raise RuntimeError(f"{what} failed on another rank: {'; '.join(failures)}")
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A failure within the block, on any rank, is raised on all; it also waits for all of them.
+
+        Raises:
+            RuntimeError: see `raise_if_any_failed`.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.raise_if_any_failed(error, what)
 
     def close(self) -> None:
         """Leave the process group."""

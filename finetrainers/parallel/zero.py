@@ -103,12 +103,12 @@ class ZeRO(Parallel):
 
     def prepare(
         self,
-        model: nn.Module,
+        load: Callable[[], nn.Module],
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         *,
         blocks: Sequence[str] = (),
     ) -> tuple[nn.Module, Any]:
-        model, _ = super().prepare(model, make_optimizer, blocks=blocks)
+        model, _ = super().prepare(load, make_optimizer, blocks=blocks)
         return model, EngineOptimizer(self._engine)
 
     def begin_step(self, num_micro_batches: int) -> None:

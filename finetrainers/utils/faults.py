@@ -33,6 +33,7 @@ ENVIRONMENT = "FINETRAINERS_FAULT"
 #: Where a fault can happen, and when a process comes by there. A worker that loads data counts for itself.
 POINTS = {
     "start": "the directory is locked; nothing is loaded yet",
+    "load": "the transformer is about to be loaded",
     "resume": "a checkpoint is about to be restored",
     "data": "a micro-batch is about to be fetched; in the worker where there are workers",
     "step": "an optimizer step begins",

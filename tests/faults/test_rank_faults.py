@@ -27,6 +27,10 @@ def test_a_rank_that_dies_hangs_or_fails_ends_both(train: Callable[..., Any], fi
     assert [process.wait() for process in both] == [exit_codes.FAILED] * 2
     assert all(f"saving {files.root / 'checkpoints' / 'step-3'}" in process.stderr for process in both)
     assert files.checkpoints == [1, 2]
+    # So does one that cannot load its network.
+    both = train("raise@load:rank=1", resume=True, **two)
+    assert [process.wait() for process in both] == [exit_codes.FAILED] * 2
+    assert all("loading the network failed on" in process.stderr for process in both)
     both = train(resume=True, **two)
     assert [process.wait() for process in both] == [0, 0], [process.stderr for process in both]
     undisturbed = train(output_dir=tmp_path / "undisturbed", **two)

@@ -215,7 +215,7 @@ def train_random(
         batches=None,
     )
     wrapped, optimizer = parallel.prepare(
-        transformer,
+        lambda: transformer,
         lambda parameters: create_optimizer(
             parameters,
             config=config.optimizer,

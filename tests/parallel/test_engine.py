@@ -126,7 +126,7 @@ def test_a_step_of_two_micro_batches(max_grad_norm: float, make: Callable[..., P
     network = nn.Linear(3, 1, bias=False)
     network.weight.data.zero_()
     frozen = nn.Linear(1, 1).requires_grad_(False)
-    model, optimizer = parallel.prepare(nn.Sequential(network, frozen), lambda ps: torch.optim.SGD(ps, lr=1.0))
+    model, optimizer = parallel.prepare(lambda: nn.Sequential(network, frozen), lambda ps: torch.optim.SGD(ps, lr=1.0))
     assert [p.shape for p in parallel._parameters] == [(1, 3)]
     with torch.no_grad():
         frozen.weight.fill_(1.0)
@@ -178,8 +178,7 @@ def test_fsdp_steps_as_the_network_alone_does(sync_each_batch: bool, monkeypatch
             sharding=Sharding(sync_each_batch=sync_each_batch), mixed_precision="no", fallback_precision="no",
             accumulation=1, batch_size=1, max_grad_norm=0.1, timeout_s=60,
         )  # fmt: skip
-        with parallel.in_turn():
-            model, stepped = parallel.prepare(split, lambda ps: torch.optim.AdamW(ps, lr=0.1), blocks=["blocks"])
+        model, stepped = parallel.prepare(lambda: split, lambda ps: torch.optim.AdamW(ps, lr=0.1), blocks=["blocks"])
         assert all(block._compiled_call_impl is not None for block in split.blocks)
         synced = []
         monkeypatch.setattr(model, "set_requires_gradient_sync", synced.append)
