@@ -201,7 +201,7 @@ class Translation:
     def _say_what_else_they_mean(self) -> None:
         told = [self.where[name] for name in _TELLING if name in self.options]
         if told and not any(self.options.get(name) for name in ("grpo_preset", "sampler", "rl_algorithm")):
-            _note(
+            note(
                 f"{', '.join(told)}: DanceGRPO's names, but the sampler and the trained steps are this program's "
                 "defaults; --grpo_preset dancegrpo gives those of DanceGRPO"
             )
@@ -264,7 +264,7 @@ class Translation:
         if fraction is not None and self.options.get("gradient_checkpointing") is None:
             self.put("gradient_checkpointing", fraction > 0, ["selective_checkpointing"])
         if fraction is not None and 0 < fraction < 1:
-            _note(
+            note(
                 f"selective_checkpointing {fraction:g}: a share of the blocks in DanceGRPO, all of them here, which takes "
                 "less memory and more time"
             )
@@ -286,7 +286,7 @@ class Translation:
         if self.options.get("seed") is None:
             self.put("seed", seed, ["sampler_seed"])
         else:
-            _note(f"sampler_seed {seed}: the order of prompts follows from --seed too, which is given")
+            note(f"sampler_seed {seed}: the order of prompts follows from --seed too, which is given")
 
     def _groups(self) -> None:
         if self.read("use_group", bool) is False:
@@ -342,7 +342,7 @@ class Translation:
         self.put("updates_per_rollout", math.ceil(share / clips), [name])
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
     """Tell the user once, whatever the number of processes."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning(text)

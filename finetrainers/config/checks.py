@@ -11,6 +11,7 @@ from .geometry import Geometry
 from .grpo_checks import check_grpo, check_no_grpo
 from .prompts import ValidationPrompt
 from .root import TrainConfig
+from .window_checks import slice_problem, window_problems, window_warnings
 
 _FLOW_OPTIONS = (
     "flow_resolution_shifting", "flow_base_seq_len", "flow_max_seq_len", "flow_base_shift", "flow_max_shift",
@@ -85,9 +86,13 @@ def check_config(
 
 
 def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[ValidationPrompt], found: Findings) -> None:
+    windows = config.data.framepack_window_size is not None
     for bucket in config.data.video_resolution_buckets:
-        for problem in geometry.problems(*bucket):
+        # What windows are cut from may have any length.
+        for problem in geometry.problems(1 if windows else bucket[0], *bucket[1:]):
             found.error("video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}")
+    for option, problem in window_problems(config.data, geometry):
+        found.error(option, problem)
     for image in config.data.image_resolution_buckets:
         for problem in geometry.problems(1, *image):
             found.error("image_resolution_buckets", f"{'x'.join(map(str, image))}: {problem}")
@@ -235,6 +240,9 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
         found.warnings.append(
             "with --precompute_conditions a random crop or start is drawn once per clip, not per epoch"
         )
+    found.warnings += window_warnings(config)
+    if (problem := slice_problem(data, first_frame=family.first_frame)) is not None:
+        found.error(*problem)
     if config.changed("dataloader_timeout") and config.dataloader.dataloader_num_workers == 0:
         found.warnings.append("--dataloader_timeout has no effect without --dataloader_num_workers")
     if data.data_root is None and data.dataset_file is None:

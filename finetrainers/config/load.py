@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from finetrainers.utils.text import nearest
 
 from .aliases import is_foreign as is_alias
-from .aliases import translate
+from .aliases import note, translate
+from .diffusion_pipe import Key, is_diffusion_pipe, translate_document
 from .errors import ConfigError, Problem
 from .load_variants import LOAD_VARIANTS, translate_load_variants
 from .presets import fill_preset
@@ -63,10 +64,21 @@ def file_source(path: Path) -> Source:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([Problem(str(path), f"not valid TOML: {error}")]) from error
 
+    def place(table: str, name: str) -> str:
+        return f"{path}:{_line_of(text, name, table or None)}"
+
     known = fields()
     sections = set(TrainConfig.model_fields)
-    values: dict[str, Any] = {}
     problems: list[Problem] = []
+    places: dict[str, Key] = {}
+    if is_diffusion_pipe(document):
+        theirs = translate_document(document)
+        document, values, places = theirs.rest, theirs.options, theirs.keys
+        problems += [Problem(place(*key), f"{key[1]}: {message}") for key, message in theirs.problems]
+        for key, message in theirs.notes:
+            note(f"{place(*key)}: {key[1]} {message}")
+    else:
+        values = {}
 
     def take(name: str, value: Any, section: str | None) -> None:
         where = f"{path}:{_line_of(text, name, section)}"
@@ -88,7 +100,7 @@ def file_source(path: Path) -> Source:
             problems.append(Problem(where, f"unknown table [{key}]{nearest(key, sections)}"))
         else:
             take(key, value, None)
-    return Source(values, lambda name: f"{path}:{_line_of(text, name, None)}", problems)
+    return Source(values, lambda name: place(*places[name]) if name in places else place("", name), problems)
 
 
 def is_foreign(name: str) -> bool:

@@ -102,6 +102,19 @@ class DataSection(Section):
         "head",
         description="Which frames of a longer clip: first, middle, random start, or spread over the clip (`uniform`).",
     )
+    framepack_window_size: int | None = Field(
+        None,
+        ge=2,
+        description="Sliding windows: every stretch of so many frames of a clip is an example of its own, N - W + 1 of N frames.",
+    )
+    framepack_window_stride: int = Field(
+        1, ge=1, description="Frames between the starts of neighbouring windows; a larger stride gives fewer of them."
+    )
+    framepack_window_latents: Literal["encode", "slice"] = Field(
+        "encode",
+        description="Encode each window by itself, or cut its latents from those of the whole clip (`slice`): cheaper with "
+        "precomputation, but the first latent is then another kind of latent.",
+    )
     target_fps: float | None = Field(
         None, gt=0, description="Frame rate that clips are resampled to; default: the model's own rate."
     )

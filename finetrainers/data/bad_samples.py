@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from finetrainers.utils.faults import fault_point
@@ -41,7 +43,8 @@ class BadSample:
 class Substitutes:
     """What takes the place of an unusable clip: the next ones of its bucket, in the order of the data set.
 
-    It follows from the clip alone, so that it is the same on every rank, in every worker, and at every world size.
+    It follows from the clip alone, so that it is the same on every rank, in every worker, and at every world size. Clips of
+    the same file are left out: a window is no substitute for another one of a file that cannot be read.
     """
 
     def __init__(self, clips: Sequence[Clip]) -> None:
@@ -50,10 +53,11 @@ class Substitutes:
             self._by_bucket[clip.bucket].append(clip)
 
     def after(self, clip: Clip) -> Iterator[Clip]:
-        """The other clips of the bucket, beginning with the next."""
+        """The bucket's clips of other files, beginning with the next."""
         alike = self._by_bucket[clip.bucket]
-        later = [other for other in alike if other.index > clip.index]
-        return iter(later + [other for other in alike if other.index < clip.index])
+        following = bisect_right(alike, clip.index, key=lambda other: other.index)
+        order = chain(range(following, len(alike)), range(following))
+        return (alike[place] for place in order if alike[place].path != clip.path)
 
 
 #: Called with each clip before it is loaded.
@@ -125,18 +129,18 @@ class Ranks(Protocol):
 
 
 class Ledger:
-    """Which clips of a run were unusable, the same on every rank."""
+    """Which files of a run were unusable, the same on every rank."""
 
-    def __init__(self, *, parallel: Ranks, share: float, num_clips: int) -> None:
+    def __init__(self, *, parallel: Ranks, share: float, num_files: int) -> None:
         """Args:
         parallel: the processes of the run.
-        share: of the clips that may be unusable; at least one may, unless the share is 0.
-        num_clips: how many there are.
+        share: of the files that may be unusable; at least one may, unless the share is 0.
+        num_files: how many there are.
         """
         self.parallel = parallel
         self.share = share
-        self.allowed = max(1, int(share * num_clips)) if share else 0
-        self.known: dict[int, BadSample] = {}
+        self.allowed = max(1, int(share * num_files)) if share else 0
+        self.known: dict[Path, BadSample] = {}
         self.events: list[dict[str, Any]] = []
 
     def agree(self, found: Sequence[BadSample], error: Exception | None) -> None:
@@ -146,16 +150,16 @@ class Ledger:
             BadSamplesError: there are too many, on any ranks together.
             Exception: what kept any rank from loading; on every rank.
         """
-        new = [one for one in found if one.clip.index not in self.known]
+        new = [one for one in found if one.clip.path not in self.known]
         worst = self.parallel.max_on_host([2 if error is not None else 1 if new else 0])[0]
         if worst == 2:
             self.parallel.raise_if_any_failed(error, "loading a batch")
         if worst == 0:
             return
         for one in self.parallel.gather_objects(new):
-            if one.clip.index in self.known:
+            if one.clip.path in self.known:
                 continue
-            self.known[one.clip.index] = one
+            self.known[one.clip.path] = one
             path = str(one.clip.path)
             self.events.append({"kind": "bad_sample", "file": path, "reason": one.reason})
             logger.warning("%s cannot be used, the next clip of its bucket takes its place: %s", path, one.reason)

@@ -13,12 +13,12 @@ from .manifest import Kind
 ReshapeMode = Literal["center", "random", "none"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # slots: sliding windows make many of one file
 class Clip:
-    """An item that will be trained on, and what is cut from it.
+    """An example: an item that will be trained on, and what is cut from it; with sliding windows one of several of its item.
 
     Attributes:
-        index: place in the data set, from which the clip's random numbers are derived.
+        index: place of its item in the data set, or `windows.example_index` of it; random numbers are derived from it.
         path: the media file.
         caption: cleaned caption.
         kind: video or image.
@@ -30,6 +30,9 @@ class Clip:
         height: displayed height of the source, in pixels.
         reshape_mode: how it meets its bucket: `center` or `random` crop, or `none` (plain resize).
         frame_selection: which of its frames; see `select_frames`.
+        start: its first frame, counted at `fps`; None: `frame_selection` says.
+        latents_of: first frame and number of frames of the stretch whose latents its own are cut from; None: it is
+            encoded by itself.
     """
 
     index: int
@@ -44,3 +47,5 @@ class Clip:
     height: int
     reshape_mode: ReshapeMode = "center"
     frame_selection: Selection = "head"
+    start: int | None = None
+    latents_of: tuple[int, int] | None = None

@@ -106,7 +106,7 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
         DecodeError: the file cannot be decoded.
     """
     length, height, width = clip.bucket
-    start, down, right = torch.randint(2**31, (3,), generator=generator).tolist()
+    draw, down, right = torch.randint(2**31, (3,), generator=generator).tolist()
     full = (height, width) if clip.reshape_mode == "none" else cover_size(clip.height, clip.width, height, width)
     if clip.kind == "image":
         frames = read_image(clip.path, height=full[0], width=full[1])
@@ -118,7 +118,8 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
             fps=clip.fps,
             length=length,
             mode=clip.frame_selection,
-            draw=start,
+            draw=draw,
+            start=clip.start,
         )
         frames = read_frames(clip.path, indices, height=full[0], width=full[1])
     spare_down, spare_right = full[0] - height, full[1] - width

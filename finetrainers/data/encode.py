@@ -16,6 +16,7 @@ from finetrainers.models.spec import Batch, Conditions, VideoMeta
 from finetrainers.utils.seeding import generator
 
 from .loader import RawBatch
+from .windows import cut_latents
 
 #: Text conditioning of prompts, batch first.
 EncodeText = Callable[[Sequence[str]], Conditions]
@@ -73,7 +74,7 @@ class Encoder:
 
     def __call__(self, raw: RawBatch, *, dropout: bool = True) -> Batch:
         """Encode a batch of pixels; evaluation turns caption dropout off."""
-        assert raw.video is not None, "on-the-fly encoding needs pixels"
+        assert raw.video is not None or raw.stretches, "on-the-fly encoding needs pixels"
         probability = self.data.caption_dropout_p if dropout else 0.0
         drop = dropped_captions(raw.sample_keys, probability=probability, seed=self.seed)
         captions = [clip.caption for clip in raw.clips]
@@ -83,9 +84,15 @@ class Encoder:
         else:
             conditions = self.encode_text(captions)
             conditions = _replace_rows(conditions, conditions.zeroed(), drop)
-        video = raw.video.to(self.device, non_blocking=True)
-        moments = encode_clip(video, self.encode_video, with_first_frame=self.with_first_frame)
-        return _batch(raw, moments, conditions, self.device)
+        return _batch(raw, self._moments(raw), conditions, self.device)
+
+    def _moments(self, raw: RawBatch) -> dict[str, Tensor]:
+        if raw.video is not None:
+            video = raw.video.to(self.device, non_blocking=True)
+            return encode_clip(video, self.encode_video, with_first_frame=self.with_first_frame)
+        pixels = (one.to(self.device, non_blocking=True)[None] for one in raw.stretches)
+        latents = (self.encode_video(one) for one in pixels)
+        return {MOMENTS: torch.cat([cut_latents(one, clip) for one, clip in zip(latents, raw.clips, strict=True)])}
 
 
 class CachedEncoder:

@@ -30,7 +30,14 @@ def num_available(num_frames: int, *, source_fps: float, fps: float) -> int:
 
 
 def select_frames(
-    num_frames: int, *, source_fps: float, fps: float, length: int, mode: Selection, draw: int = 0
+    num_frames: int,
+    *,
+    source_fps: float,
+    fps: float,
+    length: int,
+    mode: Selection,
+    draw: int = 0,
+    start: int | None = None,
 ) -> tuple[list[int], float]:
     """Choose `length` frame numbers of a clip, and the frame rate that they play at.
 
@@ -44,20 +51,27 @@ def select_frames(
         mode: the first frames (`head`), those in the `middle`, a `random` stretch, or `uniform`: spread evenly from
             the first frame to the last, whatever the rate, which changes the speed of motion.
         draw: any non-negative integer; decides where `random` starts.
+        start: the first frame, counted at `fps`, in place of what `mode` says.
 
     Raises:
-        ValueError: the clip has fewer frames than wanted.
+        ValueError: the clip has fewer frames than wanted, or than wanted from `start` on.
     """
-    available = num_frames if mode == "uniform" else num_available(num_frames, source_fps=source_fps, fps=fps)
+    spread = mode == "uniform" and start is None
+    available = num_frames if spread else num_available(num_frames, source_fps=source_fps, fps=fps)
     if length > available:
         raise ValueError(f"{length} frames wanted, but only {available} of {num_frames} are available at {fps:g} fps")
-    if mode == "uniform":
+    if start is not None and not 0 <= start <= available - length:
+        raise ValueError(
+            f"{length} frames wanted from frame {start} on, but only {available} are available at {fps:g} fps"
+        )
+    if spread:
         if length == 1:
             return [(num_frames - 1) // 2], source_fps
         step = (num_frames - 1) / (length - 1)
         return [_round(k * step) for k in range(length)], source_fps / step
     slack = available - length
-    start = {"head": 0, "middle": slack // 2, "random": draw % (slack + 1)}[mode]
+    if start is None:
+        start = {"head": 0, "middle": slack // 2, "random": draw % (slack + 1), "uniform": 0}[mode]
     ratio = source_fps / fps
     return [min(_round((start + k) * ratio), num_frames - 1) for k in range(length)], fps
 

@@ -16,6 +16,7 @@ from .bad_samples import BadSample, Note, Substitutes, load_clips
 from .clip import Clip
 from .decode import load_clip
 from .stream import BatchStream, MicroBatch
+from .windows import encoded_clip
 from .workers import Workers
 
 
@@ -27,7 +28,8 @@ class RawBatch:
         clips: what it is made of.
         sample_keys: per sample `(epoch, item)`.
         weight: see `MicroBatch`.
-        video: pixels `[B, 3, T, H, W]` in [-1, 1]; None when latents come from the cache.
+        video: pixels `[B, 3, T, H, W]` in [-1, 1]; None when latents come from the cache, or with `stretches`.
+        stretches: of each clip the pixels `[3, T, H, W]` of that whose latents its own are cut from; else empty.
         cached: tensors from the cache, batch first; None when pixels are given.
         bad: clips that could not be loaded, others in whose place are among `clips`.
     """
@@ -38,12 +40,14 @@ class RawBatch:
     video: Tensor | None = None
     cached: Mapping[str, Tensor] | None = None
     bad: tuple[BadSample, ...] = ()
+    stretches: tuple[Tensor, ...] = ()
 
     def pin_memory(self) -> RawBatch:
         """The same batch in page-locked memory; called by the data loader."""
         return replace(
             self,
             video=None if self.video is None else self.video.pin_memory(),
+            stretches=tuple(pixels.pin_memory() for pixels in self.stretches),
             cached=None if self.cached is None else {k: v.pin_memory() for k, v in self.cached.items()},
         )
 
@@ -70,10 +74,12 @@ class DecodeFetch:
 
     def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
         clips, videos, bad = load_clips(batch, self._load, substitutes=self.substitutes, note=note)
+        if any(clip.latents_of is not None for clip in clips):  # these may be of any lengths
+            return RawBatch(clips, batch.sample_keys, batch.weight, stretches=tuple(videos), bad=bad)
         return RawBatch(clips, batch.sample_keys, batch.weight, video=torch.stack(videos), bad=bad)
 
     def _load(self, clip: Clip, key: tuple[int, int]) -> Tensor:
-        return load_clip(clip, generator=generator("cpu", self.seed, "clip", *key))
+        return load_clip(encoded_clip(clip), generator=generator("cpu", self.seed, "clip", *key))
 
 
 class _StepSampler:

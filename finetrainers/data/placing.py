@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
+from finetrainers.config.window_checks import window_problems
 from finetrainers.utils.text import plural
 
 from .buckets import Bucket, choose_bucket, default_buckets
@@ -16,6 +17,7 @@ from .clip import Clip
 from .frames import num_available, playback_fps, select_frames
 from .manifest import DataError, Item, Kind
 from .probe import Probe, ProbeError, probe
+from .windows import cut_windows, describe_windows, with_window_buckets
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Placed:
 
     Attributes:
         probed: all items, in order.
-        clips: what is trained on, in order of the items.
+        clips: what is trained on, in order of the items; with sliding windows several of one item.
         reasons: why other items cannot be used, by index.
         buckets: those in use, given or chosen: for videos, then for images.
         notes: what was decided for the user.
@@ -58,20 +60,25 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry)
         geometry: which sizes the model takes, and its frame rate.
 
     Raises:
-        DataError: illegal buckets.
+        DataError: illegal buckets or windows.
     """
+    problems = [f"{option}: {problem}" for option, problem in window_problems(data, geometry)]
+    if problems:
+        raise DataError("windows that cannot be cut", problems)
     target_fps = data.target_fps or geometry.fps
     with ThreadPoolExecutor(min(16, (os.cpu_count() or 1) + 4)) as pool:
         probed = list(pool.map(lambda item: _probe_item(item, data=data, target_fps=target_fps), items))
-    video_buckets, image_buckets, notes = _buckets(data, geometry, probed)
+    placing = with_window_buckets(data)
+    video_buckets, image_buckets, notes = _buckets(placing, geometry, probed)
     clips: list[Clip] = []
     reasons: dict[int, str] = {}
     for entry in probed:
-        clip = _place(entry, data=data, buckets=image_buckets if entry.item.kind == "image" else video_buckets)
+        clip = _place(entry, data=placing, buckets=image_buckets if entry.item.kind == "image" else video_buckets)
         if isinstance(clip, Clip):
-            clips.append(clip)
+            clips += cut_windows(clip, entry.available, data=data, geometry=geometry)
         else:
             reasons[entry.item.index] = clip
+    notes += describe_windows(clips, data=data, geometry=geometry)
     return Placed(probed, clips, reasons, [*video_buckets, *image_buckets], notes)
 
 
@@ -105,6 +112,8 @@ def _buckets(
         sizes = [(p.available, p.found.height, p.found.width) for p in probed if p.item.kind == kind and p.found]
         if sizes:
             buckets += default_buckets(sizes, geometry)
+            if kind == "video" and (window := data.framepack_window_size):
+                buckets[:] = dict.fromkeys((window, height, width) for _, height, width in buckets)
             shown = ", ".join("x".join(map(str, bucket)) for bucket in buckets)
             notes.append(f"no buckets were given; chose {shown} from the sizes of {plural(len(sizes), kind)}")
     return chosen["video"], chosen["image"], notes
@@ -120,11 +129,16 @@ def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Cl
         return f"there is no bucket for {item.kind}s; add one, {wanted}"
     bucket = choose_bucket(entry.available, found.height, found.width, buckets)
     if bucket is None:
-        shortest = min(buckets)
+        windows = data.framepack_window_size is not None
+        needs, way_out = (
+            ("a window", "lower `framepack_window_size`")
+            if windows
+            else ("the shortest bucket", "add a shorter bucket")
+        )
         return (
             f"too short: {plural(found.frames, 'frame')} at {found.fps:.4g} fps give {entry.available} at "
-            f"{entry.fps:.4g} fps, and the shortest bucket needs {shortest[0]}; "
-            "add a shorter bucket, raise `target_fps`, or remove the file"
+            f"{entry.fps:.4g} fps, and {needs} needs {min(buckets)[0]}; "
+            f"{way_out}, raise `target_fps`, or remove the file"
         )
     fps = entry.fps
     if item.kind == "video":

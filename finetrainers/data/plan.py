@@ -24,15 +24,23 @@ from .clip import Clip
 from .frames import is_slower
 from .manifest import DataError, read_items
 from .placing import Probed, place_items
+from .windows import apart, first_of_items, item_of
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
-_CRITICAL: Mapping[str, str | None] = dict.fromkeys(("target_fps", "frame_selection", "video_reshape_mode"), "data")
+_CRITICAL: Mapping[str, str | None] = dict.fromkeys(
+    ("target_fps", "frame_selection", "video_reshape_mode", "framepack_window_size", "framepack_window_stride",
+     "framepack_window_latents"),
+    "data",
+)  # fmt: skip
 _NAMED = 5  # file names shown in a warning
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of one item. `bucket` and `fps` are None, and `reason` is given, when it is rejected."""
+    """What becomes of one item. `bucket` and `fps` are None, and `reason` is given, when it is rejected.
+
+    `examples` says how many are made of it, which is more than one with sliding windows.
+    """
 
     index: int
     name: str
@@ -43,6 +51,7 @@ class Verdict:
     bucket: Bucket | None = None
     fps: float | None = None
     reason: str | None = None
+    examples: int = 0
 
     def record(self) -> dict[str, object]:
         """The verdict as plain values, one line of `manifest.jsonl`."""
@@ -138,7 +147,8 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
     """Read, probe and bucket the whole data set.
 
     Clips are sampled at `target_fps`, by default the model's own rate, and slower clips at their own. Held-out items
-    are chosen by a hash of name and caption, so adding data does not reshuffle them.
+    are chosen by a hash of name and caption, so adding data does not reshuffle them. With sliding windows an item is held
+    out with all of them, and evaluated on those that do not overlap.
 
     Raises:
         DataError: wrong metadata, illegal buckets, more than `max_bad_samples` unusable files, or nothing to train on.
@@ -152,15 +162,19 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
         allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
         raise DataError(f"{len(rejected)} of {plural(len(items), 'item')} cannot be used{allowed}", rejected)
 
-    clips = placed.clips
+    clips = first_of_items(placed.clips)
     held_out = _hold_out(clips, data.eval_num_items, name)
+    train = [clip for clip in placed.clips if item_of(clip.index) not in held_out]
+    evaluated = apart(clip for clip in placed.clips if item_of(clip.index) in held_out)
+    examples = Counter(item_of(clip.index) for clip in (*train, *evaluated))
     by_index = {clip.index: clip for clip in clips}
     verdicts = tuple(
-        _verdict(entry, by_index.get(entry.item.index), held_out, placed.reasons, name) for entry in placed.probed
+        _verdict(entry, by_index.get(entry.item.index), held_out, placed.reasons, examples, name)
+        for entry in placed.probed
     )
     return DatasetPlan(
-        clips=tuple(clip for clip in clips if clip.index not in held_out),
-        eval_clips=tuple(clip for clip in clips if clip.index in held_out),
+        clips=tuple(train),
+        eval_clips=tuple(evaluated),
         verdicts=verdicts,
         buckets=tuple(dict.fromkeys(placed.buckets)),
         warnings=tuple(_warnings(clips, rejected, name, target_fps=data.target_fps or geometry.fps)),
@@ -170,7 +184,7 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
 
 
 def _hold_out(clips: Sequence[Clip], count: int, name: Callable[[Path], str]) -> set[int]:
-    """Indices of the evaluation clips."""
+    """Indices of the items that are evaluated. Windows of an item stay together: they overlap."""
     if count and count >= len(clips):
         raise DataError(
             f"`eval_num_items` {count} leaves nothing to train on: there are {plural(len(clips), 'usable item')}"
@@ -195,20 +209,26 @@ def _namer(data: DataSection) -> Callable[[Path], str]:
 
 
 def _verdict(
-    entry: Probed, clip: Clip | None, held_out: set[int], reasons: dict[int, str], name: Callable[[Path], str]
+    entry: Probed,
+    clip: Clip | None,
+    held_out: set[int],
+    reasons: dict[int, str],
+    examples: Mapping[int, int],
+    name: Callable[[Path], str],
 ) -> Verdict:
+    """Of an item, with its first clip if there is any."""
     item = entry.item
     common = (item.index, name(item.path), item.path, item.caption)
     if clip is None:
         return Verdict(*common, "rejected", entry.size_bytes, reason=reasons[item.index])
     use: Literal["train", "eval"] = "eval" if clip.index in held_out else "train"
-    return Verdict(*common, use, entry.size_bytes, bucket=clip.bucket, fps=clip.fps)
+    return Verdict(*common, use, entry.size_bytes, bucket=clip.bucket, fps=clip.fps, examples=examples[clip.index])
 
 
 def _fingerprint(verdicts: Sequence[Verdict]) -> str:
     digest = hashlib.sha256()
     for v in verdicts:
-        digest.update(json.dumps([v.name, v.size_bytes, v.caption, v.bucket, v.use]).encode() + b"\n")
+        digest.update(json.dumps([v.name, v.size_bytes, v.caption, v.bucket, v.use, v.examples]).encode() + b"\n")
     return digest.hexdigest()
 
 

@@ -23,6 +23,7 @@ from .decode import DecodeError, load_clip
 from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip
 from .loader import RawBatch
 from .stream import MicroBatch
+from .windows import cut_latents, encoded_clip
 
 #: Raise when decoding, resizing or cropping changes, so that old entries are no longer found.
 PIXELS_VERSION = 1
@@ -69,6 +70,7 @@ class CacheKeys:
             fps=clip.fps,
             frame_selection=clip.frame_selection,
             reshape_mode=clip.reshape_mode,
+            start=clip.start,
             seed=self.seed if is_random else None,
             first_frame=self.with_first_frame,
             version=PIXELS_VERSION,
@@ -189,7 +191,10 @@ class CacheFetch:
         return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad)
 
     def _load(self, clip: Clip, _key: tuple[int, int]) -> dict[str, Tensor]:
-        return {**self._read(self.keys.video(clip), str(clip.path)), **self._text(clip.caption, TEXT)}
+        moments = self._read(self.keys.video(encoded_clip(clip)), str(clip.path))
+        # Copied, so that a window does not keep its whole stretch in memory.
+        moments = {name: cut_latents(tensor, clip).clone() for name, tensor in moments.items()}
+        return {**moments, **self._text(clip.caption, TEXT)}
 
     def _text(self, caption: str, prefix: str) -> dict[str, Tensor]:
         tensors = self._read(self.keys.text(caption), f"the caption {caption!r}")

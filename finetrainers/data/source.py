@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.window_checks import slice_problem
 from finetrainers.models.spec import Batch, ModelSpec, TextEncoders
 
 from .bad_samples import BadSample, Ledger, Substitutes
@@ -27,6 +29,7 @@ from .loader import DecodeFetch, Fetch, iterate_steps
 from .plan import DatasetPlan
 from .precompute import CacheFetch, CacheKeys, Progress, precompute_text, precompute_video
 from .stream import MicroBatch, fixed_batches, stream_of
+from .windows import encoded_clips
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +74,9 @@ class BatchSource:
         self.stream = stream_of(plan.clips, course or Course.begin(config, world_size=parallel.world_size))
         self._encode_text: EncodeText | None = None
         self._text_identity = ""
-        self._ledger = Ledger(parallel=parallel, share=config.data.max_bad_share, num_clips=len(plan.clips))
+        self._ledger = Ledger(
+            parallel=parallel, share=config.data.max_bad_share, num_files=len({clip.path for clip in plan.clips})
+        )
         self._events: list[dict[str, Any]] = []
         self._fetch: Fetch | None = None
         self._fetch_strictly: Fetch | None = None
@@ -105,6 +110,9 @@ class BatchSource:
     def take_vae(self, vae: nn.Module) -> nn.Module | None:
         """Use the VAE; None when it is not needed any more."""
         data, seed, device = self.config.data, self.config.training.seed, self.parallel.device
+        # Checked before, too, but not where the checkpoint's config was not on disk.
+        if (problem := slice_problem(data, first_frame=self.spec.first_frame)) is not None:
+            raise ConfigError([Problem(f"--{problem[0]}", problem[1])])
         if not data.precompute_conditions:
             assert self._encode_text is not None, "take_text_encoders comes first"
             self._fetch_strictly = DecodeFetch(seed)
@@ -241,7 +249,8 @@ class BatchSource:
         return self.spec.first_frame == "channels"
 
     def _clips(self) -> tuple[Clip, ...]:
-        return (*self.plan.clips, *self.plan.eval_clips)
+        """What the encoders are given."""
+        return tuple(encoded_clips((*self.plan.clips, *self.plan.eval_clips)))
 
     def _keys(self, *, vae_identity: str) -> CacheKeys:
         directory = self.config.data.precompute_dir or self.config.run.output_dir / "precomputed"

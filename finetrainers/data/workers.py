@@ -82,7 +82,7 @@ class Workers:
         """
         self.order = order
         self.fetch = fetch
-        self.paths = {clip.index: str(clip.path) for clip in clips}
+        self.clips = clips
         self.count = count
         self.pin_memory = pin_memory
         self.timeout_s = timeout_s
@@ -175,7 +175,9 @@ class Workers:
 
     def _reading(self, dataset: _FetchDataset) -> str:
         """What the workers were at, in words."""
-        names = [self.paths.get(index, f"item {index}") for index in dataset.reading.tolist() if index >= 0]
+        indices = [index for index in dataset.reading.tolist() if index >= 0]
+        paths = {clip.index: str(clip.path) for clip in self.clips if clip.index in indices}
+        names = [paths.get(index, f"item {index}") for index in indices]
         return "they were reading " + ", ".join(names) if names else "they were reading no file"
 
 

@@ -118,7 +118,7 @@ def preflight(config: TrainConfig) -> Preflight:
             )
         )
 
-    sizes_are_wrong = any(p.where.endswith(("_resolution_buckets", "rollout_size")) for p in problems)
+    sizes_are_wrong = any(p.where.endswith(("_resolution_buckets", "_window_size", "rollout_size")) for p in problems)
     plan = None
     if config.training.method in method_names():
         try:

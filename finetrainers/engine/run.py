@@ -18,8 +18,10 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.window_checks import window_problems
 from finetrainers.data.decode import read_frames
 from finetrainers.data.probe import probe
+from finetrainers.data.windows import with_window_buckets
 from finetrainers.memory.casting import enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_gradient_checkpointing
 from finetrainers.methods.base import MethodParts
@@ -298,7 +300,8 @@ def check_geometry(config: TrainConfig, geometry: Geometry) -> None:
     Raises:
         ConfigError: a bucket does not fit.
     """
-    sizes = [("--video_resolution_buckets", bucket) for bucket in config.data.video_resolution_buckets]
+    buckets = with_window_buckets(config.data).video_resolution_buckets
+    sizes = [("--video_resolution_buckets", bucket) for bucket in buckets]
     if config.grpo.rollout_size is not None:
         sizes.append(("--rollout_size", config.grpo.rollout_size))
     problems = [
@@ -306,6 +309,7 @@ def check_geometry(config: TrainConfig, geometry: Geometry) -> None:
         for option, size in sizes
         for problem in geometry.problems(*size)
     ]
+    problems += [Problem(f"--{option}", problem) for option, problem in window_problems(config.data, geometry)]
     if problems:
         raise ConfigError(problems)
 

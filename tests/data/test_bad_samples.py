@@ -86,7 +86,7 @@ def test_one_failure_is_no_bad_sample() -> None:
 
 
 def test_the_ledger_counts_each_clip_once_and_has_a_limit() -> None:
-    ledger = Ledger(parallel=OneProcess(), share=0.01, num_clips=250)
+    ledger = Ledger(parallel=OneProcess(), share=0.01, num_files=250)
     bad = [BadSample(clip(k), f"cannot decode {k}.mp4") for k in range(3)]
     ledger.agree([], None)
     ledger.agree(bad[:1], None)
@@ -98,8 +98,8 @@ def test_the_ledger_counts_each_clip_once_and_has_a_limit() -> None:
         ledger.agree(bad, None)
     with pytest.raises(KeyError):
         ledger.agree([], KeyError("whatever"))
-    assert Ledger(parallel=OneProcess(), share=0.01, num_clips=5).allowed == 1
-    assert Ledger(parallel=OneProcess(), share=0.0, num_clips=500).allowed == 0
+    assert Ledger(parallel=OneProcess(), share=0.01, num_files=5).allowed == 1
+    assert Ledger(parallel=OneProcess(), share=0.0, num_files=500).allowed == 0
 
 
 def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,0 +1,185 @@
+"""Sliding windows: every stretch of W frames of a clip is an example of its own. Pure functions; imports no torch.
+
+A clip of N frames gives N - W + 1 windows that start one frame apart. Each is a `Clip` and is encoded by itself, unless
+its latents are to be cut from those of the whole clip (`Clip.latents_of`), which is not the same: the first latent frame
+of a causal VAE stands for one frame and knows no other, and one from within a clip stands for several and has seen what
+came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.sections import DataSection
+from finetrainers.utils.text import plural
+
+from .buckets import Bucket
+from .clip import Clip
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ITEM_BITS = 32
+
+
+def window_starts(frames: int, window: int, *, stride: int = 1) -> range:
+    """First frames of the windows of a clip: 0, stride, 2 stride, ... as long as a whole window follows.
+
+    There are (frames - window) // stride + 1, and none where the clip is shorter than a window.
+    """
+    return range(0, frames - window + 1, stride)
+
+
+def example_index(item: int, number: int) -> int:
+    """A number of its own for the `number`-th window of an item.
+
+    That of the first window is the item's, so an item gets the same random numbers with one window as with none; and
+    counted upwards, the windows of different items alternate.
+    """
+    return item + (number << _ITEM_BITS)
+
+
+def item_of(index: int) -> int:
+    """The item that an example is of."""
+    return index & ((1 << _ITEM_BITS) - 1)
+
+
+def first_of_items(clips: Iterable[Clip]) -> list[Clip]:
+    """One example of each item: its first."""
+    return [clip for clip in clips if clip.index == item_of(clip.index)]
+
+
+def with_window_buckets(data: DataSection) -> DataSection:
+    """The options as those of a clip that is a window: buckets of videos have its length, those of images stay."""
+    size = data.framepack_window_size
+    if size is None:
+        return data
+    buckets = dict.fromkeys((frames if frames == 1 else size, h, w) for frames, h, w in data.video_resolution_buckets)
+    return data.model_copy(update={"video_resolution_buckets": list(buckets)})
+
+
+def frame_limit(data: DataSection, bucket: Bucket) -> int | None:
+    """How many frames of a clip windows are cut from, by the bucket that the windows have; None: all of them.
+
+    The length of a given bucket is an upper bound. Of several with the same height and width the longest counts: all
+    windows are equally long, so clips of different lengths need no buckets of their own.
+    """
+    lengths = [frames for frames, *size in data.video_resolution_buckets if frames > 1 and tuple(size) == bucket[1:]]
+    return max(lengths, default=None)
+
+
+def cut_windows(clip: Clip, available: int, *, data: DataSection, geometry: Geometry) -> list[Clip]:
+    """The windows of a clip, in order; just the clip if none are asked for, or if it is an image.
+
+    Args:
+        clip: a placed item whose bucket has the length of a window.
+        available: frames that it has at its rate, at least those of a window.
+        data: its options as they were given.
+        geometry: of the model; latents are cut on its grid.
+    """
+    size = data.framepack_window_size
+    if size is None or clip.bucket[0] == 1:
+        return [clip]
+    limit = frame_limit(data, clip.bucket)
+    frames = available if limit is None else min(available, limit)
+    first = (available - frames) // 2 if data.frame_selection == "middle" else 0
+    stretch = None
+    if data.framepack_window_latents == "slice":
+        frames = (frames - 1) // geometry.temporal * geometry.temporal + 1
+        stretch = (first, frames)
+    return [
+        replace(
+            clip,
+            index=example_index(clip.index, number),
+            frame_selection="head",
+            start=first + start,
+            latents_of=stretch,
+        )
+        for number, start in enumerate(window_starts(frames, size, stride=stride_of(data, geometry)))
+    ]
+
+
+def stride_of(data: DataSection, geometry: Geometry) -> int:
+    """Frames between the starts of two windows; those whose latents are cut start only where a latent frame does."""
+    stride = data.framepack_window_stride
+    if data.framepack_window_latents == "encode":
+        return stride
+    return -(-stride // geometry.temporal) * geometry.temporal
+
+
+def describe_windows(clips: Sequence[Clip], *, data: DataSection, geometry: Geometry) -> list[str]:
+    """What became of the option, in words: how many windows of how many clips, and what was rounded."""
+    if data.framepack_window_size is None:
+        return []
+    windows = [clip for clip in clips if clip.start is not None]
+    stride = stride_of(data, geometry)
+    notes = [
+        f"{plural(len(windows), 'sliding window')} of {data.framepack_window_size} frames, {plural(stride, 'frame')} apart, "
+        f"from {plural(len(first_of_items(windows)), 'clip')}; each is an example of its own"
+    ]
+    if stride != data.framepack_window_stride:
+        notes.append(
+            f"--framepack_window_stride {data.framepack_window_stride} became {stride}: latents that are cut from those of a "
+            f"whole clip start every {geometry.temporal} frames"
+        )
+    return notes
+
+
+def apart(clips: Iterable[Clip]) -> list[Clip]:
+    """Of the windows of each item, in order, those that do not overlap one that is kept; every other clip.
+
+    For evaluation: windows a frame apart are nearly the same, and all would be encoded and kept.
+    """
+    kept: list[Clip] = []
+    end: dict[int, int] = {}
+    for clip in clips:
+        item = item_of(clip.index)
+        if clip.start is None or clip.start >= end.get(item, 0):
+            kept.append(clip)
+            end[item] = (clip.start or 0) + clip.bucket[0]
+    return kept
+
+
+def encoded_clip(clip: Clip) -> Clip:
+    """What the VAE is given for a clip: itself, or the stretch that its latents are cut from."""
+    if clip.latents_of is None:
+        return clip
+    start, frames = clip.latents_of
+    index = item_of(clip.index)
+    return replace(clip, index=index, bucket=(frames, *clip.bucket[1:]), start=start, latents_of=None)
+
+
+def encoded_clips(clips: Iterable[Clip]) -> Iterator[Clip]:
+    """What the VAE is given for all of them; stretches that windows have in common once."""
+    seen: set[int] = set()
+    for clip in clips:
+        item = item_of(clip.index)
+        if clip.latents_of is None or item not in seen:
+            yield encoded_clip(clip)
+        seen.add(item)
+
+
+def cut_latents(latents: Tensor, clip: Clip) -> Tensor:
+    """A window's latents `[B, C, T, H, W]` from those of its whole stretch; any other clip's own as they are.
+
+    With c frames to a latent frame, latent 0 of the stretch stands for its frame 0, and latent k for frames
+    (k - 1) c + 1 to k c. A window of m c + 1 frames that starts at frame j c gets latents j to j + m: all but the first
+    stand for exactly its frames, and the first, unless j is 0, for its first frame and the c - 1 before.
+
+    Raises:
+        ValueError: the VAE compresses otherwise than the window was made for.
+    """
+    if clip.latents_of is None or clip.start is None:
+        return latents
+    first, frames = clip.latents_of
+    ratio, rest = divmod(frames - 1, max(latents.shape[2] - 1, 1))
+    offset, length = clip.start - first, clip.bucket[0] - 1
+    if rest or offset % ratio or length % ratio:
+        raise ValueError(
+            f"{clip.path}: a window of frames {clip.start} to {clip.start + length} lies not on the grid of the "
+            f"{latents.shape[2]} latent frames of {frames} frames; use --framepack_window_latents encode"
+        )
+    return latents[:, :, offset // ratio : (offset + length) // ratio + 1]
