@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 
 # Read once by the libraries, so they must be set before the first import of any of them.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads slow every other process of the machine down
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Files that were probed are remembered below the user's cache, which tests must neither read nor fill.
+_CACHE = tempfile.TemporaryDirectory(prefix="finetrainers-tests-")
+os.environ.setdefault("HF_HOME", os.path.expanduser("~/.cache/huggingface"))  # noqa: PTH111
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
