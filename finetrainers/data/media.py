@@ -30,10 +30,10 @@ _KINDS = {
 def look(path: Path) -> os.stat_result | Refusal:
     """What the file system says of a file, or why it must not be opened; opens nothing."""
     try:
-        found = os.stat(path)
+        found = path.stat()
     except FileNotFoundError:
-        if os.path.islink(path):
-            return Refusal("missing", f"a link to {os.readlink(path)!r}, which does not exist")
+        if path.is_symlink():
+            return Refusal("missing", f"a link to {str(path.readlink())!r}, which does not exist")
         return Refusal("missing", "does not exist")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         return Refusal("unreadable", f"cannot be looked up: {getattr(error, 'strerror', None) or error}")
