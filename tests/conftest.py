@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 # Read once by the libraries, so they must be set before the first import of any of them.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads slow every other process of the machine down
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Files that were probed are remembered below the user's cache, which tests must neither read nor fill; the hub's stays.
+os.environ["HF_HOME"] = os.environ.get("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="finetrainers-tests-")
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -31,6 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what the tests have remembered of files."""
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

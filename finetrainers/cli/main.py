@@ -14,6 +14,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
+from .check import add_check, check_command
 from .ckpt import add_ckpt
 from .demo import add_demo, positive_integer
 from .plot import add_plot
@@ -24,6 +25,7 @@ _EPILOG = """examples:
   finetrainers demo reward DIR                    teach it a taste by reward finetuning, likewise
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
   finetrainers train --config run.toml --dry_run  check everything, print the plan, stop
+  finetrainers check run.toml --html check.html   what becomes of every clip, and why; needs no model weights
   finetrainers models                             list the model families
   finetrainers tiny FAMILY DIR                    write a tiny random model, for trying things out
 
@@ -38,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     yield_idle_threads()
     if argv[:1] == ["train"]:
         return train_command(argv[1:], prog="finetrainers train")
+    if argv[:1] == ["check"]:
+        return check_command(argv[1:])
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
@@ -102,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     commands.add_parser("train", help="train a model (`finetrainers train --help` lists every option)", add_help=False)
+
+    add_check(commands)
 
     quickstart = commands.add_parser(
         "quickstart", help="teach the embedded model a new look with a LoRA, on any CPU, in minutes"

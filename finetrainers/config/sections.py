@@ -148,6 +148,15 @@ class DataSection(Section):
         le=1,
         description="Share of the clips that may turn out unreadable while training; others take their place. At least one.",
     )
+    max_pixels: int = Field(
+        100_000_000_000,
+        ge=1,
+        description="Frames x height x width above which a file is refused, by its header; the default is 27 minutes of 1080p.",
+    )
+    probe_dir: Path | None = Field(
+        None,
+        description="Where it is remembered what files contain, so that they are opened once; default: in the user's cache.",
+    )
     eval_num_items: int = Field(0, ge=0, description="Items held out of training for the evaluation loss.")
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from .buckets import cover_size
 from .clip import Clip
 from .frames import select_frames
+from .media import open_video
 
 # Below this many frames, decoding from the start is cheaper than looking for a key frame.
 _SEEK_FROM = 24
@@ -48,7 +49,7 @@ def read_frames(path: Path, indices: Sequence[int], *, height: int, width: int) 
     to_rgb = VideoReformatter()  # one for all frames: each sets up a scaler and its threads, 2 ms
     frames: dict[int, Tensor] = {}
     try:
-        with av.open(str(path)) as container:
+        with open_video(path) as container:
             stream = container.streams.video[0]
             # One thread per slice only: frame threads read ahead of what is wanted, in every loader worker at once.
             stream.thread_type = "SLICE"

@@ -17,6 +17,8 @@ from typing import Any, Literal
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import nearest, plural
 
+from .fates import Refusal
+
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".gif"})
 
@@ -45,23 +47,35 @@ class DataError(ValueError):
         super().__init__("\n".join(lines))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the data set: a media file and its cleaned caption. `index` is its place in the list."""
+    """One line of the data set.
+
+    Attributes:
+        index: place in the list.
+        path: the media file, which may not exist.
+        caption: cleaned caption.
+        kind: video or image.
+        where: where it is listed (`videos.txt line 3`); empty for files found in a folder.
+        refused: why it cannot be used, whatever the file is; then the file is not opened.
+    """
 
     index: int
     path: Path
     caption: str
     kind: Kind
+    where: str = ""
+    refused: Refusal | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Row:
     """A media path and a caption as written, and where they were written (`videos.txt line 3`)."""
 
     where: str
     media: Path
     caption: str
+    refused: Refusal | None = None
 
 
 def read_items(data: DataSection) -> list[Item]:
@@ -71,8 +85,10 @@ def read_items(data: DataSection) -> list[Item]:
     `caption_column` in `data_root`, one entry a line; else every media file below `data_root`, each with its caption
     in a .txt file of the same name. Media paths are relative to `data_root`, or without it to the metadata file.
 
+    Whether the media exist is not asked here.
+
     Raises:
-        DataError: anything that is wrong with the metadata, or a media file that does not exist.
+        DataError: anything that is wrong with the metadata.
     """
     if data.data_root is not None and not data.data_root.is_dir():
         raise DataError(f"data_root {str(data.data_root)!r} is not a folder")
@@ -80,15 +96,11 @@ def read_items(data: DataSection) -> list[Item]:
     source, rows = _find_source(data, problems)
     items: list[Item] = []
     for row in rows:
-        if not row.media.is_file():
-            what = "is not a regular file" if row.media.exists() else "does not exist"
-            problems.append(f"{row.where}: media file {str(row.media)!r} {what}")
-            continue
         kind: Kind = "image" if row.media.suffix.lower() in IMAGE_SUFFIXES else "video"
         caption = clean_caption(
             row.caption, id_token=data.id_token, remove_prefixes=data.remove_common_llm_caption_prefixes
         )
-        items.append(Item(len(items), row.media, caption, kind))
+        items.append(Item(len(items), row.media, caption, kind, row.where, row.refused))
     if problems:
         raise DataError(f"{source}: {plural(len(problems), 'problem')}", problems)
     if not items:
@@ -122,8 +134,8 @@ def _find_source(data: DataSection, problems: list[str]) -> tuple[str, list[_Row
             f"{str(data.data_root)!r} holds {there.name!r} but not {missing.name!r}{nearest(missing.name, names)} "
             "(set by `video_column` and `caption_column`)"
         )
-    rows = _read_folder(data.data_root, problems)
-    if not rows and not problems:
+    rows = _read_folder(data.data_root)
+    if not rows:
         raise DataError(
             f"no data in {str(data.data_root)!r}: neither the text files {data.video_column!r} and "
             f"{data.caption_column!r} (set by `video_column` and `caption_column`), nor media files with .txt captions"
@@ -166,7 +178,7 @@ def _read_two_files(media_list: Path, caption_list: Path, root: Path, problems: 
     return rows
 
 
-def _read_folder(root: Path, problems: list[str]) -> list[_Row]:
+def _read_folder(root: Path) -> list[_Row]:
     """Every media file below `root`, in order of its path, with its caption in a text file beside it."""
     rows = []
     for path in sorted(root.rglob("*")):
@@ -175,9 +187,10 @@ def _read_folder(root: Path, problems: list[str]) -> list[_Row]:
             continue
         sidecar = path.with_suffix(".txt")
         if not sidecar.is_file():
-            problems.append(f"{name}: no caption; expected it in {sidecar.relative_to(root)}")
+            reason = f"no caption; expected it in {sidecar.relative_to(root)}"
+            rows.append(_Row("", path, "", Refusal("caption_missing", reason)))
             continue
-        rows.append(_Row(str(name), path, " ".join(_read_text(sidecar).split())))
+        rows.append(_Row("", path, " ".join(_read_text(sidecar).split())))
     return rows
 
 

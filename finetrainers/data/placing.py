@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
@@ -14,50 +13,61 @@ from finetrainers.utils.text import plural
 
 from .buckets import Bucket, choose_bucket, default_buckets
 from .clip import Clip
+from .fates import Refusal
 from .frames import num_available, playback_fps, select_frames
 from .manifest import DataError, Item, Kind
-from .probe import Probe, ProbeError, probe
+from .probe import Probe
+from .probe_memory import ProbeMemory, default_directory
+from .probing import Effort, Found, find_out
 from .windows import cut_windows, describe_windows, with_window_buckets
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Probed:
-    """An item with what its header says, or why it could not be read."""
+    """An item with what is known of its file, and how many frames it has at which rate."""
 
-    item: Item
-    size_bytes: int
-    found: Probe | None
-    reason: str | None
+    found: Found
     fps: float = 0.0
     available: int = 0
+
+    @property
+    def item(self) -> Item:
+        """The item."""
+        return self.found.item
+
+    @property
+    def header(self) -> Probe | None:
+        """What its header says; None where it cannot be used."""
+        return self.found.answer if isinstance(self.found.answer, Probe) else None
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The items of one data set, each with what its header says and what is cut from it.
+    """The items of one data set, each with what its file is and what is cut from it.
 
     Attributes:
         probed: all items, in order.
         clips: what is trained on, in order of the items; with sliding windows several of one item.
-        reasons: why other items cannot be used, by index.
+        refusals: why other items cannot be used, by index.
         buckets: those in use, given or chosen: for videos, then for images.
         notes: what was decided for the user.
     """
 
     probed: list[Probed]
     clips: list[Clip]
-    reasons: dict[int, str]
+    refusals: dict[int, Refusal]
     buckets: list[Bucket]
     notes: list[str]
 
 
-def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry) -> Placed:
+def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry, effort: Effort) -> Placed:
     """Probe and bucket the items of one data set.
 
     Args:
         items: of the data set.
         data: its options.
         geometry: which sizes the model takes, and its frame rate.
+        effort: how closely to look at the files.
 
     Raises:
         DataError: illegal buckets or windows.
@@ -66,34 +76,38 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry)
     if problems:
         raise DataError("windows that cannot be cut", problems)
     target_fps = data.target_fps or geometry.fps
-    with ThreadPoolExecutor(min(16, (os.cpu_count() or 1) + 4)) as pool:
-        probed = list(pool.map(lambda item: _probe_item(item, data=data, target_fps=target_fps), items))
+    memory = ProbeMemory(data.probe_dir or default_directory(), data_folder(data), recall=effort.recall)
+    found = find_out(items, memory=memory, max_pixels=data.max_pixels, effort=effort)
+    probed = [_at_rate(one, data=data, target_fps=target_fps) for one in found]
     placing = with_window_buckets(data)
     video_buckets, image_buckets, notes = _buckets(placing, geometry, probed)
     clips: list[Clip] = []
-    reasons: dict[int, str] = {}
+    refusals: dict[int, Refusal] = {}
     for entry in probed:
         clip = _place(entry, data=placing, buckets=image_buckets if entry.item.kind == "image" else video_buckets)
         if isinstance(clip, Clip):
             clips += cut_windows(clip, entry.available, data=data, geometry=geometry)
         else:
-            reasons[entry.item.index] = clip
+            refusals[entry.item.index] = clip
     notes += describe_windows(clips, data=data, geometry=geometry)
-    return Placed(probed, clips, reasons, [*video_buckets, *image_buckets], notes)
+    return Placed(probed, clips, refusals, [*video_buckets, *image_buckets], notes)
 
 
-def _probe_item(item: Item, *, data: DataSection, target_fps: float) -> Probed:
-    size = item.path.stat().st_size
-    try:
-        found = probe(item.path, kind=item.kind)
-    except ProbeError as error:
-        return Probed(item, size, None, str(error))
-    if item.kind == "image":
-        return Probed(item, size, found, None, fps=target_fps, available=1)
-    fps = playback_fps(found.fps, target_fps)
+def data_folder(data: DataSection) -> Path:
+    """The folder that the names of a data set's files begin at."""
+    return data.data_root or (data.dataset_file.parent if data.dataset_file else Path())
+
+
+def _at_rate(found: Found, *, data: DataSection, target_fps: float) -> Probed:
+    header = found.answer
+    if isinstance(header, Refusal):
+        return Probed(found)
+    if found.item.kind == "image":
+        return Probed(found, fps=target_fps, available=1)
+    fps = playback_fps(header.fps, target_fps)
     uniform = data.frame_selection == "uniform"
-    available = found.frames if uniform else num_available(found.frames, source_fps=found.fps, fps=fps)
-    return Probed(item, size, found, None, fps=fps, available=available)
+    available = header.frames if uniform else num_available(header.frames, source_fps=header.fps, fps=fps)
+    return Probed(found, fps=fps, available=available)
 
 
 def _buckets(
@@ -109,7 +123,7 @@ def _buckets(
     notes = []
     chosen: dict[Kind, list[Bucket]] = {"video": [], "image": []}
     for kind, buckets in chosen.items():
-        sizes = [(p.available, p.found.height, p.found.width) for p in probed if p.item.kind == kind and p.found]
+        sizes = [(p.available, h.height, h.width) for p in probed if p.item.kind == kind and (h := p.header)]
         if sizes:
             buckets += default_buckets(sizes, geometry)
             if kind == "video" and (window := data.framepack_window_size):
@@ -119,14 +133,14 @@ def _buckets(
     return chosen["video"], chosen["image"], notes
 
 
-def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Clip | str:
+def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Clip | Refusal:
     """The clip with its bucket, or the reason why it has none."""
-    item, found = entry.item, entry.found
-    if found is None:
-        return str(entry.reason)
+    item, found = entry.item, entry.found.answer
+    if isinstance(found, Refusal):
+        return found
     if not buckets:
         wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
-        return f"there is no bucket for {item.kind}s; add one, {wanted}"
+        return Refusal("no_bucket", f"there is no bucket for {item.kind}s; add one, {wanted}")
     bucket = choose_bucket(entry.available, found.height, found.width, buckets)
     if bucket is None:
         windows = data.framepack_window_size is not None
@@ -135,10 +149,11 @@ def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Cl
             if windows
             else ("the shortest bucket", "add a shorter bucket")
         )
-        return (
+        return Refusal(
+            "too_short",
             f"too short: {plural(found.frames, 'frame')} at {found.fps:.4g} fps give {entry.available} at "
             f"{entry.fps:.4g} fps, and {needs} needs {min(buckets)[0]}; "
-            f"{way_out}, raise `target_fps`, or remove the file"
+            f"{way_out}, raise `target_fps`, or remove the file",
         )
     fps = entry.fps
     if item.kind == "video":

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.files import json_text, write_text_atomic
 from finetrainers.utils.text import plural
 
 from .buckets import Bucket
 from .clip import Clip
 from .frames import is_slower
 from .manifest import DataError, read_items
-from .placing import Probed, place_items
+from .placing import Placed, data_folder, place_items
+from .probing import Effort
+from .verdict import Verdict, give_verdict
 from .windows import apart, first_of_items, item_of
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
@@ -33,30 +35,6 @@ _CRITICAL: Mapping[str, str | None] = dict.fromkeys(
     "data",
 )  # fmt: skip
 _NAMED = 5  # file names shown in a warning
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What becomes of one item. `bucket` and `fps` are None, and `reason` is given, when it is rejected.
-
-    `examples` says how many are made of it, which is more than one with sliding windows.
-    """
-
-    index: int
-    name: str
-    path: Path
-    caption: str
-    use: Literal["train", "eval", "rejected"]
-    size_bytes: int
-    bucket: Bucket | None = None
-    fps: float | None = None
-    reason: str | None = None
-    examples: int = 0
-
-    def record(self) -> dict[str, object]:
-        """The verdict as plain values, one line of `manifest.jsonl`."""
-        bucket = "x".join(map(str, self.bucket)) if self.bucket else None
-        return {**self.__dict__, "path": str(self.path), "bucket": bucket}
 
 
 @dataclass(frozen=True)
@@ -110,7 +88,7 @@ class DatasetPlan:
 
     def write(self, path: Path) -> None:
         """Write the verdicts, one JSON object a line."""
-        lines = [json.dumps(verdict.record(), ensure_ascii=False) for verdict in self.verdicts]
+        lines = [json_text(verdict.record()) for verdict in self.verdicts]
         write_text_atomic(path, "\n".join(lines) + "\n")
 
     def step_of(self, config: TrainConfig) -> str:
@@ -143,6 +121,47 @@ def plan_clips(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
     return plan_dataset(config, geometry)
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What becomes of every item, before it is decided whether that will do.
+
+    Attributes:
+        verdicts: one for every item, in order.
+        clips: training clips and held-out ones, in order of the data set.
+        held_out: indices of held-out items.
+        buckets: those in use, given or chosen.
+        notes: what was decided for the user.
+        warnings: what the user should know, each with a count.
+        problem: why it cannot be trained on; None if it can.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    clips: tuple[Clip, ...]
+    held_out: frozenset[int]
+    buckets: tuple[Bucket, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    problem: DataError | None
+
+    def plan(self) -> DatasetPlan:
+        """What is trained on.
+
+        Raises:
+            DataError: `problem`.
+        """
+        if self.problem is not None:
+            raise self.problem
+        return DatasetPlan(
+            clips=tuple(clip for clip in self.clips if item_of(clip.index) not in self.held_out),
+            eval_clips=tuple(clip for clip in self.clips if item_of(clip.index) in self.held_out),
+            verdicts=self.verdicts,
+            buckets=self.buckets,
+            warnings=self.warnings,
+            notes=self.notes,
+            fingerprint=_fingerprint(self.verdicts),
+        )
+
+
 def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
     """Read, probe and bucket the whole data set.
 
@@ -153,33 +172,45 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
     Raises:
         DataError: wrong metadata, illegal buckets, more than `max_bad_samples` unusable files, or nothing to train on.
     """
+    return survey_dataset(config, geometry).plan()
+
+
+def survey_dataset(config: TrainConfig, geometry: Geometry, *, effort: Effort | None = None) -> Survey:
+    """What becomes of every item of the data set.
+
+    Args:
+        config: names the data set.
+        geometry: which sizes the model takes, and its frame rate.
+        effort: how closely to look at the files; None: their headers, unless they are remembered.
+
+    Raises:
+        DataError: wrong metadata, or illegal buckets.
+    """
     data = config.data
+    target_fps = data.target_fps or geometry.fps
     items = read_items(data)
-    placed = place_items(items, data=data, geometry=geometry)
+    placed = place_items(items, data=data, geometry=geometry, effort=effort or Effort())
     name = _namer(data)
-    rejected = [f"{name(items[index].path)}: {reason}" for index, reason in placed.reasons.items()]
+    held_out, problem = frozenset[int](), None
+    try:
+        held_out = frozenset(_hold_out(first_of_items(placed.clips), data.eval_num_items, name))
+    except DataError as error:
+        problem = error
+    evaluated = {clip.index for clip in apart(clip for clip in placed.clips if item_of(clip.index) in held_out)}
+    clips = [clip for clip in placed.clips if item_of(clip.index) not in held_out or clip.index in evaluated]
+    verdicts = tuple(_verdicts(placed, clips, held_out, name, target_fps=target_fps))
+    rejected = [f"{v.name}: {v.reason}{f' ({v.where})' if v.where else ''}" for v in verdicts if v.use == "rejected"]
     if len(rejected) > data.max_bad_samples:
         allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
-        raise DataError(f"{len(rejected)} of {plural(len(items), 'item')} cannot be used{allowed}", rejected)
-
-    clips = first_of_items(placed.clips)
-    held_out = _hold_out(clips, data.eval_num_items, name)
-    train = [clip for clip in placed.clips if item_of(clip.index) not in held_out]
-    evaluated = apart(clip for clip in placed.clips if item_of(clip.index) in held_out)
-    examples = Counter(item_of(clip.index) for clip in (*train, *evaluated))
-    by_index = {clip.index: clip for clip in clips}
-    verdicts = tuple(
-        _verdict(entry, by_index.get(entry.item.index), held_out, placed.reasons, examples, name)
-        for entry in placed.probed
-    )
-    return DatasetPlan(
-        clips=tuple(train),
-        eval_clips=tuple(evaluated),
+        problem = DataError(f"{len(rejected)} of {plural(len(items), 'item')} cannot be used{allowed}", rejected)
+    return Survey(
         verdicts=verdicts,
+        clips=tuple(clips),
+        held_out=held_out,
         buckets=tuple(dict.fromkeys(placed.buckets)),
-        warnings=tuple(_warnings(clips, rejected, name, target_fps=data.target_fps or geometry.fps)),
         notes=tuple(placed.notes),
-        fingerprint=_fingerprint(verdicts),
+        warnings=tuple(_warnings(first_of_items(placed.clips), rejected, name, target_fps=target_fps)),
+        problem=problem,
     )
 
 
@@ -193,36 +224,41 @@ def _hold_out(clips: Sequence[Clip], count: int, name: Callable[[Path], str]) ->
         raise DataError("no usable item")
 
     def digest(clip: Clip) -> bytes:
-        return hashlib.sha256(f"{name(clip.path)}\0{clip.caption}".encode()).digest()
+        return hashlib.sha256(f"{name(clip.path)}\0{clip.caption}".encode(errors="surrogateescape")).digest()
 
     return {clip.index for clip in sorted(clips, key=digest)[:count]}
 
 
 def _namer(data: DataSection) -> Callable[[Path], str]:
     """A function from a path to its name below the data set's folder, which does not depend on the machine."""
-    root = data.data_root or (data.dataset_file.parent if data.dataset_file else Path())
+    prefix = f"{data_folder(data)}{os.sep}"
 
     def name(path: Path) -> str:
-        return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
+        return Path(str(path).removeprefix(prefix)).as_posix()
 
     return name
 
 
-def _verdict(
-    entry: Probed,
-    clip: Clip | None,
-    held_out: set[int],
-    reasons: dict[int, str],
-    examples: Mapping[int, int],
-    name: Callable[[Path], str],
-) -> Verdict:
-    """Of an item, with its first clip if there is any."""
-    item = entry.item
-    common = (item.index, name(item.path), item.path, item.caption)
-    if clip is None:
-        return Verdict(*common, "rejected", entry.size_bytes, reason=reasons[item.index])
-    use: Literal["train", "eval"] = "eval" if clip.index in held_out else "train"
-    return Verdict(*common, use, entry.size_bytes, bucket=clip.bucket, fps=clip.fps, examples=examples[clip.index])
+def _verdicts(
+    placed: Placed, clips: Sequence[Clip], held_out: frozenset[int], name: Callable[[Path], str], *, target_fps: float
+) -> Iterator[Verdict]:
+    of_item: dict[int, list[Clip]] = defaultdict(list)
+    for clip in clips:
+        of_item[item_of(clip.index)].append(clip)
+    seen: set[Path] = set()
+    for entry in placed.probed:
+        item, first = entry.item, entry.found.same_as
+        yield give_verdict(
+            entry,
+            of_item.get(item.index, ()),
+            name=name(item.path),
+            refusal=placed.refusals.get(item.index),
+            held_out=item.index in held_out,
+            target_fps=target_fps,
+            same_as=name(first.path) if first is not None else None,
+            seen=item.path in seen,
+        )
+        seen.add(item.path)
 
 
 def _fingerprint(verdicts: Sequence[Verdict]) -> str:

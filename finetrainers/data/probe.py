@@ -7,19 +7,39 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import av
+from av.stream import Disposition
 from PIL import Image, UnidentifiedImageError
 
+from .fates import Fate, Refusal
 from .manifest import Kind
+from .media import MAX_FRAME_PIXELS, look, open_video
 
-# A few kilobytes can declare a picture that fills the memory; PIL's own limit, used for videos too.
-MAX_PIXELS = 89_478_485
+#: Changes when the same file gives another answer; what was remembered of files is then forgotten.
+PROBE_VERSION = 1
+
+_MOST_FPS = 1000  # containers without a rate make FFmpeg answer with their clock's
 
 
 class ProbeError(ValueError):
-    """A media file that cannot be read; the message is the reason, without the file's name."""
+    """A media file that cannot be used; the message is the reason, without the file's name.
+
+    Attributes:
+        fate: the kind of reason.
+        lasting: whether it lies in the file, and not in the disk, the network or permissions.
+    """
+
+    def __init__(self, fate: Fate, reason: str, *, lasting: bool = True) -> None:
+        super().__init__(reason)
+        self.fate = fate
+        self.lasting = lasting
+
+    @property
+    def refusal(self) -> Refusal:
+        """Kind and reason."""
+        return Refusal(self.fate, str(self))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Probe:
     """What a clip is before anything is done to it.
 
@@ -39,14 +59,15 @@ class Probe:
 
 
 def probe(path: Path, *, kind: Kind = "video") -> Probe:
-    """Probe a video or an image.
+    """Probe a video or an image; anything but a regular file is refused without opening it.
 
     Raises:
-        ProbeError: the file cannot be read, or is visibly cut off.
+        ProbeError: the file cannot be read, or is visibly cut off, or its frames are too large.
     """
-    if path.stat().st_size == 0:
-        raise ProbeError("the file is empty")
-    return _probe_image(path) if kind == "image" else _probe_video(path)
+    found = look(path)
+    if isinstance(found, Refusal):
+        raise ProbeError(found.fate, found.reason, lasting=False)
+    return _probe_image(path) if kind == "image" else _probe_video(path, size=found.st_size)
 
 
 def _probe_image(path: Path) -> Probe:
@@ -56,28 +77,36 @@ def _probe_image(path: Path) -> Probe:
             turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
             width, height = reversed(image.size) if turned else image.size
     except UnidentifiedImageError as error:
-        raise ProbeError("not an image that PIL can read") from error
-    except (OSError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ProbeError(f"cannot read the image: {error}") from error
+        raise ProbeError("unreadable", "not an image that PIL can read") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ProbeError("too_large", f"cannot read the image: {error}") from error
+    except OSError as error:
+        raise ProbeError("unreadable", f"cannot read the image: {error}", lasting=error.errno is None) from error
     return Probe(frames=1, fps=0.0, width=width, height=height, duration=0.0)
 
 
-def _probe_video(path: Path) -> Probe:
+def _probe_video(path: Path, *, size: int) -> Probe:
     try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise ProbeError("no video stream")
-            stream = container.streams.video[0]
+        with open_video(path) as container:
+            streams = [s for s in container.streams.video if Disposition.attached_pic not in s.disposition]
+            if not streams:
+                raise ProbeError("no_video", "no video stream")
+            stream = streams[0]
+            if stream is not container.streams.video[0]:
+                raise ProbeError("unreadable", "its first video stream is a cover picture")
             rate = float(stream.average_rate or stream.guessed_rate or 0)
-            if rate <= 0:
-                raise ProbeError("no frame rate in the header")
-            if stream.width * stream.height > MAX_PIXELS:
-                raise ProbeError(f"{stream.width}x{stream.height} pixels is over the limit of {MAX_PIXELS}")
-            frames = _declared_frames(stream, size=path.stat().st_size)
+            if not 0 < rate <= _MOST_FPS:
+                raise ProbeError("no_rate", f"no frame rate in the header (it says {rate:g} frames per second)")
+            if stream.width * stream.height > MAX_FRAME_PIXELS:
+                raise ProbeError(
+                    "too_large",
+                    f"{stream.width}x{stream.height} pixels is over the limit of {MAX_FRAME_PIXELS} for a frame",
+                )
+            frames = _declared_frames(stream, size=size)
             # The rotation is only readable on a decoded frame; decoding one also proves that the codec is known.
             first = next(container.decode(stream), None)
             if first is None:
-                raise ProbeError("no frame can be decoded")
+                raise ProbeError("damaged", "no frame can be decoded")
             width, height = first.width, first.height
             if stream.sample_aspect_ratio:
                 width = max(round(width * float(stream.sample_aspect_ratio)), 1)
@@ -87,7 +116,11 @@ def _probe_video(path: Path) -> Probe:
                 container.seek(0)
                 frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
     except (av.FFmpegError, OSError) as error:
-        raise ProbeError(f"cannot read the video: {error.strerror or error}") from error
+        # FFmpeg's own errors are about the content; those of the system (permissions, network) can pass.
+        of_system = isinstance(error, OSError)
+        raise ProbeError(
+            "unreadable", f"cannot read the video: {error.strerror or error}", lasting=not of_system
+        ) from error
     return Probe(frames=frames, fps=rate, width=width, height=height, duration=frames / rate)
 
 
@@ -104,5 +137,7 @@ def _declared_frames(stream: av.VideoStream, *, size: int) -> int | None:
     inside = sum(entry.pos + entry.size <= size for entry in entries)
     if inside < len(entries):
         # Such files play without any error, just shorter.
-        raise ProbeError(f"cut off: its index lists {len(entries)} frames, but only {inside} are in the file")
+        raise ProbeError(
+            "cut_off", f"cut off: its index lists {len(entries)} frames, but only {inside} are in the file"
+        )
     return sum(not entry.is_discard for entry in entries)

@@ -12,7 +12,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.manifest import DataError
-from finetrainers.methods.registry import WorkPlan, method_names, plan_work
+from finetrainers.methods.registry import Planner, WorkPlan, method_names, plan_work
 from finetrainers.models.registry import Family, get_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.rewards.registry import reward_problems
@@ -44,8 +44,12 @@ class Preflight:
     found: list[Found] = field(default_factory=list)  # the checkpoints among which it has chosen
 
 
-def preflight(config: TrainConfig) -> Preflight:
+def preflight(config: TrainConfig, *, planner: Planner = plan_work) -> Preflight:
     """Check a configuration against its model's rules and its data.
+
+    Args:
+        config: what to check.
+        planner: what finds out what the run will work on.
 
     Raises:
         ConfigError: everything that is wrong, at once.
@@ -122,7 +126,7 @@ def preflight(config: TrainConfig) -> Preflight:
     plan = None
     if config.training.method in method_names():
         try:
-            plan = plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
+            plan = planner(config, geometry, sizes_are_wrong=sizes_are_wrong)
         except DataError as error:
             problems.append(Problem("data", str(error)))
     start = None

@@ -8,6 +8,8 @@ DONE = 0
 FAILED = 1
 #: The options or the data cannot be trained with, or another run has the output directory. Nothing was changed.
 CONFIGURATION = 2
+#: `finetrainers check`: more items cannot be used than are allowed, or none can (EX_DATAERR of sysexits.h).
+UNUSABLE_DATA = 65
 #: Stopped as asked, with a checkpoint: start it again to go on (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
 #: A section took longer than its time limit (as `timeout` exits).

@@ -24,6 +24,11 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
 
 
+def json_text(value: Any) -> str:
+    """JSON in which text stays readable; names that are not UTF-8 on disk become escapes, so that it can be written."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
     """Append one JSON line."""
     with open(path, "a", encoding="utf-8") as file:

@@ -18,3 +18,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 clip`, `2 clips`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def printable(text: str) -> str:
+    """The text with line breaks, escapes for terminals and bytes that are not UTF-8 made visible, for untrusted names."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

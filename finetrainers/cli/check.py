@@ -1,0 +1,229 @@
+"""`finetrainers check`: what becomes of every item of a data set, found out without any model weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.progress import Task as BarTask
+from rich.table import Table
+from rich.text import Text
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.utils import exit_codes
+from finetrainers.utils.files import json_text, write_text_atomic
+from finetrainers.utils.text import plural, printable
+
+from .demo import positive_integer
+
+_SHOWN = 30  # reasons in full, on the terminal
+_EPILOG = """Beside these, every option of `finetrainers train`; the configuration may also come first: finetrainers check run.toml
+
+exit codes: 0 all is well, 65 more items cannot be used than `max_bad_samples` allows or none can, 2 wrong configuration
+"""
+
+
+def add_check(commands: Any) -> None:
+    """The parser of `finetrainers check`, for the list of commands; `check_command` is what runs it."""
+    commands.add_parser(
+        "check",
+        help="say what becomes of every item of a data set, without model weights",
+        parents=[_own_options()],
+        add_help=False,
+    )
+
+
+def _own_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="finetrainers check",
+        description="Say what becomes of every item of a data set: its bucket, or why it cannot be used.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--decode",
+        choices=("header", "full"),
+        default="header",
+        help="read headers, or decode every file from end to end [header]",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as one HTML file, with small pictures")
+    parser.add_argument("--jobs", type=positive_integer, help="processes that decode [one for each processor]")
+    parser.add_argument("--fresh", action="store_true", help="look at every file anew, whatever is remembered of it")
+    return parser
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own options, and those of `finetrainers train`."""
+    argv = list(argv)
+    if argv and not argv[0].startswith("-"):
+        argv.insert(0, "--config")
+    return _own_options().parse_known_args(argv)
+
+
+def check_command(argv: Sequence[str]) -> int:
+    """Check as the flags say; an exit code (`utils.exit_codes`)."""
+    from finetrainers.config.flags import parse_flags
+
+    own, rest = split_arguments(argv)
+    try:
+        config, _ = parse_flags(rest, prog="finetrainers check")
+        if config is None:
+            raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
+        return _check(config, own)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_codes.CONFIGURATION
+
+
+def _check(config: TrainConfig, own: argparse.Namespace) -> int:
+    from finetrainers.data.page import make_page
+    from finetrainers.data.probing import Effort
+    from finetrainers.data.report import make_report
+
+    with _bars() as bars:
+        progress = _Shown(bars)
+        effort = Effort(
+            decode=own.decode == "full",
+            duplicates=True,
+            recall=not own.fresh,
+            jobs=own.jobs,
+            progress=progress,
+        )
+        survey, problems = _survey(config, effort)
+        if survey is None:
+            raise ConfigError(problems)
+        report = make_report(survey, config, decoded=effort.decode)
+        page = make_page(report, jobs=own.jobs, progress=progress) if own.html else None
+    if own.json is not None:
+        write_text_atomic(own.json, json_text(report) + "\n")
+    if page is not None:
+        # A lone half of a character, from a file name that is not UTF-8, becomes a visible escape.
+        write_text_atomic(own.html, page.encode("utf-8", "backslashreplace").decode("utf-8"))
+    _print(report)
+    if problems:
+        raise ConfigError(problems)
+    return exit_codes.DONE if report["usable"] else exit_codes.UNUSABLE_DATA
+
+
+def _survey(config: TrainConfig, effort: Any) -> tuple[Any, list[Problem]]:
+    """What was found (None where the configuration hinders it), and what is wrong with the configuration."""
+    from finetrainers.data.plan import Survey, plan_clips, survey_dataset
+    from finetrainers.engine.preflight import preflight
+    from finetrainers.methods.registry import plan_work
+
+    survey: Survey | None = None
+
+    def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> Any:
+        nonlocal survey
+        if not (config.data.data_root or config.data.dataset_file):
+            return plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
+        if sizes_are_wrong:
+            return plan_clips(config, geometry, sizes_are_wrong=True)
+        survey = survey_dataset(config, geometry, effort=effort)
+        return survey.plan()
+
+    problems: list[Problem] = []
+    try:
+        preflight(config, planner=planner)
+    except ConfigError as error:
+        # Nothing is written to the run's folder; and what is wrong with items is in the survey.
+        ours = ("--output_dir", "--resume_from_checkpoint", *(("data",) if survey is not None else ()))
+        problems = [problem for problem in error.problems if problem.where not in ours]
+    if survey is None and not problems:
+        problems = [Problem("data", "no clips to check: give --data_root or --dataset_file")]
+    return survey, problems
+
+
+class _Rate(TextColumn):
+    """How many items a second."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: BarTask) -> Text:
+        return Text(f"{task.speed:.0f}/s" if task.speed else "")
+
+
+def _bars() -> Bars:
+    """Progress bars on the error stream, for people only."""
+    console = Console(stderr=True)
+    return Bars(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+
+
+class _Shown:
+    """Progress of each kind of work as a bar; as lines where there is no terminal."""
+
+    def __init__(self, bars: Bars) -> None:
+        from finetrainers.data.probing import log_progress
+
+        self._bars = bars
+        self._tasks: dict[str, Any] = {}
+        self._log = log_progress()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._bars.disable:
+            self._log(what, done, total)
+            return
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=total)
+        self._bars.update(self._tasks[what], completed=done)
+
+
+def _print(report: dict[str, Any]) -> None:
+    """The report for people. Names are anybody's: they must not act on the terminal."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    _print_buckets(console, report["buckets"])
+    reasons = report["reasons"]
+    width = max((len(row["kind"]) for row in reasons), default=0)
+    for heading, rejected in (("cannot be used:", True), ("good to know:", False)):
+        rows = [row for row in reasons if row["rejected"] == rejected]
+        if rows:
+            console.print(heading)
+        for row in rows:
+            more = ", ..." if row["count"] > len(row["names"]) else ""
+            names = ", ".join(map(printable, row["names"]))
+            console.print(f"  {row['kind']:<{width}}  {row['count']:>6}  {names}{more}")
+    rejected_items = [item for item in report["items"] if item["use"] == "rejected"]
+    if rejected_items:
+        console.print("why:")
+    for item in rejected_items[:_SHOWN]:
+        where = f" ({item['where']})" if item["where"] else ""
+        console.print(f"  {printable(item['name'] + ': ' + item['reason'] + where)}")
+    if len(rejected_items) > _SHOWN:
+        console.print(f"  ... and {len(rejected_items) - _SHOWN} more; --json FILE and --html FILE have all of them")
+    for note in report["notes"]:
+        console.print(f"note: {note}")
+    counts = report["counts"]
+    console.print(
+        f"{plural(counts['items'], 'item')}: {counts['train']} trained on, {counts['eval']} held out, "
+        f"{counts['rejected']} cannot be used"
+    )
+    if report["problem"]:
+        console.print(f"this data cannot be trained on as it is: {printable(report['problem'])}")
+
+
+def _print_buckets(console: Console, rows: list[dict[str, Any]]) -> None:
+    table = Table(box=None)
+    for heading in ("bucket", "clips", "held out", "batches", "enlarged", "cut off", "fps"):
+        table.add_column(heading, justify="left" if heading == "bucket" else "right")
+    for row in rows:
+        low, high = (f"{rate:.4g}" for rate in row["fps"])
+        table.add_row(
+            row["bucket"], str(row["clips"]), str(row["held_out"]), str(row["batches"]), str(row["enlarged"]),
+            f"{100 * row['crop']:.1f} %", low if low == high else f"{low}-{high}",
+        )  # fmt: skip
+    if rows:
+        console.print(table)

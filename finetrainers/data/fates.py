@@ -1,0 +1,54 @@
+"""What can become of an item, and what can be said of one beside that: the names that reports, tests and docs use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Fate = Literal[
+    "used", "too_short", "no_bucket", "caption_missing", "outside_root", "missing", "not_a_file", "empty", "unreadable",
+    "no_video", "no_rate", "too_large", "cut_off", "damaged", "decoder_failed",
+]  # fmt: skip
+Mark = Literal[
+    "resampled", "slower", "cropped", "distorted", "enlarged", "no_caption", "same_file", "same_content", "black", "still",
+]  # fmt: skip
+
+FATES: tuple[Fate, ...] = get_args(Fate)
+MARKS: tuple[Mark, ...] = get_args(Mark)
+
+MEANINGS: Mapping[Fate | Mark, str] = {
+    "used": "trained on, or held out",
+    "too_short": "fewer frames, at the rate it is sampled at, than the shortest bucket has",
+    "no_bucket": "there are no buckets for videos, or none for images",
+    "caption_missing": "no caption belongs to it",
+    "outside_root": "its path leads out of the data's folder",
+    "missing": "there is no such file, or the link leads nowhere",
+    "not_a_file": "a folder, pipe, socket or device; never opened",
+    "empty": "the file has no bytes",
+    "unreadable": "not a media file, of an unknown codec, without its index, or not to be opened",
+    "no_video": "sound only, or a cover picture",
+    "no_rate": "its frame rate is missing or absurd",
+    "too_large": "more pixels than are decoded: in a frame, or in all of them (`max_pixels`)",
+    "cut_off": "fewer frames are there than the file declares",
+    "damaged": "decoding fails on the way, or gives broken frames",
+    "decoder_failed": "the decoder crashed, hung, or asked for too much memory",
+    "resampled": "frames are left out, so that it plays at the wanted rate",
+    "slower": "slower than the wanted rate; trained at its own",
+    "cropped": "part of the picture is cut off",
+    "distorted": "resized to another aspect ratio",
+    "enlarged": "smaller than its bucket",
+    "no_caption": "its caption is empty",
+    "same_file": "the same path was there before",
+    "same_content": "the same bytes were there before, under another name",
+    "black": "every frame is black, nearly",
+    "still": "every frame is the same, nearly",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an item cannot be used: the kind, and a sentence without the item's name."""
+
+    fate: Fate
+    reason: str

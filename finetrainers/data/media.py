@@ -1,0 +1,56 @@
+"""Opening media files that nobody vouches for: regular files only, in formats that name no other file, of bounded frames.
+
+FFmpeg chooses a format by content. A text file with the name of a clip could be a playlist of other files or of URLs, a
+name could be taken for a protocol, and a few kilobytes can declare a picture that fills the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import av
+
+from .fates import Refusal
+
+#: Pixels of one picture or frame; PIL's own limit for images, used for videos too.
+MAX_FRAME_PIXELS = 89_478_485
+
+_FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,m4v,gif,flv,asf,ogg,h264,hevc"
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+}
+
+
+def look(path: Path) -> os.stat_result | Refusal:
+    """What the file system says of a file, or why it must not be opened; opens nothing."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        if path.is_symlink():
+            return Refusal("missing", f"a link to {str(path.readlink())!r}, which does not exist")
+        return Refusal("missing", "does not exist")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        return Refusal("unreadable", f"cannot be looked up: {getattr(error, 'strerror', None) or error}")
+    if not stat.S_ISREG(found.st_mode):
+        return Refusal("not_a_file", f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a file")
+    if found.st_size == 0:
+        return Refusal("empty", "the file is empty")
+    return found
+
+
+def open_video(path: Path) -> av.container.InputContainer:
+    """Open a video whose frames are no larger than `MAX_FRAME_PIXELS`; see `look` for what should be asked before.
+
+    Raises:
+        av.FFmpegError, OSError: it cannot be opened, or is of another format.
+    """
+    container = av.open(f"file:{path}", options={"format_whitelist": _FORMATS, "protocol_whitelist": "file"})
+    for stream in container.streams.video:
+        stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
+    return container

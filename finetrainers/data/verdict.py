@@ -1,0 +1,160 @@
+"""What becomes of one item, with all that can be said of it: a line of `manifest.jsonl` and of every report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from .buckets import Bucket, cover_size
+from .clip import Clip
+from .fates import Fate, Mark, Refusal
+from .frames import is_slower
+from .manifest import Kind
+from .placing import Probed
+
+_CROPPED = 0.01  # share of the picture below which nothing is said: sizes are multiples of something
+_DISTORTED = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of one item.
+
+    Attributes:
+        index: place in the data set.
+        name: of the file below the data set's folder.
+        path: of the file.
+        caption: cleaned caption.
+        use: whether it is trained on, held out, or rejected.
+        size_bytes: of the file.
+        bucket: that it is cut to; None when rejected.
+        fps: that it plays at when trained on; None when rejected.
+        reason: why it is rejected, in words.
+        fate: the same as a name.
+        kind: video or image.
+        where: where it is listed, if not in a folder.
+        frames, source_fps, width, height: of the file; 0 where they are not known.
+        crop: share of the picture that is cut off.
+        marks: what else there is to say.
+        same_as: name of the first file with the same content.
+        examples: how many clips are cut from it.
+        decoded: whether all of it has been decoded and is whole.
+    """
+
+    index: int
+    name: str
+    path: Path
+    caption: str
+    use: Literal["train", "eval", "rejected"]
+    size_bytes: int
+    bucket: Bucket | None = None
+    fps: float | None = None
+    reason: str | None = None
+    fate: Fate = "used"
+    kind: Kind = "video"
+    where: str = ""
+    frames: int = 0
+    source_fps: float = 0.0
+    width: int = 0
+    height: int = 0
+    crop: float = 0.0
+    marks: tuple[Mark, ...] = ()
+    same_as: str | None = None
+    examples: int = 1
+    decoded: bool = False
+
+    def record(self) -> dict[str, object]:
+        """The verdict as plain values, one line of `manifest.jsonl`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        bucket = "x".join(map(str, self.bucket)) if self.bucket else None
+        return {**values, "path": str(self.path), "bucket": bucket, "marks": list(self.marks)}
+
+
+def give_verdict(
+    entry: Probed,
+    clips: Sequence[Clip],
+    *,
+    name: str,
+    refusal: Refusal | None,
+    held_out: bool,
+    target_fps: float,
+    same_as: str | None,
+    seen: bool,
+) -> Verdict:
+    """The verdict on an item.
+
+    Args:
+        entry: the item and its file.
+        clips: what is cut from it; none if it is refused.
+        name: of its file.
+        refusal: why it is not used, unless it is.
+        held_out: whether it is kept for the evaluation loss.
+        target_fps: the rate that is wanted.
+        same_as: name of the first file with the same content.
+        seen: whether the same path was there before.
+    """
+    item, header = entry.item, entry.header
+    marks: list[Mark] = []
+    crop, bucket, fps = 0.0, None, None
+    if clips:
+        first = clips[0]
+        crop, bucket, fps = crop_loss(first), first.bucket, first.fps
+        marks += _of_clip(first, crop=crop, target_fps=target_fps)
+    if refusal is None and not item.caption:
+        marks.append("no_caption")
+    if seen:
+        marks.append("same_file")
+    if same_as is not None:
+        marks.append("same_content")
+    marks += [remark for remark in entry.found.remarks if remark in ("black", "still")]  # type: ignore[misc]
+    return Verdict(
+        index=item.index,
+        name=name,
+        path=item.path,
+        caption=item.caption,
+        use="rejected" if refusal else "eval" if held_out else "train",
+        size_bytes=entry.found.size_bytes,
+        bucket=bucket,
+        fps=fps,
+        reason=refusal.reason if refusal else None,
+        fate=refusal.fate if refusal else "used",
+        kind=item.kind,
+        where=item.where,
+        frames=header.frames if header else 0,
+        source_fps=header.fps if header else 0.0,
+        width=header.width if header else 0,
+        height=header.height if header else 0,
+        crop=round(crop, 4),
+        marks=tuple(marks),
+        same_as=same_as,
+        examples=len(clips),
+        decoded=entry.found.decoded,
+    )
+
+
+def crop_loss(clip: Clip) -> float:
+    """Share of a clip's picture that its bucket cuts off."""
+    _, height, width = clip.bucket
+    if clip.reshape_mode == "none":
+        return 0.0
+    full_height, full_width = cover_size(clip.height, clip.width, height, width)
+    return 1 - height * width / (full_height * full_width)
+
+
+def _of_clip(clip: Clip, *, crop: float, target_fps: float) -> list[Mark]:
+    _, height, width = clip.bucket
+    marks: list[Mark] = []
+    if clip.kind == "video":
+        if is_slower(clip.source_fps, target_fps):
+            marks.append("slower")
+        elif clip.fps != clip.source_fps:
+            marks.append("resampled")
+    if crop > _CROPPED:
+        marks.append("cropped")
+    if clip.reshape_mode == "none" and abs(clip.width / clip.height * height / width - 1) > _DISTORTED:
+        marks.append("distorted")
+    if clip.height < height or clip.width < width:
+        marks.append("enlarged")
+    return marks

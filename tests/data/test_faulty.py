@@ -1,0 +1,69 @@
+"""Every fault in a folder of real files gets the verdict that it should, by headers and by decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faulty import OPTIONS, Fault, make_faulty
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import DataSection, ModelSection
+from finetrainers.data.plan import Survey, survey_dataset
+from finetrainers.data.probing import Effort
+from finetrainers.data.verdict import Verdict
+
+GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)
+
+
+def survey(folder: Path, effort: Effort, **options: object) -> Survey:
+    model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path="x")
+    data = DataSection(data_root=folder, **{**OPTIONS, **options})
+    return survey_dataset(TrainConfig(model=model, data=data), GEOMETRY, effort=effort)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Fault]]:
+    made = tmp_path_factory.mktemp("faulty") / "clips"
+    return made, make_faulty(made)
+
+
+def test_headers_tell_most_faults_and_decoding_the_others(folder: tuple[Path, dict[str, Fault]]) -> None:
+    root, faults = folder
+    assert len(faults) >= 30
+    by_header = {v.name: v for v in survey(root, Effort(duplicates=True)).verdicts}
+    assert by_header.keys() == faults.keys()
+    assert {n: (v.fate, v.marks) for n, v in by_header.items()} == {n: (f.fate, f.marks) for n, f in faults.items()}
+    for name, fault in faults.items():
+        assert fault.reason in (by_header[name].reason or ""), name
+        if fault.size is not None:
+            assert (by_header[name].height, by_header[name].width) == fault.size, name
+    assert by_header["copy of the good clip.mp4"].same_as == "a good clip.mp4"
+    assert not any(v.decoded for v in by_header.values())
+
+    full = {v.name: v for v in survey(root, Effort(duplicates=True, decode=True, jobs=1)).verdicts}
+    expected = {n: (f.full or f.fate, f.marks + f.full_marks) for n, f in faults.items()}
+    assert {n: (v.fate, v.marks if v.fate == "used" else ()) for n, v in full.items()} == {
+        n: (fate, marks if fate == "used" else ()) for n, (fate, marks) in expected.items()
+    }
+    for name, fault in faults.items():
+        assert (fault.full_reason or fault.reason) in (full[name].reason or ""), name
+    assert {n for n, v in full.items() if v.decoded} == {n for n, (fate, _) in expected.items() if fate == "used"}
+
+    # What has been found stays found: a start of training decodes nothing, and does not use what is known to be damaged.
+    assert {v.name: v for v in survey(root, Effort(duplicates=True)).verdicts} == full
+
+
+def test_an_item_says_what_is_cut_from_it(folder: tuple[Path, dict[str, Fault]]) -> None:
+    root, _ = folder
+    verdicts: dict[str, Verdict] = {v.name: v for v in survey(root, Effort()).verdicts}
+    odd = verdicts["odd size.mkv"]
+    assert odd.bucket == (17, 32, 48)
+    assert odd.crop == pytest.approx(1 - 48 / (32 * 71 / 45), abs=0.02)  # cut at the sides
+    assert verdicts["rotated.mp4"].crop == 0
+    assert verdicts["slow.mp4"].fps == 4
+    assert verdicts["fast.mp4"].fps == 8
+    assert verdicts["folder.mp4"].examples == 0
+    stretched = {v.name: v for v in survey(root, Effort(), video_reshape_mode="none").verdicts}["odd size.mkv"]
+    assert (stretched.crop, stretched.marks) == (0, ("distorted",))
