@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,13 +22,17 @@ from finetrainers.config.sections import DataSection
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import plural
 
-from .buckets import Bucket, choose_bucket, default_buckets
+from .bucket_choice import Choice, choose_buckets, named_buckets
+from .buckets import Bucket, bucket_text, choose_bucket, filled_resolution, lower_buckets
+from .expected import expected_batches
 from .frames import is_slower, num_available, playback_fps, select_frames
 from .manifest import DataError, Item, Kind, read_items
 from .probe import Probe, ProbeError, probe
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
-_CRITICAL: Mapping[str, str | None] = dict.fromkeys(("target_fps", "frame_selection", "video_reshape_mode"), "data")
+_CRITICAL: Mapping[str, str | None] = dict.fromkeys(
+    ("target_fps", "frame_selection", "video_reshape_mode", "bucket_keep", "bucket_fall_shorter"), "data"
+)
 _NAMED = 5  # file names shown in a warning
 
 
@@ -46,6 +51,9 @@ class Clip:
         source_fps: frame rate of the source; 0 for images.
         width: displayed width of the source, in pixels.
         height: displayed height of the source, in pixels.
+        lower: `(bucket, fps)` that it falls through to where it is not kept in its bucket, in order.
+        repeats: how often it comes in an epoch, on average.
+        dataset: number of the data set it is of.
     """
 
     index: int
@@ -58,6 +66,27 @@ class Clip:
     source_fps: float
     width: int
     height: int
+    lower: tuple[tuple[Bucket, float], ...] = ()
+    repeats: float = 1.0
+    dataset: int = 0
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All that it may be cut to, the first one first."""
+        return self.bucket, *(bucket for bucket, _ in self.lower)
+
+
+def cut_to(clip: Clip, bucket: Bucket) -> Clip:
+    """A clip in one of its buckets, and in no other."""
+    if not clip.lower:
+        return clip
+    rates = dict([(clip.bucket, clip.fps), *clip.lower])
+    return replace(clip, bucket=bucket, fps=rates[bucket], lower=())
+
+
+def all_cuts(clips: Iterable[Clip]) -> list[Clip]:
+    """Every clip in each of its buckets: all that training may ask for."""
+    return [cut_to(clip, bucket) for clip in clips for bucket in clip.buckets]
 
 
 @dataclass(frozen=True)
@@ -92,6 +121,7 @@ class DatasetPlan:
         warnings: what the user should know, each with a count.
         notes: what was decided for the user.
         fingerprint: hex digest that changes with any file, caption or bucket; kept with checkpoints.
+        batches: of an epoch, in words, by bucket.
     """
 
     clips: tuple[Clip, ...]
@@ -101,6 +131,7 @@ class DatasetPlan:
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     fingerprint: str
+    batches: Mapping[Bucket, str] = field(default_factory=dict)
 
     noun = "clip"
     fingerprint_of = "files, captions, buckets or held-out items"
@@ -118,6 +149,14 @@ class DatasetPlan:
     def size(self) -> Bucket:
         """The training bucket with most pixels, `(frames, height, width)`."""
         return max((clip.bucket for clip in self.clips), key=lambda b: b[0] * b[1] * b[2])
+
+    def heaviest(self, config: TrainConfig) -> tuple[Bucket, int]:
+        """The bucket whose batches have most pixels, and how many clips they have."""
+        sizes, usual = dict(config.dataloader.bucket_batch_sizes), config.dataloader.batch_size
+        batches = [
+            (bucket, sizes.get(bucket, usual)) for bucket in {one for clip in self.clips for one in clip.buckets}
+        ]
+        return max(batches, key=lambda batch: (math.prod(batch[0]) * batch[1], batch))
 
     @property
     def example(self) -> str:
@@ -138,15 +177,19 @@ class DatasetPlan:
         """Clips of an optimizer step."""
         return f"{config.dataloader.batch_size * config.training.gradient_accumulation_steps} clips per process"
 
-    def table(self) -> list[tuple[str, str, str, str]]:
+    def table(self) -> list[tuple[str, ...]]:
         """For printing: a row of headings, then one for each bucket, largest first."""
-        rows = [("bucket", "clips", "held out", "fps")]
-        for bucket in sorted({clip.bucket for clip in (*self.clips, *self.eval_clips)}, reverse=True):
-            train = [clip for clip in self.clips if clip.bucket == bucket]
-            held_out = [clip for clip in self.eval_clips if clip.bucket == bucket]
-            rates = sorted({round(clip.fps, 2) for clip in (*train, *held_out)})
+        rows: list[tuple[str, ...]] = [("bucket", "clips", "batches", "held out", "fps")]
+        train: dict[Bucket, list[Clip]] = defaultdict(list)
+        held_out: dict[Bucket, list[Clip]] = defaultdict(list)
+        for clips, by_bucket in ((all_cuts(self.clips), train), (self.eval_clips, held_out)):
+            for clip in clips:
+                by_bucket[clip.bucket].append(clip)
+        for bucket in sorted({*train, *held_out}, reverse=True):
+            rates = sorted({round(clip.fps, 2) for clip in (*train[bucket], *held_out[bucket])})
             shown = f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g}-{rates[-1]:g}"
-            rows.append(("x".join(map(str, bucket)), str(len(train)), str(len(held_out)), shown))
+            batches = self.batches.get(bucket, "0")
+            rows.append((bucket_text(bucket), str(len(train[bucket])), batches, str(len(held_out[bucket])), shown))
         return rows
 
 
@@ -191,11 +234,13 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
     with ThreadPoolExecutor(min(16, (os.cpu_count() or 1) + 4)) as pool:
         probed = list(pool.map(lambda item: _probe_item(item, data=data, target_fps=target_fps), items))
 
-    video_buckets, image_buckets, notes = _buckets(data, geometry, probed)
+    choice = _buckets(data, geometry, probed)
+    keep = named_buckets("bucket_keep", data.bucket_keep, choice.all)
+    sizes = named_buckets("bucket_batch_sizes", config.dataloader.bucket_batch_sizes, choice.all)
     clips: list[Clip] = []
     reasons: dict[int, str] = {}
     for entry in probed:
-        clip = _place(entry, data=data, buckets=image_buckets if entry.item.kind == "image" else video_buckets)
+        clip = _place(entry, data=data, choice=choice, keep=keep)
         if isinstance(clip, Clip):
             clips.append(clip)
         else:
@@ -208,15 +253,20 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
 
     held_out = _hold_out(clips, data.eval_num_items, name)
     by_index = {clip.index: clip for clip in clips}
+    training = tuple(clip for clip in clips if clip.index not in held_out)
+    buckets = [(clip.buckets, clip.repeats) for clip in training]
+    expected = expected_batches(buckets, config, keep=keep, sizes=sizes)
     verdicts = tuple(_verdict(entry, by_index.get(entry.item.index), held_out, reasons, name) for entry in probed)
     return DatasetPlan(
-        clips=tuple(clip for clip in clips if clip.index not in held_out),
-        eval_clips=tuple(clip for clip in clips if clip.index in held_out),
+        clips=training,
+        # Always measured in the same bucket.
+        eval_clips=tuple(cut_to(clip, clip.bucket) for clip in clips if clip.index in held_out),
         verdicts=verdicts,
-        buckets=tuple(dict.fromkeys((*video_buckets, *image_buckets))),
-        warnings=tuple(_warnings(clips, rejected, name, target_fps=target_fps)),
-        notes=tuple(notes),
-        fingerprint=_fingerprint(verdicts),
+        buckets=choice.all,
+        warnings=(*_warnings(clips, rejected, name, target_fps=target_fps), *expected.warnings),
+        notes=(*choice.notes, *expected.notes),
+        fingerprint=_fingerprint(verdicts, training),
+        batches=expected.shown,
     )
 
 
@@ -234,35 +284,24 @@ def _probe_item(item: Item, *, data: DataSection, target_fps: float) -> _Probed:
     return _Probed(item, size, found, None, fps=fps, available=available)
 
 
-def _buckets(
-    data: DataSection, geometry: Geometry, probed: Sequence[_Probed]
-) -> tuple[list[Bucket], list[Bucket], list[str]]:
-    """Buckets for videos and for images, given or chosen, and notes about the choice."""
-    given: list[Bucket] = [*data.video_resolution_buckets, *((1, h, w) for h, w in data.image_resolution_buckets)]
-    problems = [f"{'x'.join(map(str, b))}: {problem}" for b in given for problem in geometry.problems(*b)]
-    if problems:
-        raise DataError("buckets that this model cannot train on", problems)
-    if given:
-        return list(data.video_resolution_buckets), [bucket for bucket in given if bucket[0] == 1], []
-    notes = []
-    chosen: dict[Kind, list[Bucket]] = {"video": [], "image": []}
-    for kind, buckets in chosen.items():
-        sizes = [(p.available, p.found.height, p.found.width) for p in probed if p.item.kind == kind and p.found]
-        if sizes:
-            buckets += default_buckets(sizes, geometry)
-            shown = ", ".join("x".join(map(str, bucket)) for bucket in buckets)
-            notes.append(f"no buckets were given; chose {shown} from the sizes of {plural(len(sizes), kind)}")
-    return chosen["video"], chosen["image"], notes
+def _buckets(data: DataSection, geometry: Geometry, probed: Sequence[_Probed]) -> Choice:
+    sizes: dict[Kind, list[Bucket]] = {"video": [], "image": []}
+    for entry in probed:
+        if entry.found:
+            sizes[entry.item.kind].append((entry.available, entry.found.height, entry.found.width))
+    return choose_buckets(data, geometry, videos=sizes["video"], images=sizes["image"])
 
 
-def _place(entry: _Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Clip | str:
+def _place(entry: _Probed, *, data: DataSection, choice: Choice, keep: Mapping[Bucket, float]) -> Clip | str:
     """The clip with its bucket, or the reason why it has none."""
     item, found = entry.item, entry.found
     if found is None:
         return str(entry.reason)
-    if not buckets:
+    resolutions = choice.of_kind(item.kind)
+    if not resolutions:
         wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
         return f"there is no bucket for {item.kind}s; add one, {wanted}"
+    buckets = filled_resolution(found.height, found.width, resolutions)
     bucket = choose_bucket(entry.available, found.height, found.width, buckets)
     if bucket is None:
         shortest = min(buckets)
@@ -271,12 +310,25 @@ def _place(entry: _Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> C
             f"{entry.fps:.4g} fps, and the shortest bucket needs {shortest[0]}; "
             "add a shorter bucket, raise `target_fps`, or remove the file"
         )
-    fps = entry.fps
-    if item.kind == "video":
-        _, fps = select_frames(found.frames, source_fps=found.fps, fps=fps, length=bucket[0], mode=data.frame_selection)
+
+    def rate(bucket: Bucket) -> float:
+        if item.kind == "image":
+            return entry.fps
+        mode = data.frame_selection
+        return select_frames(found.frames, source_fps=found.fps, fps=entry.fps, length=bucket[0], mode=mode)[1]
+
+    lower: list[tuple[Bucket, float]] = []
+    below = [one for buckets in resolutions for one in buckets]
+    here = bucket
+    for further in lower_buckets(bucket, found.height, found.width, below, shorter=data.bucket_fall_shorter):
+        if keep.get(here, 1.0) == 1.0:
+            break
+        lower.append((further, rate(further)))
+        here = further
     return Clip(
-        item.index, item.path, item.caption, item.kind, bucket, fps, found.frames, found.fps, found.width, found.height
-    )
+        item.index, item.path, item.caption, item.kind, bucket, rate(bucket), found.frames, found.fps, found.width,
+        found.height, tuple(lower),
+    )  # fmt: skip
 
 
 def _hold_out(clips: Sequence[Clip], count: int, name: Callable[[Path], str]) -> set[int]:
@@ -315,8 +367,13 @@ def _verdict(
     return Verdict(*common, use, entry.size_bytes, bucket=clip.bucket, fps=clip.fps)
 
 
-def _fingerprint(verdicts: Sequence[Verdict]) -> str:
+def _fingerprint(verdicts: Sequence[Verdict], clips: Sequence[Clip]) -> str:
     digest = hashlib.sha256()
+    others = [
+        [c.index, c.lower, c.repeats, c.dataset] for c in clips if (c.lower, c.repeats, c.dataset) != ((), 1.0, 0)
+    ]
+    if others:
+        digest.update(json.dumps(others).encode() + b"\n")
     for v in verdicts:
         digest.update(json.dumps([v.name, v.size_bytes, v.caption, v.bucket, v.use]).encode() + b"\n")
     return digest.hexdigest()
