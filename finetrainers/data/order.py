@@ -166,6 +166,31 @@ class Order:
         return shuffled
 
 
+def cut_into_batches(slots: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut a row of visits into batches of one bucket each, in the order in which they are emitted.
+
+    A batch is emitted at its last visit if that fills it; those that stay open follow in the order of their first.
+
+    Args:
+        slots: the bucket of each visit; -1: none.
+        sizes: batch size of each bucket.
+
+    Returns:
+        `(members, starts, stops)`: batch k is of the visits `members[starts[k] : stops[k]]`.
+    """
+    members = np.argsort(slots, kind="stable")
+    members = members[np.count_nonzero(slots < 0) :]
+    of_slot = slots[members]
+    counts = np.bincount(of_slot, minlength=len(sizes))
+    rank = np.arange(len(members)) - (np.cumsum(counts) - counts)[of_slot]
+    starts = np.flatnonzero(rank % sizes[of_slot] == 0)
+    stops = np.append(starts[1:], len(members)) if len(starts) else starts
+    full = stops - starts == sizes[of_slot[starts]]
+    emitted = np.where(full, members[stops - 1], len(slots) + members[starts])
+    turn = np.argsort(emitted)
+    return members, starts[turn], stops[turn]
+
+
 def _thresholds(buckets: Sequence[Bucket], keep: Mapping[Bucket, float]) -> npt.NDArray[np.float64]:
     """A draw below the k-th and not below the one before comes in bucket k."""
     thresholds: npt.NDArray[np.float64] = np.cumsum(chances(buckets, keep))

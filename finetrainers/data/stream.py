@@ -20,7 +20,7 @@ from finetrainers.utils.seeding import derive_seed
 
 from .buckets import Bucket, bucket_text
 from .course import Course, num_batches
-from .order import Ints, Order, Visits
+from .order import Ints, Order, Visits, cut_into_batches
 from .plan import Clip, cut_to
 
 #: So many epochs in a row without a batch mean that there never will be one.
@@ -180,9 +180,17 @@ class BatchStream:
         return int(self.order.counts(epoch)[-1])
 
     def steps_for_epochs(self, epochs: int, *, accumulation: int, world_size: int) -> int:
-        """Optimizer steps after which `epochs` epochs have been gone through, up to batches that `wrap` leaves open."""
+        """Optimizer steps after which `epochs` epochs have been gone through, up to batches that `wrap` leaves open.
+
+        Raises:
+            ValueError: they have no batch at all.
+        """
         last = epochs - 1 - self._begun.epoch
         batches = self._batches_until(last) if last >= 0 else 0
+        if batches == 0 and self._begun.epoch < 0:
+            raise ValueError(
+                f"{epochs} epochs have no whole batch; train for more, repeat clips, or lower the batch size"
+            )
         return self.first_step + -(-batches // (accumulation * world_size))
 
     def _find(self, position: int) -> tuple[int, int]:
@@ -290,31 +298,6 @@ class BatchStream:
                 slots += [slot] * missing
         cycles = [-1 - derive_seed("pad", epoch, self.first_step, k) for k in range(len(items))]
         return Visits(*(np.asarray(column, dtype=np.int64) for column in (items, cycles, slots)))
-
-
-def cut_into_batches(slots: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut a row of visits into batches of one bucket each, in the order in which they are emitted.
-
-    A batch is emitted at its last visit if that fills it; those that stay open follow in the order of their first.
-
-    Args:
-        slots: the bucket of each visit; -1: none.
-        sizes: batch size of each bucket.
-
-    Returns:
-        `(members, starts, stops)`: batch k is of the visits `members[starts[k] : stops[k]]`.
-    """
-    members = np.argsort(slots, kind="stable")
-    members = members[np.count_nonzero(slots < 0) :]
-    of_slot = slots[members]
-    counts = np.bincount(of_slot, minlength=len(sizes))
-    rank = np.arange(len(members)) - (np.cumsum(counts) - counts)[of_slot]
-    starts = np.flatnonzero(rank % sizes[of_slot] == 0)
-    stops = np.append(starts[1:], len(members)) if len(starts) else starts
-    full = stops - starts == sizes[of_slot[starts]]
-    emitted = np.where(full, members[stops - 1], len(slots) + members[starts])
-    turn = np.argsort(emitted)
-    return members, starts[turn], stops[turn]
 
 
 def stream_of(clips: Sequence[Clip], course: Course, *, keep: Mapping[Bucket, float] | None = None) -> BatchStream:
