@@ -321,6 +321,9 @@ def test_ends_of_epochs() -> None:
     assert sum(cycle < 0 for cycle in padded.cycles) == 2
     assert len({clip.index for clip in padded.clips}) == 4
     assert streams["pad"].at(5).clips[2:] != padded.clips[2:]  # others the next time
+    left = streams["pad"].left_at(1).visits  # what has only been filled in is not left
+    assert len(left) == 6
+    assert set(left.cycles.tolist()) == {0}
     wrapped = streams["wrap"].at(2)
     assert wrapped.cycles == (0, 0, 1, 1)
 
