@@ -22,11 +22,13 @@ class Expected:
     Attributes:
         shown: batches of each bucket; with `~` where epochs differ.
         warnings, notes: what is left out, and how much.
+        any: whether there is a batch at all.
     """
 
     shown: Mapping[Bucket, str]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    any: bool
 
 
 def expected_batches(
@@ -77,4 +79,6 @@ def expected_batches(
             f"--bucket_keep leaves out about {fallen:.3g} of {total:.0f} clips an epoch, others each time; "
             "events.jsonl counts them (left_out)"
         )
-    return Expected(shown, tuple(warnings), tuple(notes))
+    # Where epochs differ, one of them may have it.
+    found = epoch_end != "drop" or len(never) < len(counts) or any(varies.values())
+    return Expected(shown, tuple(warnings), tuple(notes), found)

@@ -256,6 +256,10 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
     training = tuple(clip for clip in clips if clip.index not in held_out)
     buckets = [(clip.buckets, clip.repeats) for clip in training]
     expected = expected_batches(buckets, config, keep=keep, sizes=sizes)
+    if not expected.any:
+        raise DataError(
+            "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end drop"
+        )
     verdicts = tuple(_verdict(entry, by_index.get(entry.item.index), held_out, reasons, name) for entry in probed)
     return DatasetPlan(
         clips=training,
