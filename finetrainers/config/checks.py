@@ -268,6 +268,8 @@ def _check_buckets(config: TrainConfig, found: Findings) -> None:
         found.error("min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}")
     if data.bucket_fall_shorter and not data.bucket_keep:
         found.warnings.append("--bucket_fall_shorter has no effect without --bucket_keep")
+    if config.optimizer.scale_lr and config.dataloader.bucket_batch_sizes:
+        found.warnings.append("--scale_lr follows --batch_size alone, not --bucket_batch_sizes")
     for option, entries in (
         ("bucket_batch_sizes", config.dataloader.bucket_batch_sizes),
         ("bucket_keep", data.bucket_keep),

@@ -72,8 +72,12 @@ def expected_batches(
         warnings.append(f"--epoch_end drop leaves out {of_all} an epoch, others each time, that do not fill a batch")
         if never:
             warnings.append(f"--epoch_end drop leaves out whole buckets, every epoch: {', '.join(never)}")
-    if epoch_end == "wrap" and left:
-        notes.append(f"--epoch_end wrap: after the last epoch, {of_all} or fewer wait for a batch that does not come")
+    waiting = sum(sizes.get(bucket, batch_size) - 1 for bucket in counts)
+    if epoch_end == "wrap" and waiting:
+        notes.append(
+            f"--epoch_end wrap: after the last epoch, up to {plural(waiting, 'clip')} of that epoch (less than a batch of each bucket) "
+            "have waited for a batch that does not come"
+        )
     if fallen > _WHOLE:
         notes.append(
             f"--bucket_keep leaves out about {fallen:.3g} of {total:.0f} clips an epoch, others each time; "

@@ -175,7 +175,10 @@ class DatasetPlan:
 
     def step_of(self, config: TrainConfig) -> str:
         """Clips of an optimizer step."""
-        return f"{config.dataloader.batch_size * config.training.gradient_accumulation_steps} clips per process"
+        loading, accumulation = config.dataloader, config.training.gradient_accumulation_steps
+        clips = sorted({loading.batch_size, *(size for _, size in loading.bucket_batch_sizes)})
+        shown = [str(size * accumulation) for size in clips]
+        return f"{' or '.join(shown)} clips per process{', by bucket' if len(shown) > 1 else ''}"
 
     def table(self) -> list[tuple[str, ...]]:
         """For printing: a row of headings, then one for each bucket, largest first."""

@@ -211,6 +211,11 @@ def test_a_plan_with_sizes_chances_and_ends(root: Path) -> None:
         "--epoch_end drop leaves out whole buckets, every epoch: 1x64x96 (1 clip for batches of 2)",
     )
     assert dropped.table()[1][2] == "1"
+    assert (
+        plan(root, **options, epoch_end="wrap", batch_size=3)[1]
+        .notes[-1]
+        .startswith("--epoch_end wrap: after the last epoch, up to 4 clips of that epoch")
+    )
     with pytest.raises(DataError, match="nothing to train on"):
         plan(root, **options, epoch_end="drop", batch_size=9)
     with pytest.raises(DataError, match="33x64x64 is no bucket of this run; the nearest is 33x64x96"):
