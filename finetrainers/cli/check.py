@@ -117,7 +117,8 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
 
 def _survey(config: TrainConfig, effort: Any) -> tuple[Any, list[Problem]]:
     """What was found (None where the configuration hinders it), and what is wrong with the configuration."""
-    from finetrainers.data.plan import Survey, plan_clips, survey_dataset
+    from finetrainers.data.plan import plan_clips, plan_of
+    from finetrainers.data.survey import Survey, survey_dataset
     from finetrainers.engine.preflight import preflight
     from finetrainers.methods.registry import plan_work
 
@@ -130,7 +131,7 @@ def _survey(config: TrainConfig, effort: Any) -> tuple[Any, list[Problem]]:
         if sizes_are_wrong:
             return plan_clips(config, geometry, sizes_are_wrong=True)
         survey = survey_dataset(config, geometry, effort=effort)
-        return survey.plan()
+        return plan_of(survey, config)
 
     problems: list[Problem] = []
     try:

@@ -243,6 +243,7 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
     found.warnings += window_warnings(config)
     if (problem := slice_problem(data, first_frame=family.first_frame)) is not None:
         found.error(*problem)
+    _check_buckets(config, found)
     if config.changed("dataloader_timeout") and config.dataloader.dataloader_num_workers == 0:
         found.warnings.append("--dataloader_timeout has no effect without --dataloader_num_workers")
     if data.data_root is None and data.dataset_file is None:
@@ -255,3 +256,32 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
         found.warnings.append(
             f"--eval_num_items {data.eval_num_items} are held out, but evaluated only at the end; set --eval_steps"
         )
+
+
+def _check_buckets(config: TrainConfig, found: Findings) -> None:
+    """Options about buckets that exclude each other or have no effect."""
+    data = config.data
+    automatic = [option for option in ("resolutions", "frame_buckets") if config.changed(option)]
+    if data.video_resolution_buckets:
+        for option in automatic:
+            found.error(option, "--video_resolution_buckets names every size and length already; give one of them")
+    shapes = [option for option in ("min_ar", "max_ar", "num_ar_buckets") if config.changed(option)]
+    if shapes and not data.resolutions:
+        found.warnings += [f"--{option} has no effect without --resolutions" for option in shapes]
+    elif data.num_ar_buckets == 0:
+        found.warnings += [
+            f"--{option} has no effect with --num_ar_buckets 0" for option in shapes if option != "num_ar_buckets"
+        ]
+    if data.min_ar > data.max_ar:
+        found.error("min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}")
+    if data.bucket_fall_shorter and not data.bucket_keep:
+        found.warnings.append("--bucket_fall_shorter has no effect without --bucket_keep")
+    if config.optimizer.scale_lr and config.dataloader.bucket_batch_sizes:
+        found.warnings.append("--scale_lr follows --batch_size alone, not --bucket_batch_sizes")
+    for option, entries in (
+        ("bucket_batch_sizes", config.dataloader.bucket_batch_sizes),
+        ("bucket_keep", data.bucket_keep),
+    ):
+        buckets = [bucket for bucket, _ in entries]
+        for bucket in sorted({bucket for bucket in buckets if buckets.count(bucket) > 1}):
+            found.error(option, f"{'x'.join(map(str, bucket))} is named twice")

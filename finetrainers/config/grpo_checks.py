@@ -36,7 +36,14 @@ _HINTS = {
     "flow_shift": "--shift shifts the sampler's noise levels",
     "id_token": "write it into the prompts",
 }
-_NO_CLIPS = ("dataloader_num_workers", "dataloader_timeout", "pin_memory", "eval_num_timesteps")
+_NO_CLIPS = (
+    "dataloader_num_workers",
+    "dataloader_timeout",
+    "pin_memory",
+    "bucket_batch_sizes",
+    "epoch_end",
+    "eval_num_timesteps",
+)
 _POLICY_ONLY = (
     "eta", "window_size", "window_range", "window_strategy", "window_per_prompt", "window_every", "window_stride", "timestep_fraction",
     "clip_range", "ratio_norm", "step_weight", "kl_coef", "kl_space", "trajectory_dtype", "offload_trajectory",

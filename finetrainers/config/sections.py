@@ -8,11 +8,11 @@ classes. Field names are unique over all sections, so that each one is also a fl
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from .values import ImageBucket, VideoBucket
+from .values import BucketShare, BucketSize, ImageBucket, Resolution, VideoBucket
 
 DType = Literal["fp32", "bf16", "fp16", "float8_e4m3fn", "float8_e5m2"]
 OptimizerName = Literal[
@@ -22,6 +22,8 @@ OptimizerName = Literal[
     "adamw-torchao-8bit", "adamw-torchao-4bit", "adamw-torchao-fp8",
     "adamw-deepspeed-cpu",
 ]  # fmt: skip
+#: What becomes of the clips that do not fill a batch at the end of an epoch.
+EpochEnd = Literal["keep", "drop", "pad", "wrap"]
 #: Parts of a run's state that a resumed run can begin anew.
 Reset = Literal["data", "optimizer", "scheduler", "rng", "ema", "step"]
 
@@ -94,6 +96,31 @@ class DataSection(Section):
     video_resolution_buckets: list[VideoBucket] = Field(
         default=[], description="FxHxW sizes that clips are cut to, frames x height x width."
     )
+    resolutions: list[Resolution] = Field(
+        default=[],
+        description="Sizes chosen for you: areas in pixels, each as the side of a square (`512`) or as HxW; every area is cut "
+        "at `num_ar_buckets` aspect ratios. In place of `video_resolution_buckets`.",
+    )
+    frame_buckets: list[Annotated[int, Field(ge=1)]] = Field(
+        default=[],
+        description="Lengths in frames that go with `resolutions`; default: chosen from the clips. Images are always 1.",
+    )
+    min_ar: float = Field(0.5, gt=0, description="Narrowest aspect ratio of `resolutions`, width / height.")
+    max_ar: float = Field(2.0, gt=0, description="Widest aspect ratio of `resolutions`, width / height.")
+    num_ar_buckets: int = Field(
+        7,
+        ge=0,
+        description="How many aspect ratios from `min_ar` to `max_ar`, evenly spaced as factors; 0: only the shapes that "
+        "`resolutions` give themselves.",
+    )
+    bucket_keep: list[BucketShare] = Field(
+        default=[],
+        description="Probability, per clip and epoch, of staying in a bucket, as `49x512x768=0.5`; otherwise the clip is cut to "
+        "the next lower resolution of that length, or left out of the epoch where there is none.",
+    )
+    bucket_fall_shorter: bool = Field(
+        False, description="With `bucket_keep`, go on to the next shorter length before a clip is left out."
+    )
     video_reshape_mode: Literal["center", "random", "none"] = Field(
         "center",
         description="How a clip meets its bucket: resize then centre crop, random crop, or plain resize (distorts).",
@@ -164,6 +191,15 @@ class DataloaderSection(Section):
     """How batches are put together."""
 
     batch_size: int = Field(1, ge=1, description="Clips per device and micro-step.")
+    bucket_batch_sizes: list[BucketSize] = Field(
+        default=[],
+        description="Batch sizes of single buckets, as `49x512x768=1 1x512x768=8`; the others have `batch_size`.",
+    )
+    epoch_end: EpochEnd = Field(
+        "keep",
+        description="What becomes of clips that do not fill a batch at the end of an epoch: smaller batches (`keep`), left out "
+        "(`drop`), filled up with further clips of the bucket (`pad`), or first in the next epoch's batches (`wrap`).",
+    )
     dataloader_num_workers: int = Field(0, ge=0, description="Processes that decode; 0 decodes in the main process.")
     dataloader_timeout: int = Field(
         300,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 _BUCKET = re.compile(r"^(\d+)x(\d+)x(\d+)$")
 _IMAGE_BUCKET = re.compile(r"^(\d+)x(\d+)$")
+_RESOLUTION = re.compile(r"^(\d+)(?:x(\d+))?$")
 
 
 def parse_video_bucket(value: Any) -> Any:
@@ -39,6 +40,36 @@ def parse_image_bucket(value: Any) -> Any:
     return value
 
 
+def parse_resolution(value: Any) -> Any:
+    """`512` or `"512"` (the sides of a square) or `"512x768"` (height x width) as a tuple; pairs pass through.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    if isinstance(value, str):
+        match = _RESOLUTION.match(value.strip())
+        if not match or "0" in match.groups():
+            raise ValueError(f"{value!r} is neither the side of a square, for example 512, nor HEIGHTxWIDTH")
+        return int(match[1]), int(match[2] or match[1])
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value, value
+    return value
+
+
+def parse_for_bucket(value: Any) -> Any:
+    """`"49x512x768=2"` as the bucket and the text of its value; pairs pass through. `512x768` means 1x512x768.
+
+    Raises:
+        ValueError: the text is not a bucket, `=` and a value.
+    """
+    if isinstance(value, str):
+        bucket, equals, number = (part.strip() for part in value.partition("="))
+        if not (_BUCKET.match(bucket) or _IMAGE_BUCKET.match(bucket)) or not equals or not number:
+            raise ValueError(f"{value!r} is not BUCKET=VALUE, for example 49x512x768=2")
+        return parse_video_bucket(bucket if _BUCKET.match(bucket) else f"1x{bucket}"), number
+    return value
+
+
 def parse_numbers(value: Any) -> Any:
     """`"0:0.5"` as the texts of its numbers, also as the only item of a list; other lists pass through."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
@@ -48,6 +79,17 @@ def parse_numbers(value: Any) -> Any:
 
 def _joined(value: tuple[int, ...]) -> str:
     return "x".join(str(part) for part in value)
+
+
+def _resolution_text(value: tuple[int, int]) -> str:
+    return str(value[0]) if value[0] == value[1] else _joined(value)
+
+
+def _assigned(value: tuple[tuple[int, int, int], int | float]) -> str:
+    return f"{_joined(value[0])}={value[1]}"
+
+
+_ASSIGNMENT = WithJsonSchema({"type": "string", "pattern": r"^(\d+x)?\d+x\d+=.+$"})
 
 
 VideoBucket = Annotated[
@@ -61,4 +103,23 @@ ImageBucket = Annotated[
     BeforeValidator(parse_image_bucket),
     PlainSerializer(_joined, return_type=str),
     WithJsonSchema({"type": "string", "pattern": _IMAGE_BUCKET.pattern}),
+]
+#: An area in pixels, by the height and width of a picture that has it.
+Resolution = Annotated[
+    tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
+    BeforeValidator(parse_resolution),
+    PlainSerializer(_resolution_text, return_type=str),
+    WithJsonSchema({"type": ["string", "integer"], "pattern": _RESOLUTION.pattern}),
+]
+BucketSize = Annotated[
+    tuple[VideoBucket, Annotated[int, Field(ge=1)]],
+    BeforeValidator(parse_for_bucket),
+    PlainSerializer(_assigned, return_type=str),
+    _ASSIGNMENT,
+]
+BucketShare = Annotated[
+    tuple[VideoBucket, Annotated[float, Field(gt=0, le=1)]],
+    BeforeValidator(parse_for_bucket),
+    PlainSerializer(_assigned, return_type=str),
+    _ASSIGNMENT,
 ]

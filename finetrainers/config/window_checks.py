@@ -23,6 +23,11 @@ def window_problems(data: DataSection, geometry: Geometry) -> list[tuple[str, st
         for frames, height, width in data.video_resolution_buckets
         if 1 < frames < size
     ]
+    found += [
+        ("frame_buckets", f"windows of {size} frames cannot be cut from {frames}; give a longer length, or none")
+        for frames in data.frame_buckets
+        if 1 < frames < size
+    ]
     if data.frame_selection not in ("head", "middle"):
         found.append(
             (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,9 @@ class Clip:
         start: its first frame, counted at `fps`; None: `frame_selection` says.
         latents_of: first frame and number of frames of the stretch whose latents its own are cut from; None: it is
             encoded by itself.
+        lower: `(bucket, fps)` that it falls through to where it is not kept in its bucket, in order.
+        repeats: how often it comes in an epoch, on average.
+        dataset: number of the data set it is of.
     """
 
     index: int
@@ -49,3 +53,24 @@ class Clip:
     frame_selection: Selection = "head"
     start: int | None = None
     latents_of: tuple[int, int] | None = None
+    lower: tuple[tuple[Bucket, float], ...] = ()
+    repeats: float = 1.0
+    dataset: int = 0
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All that it may be cut to, the first one first."""
+        return self.bucket, *(bucket for bucket, _ in self.lower)
+
+
+def cut_to(clip: Clip, bucket: Bucket) -> Clip:
+    """A clip in one of its buckets, and in no other."""
+    if not clip.lower:
+        return clip
+    rates = dict([(clip.bucket, clip.fps), *clip.lower])
+    return replace(clip, bucket=bucket, fps=rates[bucket], lower=())
+
+
+def all_cuts(clips: Iterable[Clip]) -> list[Clip]:
+    """Every clip in each of its buckets: all that training may ask for."""
+    return [cut_to(clip, bucket) for clip in clips for bucket in clip.buckets]

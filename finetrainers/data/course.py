@@ -6,11 +6,15 @@ has left. Its way is then a row of stretches, each with one way of making batche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import EpochEnd
+
+from .buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -19,13 +23,40 @@ class Stretch:
 
     Attributes:
         first_step: the first of them, counted from 0.
-        batch_size: clips of a micro-batch.
+        batch_size: clips of a micro-batch, in buckets without a size of their own.
         per_step: micro-batches of an optimizer step, over all ranks.
+        bucket_sizes: the others, `(bucket, clips)`, sorted.
+        epoch_end: what becomes of clips that do not fill a batch at the end of an epoch.
     """
 
     first_step: int
     batch_size: int
     per_step: int
+    bucket_sizes: tuple[tuple[Bucket, int], ...] = ()
+    epoch_end: EpochEnd = "keep"
+
+    @property
+    def ways(self) -> tuple[object, ...]:
+        """All that decides how batches are made."""
+        return self.batch_size, self.per_step, self.bucket_sizes, self.epoch_end
+
+    def state(self) -> list[Any]:
+        """As plain values; three numbers where nothing else is set."""
+        numbers: list[Any] = [self.first_step, self.batch_size, self.per_step]
+        if not self.bucket_sizes and self.epoch_end == "keep":
+            return numbers
+        return [*numbers, [[list(bucket), size] for bucket, size in self.bucket_sizes], self.epoch_end]
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> Stretch:
+        """Undo `state`."""
+        first_step, batch_size, per_step, *others = state
+        stretch = cls(int(first_step), int(batch_size), int(per_step))
+        if not others:
+            return stretch
+        sizes, epoch_end = others
+        bucket_sizes = tuple(((b[0], b[1], b[2]), int(size)) for b, size in sizes)
+        return replace(stretch, bucket_sizes=bucket_sizes, epoch_end=epoch_end)
 
 
 @dataclass(frozen=True)
@@ -57,21 +88,32 @@ class Course:
         )
         now = _stretch(config, world_size, step)
         last = stretches[-1]
-        if (now.batch_size, now.per_step) == (last.batch_size, last.per_step):
+        if now.ways == last.ways:
             return Course(self.seed, stretches)
         kept = stretches if last.first_step < step else stretches[:-1]
         return Course(self.seed, (*kept, now))
 
     def state(self) -> dict[str, Any]:
         """As plain values."""
-        return {"seed": self.seed, "stretches": [[s.first_step, s.batch_size, s.per_step] for s in self.stretches]}
+        return {"seed": self.seed, "stretches": [stretch.state() for stretch in self.stretches]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Course:
         """Undo `state`."""
-        stretches: Sequence[Sequence[int]] = state["stretches"]
-        return cls(int(state["seed"]), tuple(Stretch(*map(int, stretch)) for stretch in stretches))
+        return cls(int(state["seed"]), tuple(map(Stretch.from_state, state["stretches"])))
 
 
 def _stretch(config: TrainConfig, world_size: int, step: int) -> Stretch:
-    return Stretch(step, config.dataloader.batch_size, config.training.gradient_accumulation_steps * world_size)
+    loading = config.dataloader
+    return Stretch(
+        first_step=step,
+        batch_size=loading.batch_size,
+        per_step=config.training.gradient_accumulation_steps * world_size,
+        bucket_sizes=tuple(sorted(loading.bucket_batch_sizes)),
+        epoch_end=loading.epoch_end,
+    )
+
+
+def num_batches(count: float, size: int, epoch_end: EpochEnd) -> int:
+    """Batches that an epoch makes of so many clips of a bucket; for `wrap`, without what is left from the epoch before."""
+    return math.ceil(count / size) if epoch_end in ("keep", "pad") else math.floor(count / size)

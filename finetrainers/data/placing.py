@@ -11,7 +11,8 @@ from finetrainers.config.sections import DataSection
 from finetrainers.config.window_checks import window_problems
 from finetrainers.utils.text import plural
 
-from .buckets import Bucket, choose_bucket, default_buckets
+from .bucket_choice import Choice, choose_buckets
+from .buckets import Bucket, choose_bucket, filled_resolution, lower_buckets
 from .clip import Clip
 from .fates import Refusal
 from .frames import num_available, playback_fps, select_frames
@@ -80,17 +81,17 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
     found = find_out(items, memory=memory, max_pixels=data.max_pixels, effort=effort)
     probed = [_at_rate(one, data=data, target_fps=target_fps) for one in found]
     placing = with_window_buckets(data)
-    video_buckets, image_buckets, notes = _buckets(placing, geometry, probed)
+    choice = _choose(placing, geometry, probed)
     clips: list[Clip] = []
     refusals: dict[int, Refusal] = {}
     for entry in probed:
-        clip = _place(entry, data=placing, buckets=image_buckets if entry.item.kind == "image" else video_buckets)
+        clip = _place(entry, data=placing, choice=choice)
         if isinstance(clip, Clip):
             clips += cut_windows(clip, entry.available, data=data, geometry=geometry)
         else:
             refusals[entry.item.index] = clip
-    notes += describe_windows(clips, data=data, geometry=geometry)
-    return Placed(probed, clips, refusals, [*video_buckets, *image_buckets], notes)
+    notes = [*choice.notes, *describe_windows(clips, data=data, geometry=geometry)]
+    return Placed(probed, clips, refusals, list(choice.all), notes)
 
 
 def data_folder(data: DataSection) -> Path:
@@ -110,37 +111,24 @@ def _at_rate(found: Found, *, data: DataSection, target_fps: float) -> Probed:
     return Probed(found, fps=fps, available=available)
 
 
-def _buckets(
-    data: DataSection, geometry: Geometry, probed: Sequence[Probed]
-) -> tuple[list[Bucket], list[Bucket], list[str]]:
-    """Buckets for videos and for images, given or chosen, and notes about the choice."""
-    given: list[Bucket] = [*data.video_resolution_buckets, *((1, h, w) for h, w in data.image_resolution_buckets)]
-    problems = [f"{'x'.join(map(str, b))}: {problem}" for b in given for problem in geometry.problems(*b)]
-    if problems:
-        raise DataError("buckets that this model cannot train on", problems)
-    if given:
-        return list(data.video_resolution_buckets), [bucket for bucket in given if bucket[0] == 1], []
-    notes = []
-    chosen: dict[Kind, list[Bucket]] = {"video": [], "image": []}
-    for kind, buckets in chosen.items():
-        sizes = [(p.available, h.height, h.width) for p in probed if p.item.kind == kind and (h := p.header)]
-        if sizes:
-            buckets += default_buckets(sizes, geometry)
-            if kind == "video" and (window := data.framepack_window_size):
-                buckets[:] = dict.fromkeys((window, height, width) for _, height, width in buckets)
-            shown = ", ".join("x".join(map(str, bucket)) for bucket in buckets)
-            notes.append(f"no buckets were given; chose {shown} from the sizes of {plural(len(sizes), kind)}")
-    return chosen["video"], chosen["image"], notes
+def _choose(data: DataSection, geometry: Geometry, probed: Sequence[Probed]) -> Choice:
+    sizes: dict[Kind, list[Bucket]] = {"video": [], "image": []}
+    for entry in probed:
+        if entry.header:
+            sizes[entry.item.kind].append((entry.available, entry.header.height, entry.header.width))
+    return choose_buckets(data, geometry, videos=sizes["video"], images=sizes["image"])
 
 
-def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Clip | Refusal:
+def _place(entry: Probed, *, data: DataSection, choice: Choice) -> Clip | Refusal:
     """The clip with its bucket, or the reason why it has none."""
     item, found = entry.item, entry.found.answer
     if isinstance(found, Refusal):
         return found
-    if not buckets:
+    resolutions = choice.of_kind(item.kind)
+    if not resolutions:
         wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
         return Refusal("no_bucket", f"there is no bucket for {item.kind}s; add one, {wanted}")
+    buckets = filled_resolution(found.height, found.width, resolutions)
     bucket = choose_bucket(entry.available, found.height, found.width, buckets)
     if bucket is None:
         windows = data.framepack_window_size is not None
@@ -155,20 +143,34 @@ def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Cl
             f"{entry.fps:.4g} fps, and {needs} needs {min(buckets)[0]}; "
             f"{way_out}, raise `target_fps`, or remove the file",
         )
-    fps = entry.fps
-    if item.kind == "video":
-        _, fps = select_frames(found.frames, source_fps=found.fps, fps=fps, length=bucket[0], mode=data.frame_selection)
+
+    def rate(bucket: Bucket) -> float:
+        if item.kind == "image":
+            return entry.fps
+        mode = data.frame_selection
+        return select_frames(found.frames, source_fps=found.fps, fps=entry.fps, length=bucket[0], mode=mode)[1]
+
+    keep = dict(data.bucket_keep)
+    lower: list[tuple[Bucket, float]] = []
+    below = [one for buckets in resolutions for one in buckets]
+    here = bucket
+    for further in lower_buckets(bucket, found.height, found.width, below, shorter=data.bucket_fall_shorter):
+        if keep.get(here, 1.0) == 1.0:
+            break
+        lower.append((further, rate(further)))
+        here = further
     return Clip(
         index=item.index,
         path=item.path,
         caption=item.caption,
         kind=item.kind,
         bucket=bucket,
-        fps=fps,
+        fps=rate(bucket),
         num_frames=found.frames,
         source_fps=found.fps,
         width=found.width,
         height=found.height,
         reshape_mode=data.video_reshape_mode,
         frame_selection=data.frame_selection,
+        lower=tuple(lower),
     )

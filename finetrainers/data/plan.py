@@ -1,40 +1,33 @@
-"""Decides, before any weight is loaded, what becomes of every item: its bucket, or why it cannot be used.
+"""The data set as it will be trained on, decided before any weight is loaded. Imports no torch.
 
-Imports no torch. The same data and options give the same plan on every machine and every rank.
+The same data and options give the same plan on every machine and every rank.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.sections import DataSection
 from finetrainers.utils.files import json_text, write_text_atomic
-from finetrainers.utils.text import plural
 
-from .buckets import Bucket
-from .clip import Clip
-from .frames import is_slower
+from .buckets import Bucket, bucket_text
+from .clip import Clip, all_cuts
+from .expected import expected_batches
 from .manifest import DataError, read_items
-from .placing import Placed, data_folder, place_items
-from .probing import Effort
-from .verdict import Verdict, give_verdict
-from .windows import apart, first_of_items, item_of
+from .survey import Survey, survey_dataset
+from .verdict import Verdict
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
 _CRITICAL: Mapping[str, str | None] = dict.fromkeys(
-    ("target_fps", "frame_selection", "video_reshape_mode", "framepack_window_size", "framepack_window_stride",
-     "framepack_window_latents"),
+    ("target_fps", "frame_selection", "video_reshape_mode", "bucket_keep", "bucket_fall_shorter",
+     "framepack_window_size", "framepack_window_stride", "framepack_window_latents"),
     "data",
 )  # fmt: skip
-_NAMED = 5  # file names shown in a warning
 
 
 @dataclass(frozen=True)
@@ -49,6 +42,7 @@ class DatasetPlan:
         warnings: what the user should know, each with a count.
         notes: what was decided for the user.
         fingerprint: hex digest that changes with any file, caption or bucket; kept with checkpoints.
+        batches: of an epoch, in words, by bucket.
     """
 
     clips: tuple[Clip, ...]
@@ -58,6 +52,7 @@ class DatasetPlan:
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     fingerprint: str
+    batches: Mapping[Bucket, str] = field(default_factory=dict)
 
     noun = "clip"
     fingerprint_of = "files, captions, buckets or held-out items"
@@ -76,6 +71,14 @@ class DatasetPlan:
         """The training bucket with most pixels, `(frames, height, width)`."""
         return max((clip.bucket for clip in self.clips), key=lambda b: b[0] * b[1] * b[2])
 
+    def heaviest(self, config: TrainConfig) -> tuple[Bucket, int]:
+        """The bucket whose batches have most pixels, and how many clips they have."""
+        sizes, usual = dict(config.dataloader.bucket_batch_sizes), config.dataloader.batch_size
+        batches = [
+            (bucket, sizes.get(bucket, usual)) for bucket in {one for clip in self.clips for one in clip.buckets}
+        ]
+        return max(batches, key=lambda batch: (math.prod(batch[0]) * batch[1], batch))
+
     @property
     def example(self) -> str:
         """Caption of the first clip."""
@@ -93,17 +96,24 @@ class DatasetPlan:
 
     def step_of(self, config: TrainConfig) -> str:
         """Clips of an optimizer step."""
-        return f"{config.dataloader.batch_size * config.training.gradient_accumulation_steps} clips per process"
+        loading, accumulation = config.dataloader, config.training.gradient_accumulation_steps
+        clips = sorted({loading.batch_size, *(size for _, size in loading.bucket_batch_sizes)})
+        shown = [str(size * accumulation) for size in clips]
+        return f"{' or '.join(shown)} clips per process{', by bucket' if len(shown) > 1 else ''}"
 
-    def table(self) -> list[tuple[str, str, str, str]]:
+    def table(self) -> list[tuple[str, ...]]:
         """For printing: a row of headings, then one for each bucket, largest first."""
-        rows = [("bucket", "clips", "held out", "fps")]
-        for bucket in sorted({clip.bucket for clip in (*self.clips, *self.eval_clips)}, reverse=True):
-            train = [clip for clip in self.clips if clip.bucket == bucket]
-            held_out = [clip for clip in self.eval_clips if clip.bucket == bucket]
-            rates = sorted({round(clip.fps, 2) for clip in (*train, *held_out)})
+        rows: list[tuple[str, ...]] = [("bucket", "clips", "batches", "held out", "fps")]
+        train: dict[Bucket, list[Clip]] = defaultdict(list)
+        held_out: dict[Bucket, list[Clip]] = defaultdict(list)
+        for clips, by_bucket in ((all_cuts(self.clips), train), (self.eval_clips, held_out)):
+            for clip in clips:
+                by_bucket[clip.bucket].append(clip)
+        for bucket in sorted({*train, *held_out}, reverse=True):
+            rates = sorted({round(clip.fps, 2) for clip in (*train[bucket], *held_out[bucket])})
             shown = f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g}-{rates[-1]:g}"
-            rows.append(("x".join(map(str, bucket)), str(len(train)), str(len(held_out)), shown))
+            batches = self.batches.get(bucket, "0")
+            rows.append((bucket_text(bucket), str(len(train[bucket])), batches, str(len(held_out[bucket])), shown))
         return rows
 
 
@@ -121,47 +131,6 @@ def plan_clips(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
     return plan_dataset(config, geometry)
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What becomes of every item, before it is decided whether that will do.
-
-    Attributes:
-        verdicts: one for every item, in order.
-        clips: training clips and held-out ones, in order of the data set.
-        held_out: indices of held-out items.
-        buckets: those in use, given or chosen.
-        notes: what was decided for the user.
-        warnings: what the user should know, each with a count.
-        problem: why it cannot be trained on; None if it can.
-    """
-
-    verdicts: tuple[Verdict, ...]
-    clips: tuple[Clip, ...]
-    held_out: frozenset[int]
-    buckets: tuple[Bucket, ...]
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-    problem: DataError | None
-
-    def plan(self) -> DatasetPlan:
-        """What is trained on.
-
-        Raises:
-            DataError: `problem`.
-        """
-        if self.problem is not None:
-            raise self.problem
-        return DatasetPlan(
-            clips=tuple(clip for clip in self.clips if item_of(clip.index) not in self.held_out),
-            eval_clips=tuple(clip for clip in self.clips if item_of(clip.index) in self.held_out),
-            verdicts=self.verdicts,
-            buckets=self.buckets,
-            warnings=self.warnings,
-            notes=self.notes,
-            fingerprint=_fingerprint(self.verdicts),
-        )
-
-
 def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
     """Read, probe and bucket the whole data set.
 
@@ -172,124 +141,34 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
     Raises:
         DataError: wrong metadata, illegal buckets, more than `max_bad_samples` unusable files, or nothing to train on.
     """
-    return survey_dataset(config, geometry).plan()
+    return plan_of(survey_dataset(config, geometry), config)
 
 
-def survey_dataset(config: TrainConfig, geometry: Geometry, *, effort: Effort | None = None) -> Survey:
-    """What becomes of every item of the data set.
-
-    Args:
-        config: names the data set.
-        geometry: which sizes the model takes, and its frame rate.
-        effort: how closely to look at the files; None: their headers, unless they are remembered.
+def plan_of(survey: Survey, config: TrainConfig) -> DatasetPlan:
+    """What is trained on, of what was found.
 
     Raises:
-        DataError: wrong metadata, or illegal buckets.
+        DataError: there is too much wrong with it, or nothing to train on.
     """
-    data = config.data
-    target_fps = data.target_fps or geometry.fps
-    items = read_items(data)
-    placed = place_items(items, data=data, geometry=geometry, effort=effort or Effort())
-    name = _namer(data)
-    held_out, problem = frozenset[int](), None
-    try:
-        held_out = frozenset(_hold_out(first_of_items(placed.clips), data.eval_num_items, name))
-    except DataError as error:
-        problem = error
-    evaluated = {clip.index for clip in apart(clip for clip in placed.clips if item_of(clip.index) in held_out)}
-    clips = [clip for clip in placed.clips if item_of(clip.index) not in held_out or clip.index in evaluated]
-    verdicts = tuple(_verdicts(placed, clips, held_out, name, target_fps=target_fps))
-    rejected = [f"{v.name}: {v.reason}{f' ({v.where})' if v.where else ''}" for v in verdicts if v.use == "rejected"]
-    if len(rejected) > data.max_bad_samples:
-        allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
-        problem = DataError(f"{len(rejected)} of {plural(len(items), 'item')} cannot be used{allowed}", rejected)
-    return Survey(
-        verdicts=verdicts,
-        clips=tuple(clips),
-        held_out=held_out,
-        buckets=tuple(dict.fromkeys(placed.buckets)),
-        notes=tuple(placed.notes),
-        warnings=tuple(_warnings(first_of_items(placed.clips), rejected, name, target_fps=target_fps)),
-        problem=problem,
+    if survey.problem is not None:
+        raise survey.problem
+    expected = expected_batches(
+        [(clip.buckets, clip.repeats) for clip in survey.clips],
+        config,
+        keep=dict(config.data.bucket_keep),
+        sizes=dict(config.dataloader.bucket_batch_sizes),
     )
-
-
-def _hold_out(clips: Sequence[Clip], count: int, name: Callable[[Path], str]) -> set[int]:
-    """Indices of the items that are evaluated. Windows of an item stay together: they overlap."""
-    if count and count >= len(clips):
+    if not expected.any:
         raise DataError(
-            f"`eval_num_items` {count} leaves nothing to train on: there are {plural(len(clips), 'usable item')}"
+            "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end drop"
         )
-    if not clips:
-        raise DataError("no usable item")
-
-    def digest(clip: Clip) -> bytes:
-        return hashlib.sha256(f"{name(clip.path)}\0{clip.caption}".encode(errors="surrogateescape")).digest()
-
-    return {clip.index for clip in sorted(clips, key=digest)[:count]}
-
-
-def _namer(data: DataSection) -> Callable[[Path], str]:
-    """A function from a path to its name below the data set's folder, which does not depend on the machine."""
-    prefix = f"{data_folder(data)}{os.sep}"
-
-    def name(path: Path) -> str:
-        return Path(str(path).removeprefix(prefix)).as_posix()
-
-    return name
-
-
-def _verdicts(
-    placed: Placed, clips: Sequence[Clip], held_out: frozenset[int], name: Callable[[Path], str], *, target_fps: float
-) -> Iterator[Verdict]:
-    of_item: dict[int, list[Clip]] = defaultdict(list)
-    for clip in clips:
-        of_item[item_of(clip.index)].append(clip)
-    seen: set[Path] = set()
-    for entry in placed.probed:
-        item, first = entry.item, entry.found.same_as
-        yield give_verdict(
-            entry,
-            of_item.get(item.index, ()),
-            name=name(item.path),
-            refusal=placed.refusals.get(item.index),
-            held_out=item.index in held_out,
-            target_fps=target_fps,
-            same_as=name(first.path) if first is not None else None,
-            seen=item.path in seen,
-        )
-        seen.add(item.path)
-
-
-def _fingerprint(verdicts: Sequence[Verdict]) -> str:
-    digest = hashlib.sha256()
-    for v in verdicts:
-        digest.update(json.dumps([v.name, v.size_bytes, v.caption, v.bucket, v.use, v.examples]).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def _warnings(
-    clips: Sequence[Clip], rejected: Sequence[str], name: Callable[[Path], str], *, target_fps: float
-) -> list[str]:
-    """One sentence for each kind of oddity, with a count and the first names."""
-    videos = [clip for clip in clips if clip.kind == "video"]
-    captions = Counter((clip.path, clip.caption) for clip in clips)
-    kinds: list[tuple[str, list[str]]] = [
-        ("cannot be used and left out", list(rejected)),
-        ("without a caption", [name(clip.path) for clip in clips if not clip.caption]),
-        (
-            f"slower than {target_fps:g} fps and trained at their own rate",
-            [f"{name(c.path)} ({c.source_fps:.4g} fps)" for c in videos if is_slower(c.source_fps, target_fps)],
-        ),
-        (
-            "smaller than their bucket and enlarged",
-            [name(c.path) for c in clips if c.height < c.bucket[1] or c.width < c.bucket[2]],
-        ),
-        ("listed more than once", [name(path) for (path, _), count in captions.items() if count > 1]),
-    ]
-    found = []
-    for what, names in kinds:
-        if names:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            found.append(f"{plural(len(names), 'item')} {what}: {', '.join(names[:_NAMED])}{more}")
-    return found
+    return DatasetPlan(
+        clips=survey.clips,
+        eval_clips=survey.eval_clips,
+        verdicts=survey.verdicts,
+        buckets=survey.buckets,
+        warnings=(*survey.warnings, *expected.warnings),
+        notes=(*survey.notes, *expected.notes),
+        fingerprint=survey.fingerprint,
+        batches=expected.shown,
+    )

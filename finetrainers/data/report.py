@@ -10,7 +10,7 @@ from typing import Any
 from finetrainers.config.root import TrainConfig
 
 from .fates import FATES, MARKS, MEANINGS
-from .plan import Survey
+from .survey import Survey
 from .verdict import Verdict
 
 #: Changes when keys of a report change their meaning or go.

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from finetrainers.models.spec import Batch, ModelSpec, TextEncoders
 
 from .bad_samples import BadSample, Ledger, Substitutes
 from .cache import FileDigests, TensorCache
-from .clip import Clip
+from .clip import Clip, all_cuts
 from .course import Course
 from .encode import CachedEncoder, Encoder, EncodeText
 from .identity import identity
@@ -71,13 +72,18 @@ class BatchSource:
         self.config = config
         self.spec = spec
         self.parallel = parallel
-        self.stream = stream_of(plan.clips, course or Course.begin(config, world_size=parallel.world_size))
+        self.stream = stream_of(
+            plan.clips,
+            course or Course.begin(config, world_size=parallel.world_size),
+            keep=dict(config.data.bucket_keep),
+        )
         self._encode_text: EncodeText | None = None
         self._text_identity = ""
         self._ledger = Ledger(
             parallel=parallel, share=config.data.max_bad_share, num_files=len({clip.path for clip in plan.clips})
         )
         self._events: list[dict[str, Any]] = []
+        self._epoch = -1  # the one that was counted last
         self._fetch: Fetch | None = None
         self._fetch_strictly: Fetch | None = None
         self._encoder: Encoder | CachedEncoder | None = None
@@ -172,7 +178,9 @@ class BatchSource:
             timeout_s=self.config.dataloader.dataloader_timeout,
             on_restart=lambda why: self._events.append({"kind": "loader_restarted", "why": why}),
         )
-        while True:
+        per_step = self.config.training.gradient_accumulation_steps * self.parallel.world_size
+        for step in count(start):
+            self._count_left_out(step, per_step)
             error: Exception | None = None
             bad: list[BadSample] = []
             batches: list[Batch] = []
@@ -185,6 +193,16 @@ class BatchSource:
             self._ledger.agree(bad, error)
             yield batches
 
+    def _count_left_out(self, step: int, per_step: int) -> None:
+        """At the first step of an epoch, say how many clips fall through all its buckets."""
+        epoch = self.stream.epoch_of(step, per_step=per_step)
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        left_out = self.stream.left_out(epoch)
+        if left_out:
+            self._events.append({"kind": "left_out", "epoch": epoch, "clips": left_out})
+
     def news(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Numbers of the step that `steps` gave last, the same on every rank; and what happened since it was last asked."""
         events = [*self._ledger.events, *self._events]
@@ -196,10 +214,11 @@ class BatchSource:
     def dry_batches(self) -> Iterator[tuple[str, Batch]]:
         """A batch of each bucket, largest first, of the clips with the longest captions; the same on every rank."""
         assert self._fetch is not None, "take_vae comes first"
-        for bucket in sorted({clip.bucket for clip in self.plan.clips}, key=math.prod, reverse=True):
-            clips = [clip for clip in self.plan.clips if clip.bucket == bucket]
+        cuts = all_cuts(self.plan.clips)
+        for bucket in sorted({clip.bucket for clip in cuts}, key=math.prod, reverse=True):
+            clips = [clip for clip in cuts if clip.bucket == bucket]
             clips.sort(key=lambda clip: (-len(clip.caption), clip.index))
-            wanted = MicroBatch(0, tuple(clips[: self.stream.batch_size]))
+            wanted = MicroBatch(0, tuple(clips[: self.stream.size_of(bucket)]))
             [batch] = self._together([wanted], self._fetch, what="loading a dry batch")
             yield "x".join(map(str, bucket)), batch
 
@@ -219,7 +238,10 @@ class BatchSource:
         """
         assert self._fetch_strictly is not None, "take_vae comes first"
         if self._eval is None:
-            batches = [(b, True) for b in fixed_batches(self.plan.eval_clips, batch_size=self.stream.batch_size)]
+            fixed = fixed_batches(
+                self.plan.eval_clips, batch_size=self.stream.batch_size, bucket_sizes=self.stream.bucket_sizes
+            )
+            batches = [(batch, True) for batch in fixed]
             missing = -len(batches) % self.parallel.world_size
             batches += [(batches[-1][0], False)] * missing
             share = batches[self.parallel.rank :: self.parallel.world_size]
@@ -242,15 +264,15 @@ class BatchSource:
     @property
     def _substitutes(self) -> Substitutes | None:
         """Of training clips. A held-out clip has none: it would change what the evaluation loss is of."""
-        return Substitutes(self.plan.clips) if self.config.data.max_bad_share else None
+        return Substitutes(all_cuts(self.plan.clips)) if self.config.data.max_bad_share else None
 
     @property
     def _with_first_frame(self) -> bool:
         return self.spec.first_frame == "channels"
 
     def _clips(self) -> tuple[Clip, ...]:
-        """What the encoders are given."""
-        return tuple(encoded_clips((*self.plan.clips, *self.plan.eval_clips)))
+        """All that the encoders may be given: clips in every bucket, and once what windows have in common."""
+        return tuple(encoded_clips((*all_cuts(self.plan.clips), *self.plan.eval_clips)))
 
     def _keys(self, *, vae_identity: str) -> CacheKeys:
         directory = self.config.data.precompute_dir or self.config.run.output_dir / "precomputed"

@@ -58,7 +58,8 @@ def with_window_buckets(data: DataSection) -> DataSection:
     if size is None:
         return data
     buckets = dict.fromkeys((frames if frames == 1 else size, h, w) for frames, h, w in data.video_resolution_buckets)
-    return data.model_copy(update={"video_resolution_buckets": list(buckets)})
+    lengths = [size] if not data.video_resolution_buckets else []
+    return data.model_copy(update={"video_resolution_buckets": list(buckets), "frame_buckets": lengths})
 
 
 def frame_limit(data: DataSection, bucket: Bucket) -> int | None:
@@ -68,7 +69,7 @@ def frame_limit(data: DataSection, bucket: Bucket) -> int | None:
     windows are equally long, so clips of different lengths need no buckets of their own.
     """
     lengths = [frames for frames, *size in data.video_resolution_buckets if frames > 1 and tuple(size) == bucket[1:]]
-    return max(lengths, default=None)
+    return max([*lengths, *(frames for frames in data.frame_buckets if frames > 1)], default=None)
 
 
 def cut_windows(clip: Clip, available: int, *, data: DataSection, geometry: Geometry) -> list[Clip]:
@@ -154,12 +155,12 @@ def encoded_clip(clip: Clip) -> Clip:
 
 def encoded_clips(clips: Iterable[Clip]) -> Iterator[Clip]:
     """What the VAE is given for all of them; stretches that windows have in common once."""
-    seen: set[int] = set()
+    seen: set[tuple[int, Bucket]] = set()
     for clip in clips:
-        item = item_of(clip.index)
-        if clip.latents_of is None or item not in seen:
+        stretch = item_of(clip.index), clip.bucket
+        if clip.latents_of is None or stretch not in seen:
             yield encoded_clip(clip)
-        seen.add(item)
+        seen.add(stretch)
 
 
 def cut_latents(latents: Tensor, clip: Clip) -> Tensor:

@@ -253,17 +253,25 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: WorkPlan)
     allowed = {**CRITICAL_OPTIONS, **plan.critical_options, **_FACTS}
     found = []
     for name, value in now.items():
-        if name not in allowed or saved.get(name) == value:
+        # An option that is younger than the checkpoint was at its default.
+        then = saved.get(name, _default(name))
+        if name not in allowed or then == value:
             continue
         if name in ("base", "noise_process") and None in (saved.get(name), value):
             continue  # not known on one of the machines
-        text = f"{name}: {saved.get(name)!r} then, {value!r} now"
+        text = f"{name}: {then!r} then, {value!r} now"
         if name == "base":
             text = "base: the transformer's weights are not those of then (--pretrained_model_name_or_path, --init_from, --transformer_id)"
         elif name == "data":
             text = f"data: {plan.fingerprint_of} are not those of then{_tables(saved.get('data_table'), now['data_table'])}"
         found.append(Change(name, text, allowed[name]))
     return found
+
+
+def _default(name: str) -> Any:
+    """Of an option; None for facts, and for options that must be given."""
+    field = fields()[name][1] if name in fields() else None
+    return None if field is None or field.is_required() else field.get_default(call_default_factory=True)
 
 
 def _tables(saved: Sequence[Sequence[str]] | None, now: Sequence[Sequence[str]]) -> str:

@@ -90,7 +90,9 @@ def dry_run_report(checked: Preflight) -> None:
     )
     console.print(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained ({what})")
     if is_real:
-        for name, gib in estimate_for(config, checked.geometry, transformer, bucket=checked.plan.size).table():
+        bucket, clips = checked.plan.heaviest(config)
+        memory = estimate_for(config, checked.geometry, transformer, bucket=bucket, batch_size=clips)
+        for name, gib in memory.table():
             console.print(f"  {name:<28}{gib}")
         if checked.plan.beside_memory:
             console.print(f"  and beside that: {checked.plan.beside_memory}")

@@ -154,7 +154,12 @@ def estimate(workload: Workload) -> MemoryPlan:
 
 
 def estimate_for(
-    config: TrainConfig, geometry: Geometry, transformer: nn.Module, *, bucket: tuple[int, int, int]
+    config: TrainConfig,
+    geometry: Geometry,
+    transformer: nn.Module,
+    *,
+    bucket: tuple[int, int, int],
+    batch_size: int | None = None,
 ) -> MemoryPlan:
     """The estimate for a configured run of one process; `transformer` may lie on the meta device.
 
@@ -163,6 +168,7 @@ def estimate_for(
         geometry: size rules of the checkpoint.
         transformer: with its adapter attached, so that it is known what is trainable.
         bucket: the largest clips, frames x height x width. Text tokens, a hundredth of the sequence, are left out.
+        batch_size: how many of them make a micro-batch; default: as configured.
     """
     options, training = config.optimizer, config.training
     is_lora = training.training_type == "lora"
@@ -190,7 +196,7 @@ def estimate_for(
             num_blocks=_num_blocks(transformer),
             hidden=_hidden(transformer),
             num_tokens=geometry.num_tokens(*bucket),
-            batch_size=rollout.batch_size if rollout else config.dataloader.batch_size,
+            batch_size=rollout.batch_size if rollout else batch_size or config.dataloader.batch_size,
             trainable_bytes=trainable_bytes,
             optimizer_bytes=0 if offloads or RECIPES[name].on_host else state_bytes,
             gradient_checkpointing=training.gradient_checkpointing,

@@ -54,6 +54,10 @@ class WorkPlan(Protocol):
         """The largest size, frames x height x width."""
         ...
 
+    def heaviest(self, config: TrainConfig) -> tuple[tuple[int, int, int], int]:
+        """Size and number of clips of the largest micro-batch."""
+        ...
+
     @property
     def example(self) -> str:
         """A text that the result can be sampled with."""

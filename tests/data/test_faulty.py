@@ -10,8 +10,8 @@ from faulty import OPTIONS, Fault, make_faulty
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection, ModelSection
-from finetrainers.data.plan import Survey, survey_dataset
 from finetrainers.data.probing import Effort
+from finetrainers.data.survey import Survey, survey_dataset
 from finetrainers.data.verdict import Verdict
 
 GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)

@@ -45,8 +45,10 @@ def test_every_item_gets_its_bucket_and_rate(root: Path) -> None:
     }
     assert made.notes == ()
     assert made.warnings == ("1 item slower than 8 fps and trained at their own rate: slow.mp4 (4 fps)",)
-    assert made.table()[0] == ("bucket", "clips", "held out", "fps")
-    assert made.table()[1:] == [("17x48x32", "1", "0", "4"), ("17x32x48", "2", "0", "8"), ("1x16x32", "1", "0", "8")]
+    assert made.table()[0] == ("bucket", "clips", "batches", "held out", "fps")
+    assert made.table()[1:] == [
+        ("17x48x32", "1", "1", "0", "4"), ("17x32x48", "2", "2", "0", "8"), ("1x16x32", "1", "1", "0", "8"),
+    ]  # fmt: skip
 
 
 def test_target_fps_and_uniform(root: Path) -> None:

@@ -43,7 +43,7 @@ def root(tmp_path: Path, make_video) -> Path:
 
 
 def opened(
-    root: Path, repo: Path, *, ranks: OneOf, precompute: bool, output: Path, dropout: float = 0.3
+    root: Path, repo: Path, *, ranks: OneOf, precompute: bool, output: Path, dropout: float = 0.3, keep: bool = False
 ) -> BatchSource:
     config = TrainConfig(
         model=ModelSection(
@@ -51,12 +51,13 @@ def opened(
         ),
         data=DataSection(
             data_root=root,
-            video_resolution_buckets=["9x64x64"],
+            video_resolution_buckets=["9x64x64", "9x32x32"] if keep else ["9x64x64"],
+            bucket_keep=["9x64x64=0.4", "9x32x32=0.7"] if keep else [],
             caption_dropout_p=dropout,
             precompute_conditions=precompute,
             eval_num_items=3,
         ),
-        dataloader=DataloaderSection(batch_size=2),
+        dataloader=DataloaderSection(batch_size=2, bucket_batch_sizes=["9x32x32=1"] if keep else []),
         training=TrainingSection(gradient_accumulation_steps=2, seed=3),
         run=RunSection(output_dir=output),
     )
@@ -105,3 +106,27 @@ def test_evaluation_keeps_its_captions(root: Path, tiny_repo, tmp_path: Path) ->
     evaluation = source.eval_batches()[0][0].conditions["prompt_embeds"]
     assert torch.equal(training[0], training[1])  # all captions dropped
     assert not torch.equal(evaluation[0], evaluation[1])
+
+
+def test_clips_that_are_not_kept_come_smaller_or_are_counted(root: Path, tiny_repo, tmp_path: Path) -> None:
+    """Every bucket that a clip may fall to is encoded beforehand, and dry batches know of all."""
+    repo = tiny_repo("ltx_video")
+    fresh, cached = (
+        opened(root, repo, ranks=OneOf(), precompute=precompute, output=tmp_path / "run", keep=True)
+        for precompute in (False, True)
+    )
+    assert [(name, len(batch.sample_keys)) for name, batch in cached.dry_batches()] == [("9x64x64", 2), ("9x32x32", 1)]
+    sizes = set()
+    for ours, theirs in itertools.islice(zip(fresh.steps(0), cached.steps(0), strict=False), 5):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.sample_keys == b.sample_keys
+            torch.testing.assert_close(a.moments, b.moments)
+            sizes.add((a.moments.shape[-1], len(a.sample_keys)))
+    assert sizes <= {(2, 1), (2, 2), (1, 1)}
+    assert {width for width, _ in sizes} == {1, 2}
+    events = fresh.news()[1]
+    assert events
+    assert events == cached.news()[1]
+    for event in events:
+        assert event["clips"] == fresh.stream.left_out(event["epoch"]) > 0
+    assert len({event["epoch"] for event in events}) == len(events)

@@ -38,12 +38,13 @@ counts = st.lists(st.integers(0, 9), min_size=1, max_size=3).filter(any)
 def test_an_epoch_has_every_clip_once_in_batches_of_one_bucket(counts, batch_size, seed, epoch) -> None:
     clips = make_clips(counts)
     stream = BatchStream(clips, batch_size=batch_size, seed=seed)
-    batches = [stream.at(epoch * stream.num_batches + place) for place in range(stream.num_batches)]
+    per_epoch = sum(-(-count // batch_size) for count in counts)
+    batches = [stream.at(epoch * per_epoch + place) for place in range(per_epoch)]
     assert {batch.epoch for batch in batches} == {epoch}
     assert sorted(i for batch in batches for i in indices(batch.clips)) == list(range(len(clips)))
     assert all(1 <= len(batch.clips) <= batch_size for batch in batches)
     assert all(len({clip.bucket for clip in batch.clips}) == 1 for batch in batches)
-    assert stream.at(stream.num_batches * (epoch + 1)).epoch == epoch + 1
+    assert stream.at(per_epoch * (epoch + 1)).epoch == epoch + 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -197,7 +198,7 @@ def test_leftovers_come_last_in_order_of_their_first_clip() -> None:
 
 def test_steps_for_epochs() -> None:
     stream = BatchStream(make_clips([5, 3]), batch_size=2, seed=0)
-    assert stream.num_batches == 5
+    assert stream.steps_for_epochs(1, accumulation=1, world_size=1) == 5
     assert stream.steps_for_epochs(2, accumulation=1, world_size=1) == 10
     assert stream.steps_for_epochs(2, accumulation=2, world_size=2) == 3
 

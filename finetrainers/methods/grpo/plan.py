@@ -57,6 +57,10 @@ class PromptPlan:
         """The first prompt."""
         return self.prompts[0].text
 
+    def heaviest(self, config: TrainConfig) -> tuple[tuple[int, int, int], int]:
+        """Size and number of clips of the largest micro-batch."""
+        return self.size, config.dataloader.batch_size
+
     def step_of(self, config: TrainConfig) -> str:
         """Clips of an optimizer step, and the rollouts that they come from."""
         section = config.grpo
