@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import av
 from PIL import Image, UnidentifiedImageError
 
 from .manifest import Kind
+from .video.timeline import display_times, is_even
 
 # A few kilobytes can declare a picture that fills the memory; PIL's own limit, used for videos too.
 MAX_PIXELS = 89_478_485
@@ -26,6 +29,7 @@ class Probe:
     Attributes:
         frames: number of frames; 1 for images.
         fps: average frame rate; 0 for images.
+        is_variable: whether the frames are shown at uneven times; `fps` is then their exact mean.
         width: displayed width in pixels, after rotation and with square pixels.
         height: displayed height in pixels.
         duration: seconds; 0 for images.
@@ -36,6 +40,7 @@ class Probe:
     width: int
     height: int
     duration: float
+    is_variable: bool = False
 
 
 def probe(path: Path, *, kind: Kind = "video") -> Probe:
@@ -73,7 +78,7 @@ def _probe_video(path: Path) -> Probe:
                 raise ProbeError("no frame rate in the header")
             if stream.width * stream.height > MAX_PIXELS:
                 raise ProbeError(f"{stream.width}x{stream.height} pixels is over the limit of {MAX_PIXELS}")
-            frames = _declared_frames(stream, size=path.stat().st_size)
+            times = _declared_times(stream, size=path.stat().st_size)
             # The rotation is only readable on a decoded frame; decoding one also proves that the codec is known.
             first = next(container.decode(stream), None)
             if first is None:
@@ -83,16 +88,30 @@ def _probe_video(path: Path) -> Probe:
                 width = max(round(width * float(stream.sample_aspect_ratio)), 1)
             if round(first.rotation / 90) % 2:
                 width, height = height, width
-            if frames is None:
+            tick = stream.time_base
+            if times is None or not _is_even(times, tick, rate):
+                # What the index does not tell, or tells of decoding only: the file is read, though not decoded.
                 container.seek(0)
-                frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
+                packets = [p.pts for p in container.demux(stream) if p.size and not p.is_discard]
+                frames, times = len(packets), display_times(packets)
+            else:
+                frames = len(times)
+            is_variable = times is not None and not _is_even(times, tick, rate)
+            if times is not None and tick is not None and is_variable:
+                rate = (frames - 1) / float((times[-1] - times[0]) * tick)
     except (av.FFmpegError, OSError) as error:
         raise ProbeError(f"cannot read the video: {error.strerror or error}") from error
-    return Probe(frames=frames, fps=rate, width=width, height=height, duration=frames / rate)
+    return Probe(
+        frames=frames, fps=rate, width=width, height=height, duration=frames / rate, is_variable=is_variable
+    )
 
 
-def _declared_frames(stream: av.VideoStream, *, size: int) -> int | None:
-    """The exact number of frames according to the container's index, or None when it has no complete one.
+def _is_even(times: Sequence[int], tick: Fraction | None, rate: float) -> bool:
+    return tick is None or is_even(times, tick=tick, rate=rate)
+
+
+def _declared_times(stream: av.VideoStream, *, size: int) -> list[int] | None:
+    """When each frame is decoded according to the container's index, or None when it has no complete one.
 
     A guess from the duration will not do: a clip that turns out one frame shorter would stop the training.
     """
@@ -105,4 +124,4 @@ def _declared_frames(stream: av.VideoStream, *, size: int) -> int | None:
     if inside < len(entries):
         # Such files play without any error, just shorter.
         raise ProbeError(f"cut off: its index lists {len(entries)} frames, but only {inside} are in the file")
-    return sum(not entry.is_discard for entry in entries)
+    return [entry.timestamp for entry in entries if not entry.is_discard]
