@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +22,10 @@ from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import plural
 
 from .buckets import Bucket, choose_bucket, default_buckets
-from .frames import is_slower, num_available, playback_fps, select_frames
+from .frames import chunk_starts, is_slower, num_available, playback_fps, select_frames
 from .manifest import DataError, Item, Kind, read_items
 from .probe import Probe, ProbeError, probe
+from .video.backends import backend_of, reason_against
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
 _CRITICAL: Mapping[str, str | None] = dict.fromkeys(("target_fps", "frame_selection", "video_reshape_mode"), "data")
@@ -36,7 +37,8 @@ class Clip:
     """An item that will be trained on, and what is cut from it.
 
     Attributes:
-        index: place in the data set, from which the clip's random numbers are derived.
+        index: unlike that of every other clip; the clip's random numbers are derived from it. For the first, or only,
+            clip of an item it is the item's place in the data set.
         path: the media file.
         caption: cleaned caption.
         kind: video or image.
@@ -46,6 +48,9 @@ class Clip:
         source_fps: frame rate of the source; 0 for images.
         width: displayed width of the source, in pixels.
         height: displayed height of the source, in pixels.
+        start: the first frame of the cut clip, counted after resampling to `fps`; None: as `frame_selection` says.
+        is_variable: whether the frames of the source are shown at uneven times; `source_fps` is then their mean rate.
+        backend: what decodes it.
     """
 
     index: int
@@ -58,11 +63,17 @@ class Clip:
     source_fps: float
     width: int
     height: int
+    start: int | None = None
+    is_variable: bool = False
+    backend: str = "pyav"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of one item. `bucket` and `fps` are None, and `reason` is given, when it is rejected."""
+    """What becomes of one item. `bucket` and `fps` are None, and `reason` is given, when it is rejected.
+
+    `clips` is how many clips are cut from it.
+    """
 
     index: int
     name: str
@@ -73,6 +84,7 @@ class Verdict:
     bucket: Bucket | None = None
     fps: float | None = None
     reason: str | None = None
+    clips: int = 1
 
     def record(self) -> dict[str, object]:
         """The verdict as plain values, one line of `manifest.jsonl`."""
@@ -160,6 +172,8 @@ class _Probed:
     reason: str | None
     fps: float = 0.0
     available: int = 0
+    backend: str = "pyav"
+    backend_reason: str | None = None
 
 
 def plan_clips(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> DatasetPlan | None:
@@ -192,29 +206,34 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
         probed = list(pool.map(lambda item: _probe_item(item, data=data, target_fps=target_fps), items))
 
     video_buckets, image_buckets, notes = _buckets(data, geometry, probed)
-    clips: list[Clip] = []
+    placed: dict[int, list[Clip]] = {}  # by item
     reasons: dict[int, str] = {}
     for entry in probed:
-        clip = _place(entry, data=data, buckets=image_buckets if entry.item.kind == "image" else video_buckets)
-        if isinstance(clip, Clip):
-            clips.append(clip)
+        found = _place(entry, data=data, buckets=image_buckets if entry.item.kind == "image" else video_buckets)
+        if isinstance(found, Clip):
+            placed[entry.item.index] = _chunks(entry, found, data=data, num_items=len(items))
         else:
-            reasons[entry.item.index] = clip
+            reasons[entry.item.index] = found
     name = _namer(data)
     rejected = [f"{name(items[index].path)}: {reason}" for index, reason in reasons.items()]
     if len(rejected) > data.max_bad_samples:
         allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
         raise DataError(f"{len(rejected)} of {plural(len(items), 'item')} cannot be used{allowed}", rejected)
 
-    held_out = _hold_out(clips, data.eval_num_items, name)
-    by_index = {clip.index: clip for clip in clips}
-    verdicts = tuple(_verdict(entry, by_index.get(entry.item.index), held_out, reasons, name) for entry in probed)
+    # The first clip of an item stands for it, and carries its index: all its clips are held out, or none.
+    firsts = [clips[0] for clips in placed.values()]
+    held_out = _hold_out(firsts, data.eval_num_items, name)
+    verdicts = tuple(_verdict(entry, placed.get(entry.item.index), held_out, reasons, name) for entry in probed)
+    if data.frame_selection == "chunk":
+        notes.append(_chunk_note(placed, probed))
     return DatasetPlan(
-        clips=tuple(clip for clip in clips if clip.index not in held_out),
-        eval_clips=tuple(clip for clip in clips if clip.index in held_out),
+        clips=tuple(clip for index, clips in placed.items() if index not in held_out for clip in clips),
+        eval_clips=tuple(clip for index, clips in placed.items() if index in held_out for clip in clips),
         verdicts=verdicts,
         buckets=tuple(dict.fromkeys((*video_buckets, *image_buckets))),
-        warnings=tuple(_warnings(clips, rejected, name, target_fps=target_fps)),
+        warnings=tuple(
+            _warnings(firsts, rejected, name, target_fps=target_fps) + _backend_warnings(probed, data, name)
+        ),
         notes=tuple(notes),
         fingerprint=_fingerprint(verdicts),
     )
@@ -231,7 +250,9 @@ def _probe_item(item: Item, *, data: DataSection, target_fps: float) -> _Probed:
     fps = playback_fps(found.fps, target_fps)
     uniform = data.frame_selection == "uniform"
     available = found.frames if uniform else num_available(found.frames, source_fps=found.fps, fps=fps)
-    return _Probed(item, size, found, None, fps=fps, available=available)
+    backend = backend_of(data.video_backend)
+    against = reason_against(item.path, backend)
+    return _Probed(item, size, found, None, fps, available, "pyav" if against else backend, against)
 
 
 def _buckets(
@@ -275,7 +296,27 @@ def _place(entry: _Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> C
     if item.kind == "video":
         _, fps = select_frames(found.frames, source_fps=found.fps, fps=fps, length=bucket[0], mode=data.frame_selection)
     return Clip(
-        item.index, item.path, item.caption, item.kind, bucket, fps, found.frames, found.fps, found.width, found.height
+        item.index, item.path, item.caption, item.kind, bucket, fps, found.frames, found.fps, found.width, found.height,
+        is_variable=found.is_variable, backend=entry.backend,
+    )  # fmt: skip
+
+
+def _chunks(entry: _Probed, clip: Clip, *, data: DataSection, num_items: int) -> list[Clip]:
+    """The clips that an item is cut to. Their indices are `num_items` apart, so that no two items share one."""
+    if data.frame_selection != "chunk" or clip.kind == "image":
+        return [clip]
+    starts = chunk_starts(entry.available, clip.bucket[0])
+    return [replace(clip, index=clip.index + k * num_items, start=start) for k, start in enumerate(starts)]
+
+
+def _chunk_note(placed: Mapping[int, Sequence[Clip]], probed: Sequence[_Probed]) -> str:
+    """How many clips the items give, and what their ends leave over."""
+    used = sum(clip.bucket[0] for clips in placed.values() for clip in clips)
+    there = sum(entry.available for entry in probed if entry.item.index in placed)
+    count = sum(len(clips) for clips in placed.values())
+    return (
+        f"chunks: {plural(len(placed), 'item')} give {plural(count, 'clip')}; {(there - used) / max(there, 1):.1%} of "
+        "the frames, at ends shorter than a chunk, are not used"
     )
 
 
@@ -305,14 +346,14 @@ def _namer(data: DataSection) -> Callable[[Path], str]:
 
 
 def _verdict(
-    entry: _Probed, clip: Clip | None, held_out: set[int], reasons: dict[int, str], name: Callable[[Path], str]
+    entry: _Probed, clips: Sequence[Clip] | None, held_out: set[int], reasons: dict[int, str], name: Callable[[Path], str]
 ) -> Verdict:
     item = entry.item
     common = (item.index, name(item.path), item.path, item.caption)
-    if clip is None:
-        return Verdict(*common, "rejected", entry.size_bytes, reason=reasons[item.index])
-    use: Literal["train", "eval"] = "eval" if clip.index in held_out else "train"
-    return Verdict(*common, use, entry.size_bytes, bucket=clip.bucket, fps=clip.fps)
+    if clips is None:
+        return Verdict(*common, "rejected", entry.size_bytes, reason=reasons[item.index], clips=0)
+    use: Literal["train", "eval"] = "eval" if item.index in held_out else "train"
+    return Verdict(*common, use, entry.size_bytes, bucket=clips[0].bucket, fps=clips[0].fps, clips=len(clips))
 
 
 def _fingerprint(verdicts: Sequence[Verdict]) -> str:
@@ -341,6 +382,16 @@ def _warnings(
         ),
         ("listed more than once", [name(path) for (path, _), count in captions.items() if count > 1]),
     ]
+    return _sentences(kinds)
+
+
+def _backend_warnings(probed: Sequence[_Probed], data: DataSection, name: Callable[[Path], str]) -> list[str]:
+    """Which clips the wanted backend does not decode."""
+    names = [f"{name(entry.item.path)} ({entry.backend_reason})" for entry in probed if entry.backend_reason]
+    return _sentences([(f"decoded by PyAV, since {data.video_backend} may show other pixels", names)])
+
+
+def _sentences(kinds: Sequence[tuple[str, list[str]]]) -> list[str]:
     found = []
     for what, names in kinds:
         if names:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -89,25 +87,22 @@ def _probe_video(path: Path) -> Probe:
             if round(first.rotation / 90) % 2:
                 width, height = height, width
             tick = stream.time_base
-            if times is None or not _is_even(times, tick, rate):
+            assert tick is not None  # every stream of a file has one
+            if times is None or not is_even(times, tick=tick, rate=rate):
                 # What the index does not tell, or tells of decoding only: the file is read, though not decoded.
                 container.seek(0)
                 packets = [p.pts for p in container.demux(stream) if p.size and not p.is_discard]
                 frames, times = len(packets), display_times(packets)
             else:
                 frames = len(times)
-            is_variable = times is not None and not _is_even(times, tick, rate)
-            if times is not None and tick is not None and is_variable:
+            is_variable = times is not None and not is_even(times, tick=tick, rate=rate)
+            if times is not None and is_variable:
                 rate = (frames - 1) / float((times[-1] - times[0]) * tick)
     except (av.FFmpegError, OSError) as error:
         raise ProbeError(f"cannot read the video: {error.strerror or error}") from error
     return Probe(
         frames=frames, fps=rate, width=width, height=height, duration=frames / rate, is_variable=is_variable
     )
-
-
-def _is_even(times: Sequence[int], tick: Fraction | None, rate: float) -> bool:
-    return tick is None or is_even(times, tick=tick, rate=rate)
 
 
 def _declared_times(stream: av.VideoStream, *, size: int) -> list[int] | None:
