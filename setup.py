@@ -14,7 +14,7 @@ TEST = [
     *OPTIMIZERS,
     *DEEPSPEED,
     *DEMO,
-    "decord==0.6.0",
+    "decord==0.6.0; platform_machine == 'x86_64'",
     "ninja==1.13.2",
     "tensorboard==2.21.0",
     "pytest==9.2.0",

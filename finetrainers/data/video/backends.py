@@ -109,8 +109,8 @@ def reason_against(path: Path, backend: str) -> str | None:
         pictures = [next((picture for _, picture in reader.frames([0])), None) for reader in (ours, theirs)]
         ours.close()
         theirs.close()
-    except (av.FFmpegError, OSError, DecodeError) as error:
-        return str(error)
+    except (av.FFmpegError, OSError, DecodeError):
+        return "its first frame cannot be decoded"
     if pictures[0] is None or pictures[1] is None or not np.array_equal(pictures[0], pictures[1]):
         return "another first frame"
     return None
