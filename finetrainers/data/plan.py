@@ -346,7 +346,11 @@ def _namer(data: DataSection) -> Callable[[Path], str]:
 
 
 def _verdict(
-    entry: _Probed, clips: Sequence[Clip] | None, held_out: set[int], reasons: dict[int, str], name: Callable[[Path], str]
+    entry: _Probed,
+    clips: Sequence[Clip] | None,
+    held_out: set[int],
+    reasons: dict[int, str],
+    name: Callable[[Path], str],
 ) -> Verdict:
     item = entry.item
     common = (item.index, name(item.path), item.path, item.caption)

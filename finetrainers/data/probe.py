@@ -10,7 +10,7 @@ import av
 from PIL import Image, UnidentifiedImageError
 
 from .manifest import Kind
-from .video.timeline import display_times, is_even
+from .video.timeline import display_times, mean_rate, steady_rate
 
 # A few kilobytes can declare a picture that fills the memory; PIL's own limit, used for videos too.
 MAX_PIXELS = 89_478_485
@@ -26,8 +26,8 @@ class Probe:
 
     Attributes:
         frames: number of frames; 1 for images.
-        fps: average frame rate; 0 for images.
-        is_variable: whether the frames are shown at uneven times; `fps` is then their exact mean.
+        fps: frame rate; 0 for images.
+        is_variable: whether the frames are shown at uneven times; `fps` is then their exact mean rate.
         width: displayed width in pixels, after rotation and with square pixels.
         height: displayed height in pixels.
         duration: seconds; 0 for images.
@@ -88,20 +88,23 @@ def _probe_video(path: Path) -> Probe:
                 width, height = height, width
             tick = stream.time_base
             assert tick is not None  # every stream of a file has one
-            if times is None or not is_even(times, tick=tick, rate=rate):
+            steady = steady_rate(times, tick=tick, declared=rate) if times else None
+            if times is None or steady is None:
                 # What the index does not tell, or tells of decoding only: the file is read, though not decoded.
                 container.seek(0)
                 packets = [p.pts for p in container.demux(stream) if p.size and not p.is_discard]
                 frames, times = len(packets), display_times(packets)
+                steady = steady_rate(times, tick=tick, declared=rate) if times else rate
             else:
                 frames = len(times)
-            is_variable = times is not None and not is_even(times, tick=tick, rate=rate)
-            if times is not None and is_variable:
-                rate = (frames - 1) / float((times[-1] - times[0]) * tick)
+            if steady is not None:
+                rate = steady
+            elif times is not None:
+                rate = mean_rate(times, tick=tick)
     except (av.FFmpegError, OSError) as error:
         raise ProbeError(f"cannot read the video: {error.strerror or error}") from error
     return Probe(
-        frames=frames, fps=rate, width=width, height=height, duration=frames / rate, is_variable=is_variable
+        frames=frames, fps=rate, width=width, height=height, duration=frames / rate, is_variable=steady is None
     )
 
 

@@ -13,12 +13,12 @@ import av
 import numpy as np
 import pytest
 
-from finetrainers.config.load import load_config
 from finetrainers.config.errors import ConfigError
-from finetrainers.engine.preflight import preflight
+from finetrainers.config.load import load_config
 from finetrainers.data.video import pyav
 from finetrainers.data.video.backends import backend_of, backend_problem, open_video, reason_against
 from finetrainers.data.video.timeline import Timeline, timeline_from_index, timeline_from_packets
+from finetrainers.engine.preflight import preflight
 
 FRAMES = 60
 #: Name of the file, what it is written with, and why decord and torchcodec may show other pixels; None: they may not.
@@ -79,7 +79,9 @@ def full_decode(path: Path) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, make_video: Callable[..., Path]) -> dict[str, tuple[Path, np.ndarray]]:
+def files(
+    tmp_path_factory: pytest.TempPathFactory, make_video: Callable[..., Path]
+) -> dict[str, tuple[Path, np.ndarray]]:
     root = tmp_path_factory.mktemp("files")
     for name, (settings, _, _) in FILES.items():
         if name == "edited.mp4":

@@ -101,7 +101,12 @@ def reason_against(path: Path, backend: str) -> str | None:
             for packet in container.demux(stream):
                 if packet.is_discard:
                     return "an edit list hides frames"
-                if packet.size and packet.is_keyframe and codec == "h264" and not _has_idr(bytes(packet), context.extradata):
+                if (
+                    packet.size
+                    and packet.is_keyframe
+                    and codec == "h264"
+                    and not _has_idr(bytes(packet), context.extradata)
+                ):
                     return "key frames that refer to earlier frames"
         ours, theirs = open_video(path), open_video(path, backend)
         if theirs.num_frames != ours.num_frames:

@@ -93,8 +93,7 @@ class PyavReader:
                     can_jump = False
                     self._container.seek(0)
                     decoded = self._numbered(timeline, is_complete)
-            for number, frame in _pick(decoded, [wanted]):
-                yield number, frame
+            yield from _pick(decoded, [wanted])
             position = wanted + 1
 
     def _numbered(self, timeline: Timeline, is_complete: bool) -> Iterator[tuple[int, av.VideoFrame]]:

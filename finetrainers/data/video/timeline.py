@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import av
@@ -54,7 +55,7 @@ def timeline_from_index(path: Path) -> Timeline | None:
         if len(entries) < max(stream.frames, 2) or stream.frames == 0 or any(entry.is_discard for entry in entries):
             return None
         step = entries[1].timestamp - entries[0].timestamp
-        if step <= 0 or any(b.timestamp - a.timestamp != step for a, b in zip(entries, entries[1:], strict=False)):
+        if step <= 0 or any(b.timestamp - a.timestamp != step for a, b in pairwise(entries)):
             return None
         opening = []
         for packet in container.demux(stream):
@@ -71,7 +72,9 @@ def timeline_from_packets(path: Path) -> Timeline | None:
     """The timeline of any file, which is read once; None if the container does not give every frame its own time."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
-        packets = [(packet.pts, packet.is_keyframe, packet.is_discard) for packet in container.demux(stream) if packet.size]
+        packets = [
+            (packet.pts, packet.is_keyframe, packet.is_discard) for packet in container.demux(stream) if packet.size
+        ]
     times = display_times([time for time, _, discarded in packets if not discarded])
     if times is None:
         return None
@@ -101,7 +104,20 @@ def shown_at(path: Path) -> list[float]:
     return [float((time - timeline.times[0]) * tick) for time in timeline.times]
 
 
-def is_even(times: Sequence[int], *, tick: Fraction, rate: float) -> bool:
-    """Whether frames shown at these times, in ticks of `tick` seconds, are those of a constant rate."""
-    per_tick = float(tick) * rate
-    return all(abs((time - times[0]) * per_tick - place) <= _EVEN for place, time in enumerate(times))
+def steady_rate(times: Sequence[int], *, tick: Fraction, declared: float) -> float | None:
+    """The rate of frames shown at these times, in ticks of `tick` seconds; None if they are not evenly spaced.
+
+    It is the declared one if the times are those of that rate. Otherwise it is their mean: a header's average may count
+    a last frame of another duration.
+    """
+    rates = (declared, mean_rate(times, tick=tick)) if len(times) > 1 else (declared,)
+    return next((rate for rate in rates if _is_even(times, float(tick) * rate)), None)
+
+
+def mean_rate(times: Sequence[int], *, tick: Fraction) -> float:
+    """Frames a second, by the times of the first and the last."""
+    return (len(times) - 1) / float((times[-1] - times[0]) * tick)
+
+
+def _is_even(times: Sequence[int], frames_per_tick: float) -> bool:
+    return all(abs((time - times[0]) * frames_per_tick - place) <= _EVEN for place, time in enumerate(times))
