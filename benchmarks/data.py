@@ -103,17 +103,17 @@ _WAYS: dict[str, Callable[[Path, Sequence[int], int, int], Tensor]] = {
 
 
 def decode(directory: Path, *, repeats: int) -> bool:
-    """Compare the ways on a 10 s clip of 720p; whether the default backend reaches the aim wherever frames lie apart or together."""
+    """Compare the ways on ten seconds of 720p; whether the default backend reaches the aim for frames that lie together."""
     path = write_clip(directory / "clip.mp4")
     found = probe(path)
     height, width = cover_size(found.height, found.width, *_SIZE)
     there = {name: run for name, run in _WAYS.items() if name not in ("decord", "torchcodec") or usable(name)}
     ratios = []
-    print(f"{found.frames} frames of {found.width}x{found.height}, H.264, {found.fps:g} fps; resized to {width}x{height}")
+    print(
+        f"{found.frames} frames of {found.width}x{found.height}, H.264, {found.fps:g} fps; resized to {width}x{height}"
+    )
     for cut, fps, mode in _CUTS:
-        indices, _ = select_frames(
-            found.frames, source_fps=found.fps, fps=fps or found.fps, length=_FRAMES, mode=mode
-        )
+        indices, _ = select_frames(found.frames, source_fps=found.fps, fps=fps or found.fps, length=_FRAMES, mode=mode)
         ways = [Way(name, run) for name, run in there.items()]
         for _ in range(repeats):
             pictures = [way.measure(path, indices, height, width) for way in ways]
@@ -127,8 +127,8 @@ def decode(directory: Path, *, repeats: int) -> bool:
             print(f"| {way.name} | {cpu:.2f} | {wall:.2f} | {slowest / cpu:.1f} | {memory:.0f} |", flush=True)
             if way.name == "pyav":
                 ratios.append(slowest / cpu)
-    print(f"\naim: {TARGET_DECODE:g} times as fast; the default gives {', '.join(f'{r:.1f}' for r in ratios)}")
-    return max(ratios) >= TARGET_DECODE
+    print(f"\naim: {TARGET_DECODE:g} times as fast; pyav gives {', '.join(f'{r:.1f}' for r in ratios)}")
+    return ratios[0] >= TARGET_DECODE
 
 
 def usable(backend: str) -> bool:
@@ -194,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not options.decode:
         parser.error("say what to measure: --decode")
     machine = platform.processor() or platform.machine()
-    print(f"{machine}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, torch {torch.__version__}, PyAV {av.__version__}\n")
+    print(
+        f"{machine}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, torch {torch.__version__}, PyAV {av.__version__}\n"
+    )
     reached = True
     with tempfile.TemporaryDirectory() as directory:
         if options.decode:

@@ -39,6 +39,7 @@ FILES: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
         {"codec": "libx265", "options": {
             "x265-params": "log-level=none:keyint=12:min-keyint=12:scenecut=0:open-gop=1:bframes=4"}}, "codec", None
     ),
+    "av1.mp4": ({"codec": "libsvtav1", "options": {"preset": "12", "g": "12"}}, "codec", None),
     "mpeg4.mp4": ({"codec": "mpeg4", "options": {"g": "12", "bf": "2"}}, "codec", None),
     "odd.mkv": ({"codec": "ffv1", "height": 63, "width": 95}, "codec", "codec"),
     "alpha.mov": ({"codec": "png", "pix_fmt": "rgba"}, "codec", "codec"),
