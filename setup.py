@@ -8,10 +8,13 @@ OPTIMIZERS = ["prodigyopt>=1.1", "came-pytorch>=0.1.3"]
 DEEPSPEED = ["deepspeed>=0.17"]
 TRACKERS = ["tensorboard", "wandb", "trackio"]
 DEMO = ["scikit-video>=1.1.11", "matplotlib"]
+DECORD = ["decord>=0.6.0"]
+TORCHCODEC = ["torchcodec"]  # its version must belong to the installed torch, which pip does not check
 TEST = [
     *OPTIMIZERS,
     *DEEPSPEED,
     *DEMO,
+    "decord==0.6.0; platform_machine == 'x86_64'",
     "ninja==1.13.2",
     "tensorboard==2.21.0",
     "pytest==9.2.0",
@@ -62,6 +65,8 @@ setup(
         "deepspeed": DEEPSPEED,
         "trackers": TRACKERS,
         "demo": DEMO,
+        "decord": DECORD,
+        "torchcodec": TORCHCODEC,
         "test": TEST,
     },
     entry_points={"console_scripts": ["finetrainers=finetrainers.cli.main:main"]},

@@ -125,9 +125,15 @@ class DataSection(Section):
         "center",
         description="How a clip meets its bucket: resize then centre crop, random crop, or plain resize (distorts).",
     )
-    frame_selection: Literal["head", "middle", "random", "uniform"] = Field(
+    frame_selection: Literal["head", "middle", "random", "uniform", "chunk"] = Field(
         "head",
-        description="Which frames of a longer clip: first, middle, random start, or spread over the clip (`uniform`).",
+        description="Which frames of a longer clip: first, middle, random start, spread over the clip (`uniform`), or all "
+        "of it as consecutive stretches, each a clip of its own (`chunk`).",
+    )
+    video_backend: Literal["auto", "pyav", "decord", "torchcodec"] = Field(
+        "auto",
+        description="What decodes videos; all give the same pixels, and clips that one would show otherwise are left to "
+        "PyAV, with a warning. `auto` is PyAV; the others must be installed.",
     )
     framepack_window_size: int | None = Field(
         None,

@@ -37,6 +37,8 @@ class Clip:
         lower: `(bucket, fps)` that it falls through to where it is not kept in its bucket, in order.
         repeats: how often it comes in an epoch, on average.
         dataset: number of the data set it is of.
+        is_variable: whether the frames of the source are shown at uneven times; `source_fps` is then their mean rate.
+        backend: what decodes it.
     """
 
     index: int
@@ -56,6 +58,8 @@ class Clip:
     lower: tuple[tuple[Bucket, float], ...] = ()
     repeats: float = 1.0
     dataset: int = 0
+    is_variable: bool = False
+    backend: str = "pyav"
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

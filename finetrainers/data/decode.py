@@ -7,37 +7,35 @@ version, while videos and images should meet the same resampling, and cached lat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import av
 import numpy as np
 import torch
 import torch.nn.functional as F
-from av.video.reformatter import VideoReformatter
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from .buckets import cover_size
 from .clip import Clip
 from .frames import select_frames
-from .media import open_video
+from .video.backends import open_video
+from .video.reader import DecodeError
+from .video.timeline import shown_at
 
-# Below this many frames, decoding from the start is cheaper than looking for a key frame.
-_SEEK_FROM = 24
-
-
-class DecodeError(ValueError):
-    """A media file whose frames cannot be decoded; the message names the file."""
+__all__ = ["DecodeError", "load_clip", "read_frames", "read_image", "resize"]
 
 
-def read_frames(path: Path, indices: Sequence[int], *, height: int, width: int) -> Tensor:
+def read_frames(path: Path, indices: Sequence[int], *, height: int, width: int, backend: str = "pyav") -> Tensor:
     """Decode frames of a video, turned upright and resized.
 
     Args:
         path: the video.
         indices: frame numbers in display order, ascending; a number may repeat.
         height, width: size of the result in pixels.
+        backend: what decodes; see `data/video/backends.py`.
 
     Returns:
         `[T, H, W, 3]` uint8, one frame for each index.
@@ -45,24 +43,16 @@ def read_frames(path: Path, indices: Sequence[int], *, height: int, width: int) 
     Raises:
         DecodeError: the file cannot be read, or ends before the last wanted frame.
     """
-    wanted = set(indices)
-    to_rgb = VideoReformatter()  # one for all frames: each sets up a scaler and its threads, 2 ms
+    wanted = sorted(set(indices))
     frames: dict[int, Tensor] = {}
     try:
-        with open_video(path) as container:
-            stream = container.streams.video[0]
-            # One thread per slice only: frame threads read ahead of what is wanted, in every loader worker at once.
-            stream.thread_type = "SLICE"
-            for number, frame in _numbered(container, stream, first=min(indices)):
-                if number in wanted:
-                    pixels = to_rgb.reformat(frame, format="rgb24").to_ndarray()
-                    upright = np.rot90(pixels, k=round(frame.rotation / 90))
-                    frames[number] = resize(torch.from_numpy(np.ascontiguousarray(upright)), height, width)
-                    if len(frames) == len(wanted):
-                        break
-    except (av.FFmpegError, OSError, IndexError) as error:
-        got = f" after {len(frames)} of {len(wanted)} wanted frames" if frames else ""
-        raise DecodeError(f"cannot decode {path}{got}: {getattr(error, 'strerror', None) or error}") from error
+        with closing(open_video(path, backend)) as video:
+            for number, pixels in video.frames(wanted):
+                frames[number] = resize(torch.from_numpy(np.ascontiguousarray(pixels)), height, width)
+    except DecodeError as error:
+        if not frames:
+            raise
+        raise DecodeError(f"{error}, after {len(frames)} of {len(wanted)} wanted frames") from error
     if len(frames) < len(wanted):
         raise DecodeError(
             f"{path} ends early: {len(frames)} of {len(wanted)} wanted frames could be decoded, "
@@ -95,7 +85,7 @@ def resize(frame_HWC: Tensor, height: int, width: int) -> Tensor:
 
 
 def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
-    """Cut a clip to its bucket: `[3, T, H, W]` fp32 in [-1, 1].
+    """Cut a clip to its bucket: `[3, T, H, W]` uint8.
 
     Args:
         clip: what to cut, to which bucket and how. With `center` and `random` it is resized so that the bucket is covered,
@@ -121,46 +111,28 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
             mode=clip.frame_selection,
             draw=draw,
             start=clip.start,
+            times=_times(clip) if clip.is_variable else None,
         )
-        frames = read_frames(clip.path, indices, height=full[0], width=full[1])
+        frames = read_frames(clip.path, indices, height=full[0], width=full[1], backend=clip.backend)
     spare_down, spare_right = full[0] - height, full[1] - width
     if clip.reshape_mode == "random":
         top, left = down % (spare_down + 1), right % (spare_right + 1)
     else:
         top, left = spare_down // 2, spare_right // 2
-    cropped = frames[:, top : top + height, left : left + width]
-    return cropped.permute(3, 0, 1, 2).to(torch.float32) / 127.5 - 1.0
+    # A copy, so that what was cut away is let go, and the clip can be sent to another process as it is.
+    return frames[:, top : top + height, left : left + width].permute(3, 0, 1, 2).contiguous()
 
 
-def _numbered(
-    container: av.container.InputContainer, stream: av.VideoStream, *, first: int
-) -> Iterator[tuple[int, av.VideoFrame]]:
-    """Decoded frames with their numbers in display order, starting at or before number `first`.
+def _times(clip: Clip) -> list[float]:
+    """The second at which each frame of a clip's file is shown.
 
-    Far into a clip, the file is read once without decoding to list its display times; they turn times into numbers
-    exactly, also at variable frame rates. Where times are missing or seeking lands too late, frames are counted from
-    the start instead.
+    Raises:
+        DecodeError: the file does not say, or has other frames than when the run was planned.
     """
-    times = _display_times(container, stream) if first >= _SEEK_FROM else None
-    if times is not None and first < len(times):
-        numbers = {time: number for number, time in enumerate(times)}
-        container.seek(times[first], stream=stream)
-        decoded = container.decode(stream)
-        opening = next(decoded, None)
-        if opening is not None and opening.pts in numbers and numbers[opening.pts] <= first:
-            yield numbers[opening.pts], opening
-            for frame in decoded:
-                if frame.pts in numbers:
-                    yield numbers[frame.pts], frame
-            return
-    if first >= _SEEK_FROM:
-        container.seek(0)
-    yield from enumerate(container.decode(stream))
-
-
-def _display_times(container: av.container.InputContainer, stream: av.VideoStream) -> list[int] | None:
-    """Display times of all frames, ascending; None when the container does not give every frame its own."""
-    times = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
-    if None in times or len(set(times)) != len(times):
-        return None
-    return sorted(time for time in times if time is not None)
+    try:
+        times = shown_at(clip.path)
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise DecodeError(f"cannot read the frame times of {clip.path}: {error}") from error
+    if len(times) < clip.num_frames:
+        raise DecodeError(f"{clip.path} ends early: it has {len(times)} frames, and had {clip.num_frames}")
+    return times

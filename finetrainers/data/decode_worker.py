@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from .fates import Refusal
 from .manifest import Kind
-from .media import open_video
+from .media import open_container
 
 #: Memory that a file's decoding may ask for, beyond what the process has when it starts.
 MEMORY_BYTES = 4 << 30
@@ -77,7 +77,7 @@ def _decode_video(path: str, declared: int) -> Refusal | tuple[str, ...]:
     first: np.ndarray | None = None
     black, still = True, True
     try:
-        with open_video(Path(path)) as container:
+        with open_container(Path(path)) as container:
             stream = container.streams.video[0]
             stream.thread_type = "NONE"  # as many processes as processors run at once
             for frame in container.decode(stream):
@@ -139,7 +139,7 @@ def _picture(path: str) -> Iterator[Image.Image]:
 
 def _pictures(path: str) -> Iterator[Image.Image]:
     """The first frame, and the key frames before the middle and the end where they can be reached, else the last."""
-    with open_video(Path(path)) as container:
+    with open_container(Path(path)) as container:
         stream = container.streams.video[0]
         stream.thread_type = "NONE"
         first = next(container.decode(stream), None)

@@ -1,11 +1,13 @@
-"""Which frames of a clip are taken: pure arithmetic on frame numbers and rates."""
+"""Which frames of a clip are taken: pure arithmetic on frame numbers, rates and times."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Literal
 
-Selection = Literal["head", "middle", "random", "uniform"]
+Selection = Literal["head", "middle", "random", "uniform", "chunk"]
 
 # 23.976 and 24, or 29.97 and 30, count as the same rate: resampling would only drop a frame here and there.
 _SAME_RATE = 0.02
@@ -25,8 +27,20 @@ def is_slower(source_fps: float, target_fps: float) -> bool:
 
 
 def num_available(num_frames: int, *, source_fps: float, fps: float) -> int:
-    """How many frames a clip of `num_frames` gives at `fps`: those k with round(k * source_fps / fps) inside it."""
+    """How many frames a clip of `num_frames` gives at `fps`: those k with round(k * source_fps / fps) inside it.
+
+    For frames that are not evenly spaced, `source_fps` must be their mean rate; the clip is then as long as its times
+    say, and the number holds for `select_frames` with these times, too.
+    """
     return math.ceil((num_frames - 0.5) * fps / source_fps - 1e-9)
+
+
+def chunk_starts(available: int, length: int) -> list[int]:
+    """First frames of the consecutive stretches of `length` frames that a clip is cut to, counted after resampling.
+
+    What remains at the end is shorter than a stretch and not used.
+    """
+    return [number * length for number in range(available // length)]
 
 
 def select_frames(
@@ -38,42 +52,48 @@ def select_frames(
     mode: Selection,
     draw: int = 0,
     start: int | None = None,
+    times: Sequence[float] | None = None,
 ) -> tuple[list[int], float]:
     """Choose `length` frame numbers of a clip, and the frame rate that they play at.
 
-    Frame k of the sampled clip is the source frame nearest to time k / fps, so that speed of motion is kept.
+    Frame k of the sampled clip is the source frame nearest to time k / fps, so that speed of motion is kept. Where
+    `times` are given, it is the frame shown at time k / fps plus half a mean period of the source, which is the same
+    for even times; so a picture that stands still for long stands still in the sampled clip, too.
 
     Args:
         num_frames: frames of the source.
-        source_fps: rate of the source.
+        source_fps: rate of the source; with `times` their mean rate.
         fps: rate to sample at, not above `source_fps`; see `playback_fps`. Not used by `uniform`.
         length: how many frames are wanted.
         mode: the first frames (`head`), those in the `middle`, a `random` stretch, or `uniform`: spread evenly from
-            the first frame to the last, whatever the rate, which changes the speed of motion.
+            the first frame to the last, whatever the rate, which changes the speed of motion. `chunk` is the first stretch, or the one that `start` names.
         draw: any non-negative integer; decides where `random` starts.
-        start: the first frame, counted at `fps`, in place of what `mode` says.
+        start: the first frame, counted after resampling to `fps`, instead of what `mode` says; see `chunk_starts`.
+        times: second at which each frame of the source is shown, from 0; None: evenly spaced.
 
     Raises:
         ValueError: the clip has fewer frames than wanted, or than wanted from `start` on.
     """
-    spread = mode == "uniform" and start is None
-    available = num_frames if spread else num_available(num_frames, source_fps=source_fps, fps=fps)
-    if length > available:
-        raise ValueError(f"{length} frames wanted, but only {available} of {num_frames} are available at {fps:g} fps")
-    if start is not None and not 0 <= start <= available - length:
-        raise ValueError(
-            f"{length} frames wanted from frame {start} on, but only {available} are available at {fps:g} fps"
-        )
-    if spread:
-        if length == 1:
-            return [(num_frames - 1) // 2], source_fps
-        step = (num_frames - 1) / (length - 1)
-        return [_round(k * step) for k in range(length)], source_fps / step
+    is_uniform = mode == "uniform" and start is None
+    available = num_frames if is_uniform else num_available(num_frames, source_fps=source_fps, fps=fps)
     slack = available - length
     if start is None:
-        start = {"head": 0, "middle": slack // 2, "random": draw % (slack + 1), "uniform": 0}[mode]
-    ratio = source_fps / fps
-    return [min(_round((start + k) * ratio), num_frames - 1) for k in range(length)], fps
+        start = {"middle": slack // 2, "random": draw % (max(slack, 0) + 1)}.get(mode, 0)
+    if start > slack:
+        after = f" after frame {start}" if start else ""
+        raise ValueError(
+            f"{length} frames wanted{after}, but only {available} of {num_frames} are available at {fps:g} fps"
+        )
+    if is_uniform and length == 1:
+        return [(num_frames - 1) // 2], source_fps
+    ratio = (num_frames - 1) / (length - 1) if is_uniform else source_fps / fps
+    fps = source_fps / ratio if is_uniform else fps
+    if times is None:
+        chosen = [_round((start + k) * ratio) for k in range(length)]
+    else:
+        # A microsecond more, for times that were rounded.
+        chosen = [bisect_right(times, ((start + k) * ratio + 0.5) / source_fps + 1e-6) - 1 for k in range(length)]
+    return [min(number, num_frames - 1) for number in chosen], fps
 
 
 def _round(value: float) -> int:

@@ -28,8 +28,8 @@ class RawBatch:
         clips: what it is made of.
         sample_keys: per sample `(epoch, item)`.
         weight: see `MicroBatch`.
-        video: pixels `[B, 3, T, H, W]` in [-1, 1]; None when latents come from the cache, or with `stretches`.
-        stretches: of each clip the pixels `[3, T, H, W]` of that whose latents its own are cut from; else empty.
+        video: pixels `[B, 3, T, H, W]` uint8; None when latents come from the cache, or with `stretches`.
+        stretches: of each clip the pixels `[3, T, H, W]` uint8 of that whose latents its own are cut from; else empty.
         cached: tensors from the cache, batch first; None when pixels are given.
         bad: clips that could not be loaded, others in whose place are among `clips`.
     """

@@ -44,7 +44,7 @@ def look(path: Path) -> os.stat_result | Refusal:
     return found
 
 
-def open_video(path: Path) -> av.container.InputContainer:
+def open_container(path: Path) -> av.container.InputContainer:
     """Open a video whose frames are no larger than `MAX_FRAME_PIXELS`; see `look` for what should be asked before.
 
     Raises:

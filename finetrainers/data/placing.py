@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetrainers.config.geometry import Geometry
@@ -13,6 +13,7 @@ from finetrainers.utils.text import plural
 
 from .bucket_choice import Choice, choose_buckets
 from .buckets import Bucket, choose_bucket, filled_resolution, lower_buckets
+from .chunks import cut_chunks, describe_chunks
 from .clip import Clip
 from .fates import Refusal
 from .frames import num_available, playback_fps, select_frames
@@ -20,6 +21,7 @@ from .manifest import DataError, Item, Kind
 from .probe import Probe
 from .probe_memory import ProbeMemory, default_directory
 from .probing import Effort, Found, find_out
+from .video.backends import backend_of, reason_against
 from .windows import cut_windows, describe_windows, with_window_buckets
 
 
@@ -30,6 +32,8 @@ class Probed:
     found: Found
     fps: float = 0.0
     available: int = 0
+    backend: str = "pyav"
+    against: str | None = None
 
     @property
     def item(self) -> Item:
@@ -79,7 +83,7 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
     target_fps = data.target_fps or geometry.fps
     memory = ProbeMemory(data.probe_dir or default_directory(), data_folder(data), recall=effort.recall)
     found = find_out(items, memory=memory, max_pixels=data.max_pixels, effort=effort)
-    probed = [_at_rate(one, data=data, target_fps=target_fps) for one in found]
+    probed = [_with_backend(_at_rate(one, data=data, target_fps=target_fps), data.video_backend) for one in found]
     placing = with_window_buckets(data)
     choice = _choose(placing, geometry, probed)
     clips: list[Clip] = []
@@ -87,10 +91,16 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
     for entry in probed:
         clip = _place(entry, data=placing, choice=choice)
         if isinstance(clip, Clip):
-            clips += cut_windows(clip, entry.available, data=data, geometry=geometry)
+            clips += (
+                cut_chunks(clip, entry.available)
+                if data.frame_selection == "chunk"
+                else cut_windows(clip, entry.available, data=data, geometry=geometry)
+            )
         else:
             refusals[entry.item.index] = clip
     notes = [*choice.notes, *describe_windows(clips, data=data, geometry=geometry)]
+    if data.frame_selection == "chunk":
+        notes.append(describe_chunks(clips, {entry.item.index: entry.available for entry in probed}))
     return Placed(probed, clips, refusals, list(choice.all), notes)
 
 
@@ -109,6 +119,15 @@ def _at_rate(found: Found, *, data: DataSection, target_fps: float) -> Probed:
     uniform = data.frame_selection == "uniform"
     available = header.frames if uniform else num_available(header.frames, source_fps=header.fps, fps=fps)
     return Probed(found, fps=fps, available=available)
+
+
+def _with_backend(entry: Probed, option: str) -> Probed:
+    """With what decodes the file: the backend that was asked for, if it shows the pixels that PyAV shows."""
+    backend = backend_of(option)
+    if entry.header is None or entry.item.kind == "image":
+        return entry
+    against = reason_against(entry.item.path, backend)
+    return replace(entry, backend="pyav" if against else backend, against=against)
 
 
 def _choose(data: DataSection, geometry: Geometry, probed: Sequence[Probed]) -> Choice:
@@ -173,4 +192,6 @@ def _place(entry: Probed, *, data: DataSection, choice: Choice) -> Clip | Refusa
         reshape_mode=data.video_reshape_mode,
         frame_selection=data.frame_selection,
         lower=tuple(lower),
+        is_variable=found.is_variable,
+        backend=entry.backend,
     )

@@ -20,13 +20,13 @@ from .bad_samples import BadSample, Note, Substitutes, load_clips
 from .cache import CacheError, FileDigests, TensorCache
 from .clip import Clip
 from .decode import DecodeError, load_clip
-from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip
+from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip, to_unit_range
 from .loader import RawBatch
 from .stream import MicroBatch
 from .windows import cut_latents, encoded_clip
 
 #: Raise when decoding, resizing or cropping changes, so that old entries are no longer found.
-PIXELS_VERSION = 1
+PIXELS_VERSION = 2
 
 #: Called with (done, total) after every encoded item.
 Progress = Callable[[int, int], None]
@@ -77,7 +77,7 @@ class CacheKeys:
         )
 
     def pixels(self, clip: Clip) -> Tensor:
-        """The clip `[3, T, H, W]`, with its one random start and crop drawn from seed and file content."""
+        """The clip `[3, T, H, W]` uint8, with its one random start and crop drawn from seed and file content."""
         return load_clip(clip, generator=generator("cpu", self.seed, "precomputed clip", self.digests.of(clip.path)))
 
 
@@ -142,7 +142,7 @@ def precompute_video(
             if unreadable is not None:
                 unreadable.append(BadSample(clip, video))
         else:
-            tensors = encode_clip(video[None], encode_video, with_first_frame=keys.with_first_frame)
+            tensors = encode_clip(to_unit_range(video[None]), encode_video, with_first_frame=keys.with_first_frame)
             _refuse_non_finite(tensors, str(clip.path))
             keys.cache.put(key, tensors)
         if progress:

@@ -12,7 +12,8 @@ from PIL import Image, UnidentifiedImageError
 
 from .fates import Fate, Refusal
 from .manifest import Kind
-from .media import MAX_FRAME_PIXELS, look, open_video
+from .media import MAX_FRAME_PIXELS, look, open_container
+from .video.timeline import display_times, mean_rate, steady_rate
 
 #: Changes when the same file gives another answer; what was remembered of files is then forgotten.
 PROBE_VERSION = 1
@@ -45,7 +46,8 @@ class Probe:
 
     Attributes:
         frames: number of frames; 1 for images.
-        fps: average frame rate; 0 for images.
+        fps: frame rate; 0 for images.
+        is_variable: whether the frames are shown at uneven times; `fps` is then their exact mean rate.
         width: displayed width in pixels, after rotation and with square pixels.
         height: displayed height in pixels.
         duration: seconds; 0 for images.
@@ -56,6 +58,7 @@ class Probe:
     width: int
     height: int
     duration: float
+    is_variable: bool = False
 
 
 def probe(path: Path, *, kind: Kind = "video") -> Probe:
@@ -87,7 +90,7 @@ def _probe_image(path: Path) -> Probe:
 
 def _probe_video(path: Path, *, size: int) -> Probe:
     try:
-        with open_video(path) as container:
+        with open_container(path) as container:
             streams = [s for s in container.streams.video if Disposition.attached_pic not in s.disposition]
             if not streams:
                 raise ProbeError("no_video", "no video stream")
@@ -102,7 +105,7 @@ def _probe_video(path: Path, *, size: int) -> Probe:
                     "too_large",
                     f"{stream.width}x{stream.height} pixels is over the limit of {MAX_FRAME_PIXELS} for a frame",
                 )
-            frames = _declared_frames(stream, size=size)
+            times = _declared_times(stream, size=size)
             # The rotation is only readable on a decoded frame; decoding one also proves that the codec is known.
             first = next(container.decode(stream), None)
             if first is None:
@@ -112,20 +115,34 @@ def _probe_video(path: Path, *, size: int) -> Probe:
                 width = max(round(width * float(stream.sample_aspect_ratio)), 1)
             if round(first.rotation / 90) % 2:
                 width, height = height, width
-            if frames is None:
+            tick = stream.time_base
+            assert tick is not None  # every stream of a file has one
+            steady = steady_rate(times, tick=tick, declared=rate) if times else None
+            if times is None or steady is None:
+                # What the index does not tell, or tells of decoding only: the file is read, though not decoded.
                 container.seek(0)
-                frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
+                packets = [p.pts for p in container.demux(stream) if p.size and not p.is_discard]
+                frames, times = len(packets), display_times(packets)
+                steady = steady_rate(times, tick=tick, declared=rate) if times else rate
+            else:
+                frames = len(times)
+            if steady is not None:
+                rate = steady
+            elif times is not None:
+                rate = mean_rate(times, tick=tick)
     except (av.FFmpegError, OSError) as error:
         # FFmpeg's own errors are about the content; those of the system (permissions, network) can pass.
         of_system = isinstance(error, OSError)
         raise ProbeError(
             "unreadable", f"cannot read the video: {error.strerror or error}", lasting=not of_system
         ) from error
-    return Probe(frames=frames, fps=rate, width=width, height=height, duration=frames / rate)
+    return Probe(
+        frames=frames, fps=rate, width=width, height=height, duration=frames / rate, is_variable=steady is None
+    )
 
 
-def _declared_frames(stream: av.VideoStream, *, size: int) -> int | None:
-    """The exact number of frames according to the container's index, or None when it has no complete one.
+def _declared_times(stream: av.VideoStream, *, size: int) -> list[int] | None:
+    """When each frame is decoded according to the container's index, or None when it has no complete one.
 
     A guess from the duration will not do: a clip that turns out one frame shorter would stop the training.
     """
@@ -140,4 +157,4 @@ def _declared_frames(stream: av.VideoStream, *, size: int) -> int | None:
         raise ProbeError(
             "cut_off", f"cut off: its index lists {len(entries)} frames, but only {inside} are in the file"
         )
-    return sum(not entry.is_discard for entry in entries)
+    return [entry.timestamp for entry in entries if not entry.is_discard]

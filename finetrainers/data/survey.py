@@ -106,7 +106,7 @@ def survey_dataset(config: TrainConfig, geometry: Geometry, *, effort: Effort | 
         eval_clips=tuple(evaluated),
         buckets=tuple(dict.fromkeys(placed.buckets)),
         notes=tuple(placed.notes),
-        warnings=tuple(_warnings(first_of_items(placed.clips), rejected, name, target_fps=target_fps)),
+        warnings=tuple(_warnings(placed, rejected, name, data=data, target_fps=target_fps)),
         problem=problem,
     )
 
@@ -159,9 +159,10 @@ def _verdicts(
 
 
 def _warnings(
-    clips: Sequence[Clip], rejected: Sequence[str], name: Callable[[Path], str], *, target_fps: float
+    placed: Placed, rejected: Sequence[str], name: Callable[[Path], str], *, data: DataSection, target_fps: float
 ) -> list[str]:
     """One sentence for each kind of oddity, with a count and the first names."""
+    clips = first_of_items(placed.clips)
     videos = [clip for clip in clips if clip.kind == "video"]
     captions = Counter((clip.path, clip.caption) for clip in clips)
     kinds: list[tuple[str, list[str]]] = [
@@ -176,6 +177,10 @@ def _warnings(
             [name(c.path) for c in clips if c.height < c.bucket[1] or c.width < c.bucket[2]],
         ),
         ("listed more than once", [name(path) for (path, _), count in captions.items() if count > 1]),
+        (
+            f"decoded by PyAV, since {data.video_backend} may show other pixels",
+            [f"{name(entry.item.path)} ({entry.against})" for entry in placed.probed if entry.against],
+        ),
     ]
     found = []
     for what, names in kinds:

@@ -12,6 +12,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.manifest import DataError
+from finetrainers.data.video.backends import backend_problem
 from finetrainers.methods.registry import Planner, WorkPlan, method_names, plan_work
 from finetrainers.models.registry import Family, get_family
 from finetrainers.optim.rules import optimizer_problems
@@ -122,9 +123,13 @@ def preflight(config: TrainConfig, *, planner: Planner = plan_work) -> Preflight
             )
         )
 
+    backend = backend_problem(config.data.video_backend)
+    if backend is not None:
+        problems.append(Problem("--video_backend", backend))
+
     sizes_are_wrong = any(p.where.endswith(("_resolution_buckets", "_window_size", "rollout_size")) for p in problems)
     plan = None
-    if config.training.method in method_names():
+    if config.training.method in method_names() and backend is None:  # it is asked about every clip
         try:
             plan = planner(config, geometry, sizes_are_wrong=sizes_are_wrong)
         except DataError as error:

@@ -197,7 +197,7 @@ def test_other_methods_keep_the_rules_of_clips():
 OF_CLIPS = {
     "data_root": "x", "dataset_file": "x", "video_column": "x", "caption_column": "x", "id_token": "x",
     "image_resolution_buckets": ["64x64"], "video_resolution_buckets": ["17x64x64"], "video_reshape_mode": "none",
-    "frame_selection": "middle", "framepack_window_size": 17, "framepack_window_stride": 4,
+    "frame_selection": "middle", "video_backend": "pyav", "framepack_window_size": 17, "framepack_window_stride": 4,
     "framepack_window_latents": "slice", "target_fps": 8, "caption_dropout_p": 0.5, "caption_dropout_technique": "zero",
     "remove_common_llm_caption_prefixes": True, "precompute_conditions": True, "first_frame_conditioning_p": 0.5,
     "max_bad_samples": 1, "max_pixels": 10**9, "probe_dir": "x", "max_bad_share": 0.5, "eval_num_items": 1, "flow_resolution_shifting": True, "flow_base_seq_len": 10,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import av
@@ -25,19 +25,26 @@ def write_video(
     container_options: dict[str, str] | None = None,
     rotation: int = 0,
     pictures: np.ndarray | None = None,
+    pix_fmt: str = "yuv420p",
+    times: Sequence[int] | None = None,
 ) -> Path:
-    """A clip whose frame k has brightness that rises with k, on top of fixed noise; or the given pictures."""
+    """A clip whose frame k has brightness that rises with k, on top of fixed noise; or the given pictures.
+
+    It is shown from tick `times[k]` of 1 / `fps` seconds on, by default k.
+    """
     rng = np.random.default_rng(seed)
     noise = rng.integers(0, 40, (height, width, 3))
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w", options=container_options or {}) as container:
         stream = container.add_stream(codec, rate=fps, options=options or {})
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = width, height, pix_fmt
         if rotation:
             stream.set_display_rotation(rotation)
         for k in range(frames):
             picture = (noise + 200 * k // max(frames - 1, 1)) if pictures is None else pictures[k]
             frame = av.VideoFrame.from_ndarray(picture.astype(np.uint8), format="rgb24")
+            if times is not None:
+                frame.pts = times[k]
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path

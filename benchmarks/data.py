@@ -1,0 +1,208 @@
+"""How fast data reaches the network.
+
+    OMP_NUM_THREADS=1 python benchmarks/data.py --decode   frames of a clip, against decoding and resizing all of it
+
+Each part prints a table; ratios are between ways that took turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+import av  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from finetrainers.data.buckets import cover_size  # noqa: E402
+from finetrainers.data.decode import read_frames, resize  # noqa: E402
+from finetrainers.data.frames import Selection, select_frames  # noqa: E402
+from finetrainers.data.probe import probe  # noqa: E402
+from finetrainers.data.video.backends import backend_problem  # noqa: E402
+from finetrainers.demo.clips import video_folder  # noqa: E402
+
+#: Decoding what is wanted should be this much faster than decoding and resizing everything.
+TARGET_DECODE = 3.0
+_SECONDS, _FRAMES, _SIZE = 10, 49, (480, 832)
+#: Which frames: name, rate, selection. None: the clip's own rate.
+_CUTS: tuple[tuple[str, float | None, Selection], ...] = (
+    ("49 frames of the middle, 25 fps", None, "middle"),
+    ("49 frames of the middle, 8 fps (6 s)", 8.0, "middle"),
+    ("49 frames of all 10 s (`uniform`)", None, "uniform"),
+)
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Way:
+    """One way of getting the wanted frames, and the CPU and wall seconds that it took each time."""
+
+    name: str
+    run: Callable[[Path, Sequence[int], int, int], Tensor]
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+    def measure(self, path: Path, indices: Sequence[int], height: int, width: int) -> Tensor:
+        """The frames, and how long they took."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        frames = self.run(path, indices, height, width)
+        self.cpu.append(time.process_time() - cpu)
+        self.wall.append(time.perf_counter() - wall)
+        return frames
+
+
+def everything(path: Path, indices: Sequence[int], height: int, width: int) -> Tensor:
+    """Every frame is decoded, then every frame is resized, and then the wanted ones are taken."""
+    resized = [resize(frame, height, width) for frame in _all_frames(path)]
+    return torch.stack([resized[index] for index in indices])
+
+
+def resized_last(path: Path, indices: Sequence[int], height: int, width: int) -> Tensor:
+    """Every frame is decoded, and the wanted ones are resized."""
+    frames = _all_frames(path)
+    return torch.stack([resize(frames[index], height, width) for index in indices])
+
+
+def by_pyav(path: Path, indices: Sequence[int], height: int, width: int) -> Tensor:
+    """The wanted frames are decoded and resized one by one."""
+    return read_frames(path, indices, height=height, width=width, backend="pyav")
+
+
+def by_decord(path: Path, indices: Sequence[int], height: int, width: int) -> Tensor:
+    """The same by decord."""
+    return read_frames(path, indices, height=height, width=width, backend="decord")
+
+
+def by_torchcodec(path: Path, indices: Sequence[int], height: int, width: int) -> Tensor:
+    """The same by torchcodec."""
+    return read_frames(path, indices, height=height, width=width, backend="torchcodec")
+
+
+_WAYS: dict[str, Callable[[Path, Sequence[int], int, int], Tensor]] = {
+    "all frames, all resized afterwards": everything,
+    "all frames, 49 resized afterwards": resized_last,
+    "pyav": by_pyav,
+    "decord": by_decord,
+    "torchcodec": by_torchcodec,
+}
+
+
+def decode(directory: Path, *, repeats: int) -> bool:
+    """Compare the ways on ten seconds of 720p; whether the default backend reaches the aim for frames that lie together."""
+    path = write_clip(directory / "clip.mp4")
+    found = probe(path)
+    height, width = cover_size(found.height, found.width, *_SIZE)
+    there = {name: run for name, run in _WAYS.items() if name not in ("decord", "torchcodec") or usable(name)}
+    ratios = []
+    print(
+        f"{found.frames} frames of {found.width}x{found.height}, H.264, {found.fps:g} fps; resized to {width}x{height}"
+    )
+    for cut, fps, mode in _CUTS:
+        indices, _ = select_frames(found.frames, source_fps=found.fps, fps=fps or found.fps, length=_FRAMES, mode=mode)
+        ways = [Way(name, run) for name, run in there.items()]
+        for _ in range(repeats):
+            pictures = [way.measure(path, indices, height, width) for way in ways]
+            if not all(torch.equal(pictures[0], other) for other in pictures[1:]):
+                sys.exit(f"the ways do not give the same frames: {cut}")
+        slowest = statistics.median(ways[0].cpu)
+        print(f"\n{cut}\n\n| way | CPU s | wall s | times as fast (CPU) | memory MB |\n|---|---|---|---|---|")
+        for way in ways:
+            cpu, wall = statistics.median(way.cpu), statistics.median(way.wall)
+            memory = peak_memory(way.name, path, indices, height, width)
+            print(f"| {way.name} | {cpu:.2f} | {wall:.2f} | {slowest / cpu:.1f} | {memory:.0f} |", flush=True)
+            if way.name == "pyav":
+                ratios.append(slowest / cpu)
+    print(f"\naim: {TARGET_DECODE:g} times as fast; pyav gives {', '.join(f'{r:.1f}' for r in ratios)}")
+    return ratios[0] >= TARGET_DECODE
+
+
+def usable(backend: str) -> bool:
+    """Whether a backend is there; says so if not."""
+    problem = backend_problem(backend)
+    if problem is not None:
+        print(f"without {backend}: {problem}")
+    return problem is None
+
+
+def write_clip(path: Path) -> Path:
+    """Ten seconds of 720p: a real clip forwards, backwards and forwards again, with x264's default settings."""
+    with av.open(str(video_folder() / "bigbuckbunny.mp4")) as container:
+        frames = [frame.to_ndarray(format="yuv420p") for frame in container.decode(video=0)]
+    order = [*range(len(frames)), *reversed(range(len(frames) - 1))]
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
+        for place in range(_SECONDS * 25):
+            picture = av.VideoFrame.from_ndarray(frames[order[place % len(order)]], format="yuv420p")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    return path
+
+
+def peak_memory(name: str, path: Path, indices: Sequence[int], height: int, width: int) -> float:
+    """MB by which a process that does nothing else grows at most."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_grown, (name, path, indices, height, width))
+
+
+def _grown(name: str, path: Path, indices: Sequence[int], height: int, width: int) -> float:
+    torch.set_num_threads(1)
+    if name in ("decord", "torchcodec"):
+        backend_problem(name)  # its libraries are not counted
+    before = _memory("VmRSS")
+    _WAYS[name](path, indices, height, width)
+    return _memory("VmHWM") - before
+
+
+def _memory(field: str) -> float:
+    """MB of this process: now (`VmRSS`) or at most so far (`VmHWM`). `getrusage` would count the parent's, too."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
+
+
+def _all_frames(path: Path) -> list[Tensor]:
+    with av.open(str(path)) as container:
+        container.streams.video[0].thread_type = "SLICE"
+        return [torch.from_numpy(np.asarray(f.to_ndarray(format="rgb24"))) for f in container.decode(video=0)]
+
+
+# ---- command ---------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the parts that were asked for and print them; exit with 1 if one misses its aim."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decode", action="store_true", help="frames of a clip against decoding all of it")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each way [5]")
+    options = parser.parse_args(argv)
+    if not options.decode:
+        parser.error("say what to measure: --decode")
+    machine = platform.processor() or platform.machine()
+    print(
+        f"{machine}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, torch {torch.__version__}, PyAV {av.__version__}\n"
+    )
+    reached = True
+    with tempfile.TemporaryDirectory() as directory:
+        if options.decode:
+            reached &= decode(Path(directory), repeats=options.repeats)
+    sys.exit(0 if reached else 1)
+
+
+if __name__ == "__main__":
+    main()

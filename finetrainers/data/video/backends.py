@@ -1,0 +1,151 @@
+"""Which backend decodes a video: what can be imported, and whether it shows the pixels that PyAV shows.
+
+Imports neither torch nor a backend before one is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import av
+import numpy as np
+
+from finetrainers.data.media import open_container
+
+from .reader import DecodeError, VideoReader
+
+#: A backend that decodes.
+Backend = Literal["pyav", "decord", "torchcodec"]
+_DEFAULT: Backend = "pyav"
+
+_CONTAINERS = ("mov", "matroska", "avi")
+_FORMATS = ("yuv420p", "yuvj420p", "yuv422p", "yuv444p")
+_IDR = 5  # type of an H.264 slice that refers to nothing before it
+
+
+@dataclass(frozen=True)
+class _Optional:
+    """A backend that need not be there.
+
+    Attributes:
+        codecs: of which it gives the pixels that PyAV gives, wherever it begins.
+        hint: how to get it.
+    """
+
+    codecs: Collection[str]
+    hint: str
+
+
+# Found by comparing every codec at random frame numbers. decord gives other frames after a seek in HEVC, and in
+# MPEG-4 with B-frames.
+_OPTIONAL: dict[str, _Optional] = {
+    "decord": _Optional(("h264", "vp8", "vp9", "mjpeg"), "pip install 'finetrainers[decord]'"),
+    "torchcodec": _Optional(
+        ("h264", "hevc", "av1", "libdav1d", "vp8", "vp9", "mpeg4", "mjpeg"),
+        "pip install 'finetrainers[torchcodec]' in the version that belongs to the installed torch, and FFmpeg's shared "
+        "libraries (4 to 8), which it does not bring",
+    ),
+}
+
+
+def backend_of(option: str) -> str:
+    """The backend that an option's value names."""
+    return _DEFAULT if option == "auto" else option
+
+
+def backend_problem(option: str) -> str | None:
+    """Why the backend of an option's value cannot be used here, and how it can; None if it can."""
+    name = backend_of(option)
+    if name == _DEFAULT:
+        return None
+    try:
+        _reader_class(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{name} cannot be imported ({lines[0]}); it needs {_OPTIONAL[name].hint}. `auto` needs neither"
+    return None
+
+
+def open_video(path: Path, backend: str = _DEFAULT) -> VideoReader:
+    """Open a video.
+
+    Raises:
+        DecodeError: it cannot be opened.
+    """
+    return _reader_class(backend)(path)
+
+
+def reason_against(path: Path, backend: str) -> str | None:
+    """Why a backend may show other pixels of a file than PyAV does; None if it shows the same.
+
+    What the header says is compared with what is known of the backend, and then the first frames of both. The file is
+    read, but not decoded further.
+    """
+    if backend == _DEFAULT:
+        return None
+    try:
+        with open_container(path) as container:
+            stream = container.streams.video[0]
+            context, codec = stream.codec_context, stream.codec_context.name
+            if not container.format.name.startswith(_CONTAINERS):
+                return f"container {container.format.name}"
+            if codec not in _OPTIONAL[backend].codecs:
+                return f"codec {codec}"
+            if stream.pix_fmt not in _FORMATS:
+                return f"pixel format {stream.pix_fmt}"
+            if (stream.width % 2 or stream.height % 2) and stream.pix_fmt != "yuv444p":
+                return f"odd size {stream.width}x{stream.height} with halved colour"
+            if context.field_order > 1:
+                return "interlaced"
+            for packet in container.demux(stream):
+                if packet.is_discard:
+                    return "an edit list hides frames"
+                if (
+                    packet.size
+                    and packet.is_keyframe
+                    and codec == "h264"
+                    and not _has_idr(bytes(packet), context.extradata)
+                ):
+                    return "key frames that refer to earlier frames"
+        ours, theirs = open_video(path), open_video(path, backend)
+        if theirs.num_frames != ours.num_frames:
+            return f"{theirs.num_frames} frames instead of {ours.num_frames}"
+        pictures = [next((picture for _, picture in reader.frames([0])), None) for reader in (ours, theirs)]
+        ours.close()
+        theirs.close()
+    except (av.FFmpegError, OSError, DecodeError):
+        return "its first frame cannot be decoded"
+    if pictures[0] is None or pictures[1] is None or not np.array_equal(pictures[0], pictures[1]):
+        return "another first frame"
+    return None
+
+
+def _has_idr(packet: bytes, extradata: bytes | None) -> bool:
+    """Whether an H.264 packet has a slice of an IDR picture."""
+    if extradata and extradata[0] == 1:  # "avcC": each unit is preceded by its length
+        size = (extradata[4] & 3) + 1
+        at = 0
+        while at + size < len(packet):
+            if packet[at + size] & 31 == _IDR:
+                return True
+            at += size + int.from_bytes(packet[at : at + size], "big")
+        return False
+    return any(unit and unit[0] & 31 == _IDR for unit in packet.split(b"\0\0\1")[1:])
+
+
+def _reader_class(backend: str) -> type[VideoReader]:
+    """Raises ImportError, OSError or RuntimeError where a backend is not there or lacks libraries."""
+    if backend == "decord":
+        from .with_decord import DecordReader
+
+        return DecordReader
+    if backend == "torchcodec":
+        from .with_torchcodec import TorchcodecReader
+
+        return TorchcodecReader
+    from .pyav import PyavReader
+
+    return PyavReader
