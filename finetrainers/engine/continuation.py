@@ -121,8 +121,14 @@ def critical_state(config: TrainConfig, plan: WorkPlan) -> dict[str, Any]:
         **values,
         **_model_facts(config),
         "data": plan.fingerprint,
-        "data_table": [list(row) for row in plan.table()],
+        "data_table": _lasting(plan.table()),
     }
+
+
+def _lasting(table: Sequence[Sequence[str]]) -> list[list[str]]:
+    """A summary of the data without what a continued run may change."""
+    columns = [place for place, heading in enumerate(table[0]) if heading != "batches"]
+    return [[row[place] for place in columns] for row in table]
 
 
 def _model_facts(config: TrainConfig) -> dict[str, Any]:
