@@ -146,7 +146,7 @@ class DataSection(Section):
         0.01,
         ge=0,
         le=1,
-        description="Share of the clips that may turn out unreadable while training; others take their place. At least one.",
+        description="Share of the files that may turn out unreadable while training; others take their place. At least one.",
     )
     eval_num_items: int = Field(0, ge=0, description="Items held out of training for the evaluation loss.")
 
