@@ -36,7 +36,7 @@ video_resolution_buckets = ["49x512x768"]
 
 `finetrainers schema > finetrainers.schema.json` writes a JSON schema with which editors check and complete such files.
 How options differ from the tools that first used these names: [compatibility](compatibility.md). With `--method grpo`, flags
-and keys may also have the names that they have in DanceGRPO.
+and keys may also have the names that they have in DanceGRPO; files of diffusion-pipe are read as they stand.
 """
 
 

@@ -179,7 +179,7 @@ class DataSection(Section):
         0.01,
         ge=0,
         le=1,
-        description="Share of the clips that may turn out unreadable while training; others take their place. At least one.",
+        description="Share of the files that may turn out unreadable while training; others take their place. At least one.",
     )
     max_pixels: int = Field(
         100_000_000_000,

@@ -329,3 +329,22 @@ def test_latents_are_not_cut_for_models_that_need_the_first_frame(
             "ltx_video", tiny_repo("ltx_video"), clips, tmp_path, precompute=True, framepack_window_size=9,
             framepack_window_latents="slice",
         )  # fmt: skip
+
+
+def test_a_broken_file_counts_once_whatever_its_windows(
+    make_video: Callable[..., Path], tiny_repo: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Overwritten after the check: its windows are replaced by those of another file, and one bad file is allowed."""
+    folder = tmp_path / "clips"
+    for k in range(2):
+        make_video(folder / f"{k}.mp4", frames=14, height=64, width=64, seed=k)
+        (folder / f"{k}.txt").write_text(f"clip {k}")
+    ours = source(
+        "cogvideox", tiny_repo("cogvideox"), folder, tmp_path / "run", precompute=False, framepack_window_size=9
+    )  # fmt: skip
+    (folder / "1.mp4").write_bytes(b"not a video any more")
+    batches = [batch for [batch] in itertools.islice(ours.steps(0), ours.steps_for_epochs(1))]
+    assert sum(len(batch) for batch in batches) == 12
+    numbers, events = ours.news()
+    assert numbers == {"bad_samples": 1.0}
+    assert [Path(event["file"]).name for event in events] == ["1.mp4"]

@@ -18,6 +18,7 @@ from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.config.presets import preset_tables
 from finetrainers.config.root import TrainConfig, fields
+from finetrainers.data.windows import with_window_buckets
 from finetrainers.models import registry
 
 if sys.version_info >= (3, 11):
@@ -139,7 +140,7 @@ def test_commands_parse(where: str, words: list[str], tmp_path: Path) -> None:
 
 def check_sizes(config: TrainConfig) -> None:
     geometry = registry.get_family(config.model.model_name).geometry
-    for bucket in config.data.video_resolution_buckets:
+    for bucket in with_window_buckets(config.data).video_resolution_buckets:
         assert geometry.problems(*bucket) == []
 
 
