@@ -108,7 +108,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         count, damaged = upkeep.verify(progress=meter)
     for damage in damaged:
         print(f"{damage.key}{f' ({damage.of})' if damage.of else ''}: {damage.reason}")
-    print(f"{count} entries read, {len(damaged)} damaged")
+    print(f"{_entries(count)} read, {len(damaged)} damaged")
     if arguments.repair:
         try:
             upkeep.repair(damaged)
@@ -140,5 +140,9 @@ def _prune(arguments: argparse.Namespace) -> int:
         for entry in going:
             print(entry.path)
     done = "would be removed" if arguments.dry_run else "removed"
-    print(f"{len(going)} entries, {file_size(sum(entry.size_bytes for entry in going))}, {done}")
+    print(f"{_entries(len(going))}, {file_size(sum(entry.size_bytes for entry in going))}, {done}")
     return 0
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
