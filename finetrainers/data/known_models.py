@@ -58,7 +58,7 @@ def recall_models(directory: Path, model: ModelSection, part: Part) -> list[Know
 
 
 def describe_model(model: ModelSection, part: Part) -> str:
-    """A part of a model in a few words, without the machine's folders: `ltx_video VAE of Lightricks/LTX-Video, bf16`."""
+    """A part of a model in a few words, without the machine's folders: `FAMILY VAE of someone/model, bf16`."""
     options = _values(model, part)
     own = options.get("vae_id" if part == "vae" else "text_encoder_id")
     place = str(own or model.pretrained_model_name_or_path)

@@ -60,7 +60,7 @@ class BatchSource:
     """Batches of a run. `take_text_encoders`, then `take_vae`, must be called before any batch is asked for.
 
     Attributes:
-        encoded: what came of encoding captions and clips beforehand, on all ranks together.
+        precomputed: what came of encoding captions and clips beforehand, on all ranks together.
     """
 
     #: Whether `take_vae` encodes anything beforehand, where that is asked for.
@@ -76,7 +76,7 @@ class BatchSource:
         self.stream = stream_of(plan.clips, course or Course.begin(config, world_size=parallel.world_size))
         self._encode_text: EncodeText | None = None
         self._text_identity = ""
-        self.encoded: dict[str, Encoded] = {}
+        self.precomputed: dict[str, Encoded] = {}
         self._directory = cache_directory(config)
         self._cache = TensorCache(self._directory / "tensors")
         self._digests = FileDigests(self._directory / "digests")
@@ -287,7 +287,7 @@ class BatchSource:
         except Exception as error:
             failure = error
         self.parallel.raise_if_any_failed(failure, f"encoding {what} before training")
-        self.encoded[what] = sum(self.parallel.gather_objects([share]), Encoded())
+        self.precomputed[what] = sum(self.parallel.gather_objects([share]), Encoded())
 
 
 def cache_directory(config: TrainConfig) -> Path:

@@ -70,7 +70,7 @@ def _encode(checked: Preflight, parallel: Ranks) -> Mapping[str, Encoded]:
             free_memory()
     finally:
         source.release()
-    return source.encoded
+    return source.precomputed
 
 
 def _summary(what: str, counts: Encoded) -> str:

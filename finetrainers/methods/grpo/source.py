@@ -32,7 +32,7 @@ class PromptSource:
     """The prompts of a run. `take_text_encoders`, then `take_vae`, must be called before anything is asked for.
 
     Attributes:
-        encoded: what came of encoding prompts, on all ranks together.
+        precomputed: what came of encoding prompts, on all ranks together.
     """
 
     #: Whether `take_vae` encodes anything beforehand.
@@ -49,7 +49,7 @@ class PromptSource:
         self.first_rollout = course.first_step // self.updates  # at which the prompts were begun
         self.order = PromptOrder(len(plan.prompts), prompts_per_step=config.grpo.prompts_per_step, seed=course.seed)
         self.config = config
-        self.encoded: dict[str, Encoded] = {}
+        self.precomputed: dict[str, Encoded] = {}
         self._directory = cache_directory(config)
         self._cache = TensorCache(self._directory / "tensors")
         self._keys = self._keys_of("")
@@ -81,7 +81,7 @@ class PromptSource:
         except Exception as error:
             failure = error
         self.parallel.raise_if_any_failed(failure, "encoding the prompts")
-        self.encoded["prompts"] = sum(self.parallel.gather_objects([share]), Encoded())
+        self.precomputed["prompts"] = sum(self.parallel.gather_objects([share]), Encoded())
         if self.parallel.rank == 0:
             remember_model(self._directory, self.config.model, "text", KnownModel(self._keys.text_identity))
         # One length for all batches, so that a clip's numbers do not depend on which others share its batch.
