@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from .bad_samples import BadSample, Note, Substitutes, load_clips
-from .cache import CacheError
+from .cache import CacheError, is_finite
 from .cache_keys import CacheKeys
 from .decode import DecodeError
 from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip
@@ -205,7 +205,7 @@ class CacheFetch:
                 f"after a power cut, say: finetrainers cache verify {self.keys.cache.directory.parent} --repair"
             )
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
+            if not is_finite(tensor):
                 raise CacheError(
                     f"the cache entry {self.keys.cache.path(key)} of {what} holds NaN or infinity in {name}"
                 )
@@ -214,5 +214,5 @@ class CacheFetch:
 
 def _refuse_non_finite(tensors: dict[str, Tensor], what: str) -> None:
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise ValueError(f"encoding {what} gave {name} with NaN or infinity; try another `vae_dtype`, such as fp32")

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cache import SUFFIX, TEMPORARY, CacheInUse, TensorCache, read_about, read_entry
+from .cache import SUFFIX, TEMPORARY, CacheInUse, TensorCache, is_finite, read_about, read_entry
 from .digests import FileDigests
 
 #: Entries are read by several threads, since a network disk answers slowly and many at a time.
@@ -200,6 +200,6 @@ def _fault(entry: Entry) -> str | None:
     except (OSError, ValueError) as error:
         return str(error)
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if not is_finite(tensor):
             return f"{name} holds NaN or infinity"
     return None

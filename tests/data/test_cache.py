@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from finetrainers.data import cache as cache_module
-from finetrainers.data.cache import TensorCache, read_about
+from finetrainers.data.cache import TensorCache, is_finite, read_about
 from finetrainers.data.digests import FileDigests
 from finetrainers.data.identity import identity
 from finetrainers.data.journal import Journal
@@ -223,6 +223,20 @@ def test_digests_follow_content_and_are_remembered(tmp_path: Path, monkeypatch: 
     assert FileDigests(tmp_path / "digests").of(second) == before
     assert other.of(first) == digests.of(first)  # what one process learns, the others know
     assert pickle.loads(pickle.dumps(digests)).of(first) == digests.of(first)
+
+
+def test_what_is_not_finite_is_told_from_a_sum_that_overflows() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        large = torch.full((4000,), torch.finfo(dtype).max, dtype=dtype)
+        for values, finite in ((large, True), (large.neg(), True), (torch.ones(3, dtype=dtype), True)):
+            assert is_finite(values) == finite
+            for spoilt in (torch.nan, torch.inf, -torch.inf):
+                values = values.clone()
+                values[-1] = spoilt
+                assert not is_finite(values)
+    assert not is_finite(torch.tensor([torch.inf, -torch.inf]))
+    assert is_finite(torch.tensor([2**62, True]))
+    assert is_finite(torch.tensor([], dtype=torch.bfloat16))
 
 
 def test_identity_follows_weights_and_options_not_places() -> None:
