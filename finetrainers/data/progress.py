@@ -20,6 +20,7 @@ from rich.progress import (
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 10.0
+_ONLY = TaskID(0)  # of a bar, which has one task
 
 
 class Meter:
@@ -47,7 +48,6 @@ class Meter:
         self.console = console or Console(stderr=True, soft_wrap=True)
         self._begun = self._told = time.monotonic()
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
 
     def __enter__(self) -> Meter:
         self._begun = self._told = time.monotonic()
@@ -57,7 +57,7 @@ class Meter:
         if not self.enabled:
             return
         if self.console.is_terminal:
-            self._bar(total).update(self._task or TaskID(0), completed=done)
+            self._bar(total).update(_ONLY, completed=done)
         elif done == total or time.monotonic() - self._told >= self.interval_s:
             self._told = time.monotonic()
             logger.info("%s", self.line(done, total))
@@ -88,7 +88,7 @@ class Meter:
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self._task = self._progress.add_task("", total=total)
+            self._progress.add_task("", total=total)
             self._progress.start()
         return self._progress
 
