@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.text import age, file_size
 
 
 def add_ckpt(commands: Any) -> None:
@@ -44,7 +45,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         if one.damage is not None:
             print(f"{one.step:>8}  {'-':>9}  {'-':>9}  {one.damage}")
         else:
-            print(f"{one.step:>8}  {_size(one.size):>9}  {_age(time.time() - one.saved_at):>9}  ok")
+            print(f"{one.step:>8}  {file_size(one.size):>9}  {age(time.time() - one.saved_at):>9}  ok")
     return 0
 
 
@@ -143,18 +144,3 @@ def _tensor_places(path: Path) -> dict[str, Path]:
         with safe_open(file, framework="pt") as opened:
             places.update({f"{kind}: {name}": file for name in opened.keys()})  # noqa: SIM118 - no mapping
     return places
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0, seconds):.0f} s"

@@ -14,6 +14,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
+from .cache import add_cache
 from .check import add_check, check_command
 from .ckpt import add_ckpt
 from .demo import add_demo, positive_integer
@@ -26,11 +27,19 @@ _EPILOG = """examples:
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
   finetrainers train --config run.toml --dry_run  check everything, print the plan, stop
   finetrainers check run.toml --html check.html   what becomes of every clip, and why; needs no model weights
+  finetrainers prepare --config run.toml          encode captions and clips beforehand, stop
   finetrainers models                             list the model families
   finetrainers tiny FAMILY DIR                    write a tiny random model, for trying things out
 
 Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml train.py --config run.toml
 """
+
+_PREPARE = """Encode captions and clips beforehand, as `train --precompute_conditions` does at its start, and stop. Text encoders
+and VAE are in memory one after the other, and no transformer. What is cached already is found, so a preparation that was
+stopped or killed goes on where it was, and several may share one --precompute_dir. Options are those of `train`; training
+with the same ones and --precompute_conditions then encodes nothing.
+Example: finetrainers prepare --config run.toml --precompute_dir cache
+Several GPUs: accelerate launch --num_processes 8 -m finetrainers prepare --config run.toml"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train_command(argv[1:], prog="finetrainers train")
     if argv[:1] == ["check"]:
         return check_command(argv[1:])
+    if argv[:1] == ["prepare"]:
+        return prepare_command(argv[1:])
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
@@ -80,14 +91,38 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
     return exit_codes.STOPPED if stopped else exit_codes.DONE
 
 
-def _with_the_rest(error: ConfigError) -> ConfigError:
+def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") -> int:
+    """Encode what a training run with these flags would encode beforehand; an exit code."""
+    from finetrainers.config.flags import parse_flags
+
+    configure_logging()
+    yield_idle_threads()
+    try:
+        config, list_models = parse_flags(argv, prog=prog, description=_PREPARE)
+        if list_models or config is None:
+            return _models(None)
+        from finetrainers.engine.preflight import for_preparing, preflight
+
+        checked = preflight(for_preparing(config), preparing=True)
+        from finetrainers.engine.prepare import prepare
+
+        quiet_progress_bars()
+        prepare(checked)
+    except ConfigError as error:
+        if launched_rank() == 0:
+            print(f"error: {_with_the_rest(error, preparing=True)}", file=sys.stderr)
+        return exit_codes.CONFIGURATION
+    return exit_codes.DONE
+
+
+def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigError:
     """The error together with what is wrong between the options that were given right."""
     if error.rest is None:
         return error
     from finetrainers.engine.preflight import preflight
 
     try:
-        preflight(error.rest)
+        preflight(error.rest, preparing=preparing)
     except ConfigError as more:
         # What names a wrong option may be a consequence of it.
         new = [p for p in more.problems if not any(name in str(p) for name in error.wrong)]
@@ -106,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     commands.add_parser("train", help="train a model (`finetrainers train --help` lists every option)", add_help=False)
+    commands.add_parser("prepare", help="encode captions and clips beforehand; options as of `train`", add_help=False)
 
     add_check(commands)
 
@@ -128,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny.set_defaults(run=_tiny)
 
     add_plot(commands)
+    add_cache(commands)
     add_ckpt(commands)
     add_demo(commands)
     add_serve_reward(commands)

@@ -235,6 +235,13 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
         found.warnings.append("--caption_dropout_technique has no effect while --caption_dropout_p is 0")
     if data.precompute_dir is not None and not data.precompute_conditions:
         found.warnings.append("--precompute_dir has no effect without --precompute_conditions")
+    if config.changed("precompute_batch_size"):
+        if not data.precompute_conditions:
+            found.warnings.append("--precompute_batch_size has no effect without --precompute_conditions")
+        elif config.model.enable_slicing:
+            found.warnings.append(
+                "--precompute_batch_size saves little with --enable_slicing: the VAE takes the clips one by one"
+            )
     random_cut = data.frame_selection == "random" or data.video_reshape_mode == "random"
     if data.precompute_conditions and random_cut:
         found.warnings.append(

@@ -61,13 +61,14 @@ def default_text(field: FieldInfo) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of a training command, one argument group a section."""
+def make_parser(prog: str, *, description: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a training command, or of one with the same options; one argument group a section."""
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(
+        description=description
+        or (
             "Finetune a video diffusion model. Options come from --config FILE.toml and from flags; flags win.\n"
             f"Example: {prog} --config run.toml --data_root clips --output_dir runs/first"
         ),
@@ -104,14 +105,16 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_flags(argv: Sequence[str], *, prog: str = "train.py") -> tuple[TrainConfig | None, bool]:
+def parse_flags(
+    argv: Sequence[str], *, prog: str = "train.py", description: str | None = None
+) -> tuple[TrainConfig | None, bool]:
     """The configuration that the arguments describe, and whether only the model list was asked for.
 
     Raises:
         ConfigError: unknown flags (with the nearest valid name), wrong values, file errors; all at once.
         SystemExit: after `--help`.
     """
-    parser = make_parser(prog)
+    parser = make_parser(prog, description=description)
     namespace, unknown = parser.parse_known_args(list(argv))
     values = vars(namespace)
     config_path = values.pop("config")

@@ -164,6 +164,11 @@ class DataSection(Section):
     precompute_dir: Path | None = Field(
         None, description="Where the cache lies; default: `<output_dir>/precomputed`. Several runs may share one."
     )
+    precompute_batch_size: int = Field(
+        1,
+        ge=1,
+        description="Clips of one bucket that the VAE encodes at a time beforehand; more is faster and takes more memory.",
+    )
     first_frame_conditioning_p: float | None = Field(
         None,
         ge=0,

@@ -3,31 +3,61 @@
 A key is a hash of everything that determines the value. Entries are safetensors files with a checksum, since
 safetensors itself does not notice a flipped bit; they are written under another name and renamed, so that several ranks
 or runs may share one folder.
+
+Which entries there are is also written down in a journal, in which a start finds all keys without asking the file system for
+each of a hundred thousand files. The journal only ever saves work: an entry that it does not know (its writer was killed
+before the line was written) is looked for on disk, one that it knows wrongly is found out when it is read, and is then
+marked as doubtful, which sends the next start to the disk.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
 import struct
+import time
+import uuid
+import weakref
 import zlib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from finetrainers.utils.faults import fault_point
+
+from .journal import Journal
+
 logger = logging.getLogger(__name__)
 
+SUFFIX = ".safetensors"
+TEMPORARY = ".tmp"
 _CHECKSUM = "crc32"
-_CHUNK = 1 << 20
+_HEX = 64
+_WHOLE, _DOUBTED = "+", "-"
+_LOCK = ".lock"
+#: A file's modification time is that of its last use, to a day: to note each use would be a write for each read.
+_USE_NOTED_S = 86400.0
+#: What a file system without locks says.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class CacheError(RuntimeError):
     """A cached entry that training needs is missing or damaged."""
+
+
+class CacheInUse(RuntimeError):
+    """Entries cannot be removed while a run may need them."""
 
 
 class TensorCache:
@@ -35,92 +65,247 @@ class TensorCache:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._journal = Journal(directory / "index", length=1 + _HEX)
+        self._whole: set[bytes] = set()
+        self._doubted: set[bytes] = set()
+        self._made: set[Path] = set()  # folders
+        self._held: weakref.finalize | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the keys, which a process that only reads entries does not need."""
+        return {"directory": self.directory}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        TensorCache.__init__(self, state["directory"])
 
     @staticmethod
     def key(**parts: object) -> str:
         """Hex digest of the given parts, which must be JSON values (tuples count as lists)."""
-        return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+        return sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
     def path(self, key: str) -> Path:
         """Where the entry lies; folders fan out, since one folder of a million files is slow everywhere."""
-        return self.directory / key[:2] / f"{key}.safetensors"
+        return self.directory / key[:2] / f"{key}{SUFFIX}"
 
-    def put(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Store an entry, replacing what was there."""
+    def put(self, key: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> int:
+        """Store an entry, replacing what was there; its size in bytes.
+
+        Args:
+            key: its name.
+            tensors: what it holds.
+            about: what it is, for people; kept in its header.
+        """
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         # The checksum covers the tensors' bytes, so it is known only once they are laid out.
         payload = _payload(safetensors.torch.save(contiguous))
-        data = safetensors.torch.save(contiguous, metadata={_CHECKSUM: str(zlib.crc32(payload))})
-        _write_bytes_atomic(self.path(key), data)
+        metadata = {**(about or {}), _CHECKSUM: str(zlib.crc32(payload))}
+        data = safetensors.torch.save(contiguous, metadata=metadata)
+        self._write(self.path(key), data)
+        self._whole.add(bytes.fromhex(key))
+        self._journal.add([_WHOLE + key])
+        return len(data)
 
     def get(self, key: str) -> dict[str, Tensor] | None:
         """The entry, on the CPU; None when there is none, or when it is damaged, which also removes and logs it."""
         path = self.path(key)
         try:
-            data = path.read_bytes()
+            tensors = read_entry(path)
         except FileNotFoundError:
+            self._doubt(key)
             return None
-        try:
-            tensors = safetensors.torch.load(data)
-            if str(zlib.crc32(_payload(data))) != _metadata(data).get(_CHECKSUM):
-                raise ValueError("its checksum is wrong")
-        except (SafetensorError, ValueError, struct.error) as error:
-            logger.warning("removed the damaged cache entry %s: %s", path, error)
-            path.unlink(missing_ok=True)
+        except ValueError as error:
+            self._remove_damaged(key, error)
             return None
         return tensors
 
     def has(self, key: str) -> bool:
-        """Whether the entry exists and is whole by its header; damaged ones are removed and logged.
+        """Whether there is a whole entry; see `missing`."""
+        return not self.missing([key])
 
-        The tensors are not read: that would read the whole cache at every start. `get` checks their bytes.
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """Those of the keys that have no whole entry, each once. Damaged ones are removed and logged.
+
+        The tensors are not read: that would read the whole cache at every start. `get` checks their bytes. Of entries that
+        the journal does not know, the header is read; those that are not there cost one listing of their folder together.
         """
-        path = self.path(key)
+        self._refresh()
+        unknown: dict[str, list[str]] = defaultdict(list)
+        order = list(dict.fromkeys(keys))
+        for key in order:
+            if bytes.fromhex(key) not in self._whole:
+                unknown[key[:2]].append(key)
+        missing: set[str] = set()
+        found: list[str] = []
+        for folder, wanted in unknown.items():
+            try:
+                names = {entry.name for entry in os.scandir(self.directory / folder)}
+            except FileNotFoundError:
+                names = set()
+            for key in wanted:
+                is_whole = self.path(key).name in names and self._opens(key)
+                (found.append if is_whole else missing.add)(key)
+        self._whole.update(map(bytes.fromhex, found))
+        # A line cannot take back a doubt, since there is no order between writers.
+        self._journal.add(_WHOLE + key for key in found if bytes.fromhex(key) not in self._doubted)
+        return [key for key in order if key in missing]
+
+    def hold(self) -> None:
+        """Say, for as long as this object lives, that the entries are in use; waits while some are being removed."""
+        if self._held is not None:
+            return
         try:
-            with safetensors.safe_open(path, framework="pt"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            if error.errno in (
+                errno.EACCES,
+                errno.EPERM,
+                errno.EROFS,
+            ):  # then nobody who cannot be seen removes anything
+                return
+            raise
+        self._held = weakref.finalize(self, os.close, descriptor)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting until entries of %s are removed", self.directory)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def release(self) -> None:
+        """The entries are not in use any more."""
+        if self._held is not None:
+            self._held()
+            self._held = None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Within the block no run uses the cache; gives False where the file system knows no locks and nobody can say.
+
+        Raises:
+            CacheInUse: a run uses it.
+        """
+        with open(self.directory / _LOCK, "a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CacheInUse(f"a run uses {self.directory}; wait for it, or stop it") from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                yield False
+                return
+            yield True
+
+    def indexed(self) -> set[str]:
+        """Keys of the entries that should be there."""
+        self._refresh()
+        return {raw.hex() for raw in self._whole}
+
+    def rewrite_index(self, keys: Iterable[str]) -> None:
+        """Make the journal one file with these keys; only within `alone`."""
+        self._refresh()
+        kept = sorted(keys)
+        self._journal.replace(_WHOLE + key for key in kept)
+        self._whole, self._doubted = set(map(bytes.fromhex, kept)), set()
+
+    def _refresh(self) -> None:
+        for line in self._journal.news():
+            try:
+                (self._whole if line[0] == _WHOLE else self._doubted).add(bytes.fromhex(line[1:]))
+            except ValueError:  # two lines cut and joined by a disk that was full
+                continue
+        self._whole -= self._doubted
+
+    def _doubt(self, key: str) -> None:
+        raw = bytes.fromhex(key)
+        self._whole.discard(raw)
+        if raw not in self._doubted:
+            self._doubted.add(raw)
+            self._journal.add([_DOUBTED + key])
+
+    def _opens(self, key: str) -> bool:
+        """Whether the entry's header is whole and the file as long as it says."""
+        try:
+            with safetensors.safe_open(self.path(key), framework="pt"):
                 return True
         except FileNotFoundError:
             return False
         except SafetensorError as error:
-            logger.warning("removed the damaged cache entry %s: %s", path, error)
-            path.unlink(missing_ok=True)
+            self._remove_damaged(key, error)
             return False
 
+    def _remove_damaged(self, key: str, error: Exception) -> None:
+        logger.warning("removed the damaged cache entry %s: %s", self.path(key), error)
+        self._doubt(key)
+        self.path(key).unlink(missing_ok=True)
 
-class FileDigests:
-    """SHA-256 of files' contents, remembered on disk by path, size and modification time.
+    def _write(self, path: Path, data: bytes) -> None:
+        """Not flushed to disk as checkpoints are: an entry lost to a power cut is found damaged and computed again."""
+        if path.parent not in self._made:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._made.add(path.parent)
+        temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
+        try:
+            temporary.write_bytes(data)
+            fault_point("precompute")
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
-    Without the memory, every start of every run would read every video once just to name its cache entry.
+
+def read_entry(path: Path, *, note_use: bool = True) -> dict[str, Tensor]:
+    """The tensors of an entry, on the CPU; `note_use` says whether the file remembers that it was read.
+
+    Raises:
+        ValueError: it is damaged; the message says how.
+        FileNotFoundError: it is not there.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._known: dict[tuple[Path, int, int], str] = {}
-
-    def of(self, path: Path) -> str:
-        """Hex digest of the file's content."""
-        stat = path.stat()
-        version = (path, stat.st_size, stat.st_mtime_ns)
-        if version not in self._known:
-            self._known[version] = self._from_disk(*version)
-        return self._known[version]
-
-    def _from_disk(self, path: Path, size: int, mtime_ns: int) -> str:
-        name = TensorCache.key(path=str(path.resolve()), size=size, mtime_ns=mtime_ns)
-        memory = self.directory / name[:2] / name
-        if memory.is_file() and len(text := memory.read_text()) == 64:
-            return text
-        digest = _sha256(path)
-        _write_bytes_atomic(memory, digest.encode())
-        return digest
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        data = file.read()
+        used = os.fstat(file.fileno()).st_mtime
+    try:
+        tensors = safetensors.torch.load(data)
+        expected = _metadata(data).get(_CHECKSUM)
+    except (SafetensorError, ValueError, struct.error) as error:
+        raise ValueError(str(error)) from error
+    if str(zlib.crc32(_payload(data))) != expected:
+        raise ValueError("its checksum is wrong")
+    if note_use and time.time() - used > _USE_NOTED_S:
+        with contextlib.suppress(OSError):  # somebody else's cache, which may be read only
+            os.utime(path)
+    return tensors
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity; whole numbers never do.
+
+    What is not finite makes the sum so; a sum that has only overflowed is looked at more closely. This takes a third of the time,
+    and every entry of every batch is asked.
+    """
+    if not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite()):
+        return True
+    return bool(tensor.isfinite().all())
+
+
+def read_about(path: Path) -> dict[str, str]:
+    """What an entry's header says that it is; the tensors are not read.
+
+    Raises:
+        ValueError: the header is damaged.
+    """
+    with open(path, "rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            raise ValueError("it has no header")
+        size = _header_size(start)
+        if size > os.fstat(file.fileno()).st_size:
+            raise ValueError("its header is cut off")
+        return _metadata(start + file.read(size))
 
 
 def _header_size(data: bytes) -> int:
@@ -134,11 +319,3 @@ def _payload(data: bytes) -> memoryview:
 
 def _metadata(data: bytes) -> dict[str, str]:
     return json.loads(data[8 : 8 + _header_size(data)]).get("__metadata__", {})
-
-
-def _write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Not flushed to disk as checkpoints are: an entry lost to a power cut is found damaged and computed again."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)

@@ -21,6 +21,7 @@ from .expected import expected_batches
 from .manifest import DataError, read_items
 from .survey import Survey, survey_dataset
 from .verdict import Verdict
+from .windows import encoded_clips
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
 _CRITICAL: Mapping[str, str | None] = dict.fromkeys(
@@ -100,6 +101,10 @@ class DatasetPlan:
         clips = sorted({loading.batch_size, *(size for _, size in loading.bucket_batch_sizes)})
         shown = [str(size * accumulation) for size in clips]
         return f"{' or '.join(shown)} clips per process{', by bucket' if len(shown) > 1 else ''}"
+
+    def encoded_clips(self) -> list[Clip]:
+        """All that the encoders may be given: clips in every bucket, and once what windows have in common."""
+        return list(encoded_clips((*all_cuts(self.clips), *self.eval_clips)))
 
     def table(self) -> list[tuple[str, ...]]:
         """For printing: a row of headings, then one for each bucket, largest first."""

@@ -6,105 +6,72 @@ so an interrupted run goes on where it stopped and several runs may share one ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from finetrainers.config.sections import DataSection
-from finetrainers.utils.seeding import generator
-
 from .bad_samples import BadSample, Note, Substitutes, load_clips
-from .cache import CacheError, FileDigests, TensorCache
+from .cache import CacheError, is_finite
+from .cache_keys import CacheKeys
 from .clip import Clip
-from .decode import DecodeError, load_clip
+from .decode import DecodeError
 from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip, to_unit_range
 from .loader import RawBatch
 from .stream import MicroBatch
 from .windows import cut_latents, encoded_clip
 
-#: Raise when decoding, resizing or cropping changes, so that old entries are no longer found.
-PIXELS_VERSION = 2
-
-#: Called with (done, total) after every encoded item.
+#: Called with (done, total) after every encoded batch.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class CacheKeys:
-    """Names cache entries by everything that determines them.
+class Encoded:
+    """What became of a share of the captions or of the clips.
 
     Attributes:
-        cache: where entries lie; digests of files are remembered beside them.
-        digests: content digests of the media files.
-        text_identity: names the text encoders, their weights, dtypes and options.
-        vae_identity: names the VAE likewise.
-        data: whether captions may be dropped, and to what.
-        seed: seed of the random starts and crops.
-        with_first_frame: whether entries also hold moments of the first frame alone.
+        encoded: how many were.
+        found: how many were cached already.
+        left_out: how many could not be decoded.
+        size_bytes: of the entries that were written.
     """
 
-    cache: TensorCache
-    digests: FileDigests
-    text_identity: str
-    vae_identity: str
-    data: DataSection
-    seed: int
-    with_first_frame: bool = False
+    encoded: int = 0
+    found: int = 0
+    left_out: int = 0
+    size_bytes: int = 0
 
-    def text(self, caption: str) -> str:
-        """Key of a caption's conditioning."""
-        return self.cache.key(kind="text", encoder=self.text_identity, caption=caption)
-
-    def video(self, clip: Clip) -> str:
-        """Key of a clip's moments. It holds the file's content, not its name, and no caption."""
-        is_random = "random" in (clip.frame_selection, clip.reshape_mode)
-        return self.cache.key(
-            kind="video",
-            vae=self.vae_identity,
-            file=self.digests.of(clip.path),
-            media=clip.kind,
-            bucket=clip.bucket,
-            fps=clip.fps,
-            frame_selection=clip.frame_selection,
-            reshape_mode=clip.reshape_mode,
-            start=clip.start,
-            seed=self.seed if is_random else None,
-            first_frame=self.with_first_frame,
-            version=PIXELS_VERSION,
-        )
-
-    def pixels(self, clip: Clip) -> Tensor:
-        """The clip `[3, T, H, W]` uint8, with its one random start and crop drawn from seed and file content."""
-        return load_clip(clip, generator=generator("cpu", self.seed, "precomputed clip", self.digests.of(clip.path)))
+    def __add__(self, other: Encoded) -> Encoded:
+        return Encoded(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 def precompute_text(
     captions: Iterable[str],
     encode_text: EncodeText,
-    cache: TensorCache,
-    key: Callable[[str], str],
+    keys: CacheKeys,
     *,
     rank: int = 0,
     world_size: int = 1,
     batch_size: int = 8,
     progress: Progress | None = None,
-) -> int:
-    """Encode this rank's share of the distinct captions, and the empty prompt. Returns how many were encoded."""
-    share = sorted({"", *captions})[rank::world_size]
-    todo = [caption for caption in share if not cache.has(key(caption))]
+) -> Encoded:
+    """Encode this rank's share of the distinct captions, and the empty prompt."""
+    share = {keys.text(caption): caption for caption in sorted({"", *captions})[rank::world_size]}
+    todo = [(key, share[key]) for key in keys.cache.missing(share)]
+    size = 0
     for start in range(0, len(todo), batch_size):
-        prompts = todo[start : start + batch_size]
-        conditions = encode_text(prompts)
-        for row, caption in enumerate(prompts):
+        batch = todo[start : start + batch_size]
+        conditions = encode_text([caption for _, caption in batch])
+        for row, (key, caption) in enumerate(batch):
             tensors = {name: tensor[row : row + 1] for name, tensor in conditions.tensors.items()}
             _refuse_non_finite(tensors, f"the caption {caption!r}")
-            cache.put(key(caption), tensors)
+            size += keys.cache.put(key, tensors, keys.about_text(caption))
         if progress:
-            progress(start + len(prompts), len(todo))
-    return len(todo)
+            progress(start + len(batch), len(todo))
+    return Encoded(encoded=len(todo), found=len(share) - len(todo), size_bytes=size)
 
 
 def precompute_video(
@@ -114,40 +81,73 @@ def precompute_video(
     *,
     rank: int = 0,
     world_size: int = 1,
+    batch_size: int = 1,
     num_workers: int = 0,
     progress: Progress | None = None,
     optional: Collection[int] = (),
     unreadable: list[BadSample] | None = None,
-) -> int:
-    """Encode this rank's share of the clips, one at a time. Returns how many were to be encoded.
+) -> Encoded:
+    """Encode this rank's share of the clips.
 
     Args:
         clips: all clips.
         encode_video: the VAE's.
         keys: names of entries.
         rank, world_size: whose share.
+        batch_size: how many clips of one bucket the VAE is given at a time.
         num_workers: processes that decode.
-        progress: called after every clip.
+        progress: called after every batch.
         optional: indices of clips that may be left out if they cannot be decoded.
         unreadable: gets these.
     """
-    todo = {}
-    for clip in list(clips)[rank::world_size]:
-        key = keys.video(clip)
-        if key not in todo and not keys.cache.has(key):
-            todo[key] = clip
-    loader = DataLoader(_Pixels(list(todo.values()), keys, optional), batch_size=None, num_workers=num_workers)
-    for done, ((key, clip), video) in enumerate(zip(todo.items(), loader, strict=True), start=1):
-        if isinstance(video, str):
-            if unreadable is not None:
-                unreadable.append(BadSample(clip, video))
-        else:
-            tensors = encode_clip(to_unit_range(video[None]), encode_video, with_first_frame=keys.with_first_frame)
+    # Clips that differ in their captions alone are one. Sorted, so that batches are full and shares cost about the same;
+    # the largest bucket first, so that what does not fit into memory is known at once.
+    distinct = {repr((clip.path, keys.cut(clip))): clip for clip in clips}
+    mine = sorted(distinct.values(), key=_largest_first)[rank::world_size]
+    keys.digests.learn(clip.path for clip in mine)
+    share: dict[str, Clip] = {}
+    for clip in mine:
+        share.setdefault(keys.video(clip), clip)
+    todo = [(key, share[key]) for key in keys.cache.missing(share)]
+    loader = DataLoader(_Pixels([clip for _, clip in todo], keys, optional), batch_size=None, num_workers=num_workers)
+    done, left_out, size = 0, 0, 0
+    for batch in _batches(todo, loader, batch_size):
+        good = [(key, clip, video) for key, clip, video in batch if isinstance(video, Tensor)]
+        for _, clip, reason in batch:
+            if isinstance(reason, str) and unreadable is not None:
+                unreadable.append(BadSample(clip, reason))
+        if good:
+            videos = to_unit_range(torch.stack([video for _, _, video in good]))
+            moments = encode_clip(videos, encode_video, with_first_frame=keys.with_first_frame)
+        for row, (key, clip, _) in enumerate(good):
+            tensors = {name: tensor[row : row + 1] for name, tensor in moments.items()}
             _refuse_non_finite(tensors, str(clip.path))
-            keys.cache.put(key, tensors)
+            size += keys.cache.put(key, tensors, keys.about_video(clip))
+        left_out += len(batch) - len(good)
+        done += len(batch)
         if progress:
             progress(done, len(todo))
-    return len(todo)
+    # The entries of other ranks are named by what these have learnt, and worker processes inherit it.
+    keys.digests.refresh()
+    return Encoded(len(todo) - left_out, len(share) - len(todo), left_out, size)
+
+
+def _largest_first(clip: Clip) -> tuple[int, tuple[int, ...], int]:
+    return -math.prod(clip.bucket), clip.bucket, clip.index
+
+
+def _batches(
+    todo: Sequence[tuple[str, Clip]], videos: Iterable[Tensor | str], size: int
+) -> Iterator[list[tuple[str, Clip, Tensor | str]]]:
+    """Clips of one bucket at a time, with their pixels, or why there are none."""
+    batch: list[tuple[str, Clip, Tensor | str]] = []
+    for (key, clip), video in zip(todo, videos, strict=True):
+        if batch and (len(batch) == size or batch[0][1].bucket != clip.bucket):
+            yield batch
+            batch = []
+        batch.append((key, clip, video))
+    if batch:
+        yield batch
 
 
 class _Pixels(Dataset["Tensor | str"]):
@@ -205,10 +205,11 @@ class CacheFetch:
         if tensors is None:
             raise CacheError(
                 f"the cache {self.keys.cache.directory} has no sound entry for {what} (it or its file changed, or was "
-                "damaged and is now removed); resume the run, which computes it again"
+                "damaged and is now removed); resume the run, which computes it again. If there may be more of them, "
+                f"after a power cut, say: finetrainers cache verify {self.keys.cache.directory.parent} --repair"
             )
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
+            if not is_finite(tensor):
                 raise CacheError(
                     f"the cache entry {self.keys.cache.path(key)} of {what} holds NaN or infinity in {name}"
                 )
@@ -217,5 +218,5 @@ class CacheFetch:
 
 def _refuse_non_finite(tensors: dict[str, Tensor], what: str) -> None:
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise ValueError(f"encoding {what} gave {name} with NaN or infinity; try another `vae_dtype`, such as fp32")

@@ -5,12 +5,11 @@ It is handed the text encoders and the VAE as they are loaded, and keeps them, o
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -21,20 +20,19 @@ from finetrainers.config.window_checks import slice_problem
 from finetrainers.models.spec import Batch, ModelSpec, TextEncoders
 
 from .bad_samples import BadSample, Ledger, Substitutes
-from .cache import FileDigests, TensorCache
-from .clip import Clip, all_cuts
+from .cache import TensorCache
+from .cache_keys import CacheKeys
+from .clip import all_cuts
 from .course import Course
+from .digests import FileDigests
 from .encode import CachedEncoder, Encoder, EncodeText
 from .identity import identity
+from .known_models import KnownModel, describe_model, remember_model
 from .loader import DecodeFetch, Fetch, iterate_steps
 from .plan import DatasetPlan
-from .precompute import CacheFetch, CacheKeys, Progress, precompute_text, precompute_video
+from .precompute import CacheFetch, Encoded, Progress, precompute_text, precompute_video
+from .progress import Meter
 from .stream import MicroBatch, fixed_batches, stream_of
-from .windows import encoded_clips
-
-logger = logging.getLogger(__name__)
-
-_LOG_SECONDS = 10.0
 
 
 class Ranks(Protocol):
@@ -63,7 +61,14 @@ class Ranks(Protocol):
 
 
 class BatchSource:
-    """Batches of a run. `take_text_encoders`, then `take_vae`, must be called before any batch is asked for."""
+    """Batches of a run. `take_text_encoders`, then `take_vae`, must be called before any batch is asked for.
+
+    Attributes:
+        precomputed: what came of encoding captions and clips beforehand, on all ranks together.
+    """
+
+    #: Whether `take_vae` encodes anything beforehand, where that is asked for.
+    encodes_clips = True
 
     def __init__(
         self, plan: DatasetPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks, course: Course | None = None
@@ -79,6 +84,10 @@ class BatchSource:
         )
         self._encode_text: EncodeText | None = None
         self._text_identity = ""
+        self.precomputed: dict[str, Encoded] = {}
+        self._directory = cache_directory(config)
+        self._cache = TensorCache(self._directory / "tensors")
+        self._digests = FileDigests(self._directory / "digests")
         self._ledger = Ledger(
             parallel=parallel, share=config.data.max_bad_share, num_files=len({clip.path for clip in plan.clips})
         )
@@ -97,20 +106,21 @@ class BatchSource:
         # The shapes tell of prompt lengths and templates, which are not the encoders' own.
         shapes = {name: list(t.shape) for name, t in self.spec.encode_text(encoders, ["a video"]).tensors.items()}
         self._text_identity = identity(encoders.modules, family=self.spec.name, shapes=shapes)
+        self._cache.hold()
         keys = self._keys(vae_identity="")
 
-        def work(progress: Progress) -> int:
+        def work(progress: Progress) -> Encoded:
             return precompute_text(
-                (clip.caption for clip in self._clips()),
+                (clip.caption for clip in self.plan.encoded_clips()),
                 lambda prompts: self.spec.encode_text(encoders, prompts),
-                keys.cache,
-                keys.text,
+                keys,
                 rank=self.parallel.rank,
                 world_size=self.parallel.world_size,
                 progress=progress,
             )
 
         self._precompute("captions", work)
+        self._remember("text", KnownModel(self._text_identity))
         return None
 
     def take_vae(self, vae: nn.Module) -> nn.Module | None:
@@ -136,13 +146,14 @@ class BatchSource:
         keys = self._keys(vae_identity=identity({"vae": vae}, tiling=self.config.model.enable_tiling))
         unreadable: list[BadSample] = []
 
-        def work(progress: Progress) -> int:
+        def work(progress: Progress) -> Encoded:
             return precompute_video(
-                self._clips(),
+                self.plan.encoded_clips(),
                 lambda video: self.spec.encode_video(vae, video),
                 keys,
                 rank=self.parallel.rank,
                 world_size=self.parallel.world_size,
+                batch_size=data.precompute_batch_size,
                 num_workers=self.config.dataloader.dataloader_num_workers,
                 progress=progress,
                 optional={clip.index for clip in self.plan.clips} if data.max_bad_share else (),
@@ -150,6 +161,7 @@ class BatchSource:
             )
 
         self._precompute("clips", work)
+        self._remember("vae", KnownModel(keys.vae_identity, self._with_first_frame))
         self._ledger.agree(unreadable, None)
         self._fetch_strictly = CacheFetch(keys)
         self._fetch = CacheFetch(keys, self._substitutes)
@@ -270,38 +282,44 @@ class BatchSource:
     def _with_first_frame(self) -> bool:
         return self.spec.first_frame == "channels"
 
-    def _clips(self) -> tuple[Clip, ...]:
-        """All that the encoders may be given: clips in every bucket, and once what windows have in common."""
-        return tuple(encoded_clips((*all_cuts(self.plan.clips), *self.plan.eval_clips)))
+    def release(self) -> None:
+        """The cache is not in use any more."""
+        self._cache.release()
 
     def _keys(self, *, vae_identity: str) -> CacheKeys:
-        directory = self.config.data.precompute_dir or self.config.run.output_dir / "precomputed"
         return CacheKeys(
-            TensorCache(directory / "tensors"),
-            FileDigests(directory / "digests"),
+            self._cache,
+            self._digests,
             text_identity=self._text_identity,
             vae_identity=vae_identity,
             data=self.config.data,
             seed=self.config.training.seed,
             with_first_frame=self._with_first_frame,
+            text_words=describe_model(self.config.model, "text"),
+            vae_words=describe_model(self.config.model, "vae"),
         )
 
-    def _precompute(self, what: str, work: Callable[[Progress], int]) -> None:
+    def _remember(self, part: Literal["text", "vae"], known: KnownModel) -> None:
+        if self.parallel.rank == 0:
+            remember_model(self._directory, self.config.model, part, known)
+
+    def _precompute(self, what: str, work: Callable[[Progress], Encoded]) -> None:
         """Run this rank's share; a failure on one rank is raised on all, which would wait for it otherwise."""
         failure: Exception | None = None
-        logged = time.monotonic()
-
-        def progress(done: int, total: int) -> None:
-            nonlocal logged
-            if time.monotonic() - logged > _LOG_SECONDS or done == total:
-                logged = time.monotonic()
-                logger.info("encoded %d of %d %s", done, total, what)
-
+        share = Encoded()
+        noun = what if self.parallel.world_size == 1 else f"{what} of this process's share"
         try:
-            work(progress)
+            with Meter("encoded", noun, enabled=self.parallel.rank == 0) as meter:
+                share = work(meter)
         except Exception as error:
             failure = error
         self.parallel.raise_if_any_failed(failure, f"encoding {what} before training")
+        self.precomputed[what] = sum(self.parallel.gather_objects([share]), Encoded())
+
+
+def cache_directory(config: TrainConfig) -> Path:
+    """Where what is computed beforehand lies."""
+    return config.data.precompute_dir or config.run.output_dir / "precomputed"
 
 
 def open_source(

@@ -45,11 +45,12 @@ class Preflight:
     found: list[Found] = field(default_factory=list)  # the checkpoints among which it has chosen
 
 
-def preflight(config: TrainConfig, *, planner: Planner = plan_work) -> Preflight:
+def preflight(config: TrainConfig, *, preparing: bool = False, planner: Planner = plan_work) -> Preflight:
     """Check a configuration against its model's rules and its data.
 
     Args:
         config: what to check.
+        preparing: nothing will be trained, so earlier checkpoints in the output directory are not in the way.
         planner: what finds out what the run will work on.
 
     Raises:
@@ -114,7 +115,7 @@ def preflight(config: TrainConfig, *, planner: Planner = plan_work) -> Preflight
     )
     problems += [Problem("", message) for message in errors]
 
-    if config.training.resume_from_checkpoint is None and found_checkpoints:  # damaged ones too
+    if config.training.resume_from_checkpoint is None and found_checkpoints and not preparing:  # damaged ones too
         problems.append(
             Problem(
                 "--output_dir",
@@ -146,6 +147,15 @@ def preflight(config: TrainConfig, *, planner: Planner = plan_work) -> Preflight
         raise ConfigError(problems)
     warnings = [*found.warnings, *optimizer_warnings, *fault_warnings, *plan.warnings, *start.warnings]
     return Preflight(config, family, geometry, prompts, plan, start, warnings, found_checkpoints)
+
+
+def for_preparing(config: TrainConfig) -> TrainConfig:
+    """The configuration of a training run as that of its preparation: the same data, and nothing to continue."""
+    training = config.training.model_copy(update={"resume_from_checkpoint": None, "init_from": None, "reset": []})
+    data = config.data
+    if config.training.method == "sft":
+        data = data.model_copy(update={"precompute_conditions": True})
+    return config.model_copy(update={"training": training, "data": data})
 
 
 def _with_base(config: TrainConfig, initial: InitialWeights | None) -> TrainConfig:

@@ -22,6 +22,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.packaged import model_path
 
+from .hub_help import hub_help
 from .spec import DTYPES, TextEncoders
 
 T = TypeVar("T")
@@ -71,10 +72,9 @@ def load_part(
         for name, value in (("revision", config.revision), ("variant", arguments.get("variant")))
         if value is not None and replacement is None
     )
-    message = (
-        f"cannot load the {part} from {tried}{detail}: {errors[0]} "
-        f"{how} takes a directory in diffusers layout or a hub id that you have access to."
-    )
+    helps = None if Path(places[0][0]).is_dir() else hub_help(errors[0], places[0][0])
+    advice = helps or f"{how} takes a directory in diffusers layout or a hub id that you have access to."
+    message = f"cannot load the {part} from {tried}{detail}: {errors[0]} {advice}"
     raise ConfigError([Problem(how, message)]) from errors[0]
 
 

@@ -35,6 +35,7 @@ POINTS = {
     "start": "the directory is locked; nothing is loaded yet",
     "load": "the transformer is about to be loaded",
     "resume": "a checkpoint is about to be restored",
+    "precompute": "an entry of the cache is written, its name not yet; each rank counts its own",
     "data": "a micro-batch is about to be fetched; in the worker where there are workers",
     "step": "an optimizer step begins",
     "loss": "a micro-batch has its loss",

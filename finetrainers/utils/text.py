@@ -15,6 +15,23 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"; valid: {', '.join(names)}" if len(names) <= 12 else ""
 
 
+def file_size(count: float) -> str:
+    """`1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def age(seconds: float) -> str:
+    """`3 d`, `5 h`, `12 min`, `8 s`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
 def plural(count: int, noun: str) -> str:
     """`1 clip`, `2 clips`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -20,11 +20,13 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection
 from finetrainers.data import workers
 from finetrainers.data.bad_samples import BadSample, BadSamplesError, Ledger, Substitutes, load_clips
-from finetrainers.data.cache import CacheError, FileDigests, TensorCache
+from finetrainers.data.cache import CacheError, TensorCache
+from finetrainers.data.cache_keys import CacheKeys
 from finetrainers.data.clip import Clip
 from finetrainers.data.decode import DecodeError
+from finetrainers.data.digests import FileDigests
 from finetrainers.data.loader import DecodeFetch, RawBatch, iterate_steps
-from finetrainers.data.precompute import CacheFetch, CacheKeys, precompute_text, precompute_video
+from finetrainers.data.precompute import CacheFetch, precompute_text, precompute_video
 from finetrainers.data.source import BatchSource
 from finetrainers.data.stream import BatchStream, MicroBatch
 from finetrainers.data.workers import RESTARTS, WorkersLost
@@ -144,7 +146,7 @@ def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], t
     clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, seed=k)) for k in range(3)]
     keys = CacheKeys(TensorCache(tmp_path / "t"), FileDigests(tmp_path / "d"), "t", "v", DataSection(), seed=7)
     encode_text = lambda prompts: Conditions({"embeds": torch.ones(len(prompts), 3, 2)})  # noqa: E731
-    precompute_text((c.caption for c in clips), encode_text, keys.cache, keys.text)
+    precompute_text((c.caption for c in clips), encode_text, keys)
     precompute_video(clips, lambda video: video[:, :2, :1, :2, :2], keys)
     whole = CacheFetch(keys)(MicroBatch(0, (clips[2], clips[2])))
     keys.cache.put(keys.video(clips[0]), {"moments": torch.full((1, 2, 1, 2, 2), torch.nan)})

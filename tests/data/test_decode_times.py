@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection, ModelSection
-from finetrainers.data.cache import FileDigests, TensorCache
+from finetrainers.data.cache import TensorCache
 from finetrainers.data.decode import DecodeError, load_clip
+from finetrainers.data.digests import FileDigests
 from finetrainers.data.frames import chunk_starts, num_available, playback_fps, select_frames
 from finetrainers.data.plan import DatasetPlan, plan_dataset
 from finetrainers.data.precompute import CacheKeys

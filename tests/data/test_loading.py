@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.sections import DataSection
-from finetrainers.data.cache import CacheError, FileDigests, TensorCache
+from finetrainers.data.cache import CacheError, TensorCache
+from finetrainers.data.cache_keys import CacheKeys
 from finetrainers.data.clip import Clip
 from finetrainers.data.decode import DecodeError
+from finetrainers.data.digests import FileDigests
 from finetrainers.data.encode import CachedEncoder, Encoder, dropped_captions
 from finetrainers.data.loader import DecodeFetch, iterate_steps
-from finetrainers.data.precompute import CacheFetch, CacheKeys, precompute_text, precompute_video
+from finetrainers.data.precompute import CacheFetch, precompute_text, precompute_video
 from finetrainers.data.stream import BatchStream, MicroBatch
 from finetrainers.models.spec import Batch, Conditions
 
@@ -124,7 +126,7 @@ def test_cached_batches_equal_fresh_ones(clips: list[Clip], tmp_path: Path, tech
     stream = BatchStream(clips, batch_size=2, seed=7)
     fresh = Encoder(model.encode_text, model.encode_video, data=data, seed=7, with_first_frame=first_frame)
     keys = keys_for(tmp_path / "cache", data, first_frame=first_frame)
-    precompute_text((c.caption for c in clips), model.encode_text, keys.cache, keys.text)
+    precompute_text((c.caption for c in clips), model.encode_text, keys)
     precompute_video(clips, model.encode_video, keys)
     model.prompts.clear()
     cached = CachedEncoder(data=data, seed=7)
@@ -177,8 +179,8 @@ def test_precomputing_again_does_nothing_and_an_edit_redoes_only_its_part(
         keys = keys_for(tmp_path / "cache", data, **identities)
         model = FakeModel()
         counted = (
-            precompute_text((c.caption for c in items), model.encode_text, keys.cache, keys.text),
-            precompute_video(items, model.encode_video, keys),
+            precompute_text((c.caption for c in items), model.encode_text, keys).encoded,
+            precompute_video(items, model.encode_video, keys).encoded,
         )
         assert counted == (len(model.prompts), model.videos)
         return counted
@@ -202,10 +204,8 @@ def test_ranks_share_the_encoding_and_find_each_others(clips: list[Clip], tmp_pa
     model = FakeModel()
     shares = [
         (
-            precompute_text(
-                (c.caption for c in clips), model.encode_text, keys.cache, keys.text, rank=rank, world_size=2
-            ),
-            precompute_video(clips, model.encode_video, keys, rank=rank, world_size=2, num_workers=rank),
+            precompute_text((c.caption for c in clips), model.encode_text, keys, rank=rank, world_size=2).encoded,
+            precompute_video(clips, model.encode_video, keys, rank=rank, world_size=2, num_workers=rank).encoded,
         )
         for rank in (0, 1)
     ]
@@ -215,7 +215,7 @@ def test_ranks_share_the_encoding_and_find_each_others(clips: list[Clip], tmp_pa
 
 def test_a_damaged_entry_is_named_then_computed_again(clips: list[Clip], tmp_path: Path) -> None:
     keys, model = keys_for(tmp_path / "cache", DataSection()), FakeModel()
-    precompute_text((c.caption for c in clips), model.encode_text, keys.cache, keys.text)
+    precompute_text((c.caption for c in clips), model.encode_text, keys)
     precompute_video(clips, model.encode_video, keys)
     path = keys.cache.path(keys.video(clips[0]))
     data = bytearray(path.read_bytes())
@@ -223,7 +223,7 @@ def test_a_damaged_entry_is_named_then_computed_again(clips: list[Clip], tmp_pat
     path.write_bytes(data)
     with pytest.raises(CacheError, match=r"no sound entry for .*0\.mp4"):
         CacheFetch(keys)(MicroBatch(0, (clips[0],)))
-    assert precompute_video(clips, model.encode_video, keys) == 1
+    assert precompute_video(clips, model.encode_video, keys).encoded == 1
     CacheFetch(keys)(MicroBatch(0, (clips[0],)))
 
 

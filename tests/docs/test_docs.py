@@ -99,7 +99,7 @@ def all_commands() -> list[tuple[str, list[str]]]:
 
 def train_flags(words: list[str]) -> list[str] | None:
     """The flags of a training command, or None if it is none."""
-    if words[:2] == ["finetrainers", "train"]:
+    if words[:2] in (["finetrainers", "train"], ["finetrainers", "prepare"]):
         return words[2:]
     if words[:2] == ["python", "train.py"]:
         return words[2:]

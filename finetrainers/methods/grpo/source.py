@@ -11,9 +11,14 @@ from torch import Tensor, nn
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.cache import CacheError, TensorCache
+from finetrainers.data.cache_keys import CacheKeys
 from finetrainers.data.course import Course
+from finetrainers.data.digests import FileDigests
 from finetrainers.data.identity import identity
-from finetrainers.data.precompute import precompute_text
+from finetrainers.data.known_models import KnownModel, describe_model, remember_model
+from finetrainers.data.precompute import Encoded, precompute_text
+from finetrainers.data.progress import Meter
+from finetrainers.data.source import cache_directory
 from finetrainers.models.spec import Conditions, ModelSpec, TextEncoders, VAEStats
 
 from .plan import PromptPlan
@@ -24,7 +29,14 @@ _MEMORY = 256 * 2**20
 
 
 class PromptSource:
-    """The prompts of a run. `take_text_encoders`, then `take_vae`, must be called before anything is asked for."""
+    """The prompts of a run. `take_text_encoders`, then `take_vae`, must be called before anything is asked for.
+
+    Attributes:
+        precomputed: what came of encoding prompts, on all ranks together.
+    """
+
+    #: Whether `take_vae` encodes anything beforehand.
+    encodes_clips = False
 
     def __init__(
         self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any, course: Course | None = None
@@ -36,8 +48,11 @@ class PromptSource:
         self.updates = config.grpo.updates_per_rollout
         self.first_rollout = course.first_step // self.updates  # at which the prompts were begun
         self.order = PromptOrder(len(plan.prompts), prompts_per_step=config.grpo.prompts_per_step, seed=course.seed)
-        self._cache = TensorCache((config.data.precompute_dir or config.run.output_dir / "precomputed") / "tensors")
-        self._identity = ""
+        self.config = config
+        self.precomputed: dict[str, Encoded] = {}
+        self._directory = cache_directory(config)
+        self._cache = TensorCache(self._directory / "tensors")
+        self._keys = self._keys_of("")
         self._length: int | None = None
         self._vae: nn.Module | None = None
         self._row: Callable[[Prompt | None], Conditions] = self._cut_row
@@ -48,21 +63,27 @@ class PromptSource:
         """Encode every prompt that is not on disk yet; the encoders are not needed any more."""
         # The shapes tell of prompt lengths and templates, which are not the encoders' own.
         shapes = {name: list(t.shape) for name, t in self.spec.encode_text(encoders, ["a video"]).tensors.items()}
-        self._identity = identity(encoders.modules, family=self.spec.name, shapes=shapes)
+        self._keys = self._keys_of(identity(encoders.modules, family=self.spec.name, shapes=shapes))
+        self._cache.hold()
         texts = [prompt.text for prompt in self._all() if prompt.embedding is None]
         failure: Exception | None = None
+        share = Encoded()
         try:
-            precompute_text(
-                texts,
-                lambda prompts: self.spec.encode_text(encoders, prompts),
-                self._cache,
-                self._key,
-                rank=self.parallel.rank,
-                world_size=self.parallel.world_size,
-            )
+            with Meter("encoded", "prompts", enabled=self.parallel.rank == 0) as meter:
+                share = precompute_text(
+                    texts,
+                    lambda prompts: self.spec.encode_text(encoders, prompts),
+                    self._keys,
+                    rank=self.parallel.rank,
+                    world_size=self.parallel.world_size,
+                    progress=meter,
+                )
         except Exception as error:
             failure = error
         self.parallel.raise_if_any_failed(failure, "encoding the prompts")
+        self.precomputed["prompts"] = sum(self.parallel.gather_objects([share]), Encoded())
+        if self.parallel.rank == 0:
+            remember_model(self._directory, self.config.model, "text", KnownModel(self._keys.text_identity))
         # One length for all batches, so that a clip's numbers do not depend on which others share its batch.
         rows = (self._read(prompt).trimmed().tensors for prompt in (*self._all(), None))
         self._length = max(
@@ -75,6 +96,10 @@ class PromptSource:
         """Keep the VAE, for decoding."""
         self._vae = vae
         return vae
+
+    def release(self) -> None:
+        """The cache is not in use any more."""
+        self._cache.release()
 
     def steps_for_epochs(self, epochs: int) -> int:
         """Optimizer steps in which every prompt is sampled at least `epochs` times."""
@@ -111,8 +136,16 @@ class PromptSource:
     def _all(self) -> tuple[Prompt, ...]:
         return (*self.plan.prompts, *self.plan.eval_prompts)
 
-    def _key(self, text: str) -> str:
-        return self._cache.key(kind="text", encoder=self._identity, caption=text)
+    def _keys_of(self, text_identity: str) -> CacheKeys:
+        return CacheKeys(
+            self._cache,
+            FileDigests(self._directory / "digests"),
+            text_identity=text_identity,
+            vae_identity="",
+            data=self.config.data,
+            seed=self.config.training.seed,
+            text_words=describe_model(self.config.model, "text"),
+        )
 
     def _cut_row(self, prompt: Prompt | None) -> Conditions:
         """One row as batches hold it; of the empty prompt for None."""
@@ -125,7 +158,7 @@ class PromptSource:
                 torch.load(path, map_location="cpu", weights_only=True) for path in (prompt.embedding, prompt.mask)
             )
             return self.spec.given_text(embedding, mask)
-        tensors = self._cache.get(self._key("" if prompt is None else prompt.text))
+        tensors = self._cache.get(self._keys.text("" if prompt is None else prompt.text))
         if tensors is None:
             name = "the empty prompt" if prompt is None else f"the prompt {prompt.text!r}"
             raise CacheError(

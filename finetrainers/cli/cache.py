@@ -1,0 +1,148 @@
+"""`finetrainers cache`: what lies in a cache of precomputed tensors, whether it is whole, and what can go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.text import age, file_size
+
+if TYPE_CHECKING:
+    from finetrainers.data.upkeep import Upkeep
+
+_DESCRIPTION = """A cache holds captions and clips as the text encoders and the VAE encoded them, one file each. It lies in
+<output_dir>/precomputed or in --precompute_dir. Entries are named by all that determines them, so none is ever stale:
+when captions, files, sizes or models change, new entries come beside the old, which nobody reads any more. `prune`
+removes those. Every command takes the cache's folder, or the output directory of a run.
+
+  finetrainers cache ls cache                                  what lies there, by model
+  finetrainers cache verify cache --repair                     after a power cut: remove what is damaged
+  finetrainers cache prune cache --keep a.toml b.toml --dry_run  what neither of these runs would read
+  finetrainers cache prune cache --older_than 30               what was not read for a month
+"""
+
+
+def add_cache(commands: Any) -> None:
+    """Add the subcommand and its own to the parser's."""
+    cache = commands.add_parser(
+        "cache",
+        help="list, verify and prune precomputed tensors",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = cache.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    ls = actions.add_parser("ls", help="entries, bytes and last use, by kind and model")
+    ls.add_argument("--json", action="store_true", help="print JSON (bytes, seconds since 1970)")
+    ls.set_defaults(run=_ls)
+
+    verify = actions.add_parser("verify", help="read every entry; exit code 1 if one is damaged, or holds NaN")
+    verify.add_argument("--repair", action="store_true", help="remove those; the next run computes them again")
+    verify.set_defaults(run=_verify)
+
+    prune = actions.add_parser(
+        "prune",
+        help="remove entries that are not needed any more",
+        description="Remove entries. With both options, those that no configuration needs and nobody has read for so long. "
+        "Refused while a run uses the cache.",
+    )
+    prune.add_argument(
+        "--keep", type=Path, nargs="+", metavar="CONFIG", help="keep what training with these TOML files reads"
+    )
+    prune.add_argument(
+        "--older_than", type=float, metavar="DAYS", help="remove only what was not read for so many days"
+    )
+    prune.add_argument("--dry_run", action="store_true", help="say what would go, and remove nothing")
+    prune.set_defaults(run=_prune)
+    for action in (ls, verify, prune):
+        action.add_argument("directory", type=Path, metavar="DIR", help="--precompute_dir, or a run's --output_dir")
+
+
+def _open(arguments: argparse.Namespace) -> Upkeep:
+    from finetrainers.data.upkeep import Upkeep
+
+    try:
+        return Upkeep(arguments.directory)
+    except FileNotFoundError as error:
+        raise ConfigError([Problem("DIR", str(error))]) from None
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    upkeep = _open(arguments)
+    groups = upkeep.groups()
+    count, size = sum(group.entries for group in groups), sum(group.size_bytes for group in groups)
+    if arguments.json:
+        shown = {
+            "directory": str(upkeep.directory),
+            "groups": [asdict(group) for group in groups],
+            "entries": count,
+            "size_bytes": size,
+            "known_files": upkeep.known_files(),
+        }
+        print(json.dumps(shown, indent=2))
+        return 0
+    now = time.time()
+    print(f"{'kind':<8}{'entries':>9}  {'size':>9}  {'last read':>11}  model")
+    for group in groups:
+        ages = dict.fromkeys((age(now - group.newest_use), age(now - group.oldest_use)))
+        model = f"{group.model} [{group.identity}]" if group.model else group.identity
+        print(
+            f"{group.kind:<8}{group.entries:>9}  {file_size(group.size_bytes):>9}  {'-'.join(ages):>11}  {model}".rstrip()
+        )
+    print(f"{'all':<8}{count:>9}  {file_size(size):>9}")
+    print(f"contents of {upkeep.known_files()} media files are remembered")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from finetrainers.data.cache import CacheInUse
+    from finetrainers.data.progress import Meter
+
+    upkeep = _open(arguments)
+    with Meter("read", "entries") as meter:
+        count, damaged = upkeep.verify(progress=meter)
+    for damage in damaged:
+        print(f"{damage.key}{f' ({damage.of})' if damage.of else ''}: {damage.reason}")
+    print(f"{_entries(count)} read, {len(damaged)} damaged")
+    if arguments.repair:
+        try:
+            upkeep.repair(damaged)
+        except CacheInUse as error:
+            raise ConfigError([Problem("--repair", str(error))]) from None
+        if damaged:
+            print(f"removed {len(damaged)}; the next run that needs them computes them again")
+    return 1 if damaged else 0
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    from finetrainers.data.cache import CacheInUse
+
+    if arguments.keep is None and arguments.older_than is None:
+        raise ConfigError([Problem("prune", "say what may go: --keep CONFIG ..., --older_than DAYS, or both")])
+    if arguments.older_than is not None and arguments.older_than < 0:
+        raise ConfigError([Problem("--older_than", f"{arguments.older_than:g} is no number of days")])
+    upkeep = _open(arguments)
+    keep = None
+    if arguments.keep is not None:
+        from finetrainers.engine.cache_needs import needed_keys
+
+        keep = needed_keys(upkeep.directory, arguments.keep)
+    try:
+        going = upkeep.prune(keep=keep, older_than_days=arguments.older_than, dry_run=arguments.dry_run)
+    except CacheInUse as error:
+        raise ConfigError([Problem("prune", str(error))]) from None
+    if arguments.dry_run:
+        for entry in going:
+            print(entry.path)
+    done = "would be removed" if arguments.dry_run else "removed"
+    print(f"{_entries(len(going))}, {file_size(sum(entry.size_bytes for entry in going))}, {done}")
+    return 0
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"

@@ -1,0 +1,82 @@
+"""Which models a cache has entries of: by the options that name a model, the identities that it turned out to have.
+
+An identity is a digest of weights in memory, so without this nobody could say what a configuration needs of a cache
+without loading its text encoders and VAE.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.packaged import SCHEME, model_path
+
+from .cache import TensorCache
+
+Part = Literal["text", "vae"]
+#: Options that choose a part, beside those of the whole model.
+_OPTIONS: dict[Part, tuple[str, ...]] = {
+    "text": (
+        "tokenizer_id", "tokenizer_2_id", "text_encoder_id", "text_encoder_2_id", "text_encoder_dtype",
+        "text_encoder_2_dtype", "text_encoder_3_dtype",
+    ),
+    "vae": ("vae_id", "vae_dtype", "enable_tiling"),
+}  # fmt: skip
+_SHARED = ("model_name", "pretrained_model_name_or_path", "revision", "variant")
+_PLACES = ("pretrained_model_name_or_path", "tokenizer_id", "tokenizer_2_id", "text_encoder_id", "text_encoder_2_id", "vae_id")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A part of a model that entries were computed with.
+
+    Attributes:
+        identity: see `identity.identity`.
+        with_first_frame: whether entries of videos also hold moments of the first frame alone.
+    """
+
+    identity: str
+    with_first_frame: bool = False
+
+
+def remember_model(directory: Path, model: ModelSection, part: Part, known: KnownModel) -> None:
+    """Write down what a part of the configured model turned out to be."""
+    folder = _folder(directory, model, part)
+    path = folder / f"{known.identity}.json"
+    if not path.is_file():
+        write_json_atomic(path, asdict(known))
+
+
+def recall_models(directory: Path, model: ModelSection, part: Part) -> list[KnownModel]:
+    """All that this part of the configured model has ever been: its files may have been replaced under the same name."""
+    paths = sorted(_folder(directory, model, part).glob("*.json"))
+    return [KnownModel(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def describe_model(model: ModelSection, part: Part) -> str:
+    """A part of a model in a few words, without the machine's folders: `FAMILY VAE of someone/model, bf16`."""
+    options = _values(model, part)
+    own = options.get("vae_id" if part == "vae" else "text_encoder_id")
+    place = str(own or model.pretrained_model_name_or_path)
+    name = Path(place).name if Path(place).exists() else place
+    dtype = options["vae_dtype" if part == "vae" else "text_encoder_dtype"]
+    tiled = ", tiled" if part == "vae" and model.enable_tiling else ""
+    return f"{model.model_name} {'VAE' if part == 'vae' else 'text'} of {name}, {dtype}{tiled}"
+
+
+def _folder(directory: Path, model: ModelSection, part: Part) -> Path:
+    values = _values(model, part)
+    for name in _PLACES:
+        value = values.get(name)
+        # One and the same folder has many names; a model that is packaged has one on every machine.
+        if isinstance(value, str) and not value.startswith(SCHEME) and Path(model_path(value)).exists():
+            values[name] = str(Path(value).resolve())
+    return directory / "models" / f"{part}-{TensorCache.key(**values)[:16]}"
+
+
+def _values(model: ModelSection, part: Part) -> dict[str, object]:
+    return {name: getattr(model, name) for name in (*_SHARED, *_OPTIONS[part])}

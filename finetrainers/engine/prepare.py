@@ -1,0 +1,87 @@
+"""Encodes what a training run would encode beforehand, and stops: `finetrainers prepare`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from diffusers.training_utils import free_memory
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.data.precompute import Encoded
+from finetrainers.data.progress import duration
+from finetrainers.data.source import cache_directory
+from finetrainers.methods.registry import open_work
+from finetrainers.parallel.ranks import Ranks
+from finetrainers.utils.faults import arm_faults
+from finetrainers.utils.launch import launched_rank
+from finetrainers.utils.text import file_size
+
+from .plan_report import dry_run_report, print_line, print_start
+from .preflight import Preflight, preflight
+from .run import check_geometry, make_parallel
+
+
+def prepare(checked: Preflight) -> Mapping[str, Encoded]:
+    """Encode captions, then clips, each with its encoders alone in memory; what came of it, on all ranks together.
+
+    Raises:
+        ConfigError: sizes that the loaded model refuses.
+    """
+    config = checked.config
+    if config.run.dry_run:
+        if launched_rank() == 0:
+            dry_run_report(checked)
+        return {}
+    if checked.family.fetch_configs(config.model):
+        checked = preflight(config, preparing=True)
+    started = time.monotonic()
+    parallel = make_parallel(config)
+    try:
+        arm_faults()
+        print_start(checked, parallel)
+        encoded = _encode(checked, parallel)
+        if parallel.is_main:
+            for what, counts in encoded.items():
+                print_line(_summary(what, counts))
+            print_line(
+                f"done in {duration(time.monotonic() - started)}; cache: {cache_directory(config)}{_how_to_train(config)}"
+            )
+    finally:
+        parallel.close()
+    return encoded
+
+
+def _encode(checked: Preflight, parallel: Ranks) -> Mapping[str, Encoded]:
+    config = checked.config
+    spec = checked.family.load(config.model)
+    source = open_work(checked.plan, config, spec=spec, parallel=parallel, course=checked.start.course)
+    try:
+        encoders = spec.load_text_encoders().to(parallel.device)
+        source.take_text_encoders(encoders)
+        del encoders
+        free_memory()
+        if source.encodes_clips:
+            vae = spec.load_vae().to(parallel.device)
+            check_geometry(config, spec.geometry(vae, spec.transformer_on_meta()))
+            source.take_vae(vae)
+            del vae
+            free_memory()
+    finally:
+        source.release()
+    return source.precomputed
+
+
+def _summary(what: str, counts: Encoded) -> str:
+    left_out = f", {counts.left_out} left out (damaged)" if counts.left_out else ""
+    return f"{what}: {counts.encoded} encoded, {counts.found} found{left_out}; {file_size(counts.size_bytes)} written"
+
+
+def _how_to_train(config: TrainConfig) -> str:
+    """What the training command needs so that it finds the cache."""
+    if config.training.method != "sft":
+        return ""
+    directory = config.data.precompute_dir
+    place = "" if directory is None else f" --precompute_dir {Path(directory)}"
+    return f"; train with --precompute_conditions{place}"

@@ -1,0 +1,63 @@
+"""What to do about a part of a model that could not be had from the hub, said from the error's own cause.
+
+Downloading, going on after a connection that broke, waiting after 429 and falling back on what is on disk is
+huggingface_hub's work and done well there; its reasons, though, get lost on the way through the libraries that load models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+
+_TOO_MANY = 429
+
+
+def hub_help(error: BaseException, repo: str) -> str | None:
+    """A sentence for the user; None where the hub is not what failed.
+
+    Args:
+        error: what loading raised.
+        repo: id that was asked for.
+    """
+    causes = list(_causes(error))
+    page = f"{huggingface_hub.constants.ENDPOINT}/{repo}"
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return (
+            f"The model is gated: log in at {page} and accept its conditions, then give this machine a token of that "
+            "account (`hf auth login`, or HF_TOKEN)."
+        )
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return f"There is no {page}, or it is private: check the name, or log in with `hf auth login` (or HF_TOKEN)."
+    statuses = {cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)}
+    if _TOO_MANY in statuses:
+        return "The hub refuses more requests for now (429): wait some minutes, or log in, which raises the limit."
+    if any(status >= 500 for status in statuses):
+        return "The hub itself has a problem: try again later. What was downloaded is kept."
+    offline = huggingface_hub.is_offline_mode()
+    if offline or any(isinstance(cause, (LocalEntryNotFoundError, OfflineModeIsEnabled)) for cause in causes):
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        return (
+            f"It is not on this disk, and {why}: download it first where there is a connection "
+            f"(`hf download {repo}`), into the same cache (HF_HOME, or --cache_dir)."
+        )
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what led to it, raised from it or while it was handled."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [one.__cause__, one.__context__]

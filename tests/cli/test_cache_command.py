@@ -1,0 +1,194 @@
+"""`finetrainers cache`: what lies there, damage by name and exit code, and that nothing in use is removed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetrainers.cli.main import main
+from finetrainers.data.cache import TensorCache
+from finetrainers.data.digests import FileDigests
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> TensorCache:
+    """Three captions and two clips, in a run's own cache."""
+    made = TensorCache(tmp_path / "precomputed" / "tensors")
+    for k in range(3):
+        about = {"kind": "text", "of": f"caption {k}", "model": "some text", "identity": "abc"}
+        made.put(made.key(text=k), {"x": torch.full((10,), float(k))}, about)
+    for k in range(2):
+        about = {"kind": "video", "of": f"{k}.mp4", "model": "some VAE", "identity": "def", "bucket": "9x64x64"}
+        made.put(made.key(video=k), {"x": torch.full((1000,), float(k))}, about)
+    return made
+
+
+def use(cache: TensorCache, key: str, *, days_ago: float) -> None:
+    """As if the entry had been used then for the last time."""
+    then = time.time() - days_ago * 86400
+    os.utime(cache.path(key), (then, then))
+
+
+def test_ls(cache: TensorCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    use(cache, cache.key(text=0), days_ago=40)
+    assert main(["cache", "ls", str(tmp_path)]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["kind", "entries", "size", "last", "read", "model"]
+    assert rows[0].split() == ["video", "2", rows[0].split()[2], "KiB", "0", "s", "some", "VAE", "[def]"]
+    assert rows[1].startswith("text            3")
+    assert "0 s-40 d" in rows[1]
+    assert rows[2].startswith("all             5")
+    assert rows[3] == "contents of 0 media files are remembered"
+
+    assert main(["cache", "ls", "--json", str(tmp_path / "precomputed")]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    files = list((tmp_path / "precomputed" / "tensors").glob("??/*.safetensors"))
+    assert shown["entries"] == len(files) == 5
+    assert shown["size_bytes"] == sum(file.stat().st_size for file in files)
+    assert [(g["kind"], g["model"], g["identity"], g["entries"]) for g in shown["groups"]] == [
+        ("video", "some VAE", "def", 2), ("text", "some text", "abc", 3),
+    ]  # fmt: skip
+    assert time.time() - shown["groups"][1]["oldest_use"] > 39 * 86400
+
+    for command in (["ls"], ["verify"], ["prune", "--older_than", "1"]):
+        assert main(["cache", *command, str(tmp_path / "nothing")]) == 2
+    assert "holds no cache" in capsys.readouterr().err
+
+
+def test_verify_names_what_is_damaged_and_repairs(
+    cache: TensorCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "5 entries read, 0 damaged\n"
+    flipped, cut, gone, poisoned = (cache.key(video=0), cache.key(video=1), cache.key(text=0), cache.key(text=1))
+    data = bytearray(cache.path(flipped).read_bytes())
+    data[-9] ^= 1
+    cache.path(flipped).write_bytes(data)
+    cache.path(cut).write_bytes(cache.path(cut).read_bytes()[:100])
+    cache.path(gone).unlink()
+    cache.put(poisoned, {"x": torch.tensor([1.0, torch.nan])}, {"of": "caption 1"})
+    left = cache.path(flipped).with_name(".half.tmp")
+    fresh = cache.path(cut).with_name(".being-written.tmp")
+    for file in (left, fresh):
+        file.write_bytes(b"half an entry")
+    os.utime(left, (0, 0))
+
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "4 entries read, 4 damaged"
+    assert f"{flipped} (0.mp4): its checksum is wrong" in lines
+    assert f"{poisoned} (caption 1): x holds NaN or infinity" in lines
+    assert f"{gone}: listed in the index, and not there" in lines
+    assert any(line.startswith(f"{cut}") for line in lines)
+    assert left.exists()
+    assert TensorCache(cache.directory).missing([flipped, cut, gone, poisoned]) == []  # what a run would believe
+
+    cache.hold()  # by a run
+    assert main(["cache", "verify", "--repair", str(tmp_path)]) == 2
+    assert "a run uses" in capsys.readouterr().err
+    cache.release()
+    assert main(["cache", "verify", "--repair", str(tmp_path)]) == 1
+    assert "removed 4; the next run" in capsys.readouterr().out
+    assert not left.exists()
+    assert fresh.exists()
+    assert sorted(TensorCache(cache.directory).missing([flipped, cut, gone, poisoned, cache.key(text=2)])) == sorted(
+        [flipped, cut, gone, poisoned]
+    )
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+
+
+def test_prune_removes_what_was_not_used_for_long(
+    cache: TensorCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = [cache.key(text=0), cache.key(video=0)]
+    for key in old:
+        use(cache, key, days_ago=31)
+    use(cache, cache.key(text=1), days_ago=29)
+    directory = str(tmp_path)
+    assert main(["cache", "prune", directory]) == 2
+    assert "say what may go" in capsys.readouterr().err
+    assert main(["cache", "prune", directory, "--older_than", "-1"]) == 2
+    capsys.readouterr()
+    assert main(["cache", "prune", directory, "--older_than", "30", "--dry_run"]) == 0
+    *paths, summary = capsys.readouterr().out.splitlines()
+    assert sorted(paths) == sorted(str(cache.path(key)) for key in old)
+    assert summary.endswith("would be removed")
+    assert all(cache.path(key).exists() for key in old)
+
+    user = TensorCache(cache.directory)
+    user.hold()
+    assert main(["cache", "prune", directory, "--older_than", "30"]) == 2
+    assert "a run uses" in capsys.readouterr().err
+    user.release()
+    # Two more segments, to be merged.
+    for k in (5, 6):
+        TensorCache(cache.directory).put(cache.key(text=k), {"x": torch.ones(1)})
+    assert main(["cache", "prune", directory, "--older_than", "30"]) == 0
+    assert "2 entries" in capsys.readouterr().out
+    assert not any(cache.path(key).exists() for key in old)
+    assert len(list((cache.directory / "index").iterdir())) == 1
+    kept = [cache.key(text=k) for k in (1, 2, 5, 6)]
+    assert TensorCache(cache.directory).missing([*kept, *old]) == old
+    assert cache.missing([*kept, *old]) == [*old] or cache.get(old[0]) is None  # a process that knew them finds out
+
+
+def test_a_cache_is_in_use_for_as_long_as_any_process_holds_it(cache: TensorCache) -> None:
+    first, second = TensorCache(cache.directory), TensorCache(cache.directory)
+    first.hold()
+    second.hold()
+    first.release()
+    assert not may_prune(cache)
+    copy = pickle.loads(pickle.dumps(second))  # as in a worker: the run itself holds it
+    del second
+    assert may_prune(copy)
+    child = os.fork()
+    if child == 0:
+        third = TensorCache(cache.directory)
+        third.hold()
+        os._exit(0 if not may_prune(cache) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert may_prune(cache)  # however a process goes, it holds nothing any more
+
+
+def may_prune(cache: TensorCache) -> bool:
+    return main(["cache", "prune", str(cache.directory.parent), "--older_than", "1000", "--dry_run"]) == 0
+
+
+def test_without_locks_only_what_was_long_unused_can_go(
+    cache: TensorCache, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    cache.hold()
+    use(cache, cache.key(text=0), days_ago=3)
+    assert main(["cache", "prune", str(tmp_path), "--older_than", "1"]) == 2
+    assert "--older_than 2 or more" in capsys.readouterr().err
+    assert main(["cache", "prune", str(tmp_path), "--older_than", "2"]) == 0
+    assert "1 entry," in capsys.readouterr().out
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["cache", "--help"])
+    shown = capsys.readouterr().out
+    for word in ("ever stale", "--older_than 30", "--repair", "--keep a.toml b.toml", "--precompute_dir"):
+        assert word in shown
+
+
+def test_files_that_are_remembered_are_counted(
+    cache: TensorCache, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetrainers.data.digests._SETTLED_S", -1.0)
+    FileDigests(tmp_path / "precomputed" / "digests").of(Path(__file__))
+    assert main(["cache", "ls", str(tmp_path)]) == 0
+    assert "contents of 1 media files" in capsys.readouterr().out

@@ -1,0 +1,171 @@
+"""Encoding beforehand with real models' VAEs: in batches, in tiles, and what the entries say of themselves."""
+
+from __future__ import annotations
+
+import io
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from finetrainers.config.sections import DataSection, ModelSection
+from finetrainers.data import progress
+from finetrainers.data.bad_samples import BadSample
+from finetrainers.data.cache import TensorCache, read_about
+from finetrainers.data.cache_keys import CacheKeys
+from finetrainers.data.clip import Clip
+from finetrainers.data.digests import FileDigests
+from finetrainers.data.encode import FIRST_FRAME, MOMENTS
+from finetrainers.data.known_models import KnownModel, describe_model, recall_models, remember_model
+from finetrainers.data.precompute import Encoded, precompute_video
+from finetrainers.data.progress import Meter, duration
+from finetrainers.models.registry import get_family
+
+
+@pytest.fixture
+def clips(tmp_path: Path, make_video) -> list[Clip]:
+    """Three clips of one bucket and two of a smaller one, mixed."""
+    made = []
+    for k, frames in enumerate((9, 17, 9, 9, 17)):
+        bucket = (9, 64, 64) if frames == 9 else (17, 32, 32)
+        path = make_video(tmp_path / f"{k}.mp4", frames=frames, fps=25, height=64, width=64, seed=k)
+        made.append(Clip(k, path, f"caption {k}", "video", bucket, 25.0, frames, 25.0, 64, 64))
+    return made
+
+
+def keys_in(root: Path, *, first_frame: bool = False) -> CacheKeys:
+    cache, digests = TensorCache(root / "tensors"), FileDigests(root / "digests")
+    return CacheKeys(cache, digests, "t", "v", DataSection(), seed=7, with_first_frame=first_frame, vae_words="a VAE")
+
+
+@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video", "cogvideox"])
+def test_batches_give_what_one_at_a_time_gives(family: str, clips: list[Clip], tiny_repo, tmp_path: Path) -> None:
+    config = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), vae_dtype="fp32")
+    spec = get_family(family).load(config)
+    vae = spec.load_vae()
+    sizes: list[tuple[int, ...]] = []
+
+    def encode(video: Tensor) -> Tensor:
+        sizes.append((len(video), *video.shape[2:]))
+        return spec.encode_video(vae, video)
+
+    alone, batched = (keys_in(tmp_path / name, first_frame=True) for name in ("alone", "batched"))
+    assert precompute_video(clips, encode, alone).encoded == 5
+    sizes.clear()
+    seen: list[tuple[int, int]] = []
+    result = precompute_video(clips, encode, batched, batch_size=2, progress=lambda done, total: seen.append((done, total)))  # fmt: skip
+    # The largest bucket first; a batch has one bucket, and each batch's first frames are encoded, too.
+    assert sizes == [(2, 9, 64, 64), (2, 1, 64, 64), (1, 9, 64, 64), (1, 1, 64, 64), (2, 17, 32, 32), (2, 1, 32, 32)]
+    assert seen == [(2, 5), (3, 5), (5, 5)]
+    entries = [(alone.cache.get(alone.video(clip)), batched.cache.get(batched.video(clip))) for clip in clips]
+    for one, other in entries:
+        for part in (MOMENTS, FIRST_FRAME):
+            # Not bit for bit: convolutions choose their algorithm by the size of the batch.
+            torch.testing.assert_close(one[part], other[part], rtol=1e-4, atol=1e-5)
+            assert one[part].shape[0] == 1
+    assert (entries[0][0][MOMENTS] - entries[2][1][MOMENTS]).abs().max() > 1e-3  # and rows were not mixed up
+    files = [batched.cache.path(batched.video(clip)) for clip in clips]
+    assert result == Encoded(encoded=5, size_bytes=sum(file.stat().st_size for file in files))
+    assert read_about(files[1]).items() >= {
+        "kind": "video", "of": "1.mp4", "bucket": "17x32x32", "model": "a VAE", "identity": "v",
+    }.items()  # fmt: skip
+    assert precompute_video(clips, encode, batched, batch_size=2) == Encoded(found=5)
+
+
+@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video", "cogvideox"])
+def test_tiling_and_slicing_are_really_on(family: str, tiny_repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are made of clips larger than a tile; those of the published VAEs are 240 to 512 pixels wide."""
+    calls: list[tuple[str, int]] = []
+    video = torch.randn(2, 3, 9, 64, 96, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+    results = {}
+    for tiling, slicing in ((False, False), (True, False), (True, True)):
+        config = ModelSection(
+            model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), vae_dtype="fp32",
+            enable_tiling=tiling, enable_slicing=slicing,
+        )  # fmt: skip
+        spec = get_family(family).load(config)
+        vae = spec.load_vae()
+        assert (vae.use_tiling, vae.use_slicing) == (tiling, slicing)
+        for side in ("height", "width"):
+            setattr(vae, f"tile_sample_min_{side}", 64)
+            if hasattr(vae, f"tile_sample_stride_{side}"):
+                setattr(vae, f"tile_sample_stride_{side}", 32)
+            if hasattr(vae, f"tile_latent_min_{side}"):
+                setattr(vae, f"tile_latent_min_{side}", 64 // spec.geometry(vae, spec.transformer_on_meta()).spatial)
+        tiled = vae.tiled_encode
+        monkeypatch.setattr(vae, "tiled_encode", lambda x, *a, tiled=tiled, **k: calls.append(("tiled", len(x))) or tiled(x, *a, **k))  # fmt: skip
+        calls.clear()
+        results[tiling, slicing] = spec.encode_video(vae, video)
+        assert calls == {(False, False): [], (True, False): [("tiled", 2)], (True, True): [("tiled", 1)] * 2}[tiling, slicing]  # fmt: skip
+    assert results[True, False].shape == results[False, False].shape
+    torch.testing.assert_close(results[True, True], results[True, False], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(results[True, False], results[False, False])  # so it is a part of the key
+
+
+def test_the_file_at_fault_is_named_out_of_a_batch(clips: list[Clip], tmp_path: Path) -> None:
+    def encode(video: Tensor) -> Tensor:
+        moments = video.mean(dim=(2, 3, 4), keepdim=True).repeat(1, 2, 1, 1, 1)
+        if len(video) == 3:
+            moments[1] = torch.nan
+        return moments
+
+    keys = keys_in(tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"2\.mp4 gave moments with NaN"):
+        precompute_video(clips, encode, keys, batch_size=3)
+    assert [keys.cache.has(keys.video(clip)) for clip in clips] == [True, False, False, False, False]
+
+    unreadable: list[BadSample] = []
+    clips[0].path.write_bytes(b"overwritten after the check")
+    result = precompute_video(clips, encode, keys, batch_size=3, optional={0}, unreadable=unreadable)
+    assert [bad.clip.index for bad in unreadable] == [0]
+    assert (result.encoded, result.left_out, result.found) == (4, 1, 0)
+
+
+def test_a_clip_with_several_captions_is_encoded_once(clips: list[Clip], tmp_path: Path) -> None:
+    keys = keys_in(tmp_path / "cache")
+    twins = [*clips, *(replace(clip, index=clip.index + 10, caption="another") for clip in clips)]
+    counts = [precompute_video(twins, lambda video: video[:, :2, :1, :2, :2], keys, rank=rank, world_size=2) for rank in (0, 1)]  # fmt: skip
+    assert [count.encoded for count in counts] == [3, 2]
+
+
+def test_models_are_known_by_the_options_that_choose_them(tmp_path: Path) -> None:
+    repo = tmp_path / "a-model"
+    repo.mkdir()
+    model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(repo))
+    assert recall_models(tmp_path, model, "vae") == []
+    for identity in ("one", "two", "one"):
+        remember_model(tmp_path, model, "vae", KnownModel(identity, with_first_frame=True))
+    assert recall_models(tmp_path, model, "vae") == [KnownModel("one", True), KnownModel("two", True)]
+    assert recall_models(tmp_path, model, "text") == []
+    for other in ({"enable_tiling": True}, {"vae_dtype": "fp32"}, {"revision": "x"}):
+        assert recall_models(tmp_path, model.model_copy(update=other), "vae") == []
+    assert len(recall_models(tmp_path, model.model_copy(update={"enable_slicing": True}), "vae")) == 2
+    assert describe_model(model, "vae") == "ltx_video VAE of a-model, bf16"  # a folder's name, not its place
+    hub = model.model_copy(update={"pretrained_model_name_or_path": "someone/model", "enable_tiling": True})
+    assert describe_model(hub, "vae") == "ltx_video VAE of someone/model, bf16, tiled"
+
+
+def test_the_meter_says_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with caplog.at_level(logging.INFO), Meter("encoded", "clips", interval_s=10) as meter:
+        for done in range(1, 101):
+            clock[0] += 4 if done <= 50 else 0.1
+            meter(done, 100)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "encoded 3 of 100 clips, 4 s each, 6 min left"
+    assert lines[-1] == "encoded 100 of 100 clips, 2.05 s each"
+    assert 15 < len(lines) < 20
+    caplog.clear()
+    Meter("encoded", "clips", enabled=False)(1, 1)
+    assert not caplog.records
+    screen = io.StringIO()
+    with Meter("encoded", "clips", console=Console(file=screen, force_terminal=True, width=100)) as meter:
+        meter(1, 2)
+        meter(2, 2)
+    assert "2/2" in screen.getvalue()
+    assert [duration(seconds) for seconds in (45, 720, 12240)] == ["45 s", "12 min", "3.4 h"]
