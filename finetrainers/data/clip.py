@@ -13,7 +13,7 @@ from .manifest import Kind
 ReshapeMode = Literal["center", "random", "none"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Clip:
     """An item that will be trained on, and what is cut from it.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
@@ -19,9 +21,10 @@ from .probe import Probe
 from .probe_memory import ProbeMemory, default_directory
 from .probing import Effort, Found, find_out
 
+Choose = Callable[[int, int, int, Sequence[Bucket]], Bucket | None]
 
-@dataclass(frozen=True, slots=True)
-class Probed:
+
+class Probed(NamedTuple):
     """An item with what is known of its file, and how many frames it has at which rate."""
 
     found: Found
@@ -77,8 +80,10 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
     video_buckets, image_buckets, notes = _buckets(data, geometry, probed)
     clips: list[Clip] = []
     refusals: dict[int, Refusal] = {}
+    choose = cache(choose_bucket)  # many clips are alike
+    buckets: dict[Kind, tuple[Bucket, ...]] = {"video": tuple(video_buckets), "image": tuple(image_buckets)}
     for entry in probed:
-        clip = _place(entry, data=data, buckets=image_buckets if entry.item.kind == "image" else video_buckets)
+        clip = _place(entry, data=data, buckets=buckets[entry.item.kind], choose=choose)
         if isinstance(clip, Clip):
             clips.append(clip)
         else:
@@ -124,7 +129,7 @@ def _buckets(
     return chosen["video"], chosen["image"], notes
 
 
-def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Clip | Refusal:
+def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket], choose: Choose) -> Clip | Refusal:
     """The clip with its bucket, or the reason why it has none."""
     item, found = entry.item, entry.found.answer
     if isinstance(found, Refusal):
@@ -132,7 +137,7 @@ def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Cl
     if not buckets:
         wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
         return Refusal("no_bucket", f"there is no bucket for {item.kind}s; add one, {wanted}")
-    bucket = choose_bucket(entry.available, found.height, found.width, buckets)
+    bucket = choose(entry.available, found.height, found.width, buckets)
     if bucket is None:
         shortest = min(buckets)
         return Refusal(
@@ -142,7 +147,7 @@ def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Cl
             "add a shorter bucket, raise `target_fps`, or remove the file",
         )
     fps = entry.fps
-    if item.kind == "video":
+    if item.kind == "video" and data.frame_selection == "uniform":
         _, fps = select_frames(found.frames, source_fps=found.fps, fps=fps, length=bucket[0], mode=data.frame_selection)
     return Clip(
         index=item.index,
