@@ -23,7 +23,7 @@ from .media import open_container
 MEMORY_BYTES = 4 << 30
 
 _BLACK = 24  # of 255: limited range has its black at 16
-_STILL = 0.5  # grey levels, on average, between the first frame and any other
+_STILL = 1.5  # grey levels, on average, between the first frame and any other: what encoding alone may change
 _STEP = 8  # pixels looked at: every eighth of every eighth row
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import nearest, plural
@@ -68,8 +68,7 @@ class Item:
     refused: Refusal | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """A media path and a caption as written, and where they were written (`videos.txt line 3`)."""
 
     where: str

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
@@ -24,9 +26,13 @@ from .probing import Effort, Found, find_out
 from .video.backends import backend_of, reason_against
 from .windows import cut_windows, describe_windows, with_window_buckets
 
+#: Resolutions of one kind, as in `Choice`.
+Resolutions: TypeAlias = tuple[tuple[Bucket, ...], ...]
+#: The bucket of usable frames, height and width, and those among which it was chosen.
+Choose: TypeAlias = Callable[[int, int, int, Resolutions], tuple[Bucket | None, tuple[Bucket, ...]]]
 
-@dataclass(frozen=True, slots=True)
-class Probed:
+
+class Probed(NamedTuple):
     """An item with what is known of its file, and how many frames it has at which rate."""
 
     found: Found
@@ -88,8 +94,9 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
     choice = _choose(placing, geometry, probed)
     clips: list[Clip] = []
     refusals: dict[int, Refusal] = {}
+    choose = cache(_bucket_of)  # many clips are alike
     for entry in probed:
-        clip = _place(entry, data=placing, choice=choice)
+        clip = _place(entry, data=placing, choice=choice, choose=choose)
         if isinstance(clip, Clip):
             clips += (
                 cut_chunks(clip, entry.available)
@@ -126,8 +133,10 @@ def _with_backend(entry: Probed, option: str) -> Probed:
     backend = backend_of(option)
     if entry.header is None or entry.item.kind == "image":
         return entry
+    if backend == entry.backend:
+        return entry
     against = reason_against(entry.item.path, backend)
-    return replace(entry, backend="pyav" if against else backend, against=against)
+    return entry._replace(backend="pyav" if against else backend, against=against)
 
 
 def _choose(data: DataSection, geometry: Geometry, probed: Sequence[Probed]) -> Choice:
@@ -138,7 +147,14 @@ def _choose(data: DataSection, geometry: Geometry, probed: Sequence[Probed]) -> 
     return choose_buckets(data, geometry, videos=sizes["video"], images=sizes["image"])
 
 
-def _place(entry: Probed, *, data: DataSection, choice: Choice) -> Clip | Refusal:
+def _bucket_of(
+    frames: int, height: int, width: int, resolutions: Resolutions
+) -> tuple[Bucket | None, tuple[Bucket, ...]]:
+    buckets = tuple(filled_resolution(height, width, resolutions))
+    return choose_bucket(frames, height, width, buckets), buckets
+
+
+def _place(entry: Probed, *, data: DataSection, choice: Choice, choose: Choose) -> Clip | Refusal:
     """The clip with its bucket, or the reason why it has none."""
     item, found = entry.item, entry.found.answer
     if isinstance(found, Refusal):
@@ -147,8 +163,7 @@ def _place(entry: Probed, *, data: DataSection, choice: Choice) -> Clip | Refusa
     if not resolutions:
         wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
         return Refusal("no_bucket", f"there is no bucket for {item.kind}s; add one, {wanted}")
-    buckets = filled_resolution(found.height, found.width, resolutions)
-    bucket = choose_bucket(entry.available, found.height, found.width, buckets)
+    bucket, buckets = choose(entry.available, found.height, found.width, resolutions)
     if bucket is None:
         windows = data.framepack_window_size is not None
         needs, way_out = (
@@ -164,20 +179,20 @@ def _place(entry: Probed, *, data: DataSection, choice: Choice) -> Clip | Refusa
         )
 
     def rate(bucket: Bucket) -> float:
-        if item.kind == "image":
+        if item.kind == "image" or data.frame_selection != "uniform":
             return entry.fps
         mode = data.frame_selection
         return select_frames(found.frames, source_fps=found.fps, fps=entry.fps, length=bucket[0], mode=mode)[1]
 
-    keep = dict(data.bucket_keep)
     lower: list[tuple[Bucket, float]] = []
-    below = [one for buckets in resolutions for one in buckets]
-    here = bucket
-    for further in lower_buckets(bucket, found.height, found.width, below, shorter=data.bucket_fall_shorter):
-        if keep.get(here, 1.0) == 1.0:
-            break
-        lower.append((further, rate(further)))
-        here = further
+    if data.bucket_keep:
+        keep, here = dict(data.bucket_keep), bucket
+        below = [one for alike in resolutions for one in alike]
+        for further in lower_buckets(bucket, found.height, found.width, below, shorter=data.bucket_fall_shorter):
+            if keep.get(here, 1.0) == 1.0:
+                break
+            lower.append((further, rate(further)))
+            here = further
     return Clip(
         index=item.index,
         path=item.path,

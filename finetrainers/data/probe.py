@@ -89,6 +89,7 @@ def _probe_image(path: Path) -> Probe:
 
 
 def _probe_video(path: Path, *, size: int) -> Probe:
+    container = None
     try:
         with open_container(path) as container:
             streams = [s for s in container.streams.video if Disposition.attached_pic not in s.disposition]
@@ -133,6 +134,10 @@ def _probe_video(path: Path, *, size: int) -> Probe:
     except (av.FFmpegError, OSError) as error:
         # FFmpeg's own errors are about the content; those of the system (permissions, network) can pass.
         of_system = isinstance(error, OSError)
+        if container is None and isinstance(error, av.error.ArgumentError):
+            raise ProbeError(
+                "unreadable", "cannot read the video: a format that names other files, or unknown"
+            ) from error
         raise ProbeError(
             "unreadable", f"cannot read the video: {error.strerror or error}", lasting=not of_system
         ) from error

@@ -17,9 +17,9 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import av
 
@@ -35,8 +35,7 @@ _QUIET_S = 3600.0
 _FORGOTTEN_S = 90 * 24 * 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """What is known of one version of a file.
 
     Attributes:
@@ -93,8 +92,7 @@ class ProbeMemory:
         """Remember something more of a file."""
         with self._lock:
             known = self.recall(path, found) or Record(found.st_size, found.st_mtime_ns)
-            record = replace(
-                known,
+            record = known._replace(
                 header=known.header if header is None else header,
                 full=known.full if full is None else full,
                 digest=known.digest if digest is None else digest,
@@ -217,8 +215,7 @@ def _joined(earlier: Record | None, later: Record) -> Record:
     """Two records of one name: what both know of the same version, else the later one."""
     if earlier is None or (earlier.size, earlier.mtime_ns) != (later.size, later.mtime_ns):
         return later
-    return replace(
-        later,
+    return later._replace(
         header=earlier.header if later.header is None else later.header,
         full=earlier.full if later.full is None else later.full,
         digest=earlier.digest if later.digest is None else later.digest,

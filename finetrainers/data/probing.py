@@ -10,12 +10,12 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from .fates import Refusal
 from .full_decode import decode_files
@@ -27,7 +27,10 @@ from .probe_memory import ProbeMemory
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_THREADS = 16  # they wait for disks, mostly
 _CHUNK = 32  # items that a thread takes at once
+_TRIED = 64  # items by which the disk is judged
+_FAR_S = 0.5e-3  # seconds of a look at a disk that is far away
 _READ = 1 << 20
 _LOG_S = 10.0
 
@@ -67,8 +70,7 @@ class Effort:
     progress: Progress | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What is known of an item's file.
 
     Attributes:
@@ -119,32 +121,47 @@ def _headers(
     items: Sequence[Item], memory: ProbeMemory, max_pixels: int, progress: Progress
 ) -> tuple[list[os.stat_result | None], list[Probe | Refusal]]:
     """For each item, its file's version (None where it must not be opened) and what its header says."""
+    stats: list[os.stat_result | None] = []
+    answers: list[Probe | Refusal | None] = []
+    for item, looked in zip(items, _looked_up(items), strict=True):
+        known = None if isinstance(looked, Refusal) else memory.recall(item.path, looked)
+        stats.append(None if isinstance(looked, Refusal) else looked)
+        answers.append(looked if isinstance(looked, Refusal) else known.header if known else None)
 
-    def one(item: Item) -> tuple[os.stat_result | None, Probe | Refusal]:
-        if item.refused is not None:
-            return None, item.refused
-        stat = look(item.path)
-        if isinstance(stat, Refusal):
-            return None, stat
-        known = memory.recall(item.path, stat)
-        answer = known.header if known is not None else None
-        if answer is None:
-            try:
-                answer = probe(item.path, kind=item.kind)
-            except ProbeError as error:
-                answer = error.refusal
-                if not error.lasting:
-                    return stat, answer
-            memory.keep(item.path, stat, header=answer)
-        return stat, _bounded(answer, max_pixels)
+    def header(place: int) -> Probe | Refusal:
+        item, stat = items[place], stats[place]
+        assert stat is not None
+        try:
+            answer: Probe | Refusal = probe(item.path, kind=item.kind)
+        except ProbeError as error:
+            answer = error.refusal
+            if not error.lasting:
+                return answer
+        memory.keep(item.path, stat, header=answer)
+        return answer
 
-    stats, answers = [], []
-    with ThreadPoolExecutor(min(16, (os.cpu_count() or 1) + 4)) as pool:
-        for pairs in pool.map(lambda chunk: [one(item) for item in chunk], _chunks(items)):
-            stats += [stat for stat, _ in pairs]
-            answers += [answer for _, answer in pairs]
-            progress("headers", len(stats), len(items))
-    return stats, answers
+    unknown = [place for place, answer in enumerate(answers) if answer is None]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for done, (place, answer) in enumerate(zip(unknown, pool.map(header, unknown), strict=True), start=1):
+            answers[place] = answer
+            progress("headers", done, len(unknown))
+    return stats, [_bounded(answer, max_pixels) for answer in answers if answer is not None]
+
+
+def _looked_up(items: Sequence[Item]) -> Iterator[os.stat_result | Refusal]:
+    """What the file system says of each item's file. Threads help where its disk is far away, and hinder elsewhere."""
+
+    def one(item: Item) -> os.stat_result | Refusal:
+        return look(item.path) if item.refused is None else item.refused
+
+    started = time.monotonic()
+    yield from map(one, items[:_TRIED])
+    if time.monotonic() - started < _TRIED * _FAR_S:
+        yield from map(one, items[_TRIED:])
+        return
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for chunk in pool.map(lambda chunk: [one(item) for item in chunk], _chunks(items[_TRIED:], _CHUNK)):
+            yield from chunk
 
 
 def _bounded(answer: Probe | Refusal, max_pixels: int) -> Probe | Refusal:
@@ -216,7 +233,7 @@ def _contents(
 
     firsts: dict[str, int] = {}
     same: dict[Path, int] = {}
-    with ThreadPoolExecutor(min(16, (os.cpu_count() or 1) + 4)) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         for done, (place, made) in enumerate(pool.map(digest, alike), start=1):
             if made is not None and (first := firsts.setdefault(made, place)) != place:
                 same[items[place].path] = first
@@ -233,7 +250,7 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _chunks(items: Iterable[T]) -> Iterable[list[T]]:
+def _chunks(items: Iterable[T], size: int) -> Iterable[list[T]]:
     rest = iter(items)
-    while chunk := list(islice(rest, _CHUNK)):
+    while chunk := list(islice(rest, size)):
         yield chunk

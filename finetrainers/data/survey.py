@@ -13,6 +13,7 @@ from pathlib import Path
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.garbage import no_collections
 from finetrainers.utils.text import plural
 
 from .bucket_choice import named_buckets
@@ -77,10 +78,15 @@ def survey_dataset(config: TrainConfig, geometry: Geometry, *, effort: Effort | 
     Raises:
         DataError: wrong metadata, or illegal buckets.
     """
+    with no_collections():
+        return _survey(config, geometry, effort or Effort())
+
+
+def _survey(config: TrainConfig, geometry: Geometry, effort: Effort) -> Survey:
     data = config.data
     target_fps = data.target_fps or geometry.fps
     items = read_items(data)
-    placed = place_items(items, data=data, geometry=geometry, effort=effort or Effort())
+    placed = place_items(items, data=data, geometry=geometry, effort=effort)
     for option, named in (
         ("bucket_keep", data.bucket_keep),
         ("bucket_batch_sizes", config.dataloader.bucket_batch_sizes),
@@ -119,6 +125,8 @@ def _hold_out(clips: Sequence[Clip], count: int, name: Callable[[Path], str]) ->
         )
     if not clips:
         raise DataError("no usable item")
+    if not count:
+        return set()
 
     def digest(clip: Clip) -> bytes:
         return hashlib.sha256(f"{name(clip.path)}\0{clip.caption}".encode(errors="surrogateescape")).digest()
@@ -131,7 +139,7 @@ def _namer(data: DataSection) -> Callable[[Path], str]:
     prefix = f"{data_folder(data)}{os.sep}"
 
     def name(path: Path) -> str:
-        return Path(str(path).removeprefix(prefix)).as_posix()
+        return str(path).removeprefix(prefix).replace(os.sep, "/")
 
     return name
 
@@ -142,9 +150,9 @@ def _verdicts(
     of_item: dict[int, list[Clip]] = defaultdict(list)
     for clip in clips:
         of_item[item_of(clip.index)].append(clip)
-    seen: set[Path] = set()
+    seen: set[str] = set()  # texts: hashing a path takes ten times as long
     for entry in placed.probed:
-        item, first = entry.item, entry.found.same_as
+        item, first, path = entry.item, entry.found.same_as, str(entry.item.path)
         yield give_verdict(
             entry,
             of_item.get(item.index, ()),
@@ -153,9 +161,9 @@ def _verdicts(
             held_out=item.index in held_out,
             target_fps=target_fps,
             same_as=name(first.path) if first is not None else None,
-            seen=item.path in seen,
+            seen=path in seen,
         )
-        seen.add(item.path)
+        seen.add(path)
 
 
 def _warnings(
@@ -164,7 +172,7 @@ def _warnings(
     """One sentence for each kind of oddity, with a count and the first names."""
     clips = first_of_items(placed.clips)
     videos = [clip for clip in clips if clip.kind == "video"]
-    captions = Counter((clip.path, clip.caption) for clip in clips)
+    captions = Counter((str(clip.path), clip.caption) for clip in clips)
     kinds: list[tuple[str, list[str]]] = [
         ("cannot be used and left out", list(rejected)),
         ("without a caption", [name(clip.path) for clip in clips if not clip.caption]),
@@ -176,7 +184,7 @@ def _warnings(
             "smaller than their bucket and enlarged",
             [name(c.path) for c in clips if c.height < c.bucket[1] or c.width < c.bucket[2]],
         ),
-        ("listed more than once", [name(path) for (path, _), count in captions.items() if count > 1]),
+        ("listed more than once", [name(Path(path)) for (path, _), count in captions.items() if count > 1]),
         (
             f"decoded by PyAV, since {data.video_backend} may show other pixels",
             [f"{name(entry.item.path)} ({entry.against})" for entry in placed.probed if entry.against],

@@ -67,9 +67,12 @@ class Verdict:
 
     def record(self) -> dict[str, object]:
         """The verdict as plain values, one line of `manifest.jsonl`."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in _NAMES}
         bucket = "x".join(map(str, self.bucket)) if self.bucket else None
         return {**values, "path": str(self.path), "bucket": bucket, "marks": list(self.marks)}
+
+
+_NAMES = tuple(field.name for field in fields(Verdict))
 
 
 def give_verdict(

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+_readable = json.JSONEncoder(ensure_ascii=False).encode
+
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` under a temporary name, flush it to disk, and rename it to `path`."""
@@ -26,7 +28,7 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 def json_text(value: Any) -> str:
     """JSON in which text stays readable; names that are not UTF-8 on disk become escapes, so that it can be written."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
+    return _readable(value).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:

@@ -1,0 +1,153 @@
+"""How fast files are checked, and how fast a start is whose files were checked before.
+
+    OMP_NUM_THREADS=1 python benchmarks/data_check.py
+    OMP_NUM_THREADS=1 python benchmarks/data_check.py --items 1000 --clips 20
+
+Throughput: small clips, checked by their headers, by decoding all of them, and once more with everything remembered.
+Start: a .jsonl of many lines, each with a file of its own (copies of one clip), planned in a fresh process once they are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+
+from finetrainers.config.load import load_config
+from finetrainers.data.plan import survey_dataset
+from finetrainers.data.probing import Effort
+from finetrainers.models.registry import get_family
+from finetrainers.utils.video import write_mp4
+
+_CONFIG = """model_name = "ltx_video"
+pretrained_model_name_or_path = "some/model"
+dataset_file = "{file}"
+probe_dir = "{probes}"
+video_resolution_buckets = ["9x32x64", "9x64x32", "9x32x32"]
+"""
+_START = """
+import json, resource, sys, time
+started = time.perf_counter()
+from pathlib import Path
+from finetrainers.config.load import load_config
+from finetrainers.data import probing
+from finetrainers.data.plan import plan_dataset
+from finetrainers.models.registry import get_family
+opened = 0
+def count(*arguments, probe=probing.probe, **keywords):
+    global opened
+    opened += 1
+    return probe(*arguments, **keywords)
+probing.probe = count
+config = load_config(Path(sys.argv[1]))
+plan = plan_dataset(config, get_family(config.model.model_name).geometry)
+planned = time.perf_counter() - started
+plan.write(Path(sys.argv[1]).with_name("manifest.jsonl"))
+total = time.perf_counter() - started
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps({"clips": plan.count, "opened": opened, "planned": planned, "total": total, "mib": memory}))
+"""
+
+
+def make_clip(path: Path, *, frames: int, height: int, width: int) -> None:
+    """A clip of a moving pattern."""
+    y, x = np.mgrid[:height, :width]
+    pictures = [np.stack([(x + 3 * t) % 256, (y + 5 * t) % 256, (x * y // 64 + t) % 256], -1) for t in range(frames)]
+    write_mp4(path, np.stack(pictures).astype(np.uint8), fps=24)
+
+
+def throughput(root: Path, *, clips: int) -> list[tuple[str, int, float]]:
+    """Kind of check, items, and seconds, without the start of the command."""
+    (root / "clips").mkdir(parents=True)
+    make_clip(root / "first.mp4", frames=49, height=480, width=704)
+    content = (root / "first.mp4").read_bytes()
+    for k in range(clips):
+        # A box that players skip gives each clip a content of its own.
+        extra = k.to_bytes(4, "big")
+        (root / "clips" / f"{k}.mp4").write_bytes(content + (8 + len(extra)).to_bytes(4, "big") + b"free" + extra)
+        (root / "clips" / f"{k}.txt").write_text(f"pattern {k}")
+    config = load_config(
+        model_name="ltx_video",
+        pretrained_model_name_or_path="some/model",
+        data_root=str(root / "clips"),
+        probe_dir=str(root / "probes"),
+        video_resolution_buckets=["17x480x704"],
+    )
+    geometry = get_family(config.model.model_name).geometry
+
+    def timed(what: str, *, decode: bool) -> tuple[str, int, float]:
+        started = time.perf_counter()
+        survey = survey_dataset(config, geometry, effort=Effort(decode=decode, duplicates=True))
+        seconds = time.perf_counter() - started
+        assert survey.problem is None
+        assert not any(verdict.marks == ("same_content",) for verdict in survey.verdicts)
+        return what, clips, seconds
+
+    return [
+        timed("headers, and contents compared", decode=False),
+        timed("the same, remembered", decode=False),
+        timed("every frame decoded", decode=True),
+        timed("the same, remembered", decode=True),
+    ]
+
+
+def start(root: Path, *, items: int, repeats: int) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """What the first start takes, which opens every file, and what others take, each in a process of its own."""
+    (root / "many").mkdir(parents=True)
+    make_clip(root / "one.mp4", frames=25, height=32, width=64)
+    content = (root / "one.mp4").read_bytes()
+    lines = []
+    for k in range(items):
+        folder = root / "many" / f"{k // 1000:03d}"
+        if k % 1000 == 0:
+            folder.mkdir()
+        (folder / f"{k}.mp4").write_bytes(content)
+        lines.append(json.dumps({"video": f"{folder.name}/{k}.mp4", "text": f"a pattern that moves, number {k}, " * 4}))
+    (root / "many" / "captions.jsonl").write_text("\n".join(lines) + "\n")
+    config = root / "start.toml"
+    config.write_text(_CONFIG.format(file=root / "many" / "captions.jsonl", probes=root / "probes"))
+
+    def once() -> dict[str, float]:
+        command = [sys.executable, "-c", _START, str(config)]
+        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+    first = once()
+    return first, [once() for _ in range(repeats)]
+
+
+def main() -> int:
+    """Print both tables; 1 if a start takes too long, too much memory, or opens a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, default=100_000, help="lines of the start's .jsonl")
+    parser.add_argument("--clips", type=int, default=100, help="clips of the throughput")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    with tempfile.TemporaryDirectory() as directory:
+        print("| check of 49 frames of 704x480 | items | s | items/s |\n|---|---:|---:|---:|")
+        for what, count, seconds in throughput(Path(directory) / "throughput", clips=arguments.clips):
+            print(f"| {what} | {count} | {seconds:.2f} | {count / seconds:.0f} |")
+        first, others = start(Path(directory) / "start", items=arguments.items, repeats=arguments.repeats)
+    print(
+        "\n| start | items | files opened | plan, s | with manifest written, s | memory, MiB |\n|---|---:|---:|---:|---:|---:|"
+    )
+    for name, row in [("first", first), *(("checked before", row) for row in others)]:
+        print(
+            f"| {name} | {row['clips']} | {row['opened']} | {row['planned']:.2f} | {row['total']:.2f} | {row['mib']:.0f} |"
+        )
+    fine = all(row["total"] < 5 and row["mib"] < 1024 and row["opened"] == 0 for row in others)
+    print("\nwithin 5 s and 1 GiB" if fine else "\nnot within 5 s and 1 GiB")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,45 @@
+"""A file can end the process that decodes it, but not the check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from isolated_tasks import misbehave
+
+from finetrainers.data import full_decode
+from finetrainers.data.fates import Refusal
+from finetrainers.data.full_decode import Lost, decode_files, isolated
+from finetrainers.data.probe import probe
+
+
+def test_crashes_hangs_and_bombs_are_the_verdict_on_one_call() -> None:
+    calls = [("well",), ("crash",), ("hang",), ("end",), ("bomb",), ("well again",)]
+    results = dict(isolated(misbehave, calls, limits_s=[30, 30, 0.5, 30, 30, 30], jobs=2))
+    assert results == {
+        0: "did well",
+        1: Lost("crashed (SIGSEGV)"),
+        2: Lost("gave no answer for 0 s"),
+        3: Lost("ended its process (exit code 3)"),
+        4: "out of memory",
+        5: "did well again",
+    }
+
+
+def test_a_file_whose_decoder_does_not_end_is_named(
+    tmp_path: Path, make_video, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = make_video(tmp_path / "clip.mp4")
+    found = probe(clip)
+    monkeypatch.setattr(full_decode, "_PATIENCE_S", -1.0)
+    [(path, verdict)] = decode_files([(clip, "video", found)], jobs=1)
+    assert path == clip
+    assert isinstance(verdict, Refusal)
+    assert verdict.fate == "decoder_failed"
+    assert "gave no answer" in verdict.reason
+    monkeypatch.undo()
+    assert list(decode_files([(clip, "video", found)], jobs=4)) == [(clip, ())]
+
+
+def test_nothing_to_decode_starts_no_process() -> None:
+    assert list(decode_files([])) == []

@@ -1,0 +1,137 @@
+"""What is remembered of files: found again for the same version only, and never a reason to fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from finetrainers.data import probe_memory
+from finetrainers.data.fates import Refusal
+from finetrainers.data.probe import Probe
+from finetrainers.data.probe_memory import ProbeMemory
+
+PROBE = Probe(frames=17, fps=23.976, width=48, height=32, duration=0.7)
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "caf\u00e9 \n.mp4"
+    path.write_bytes(b"x" * 10)
+    return path
+
+
+def memory_of(clip: Path) -> ProbeMemory:
+    return ProbeMemory(clip.parents[1] / "memory", clip.parent)
+
+
+def segments(clip: Path) -> list[Path]:
+    return sorted((clip.parents[1] / "memory").rglob("*.jsonl"))
+
+
+def test_what_is_learnt_in_parts_is_found_whole_by_another_process(clip: Path) -> None:
+    stat = clip.stat()
+    memory = memory_of(clip)
+    assert memory.recall(clip, stat) is None
+    memory.keep(clip, stat, header=PROBE)
+    other = memory_of(clip)  # while the first is still open, as after a kill
+    record = other.recall(clip, stat)
+    assert record is not None
+    assert (record.header, record.full, record.digest) == (PROBE, None, None)
+    other.keep(clip, stat, full=("still",))
+    memory.keep(clip, stat, digest="ab")  # which does not know of the other's record
+    record = memory_of(clip).recall(clip, stat)
+    assert record is not None
+    assert (record.header, record.full, record.digest) == (PROBE, ("still",), "ab")
+
+
+@pytest.mark.parametrize("answer", [PROBE, Refusal("cut_off", 'ends "early"')])
+def test_answers_of_every_kind_survive_the_disk(clip: Path, answer: Probe | Refusal) -> None:
+    full = answer if isinstance(answer, Refusal) else ()
+    memory_of(clip).keep(clip, clip.stat(), header=answer, full=full)
+    record = memory_of(clip).recall(clip, clip.stat())
+    assert record is not None
+    assert (record.header, record.full) == (answer, full)
+
+
+def test_another_version_of_a_file_is_not_known(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = clip.stat()
+    memory_of(clip).keep(clip, stat, header=PROBE)
+    os.utime(clip, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert memory_of(clip).recall(clip, clip.stat()) is None
+    os.utime(clip, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert memory_of(clip).recall(clip, clip.stat()) is not None
+    clip.write_bytes(b"y" * 11)
+    os.utime(clip, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert memory_of(clip).recall(clip, clip.stat()) is None
+    monkeypatch.setattr(probe_memory, "PROBE_VERSION", 99)  # another way of probing
+    assert memory_of(clip).recall(clip, stat) is None
+
+
+def test_cut_lines_and_rubbish_are_skipped(clip: Path) -> None:
+    stat = clip.stat()
+    memory = memory_of(clip)
+    memory.keep(clip, stat, header=PROBE)
+    memory.close()
+    [file] = segments(clip)
+    line = file.read_text()
+    version = file.name.partition("-")[0] + "-" + file.name.split("-")[1]
+    (file.parent / f"{version}-9-x.jsonl").write_bytes(
+        b'\xff\n[]\n{"a": 1}\n["x", 1, 2, ["burnt", "no such fate"], null, null]\n' + line[: len(line) // 2].encode()
+    )
+    record = memory_of(clip).recall(clip, stat)
+    assert record is not None
+    assert record.header == PROBE
+
+
+def test_a_memory_that_cannot_be_written_is_said_once(clip: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (clip.parents[1] / "memory").write_text("a file where the folder should be")
+    memory = memory_of(clip)
+    for _ in range(3):
+        memory.keep(clip, clip.stat(), header=PROBE)
+    assert caplog.text.count("cannot be remembered") == 1
+    assert memory.recall(clip, clip.stat()) is not None  # still known here
+
+
+def test_quiet_files_are_put_together_and_old_ones_go(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = clip.stat()
+    for k in range(12):
+        memory = memory_of(clip)
+        memory.keep(clip.with_name(f"{k}.mp4"), stat, header=PROBE)
+        memory.close()
+    assert len(segments(clip)) == 12
+    hour_ago = stat.st_mtime - 7200
+    for file in segments(clip)[:11]:
+        os.utime(file, (hour_ago, hour_ago))
+    folder = segments(clip)[0].parent
+    old = folder.parent / ("0" * 32)
+    foreign = folder.parent / "something else"
+    stale = folder / "v0-old-1-x.jsonl"
+    for path in (old, foreign):
+        path.mkdir()
+    stale.write_text("")
+    for path in (old, foreign, stale):
+        os.utime(path, (1, 1))
+    names = [clip.with_name(f"{k}.mp4") for k in range(12)]
+    assert all(memory_of(clip).recall(name, stat) for name in names)
+    assert len(segments(clip)) == 2  # one that is put together, and the one in which another process may be writing
+    assert all(memory_of(clip).recall(name, stat) for name in names)
+    assert (old.exists(), foreign.exists(), stale.exists()) == (False, True, False)
+
+    for file in segments(clip):
+        os.utime(file, (hour_ago, hour_ago))
+    monkeypatch.setattr(probe_memory, "_MOST_RECORDS", 3)
+    memory_of(clip)
+    assert sum(memory_of(clip).recall(name, stat) is not None for name in names) == 3
+
+
+def test_without_recall_everything_is_new_and_remembered(clip: Path) -> None:
+    memory_of(clip).keep(clip, clip.stat(), header=Refusal("empty", "once"))
+    fresh = ProbeMemory(clip.parents[1] / "memory", clip.parent, recall=False)
+    assert fresh.recall(clip, clip.stat()) is None
+    fresh.keep(clip, clip.stat(), header=PROBE)
+    record = memory_of(clip).recall(clip, clip.stat())
+    assert record is not None
+    assert record.header == PROBE
