@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from finetrainers.utils.launch import launched_processes
 
+from .data_checks import check_source
 from .errors import Problem
 from .geometry import Geometry
 from .grpo_checks import check_grpo, check_no_grpo
@@ -237,8 +238,12 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
         )
     if config.changed("dataloader_timeout") and config.dataloader.dataloader_num_workers == 0:
         found.warnings.append("--dataloader_timeout has no effect without --dataloader_num_workers")
-    if data.data_root is None and data.dataset_file is None:
-        found.error("data_root", "no data: give --data_root (a folder) or --dataset_file (.csv, .json, .jsonl)")
+    errors, without_effect = check_source(
+        data, given=[name for name in type(data).model_fields if config.changed(name)]
+    )
+    for option, message in errors:
+        found.error(option, message)
+    found.warnings += without_effect
     if family.first_frame == "none" and data.first_frame_conditioning_p:
         found.error("first_frame_conditioning_p", f"this {family.name} takes no first frame; remove it")
     if validation.eval_steps and not data.eval_num_items:

@@ -142,4 +142,5 @@ def _place(entry: Probed, *, data: DataSection, buckets: Sequence[Bucket]) -> Cl
         height=found.height,
         reshape_mode=data.video_reshape_mode,
         frame_selection=data.frame_selection,
+        captions=item.captions if len(item.captions) > 1 else (),
     )

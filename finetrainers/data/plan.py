@@ -9,25 +9,25 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.sections import DataSection
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import plural
 
 from .buckets import Bucket
 from .clip import Clip
+from .dataset import Dataset, read_datasets, repeats_of
 from .frames import is_slower
-from .manifest import DataError, read_items
-from .placing import Probed, place_items
+from .manifest import Reading, read_dataset
+from .placing import Placed, Probed, place_items
+from .sources.rows import DataError, counted
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
 _CRITICAL: Mapping[str, str | None] = dict.fromkeys(("target_fps", "frame_selection", "video_reshape_mode"), "data")
-_NAMED = 5  # file names shown in a warning
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,15 @@ class Verdict:
     bucket: Bucket | None = None
     fps: float | None = None
     reason: str | None = None
+    captions: tuple[str, ...] = ()
+    dataset: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
-        """The verdict as plain values, one line of `manifest.jsonl`."""
+        """The verdict as plain values, one line of `manifest.jsonl`; several captions, data set and columns if there are."""
         bucket = "x".join(map(str, self.bucket)) if self.bucket else None
-        return {**self.__dict__, "path": str(self.path), "bucket": bucket}
+        values = {**self.__dict__, "path": str(self.path), "bucket": bucket}
+        return {name: value for name, value in values.items() if value or name not in ("captions", "dataset", "extra")}
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class DatasetPlan:
         warnings: what the user should know, each with a count.
         notes: what was decided for the user.
         fingerprint: hex digest that changes with any file, caption or bucket; kept with checkpoints.
+        dataset_toml: the file of several data sets, if they came from one.
     """
 
     clips: tuple[Clip, ...]
@@ -71,6 +76,7 @@ class DatasetPlan:
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     fingerprint: str
+    dataset_toml: str | None = None
 
     noun = "clip"
     fingerprint_of = "files, captions, buckets or held-out items"
@@ -100,7 +106,9 @@ class DatasetPlan:
         return self.clips[0].fps
 
     def write(self, path: Path) -> None:
-        """Write the verdicts, one JSON object a line."""
+        """Write the verdicts, one JSON object a line; and beside them the file of several data sets."""
+        if self.dataset_toml is not None:
+            write_text_atomic(path.with_name("dataset.toml"), self.dataset_toml)
         lines = [json.dumps(verdict.record(), ensure_ascii=False) for verdict in self.verdicts]
         write_text_atomic(path, "\n".join(lines) + "\n")
 
@@ -126,10 +134,10 @@ def plan_clips(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
     Raises:
         DataError: see `plan_dataset`.
     """
-    if not (config.data.data_root or config.data.dataset_file):
+    if not config.data.is_named:
         return None
     if sizes_are_wrong:  # whether the data is there can still be said
-        read_items(config.data)
+        _read_all(read_datasets(config.data), media_dir(config))
         return None
     return plan_dataset(config, geometry)
 
@@ -144,29 +152,110 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
         DataError: wrong metadata, illegal buckets, more than `max_bad_samples` unusable files, or nothing to train on.
     """
     data = config.data
-    items = read_items(data)
-    placed = place_items(items, data=data, geometry=geometry)
-    name = _namer(data)
-    rejected = [f"{name(items[index].path)}: {reason}" for index, reason in placed.reasons.items()]
+    datasets = read_datasets(data)
+    readings = _read_all(datasets, media_dir(config))
+    items = [item for reading in readings for item in reading.items]
+    names = _names(datasets, readings)
+    parts, notes = _place_all(datasets, readings, geometry)
+    reasons = {index: reason for part in parts for index, reason in part.reasons.items()}
+    rejected = [f"{names[items[index].path]}: {reason}" for index, reason in reasons.items()]
     if len(rejected) > data.max_bad_samples:
         allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
         raise DataError(f"{len(rejected)} of {plural(len(items), 'item')} cannot be used{allowed}", rejected)
 
-    clips = placed.clips
+    name = names.__getitem__
+    clips = [clip for part in parts for clip in part.clips]
     held_out = _hold_out(clips, data.eval_num_items, name)
+    counts = [sum(clip.index not in held_out for clip in part.clips) for part in parts]
+    repeats = repeats_of(datasets, counts)
+    # A held-out item is evaluated with its first caption: another one would change what the loss is of.
+    clips = [
+        replace(clip, captions=()) if clip.index in held_out else replace(clip, repeats=repeats[clip.dataset])
+        for clip in clips
+    ]
     by_index = {clip.index: clip for clip in clips}
     verdicts = tuple(
-        _verdict(entry, by_index.get(entry.item.index), held_out, placed.reasons, name) for entry in placed.probed
+        _verdict(entry, by_index.get(entry.item.index), held_out, reasons, name, dataset.name)
+        for dataset, part in zip(datasets, parts, strict=True)
+        for entry in part.probed
     )
+    warnings = [
+        f"{_prefix(d)}{text}" for d, r in zip(datasets, readings, strict=True) for text in (*d.warnings, *r.warnings)
+    ]
+    for dataset, part in zip(datasets, parts, strict=True):
+        lost = [f"{names[items[index].path]}: {reason}" for index, reason in part.reasons.items()]
+        target_fps = dataset.data.target_fps or geometry.fps
+        warnings += [f"{_prefix(dataset)}{text}" for text in _warnings(part.clips, lost, name, target_fps=target_fps)]
     return DatasetPlan(
         clips=tuple(clip for clip in clips if clip.index not in held_out),
         eval_clips=tuple(clip for clip in clips if clip.index in held_out),
         verdicts=verdicts,
-        buckets=tuple(dict.fromkeys(placed.buckets)),
-        warnings=tuple(_warnings(clips, rejected, name, target_fps=data.target_fps or geometry.fps)),
-        notes=tuple(placed.notes),
-        fingerprint=_fingerprint(verdicts),
+        buckets=tuple(dict.fromkeys(bucket for part in parts for bucket in part.buckets)),
+        warnings=tuple(warnings),
+        notes=tuple(notes),
+        fingerprint=_fingerprint(verdicts, datasets, repeats),
+        dataset_toml=None if data.dataset is None else data.dataset.read_text(encoding="utf-8-sig"),
     )
+
+
+def media_dir(config: TrainConfig) -> Path:
+    """Where media are unpacked that come in tars and parquet files: beside the precomputed tensors."""
+    return (config.data.precompute_dir or config.run.output_dir / "precomputed") / "media"
+
+
+def _read_all(datasets: Sequence[Dataset], media: Path) -> list[Reading]:
+    """The data sets' items, numbered through.
+
+    Raises:
+        DataError: what is wrong with any of them.
+    """
+    readings: list[Reading] = []
+    problems: list[str] = []
+    count = 0
+    for dataset in datasets:
+        try:
+            reading = read_dataset(dataset.data, media_dir=media, first=count)
+            reading.check()
+        except DataError as error:
+            if len(datasets) == 1 and not dataset.name:
+                raise
+            problems += [f"{_prefix(dataset)}{text}" for text in error.problems or [str(error)]]
+            continue
+        readings.append(reading)
+        count += len(reading.items)
+    if problems:
+        raise DataError(f"data sets that cannot be used: {plural(len(problems), 'problem')}", problems)
+    return readings
+
+
+def _place_all(
+    datasets: Sequence[Dataset], readings: Sequence[Reading], geometry: Geometry
+) -> tuple[list[Placed], list[str]]:
+    """What is cut from each data set, and notes."""
+    parts: list[Placed] = []
+    notes: list[str] = []
+    for number, (dataset, reading) in enumerate(zip(datasets, readings, strict=True)):
+        data, rounded = dataset.cut_for(geometry)
+        try:
+            part = place_items(reading.items, data=data, geometry=geometry)
+        except DataError as error:
+            raise DataError(f"{_prefix(dataset)}{error}") from error
+        parts.append(replace(part, clips=[replace(clip, dataset=number) for clip in part.clips]))
+        notes += [f"{_prefix(dataset)}{note}" for note in (*rounded, *part.notes)]
+    return parts, notes
+
+
+def _prefix(dataset: Dataset) -> str:
+    return f"{dataset.name}: " if dataset.name else ""
+
+
+def _names(datasets: Sequence[Dataset], readings: Sequence[Reading]) -> dict[Path, str]:
+    """What messages call each file: its name in its data set, which does not depend on the machine."""
+    return {
+        item.path: f"{dataset.name}/{item.name}" if dataset.name else item.name
+        for dataset, reading in zip(datasets, readings, strict=True)
+        for item in reading.items
+    }
 
 
 def _hold_out(clips: Sequence[Clip], count: int, name: Callable[[Path], str]) -> set[int]:
@@ -184,31 +273,45 @@ def _hold_out(clips: Sequence[Clip], count: int, name: Callable[[Path], str]) ->
     return {clip.index for clip in sorted(clips, key=digest)[:count]}
 
 
-def _namer(data: DataSection) -> Callable[[Path], str]:
-    """A function from a path to its name below the data set's folder, which does not depend on the machine."""
-    root = data.data_root or (data.dataset_file.parent if data.dataset_file else Path())
-
-    def name(path: Path) -> str:
-        return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
-
-    return name
-
-
 def _verdict(
-    entry: Probed, clip: Clip | None, held_out: set[int], reasons: dict[int, str], name: Callable[[Path], str]
+    entry: Probed,
+    clip: Clip | None,
+    held_out: set[int],
+    reasons: dict[int, str],
+    name: Callable[[Path], str],
+    dataset: str,
 ) -> Verdict:
     item = entry.item
-    common = (item.index, name(item.path), item.path, item.caption)
+    use: Literal["train", "eval", "rejected"] = "train"
     if clip is None:
-        return Verdict(*common, "rejected", entry.size_bytes, reason=reasons[item.index])
-    use: Literal["train", "eval"] = "eval" if clip.index in held_out else "train"
-    return Verdict(*common, use, entry.size_bytes, bucket=clip.bucket, fps=clip.fps)
+        use = "rejected"
+    elif clip.index in held_out:
+        use = "eval"
+    return Verdict(
+        item.index,
+        name(item.path),
+        item.path,
+        item.caption,
+        use,
+        entry.size_bytes,
+        bucket=clip.bucket if clip else None,
+        fps=clip.fps if clip else None,
+        reason=reasons.get(item.index),
+        captions=item.captions if len(item.captions) > 1 else (),
+        dataset=dataset,
+        extra=item.extra,
+    )
 
 
-def _fingerprint(verdicts: Sequence[Verdict]) -> str:
+def _fingerprint(verdicts: Sequence[Verdict], datasets: Sequence[Dataset], repeats: Sequence[float]) -> str:
     digest = hashlib.sha256()
     for v in verdicts:
-        digest.update(json.dumps([v.name, v.size_bytes, v.caption, v.bucket, v.use]).encode() + b"\n")
+        others = [list(v.captions)] if v.captions else []
+        digest.update(json.dumps([v.name, v.size_bytes, v.caption, v.bucket, v.use, *others]).encode() + b"\n")
+    for dataset, times in zip(datasets, repeats, strict=True):
+        if dataset.name:  # of a data set that has options of its own, those that the run's cannot tell
+            own = [dataset.name, times, *(getattr(dataset.data, option) for option in _CRITICAL)]
+            digest.update(json.dumps(own).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -217,7 +320,7 @@ def _warnings(
 ) -> list[str]:
     """One sentence for each kind of oddity, with a count and the first names."""
     videos = [clip for clip in clips if clip.kind == "video"]
-    captions = Counter((clip.path, clip.caption) for clip in clips)
+    captions = Counter((clip.path, clip.all_captions) for clip in clips)
     kinds: list[tuple[str, list[str]]] = [
         ("cannot be used and left out", list(rejected)),
         ("without a caption", [name(clip.path) for clip in clips if not clip.caption]),
@@ -231,9 +334,4 @@ def _warnings(
         ),
         ("listed more than once", [name(path) for (path, _), count in captions.items() if count > 1]),
     ]
-    found = []
-    for what, names in kinds:
-        if names:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            found.append(f"{plural(len(names), 'item')} {what}: {', '.join(names[:_NAMED])}{more}")
-    return found
+    return [counted(names, what) for what, names in kinds if names]

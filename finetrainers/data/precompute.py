@@ -188,8 +188,9 @@ class CacheFetch:
             cached.update(self._text("", EMPTY))
         return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad)
 
-    def _load(self, clip: Clip, _key: tuple[int, int]) -> dict[str, Tensor]:
-        return {**self._read(self.keys.video(clip), str(clip.path)), **self._text(clip.caption, TEXT)}
+    def _load(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
+        caption = clip.caption_for(key, seed=self.keys.seed)
+        return {**self._read(self.keys.video(clip), str(clip.path)), **self._text(caption, TEXT)}
 
     def _text(self, caption: str, prefix: str) -> dict[str, Tensor]:
         tensors = self._read(self.keys.text(caption), f"the caption {caption!r}")

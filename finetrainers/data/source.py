@@ -90,7 +90,7 @@ class BatchSource:
 
         def work(progress: Progress) -> int:
             return precompute_text(
-                (clip.caption for clip in self._clips()),
+                (caption for clip in self._clips() for caption in clip.all_captions),
                 lambda prompts: self.spec.encode_text(encoders, prompts),
                 keys.cache,
                 keys.text,

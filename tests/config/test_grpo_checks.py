@@ -202,7 +202,9 @@ OF_CLIPS = {
     "max_bad_samples": 1, "max_bad_share": 0.5, "eval_num_items": 1, "flow_resolution_shifting": True, "flow_base_seq_len": 10,
     "flow_max_seq_len": 20, "flow_base_shift": 0.1, "flow_max_shift": 0.2, "flow_shift": 2.0,
     "flow_weighting_scheme": "mode", "flow_logit_mean": 0.1, "flow_logit_std": 2.0, "flow_mode_scale": 1.0,
-    "loss_weight_max": 2.0,
+    "loss_weight_max": 2.0, "dataset": "x", "hf_dataset": "x", "hf_subset": "x", "hf_split": "x", "hf_revision": "x",
+    "hf_streaming": True, "max_items": 1, "allow_outside": True, "caption_columns": ["x"], "caption_lines": True,
+    "caption_missing": "skip",
 }  # fmt: skip
 
 
