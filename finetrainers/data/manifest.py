@@ -6,6 +6,7 @@ problem is collected, so that one run shows all of them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from .sources.unpacked import MediaFolder
 Kind = Literal["video", "image"]
 
 _TABLES = (".csv", ".json", ".jsonl")
+_IMAGES = tuple(IMAGE_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     root = _root(data)
     rows = _rows(data, root, media_dir, found)
     items: list[Item] = []
+    prefix = os.path.join(root.folder, "")  # noqa: PTH118: with the separator at its end
     for row in rows[: data.max_items]:
         captions = _captions(row, data, found)
         if captions is None:
@@ -120,9 +123,10 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         except PathProblem as error:
             found.problem(error.fate, f"{row.where}: media file {str(root.folder / row.media)!r} {error}")
             continue
-        name = row.media if row.stored is not None else _name(path, root.folder)
-        kind: Kind = "image" if path.suffix.lower() in IMAGE_SUFFIXES else "video"
-        items.append(Item(first + len(items), path, captions, kind, name, row.extra))
+        text = str(path)
+        name = row.media if row.stored is not None else text.removeprefix(prefix)
+        kind: Kind = "image" if text.lower().endswith(_IMAGES) else "video"
+        items.append(Item(first + len(items), path, captions, kind, name, row.extra or {}))
     source = data.hf_dataset or str(data.dataset_file or data.data_root)
     return Reading(source, items, found.problems, found.warnings)
 
@@ -192,11 +196,3 @@ def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] |
             f"{shown(row.media)} ({longest})",
         )
     return cleaned
-
-
-def _name(path: Path, root: Path) -> str:
-    """The name of a file below the root, as it is written."""
-    text, folder = str(path), str(root)
-    if folder == ".":
-        return text
-    return text.removeprefix(folder.rstrip("/") + "/")

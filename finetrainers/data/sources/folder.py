@@ -1,8 +1,5 @@
 """Reads folders: two text files that belong together line by line, or media files with captions beside them."""
 
-# Names are handled as text: a Path costs ten times as much, which a list of 100 000 names feels.
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import os

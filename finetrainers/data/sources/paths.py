@@ -3,9 +3,6 @@
 Only names and kinds of files are asked for; nothing is opened, so that a named pipe or a device cannot be either.
 """
 
-# Names are handled as text: a Path costs ten times as much, which a list of 100 000 names feels.
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import os
@@ -55,7 +52,8 @@ class Root:
             PathProblem: it leads out of the root, is not there, is ambiguous, or is no regular file.
         """
         try:
-            name.encode()  # bytes that are no text could be opened, but not be written into records
+            if not name.isascii():
+                name.encode()  # bytes that are no text could be opened, but not be written into records
             return self._find(name)
         except OSError as error:  # a name that is too long, a folder that may not be read, links in a circle
             raise PathProblem("missing", f"cannot be looked up: {error.strerror or error}") from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from finetrainers.utils.text import plural
 
@@ -18,6 +19,8 @@ Fate = Literal["malformed", "missing", "not a file", "outside root", "caption mi
 
 #: A caption file of more bytes is none; what a text encoder sees of it are a few hundred words.
 MAX_CAPTION_BYTES = 1 << 20
+
+NO_EXTRA: Mapping[str, Any] = MappingProxyType({})
 
 _SHOWN = 20
 _NAMED = 5
@@ -34,8 +37,7 @@ class DataError(ValueError):
         super().__init__("\n".join(lines))
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A media file and its captions as written.
 
     Attributes:
@@ -50,7 +52,7 @@ class Row:
     where: str
     media: str
     captions: tuple[str, ...] | None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = NO_EXTRA
     stored: Path | None = None
     expected: str = ""
 

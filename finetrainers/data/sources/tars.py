@@ -62,7 +62,7 @@ def expand(pattern: str) -> list[Path]:
         names = []
         for name in _expand_braces(pattern):
             wild = glob.has_magic(name)
-            names += sorted(glob.glob(name)) if wild else [name]  # noqa: PTH207: the pattern may be absolute
+            names += sorted(glob.glob(name)) if wild else [name]
     missing = [name for name in names if not Path(name).is_file()]
     if missing or not names:
         raise DataError(f"dataset_file {pattern!r}: no such file", [f"{name} is not there" for name in missing])
