@@ -6,7 +6,6 @@ problem is collected, so that one run shows all of them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,7 +112,7 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     root = _root(data)
     rows = _rows(data, root, media_dir, found)
     items: list[Item] = []
-    prefix = os.path.join(root.folder, "")  # noqa: PTH118: with the separator at its end
+    prefix = str(root.folder / "_")[:-1]
     for row in rows[: data.max_items]:
         captions = _captions(row, data, found)
         if captions is None:

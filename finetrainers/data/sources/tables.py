@@ -36,7 +36,7 @@ def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
     for where, record in readers[suffix](path, found):
         missing = columns.missing(record)
         if missing is not None and suffix == ".csv":  # one header: every row would say the same
-            raise DataError(f"{where}: {missing}")
+            raise DataError(f"{path.name} line 1: {missing}")
         row = columns.row(where, record, found)
         if row is not None:
             rows.append(row)
