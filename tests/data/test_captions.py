@@ -95,7 +95,7 @@ def test_files_that_share_a_caption_are_said(root: Path) -> None:
         (root / f"{name}.txt").write_text("x")
     found = read_dataset(DataSection(data_root=root))
     assert len(found.items) == 5
-    assert found.warnings == ["1 item that share a caption file: a.mp4 and a.png (a.txt)"]
+    assert found.warnings == ["1 item sharing a caption file: a.mp4 and a.png (a.txt)"]
 
 
 def test_several_captions_from_every_source(root: Path) -> None:

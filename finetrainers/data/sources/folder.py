@@ -79,7 +79,7 @@ def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
             rows.append(Row(shown(name), name, captions))
     for sidecar, both in sharing.items():
         if len(both) > 1:
-            found.note("that share a caption file", f"{' and '.join(map(shown, both))} ({shown(sidecar)})")
+            found.note("sharing a caption file", f"{' and '.join(map(shown, both))} ({shown(sidecar)})")
     return rows
 
 

@@ -56,8 +56,17 @@ def read_hub(data: DataSection, media: MediaFolder, found: Findings) -> list[Row
         raise DataError(f"{_name(data)} cannot be read by `datasets`: {type(error).__name__}: {error}") from error
 
     def samples(skip: int) -> Iterator[Sample]:
-        for number, record in enumerate(table.skip(skip), start=skip):
-            yield _sample(f"{_name(data)} row {number}", record, columns, media, is_local)
+        number = skip
+        try:
+            for record in table.skip(skip):
+                yield _sample(f"{_name(data)} row {number}", record, columns, media, is_local)
+                number += 1
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{_name(data)} cannot be read after {number} rows: {type(error).__name__}: {error}; the next start goes on there"
+            ) from error
 
     return media.rows(key, samples, limit=data.max_items, found=found)
 
@@ -113,6 +122,8 @@ def _sample(where: str, record: Mapping[str, Any], columns: Columns, media: Medi
         return Sample(where, where, refused=f"its caption is malformed ({error})")
     extra = json.loads(json.dumps(dict(columns.extra(record)), default=str))
     if isinstance(value, str):
+        if not is_local:
+            return Sample(where, where, refused="its media is a path, and the data set has no folder; give `data_root`")
         return Sample(where, value, captions, extra)
     if not isinstance(value, Mapping) or not (value.get("bytes") or value.get("path")):
         return Sample(where, where, refused=f"its column {columns.media!r} holds no media")
