@@ -78,7 +78,8 @@ class Reading:
             problems = [problem.text for problem in self.problems]
             raise DataError(f"{self.source}: {plural(len(problems), 'problem')}", problems)
         if not self.items:
-            raise DataError(f"{self.source}: no items found")
+            why = f" ({'; '.join(self.warnings)})" if self.warnings else ""
+            raise DataError(f"{self.source}: no items found{why}")
 
 
 def read_items(data: DataSection, *, media_dir: Path | None = None, first: int = 0) -> list[Item]:
@@ -161,7 +162,7 @@ def _rows(data: DataSection, root: Root, media_dir: Path | None, found: Findings
         raise DataError("media of this data set have to be unpacked; give `precompute_dir`, where they will lie")
     if file is not None and is_tar:
         return tars.read_tars(file, data, MediaFolder(unpacked), found)
-    return hub.read_hub(data, MediaFolder(unpacked), found)
+    return hub.read_hub(data, root, MediaFolder(unpacked), found)
 
 
 def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] | None:

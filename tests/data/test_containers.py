@@ -9,13 +9,16 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from finetrainers.config.sections import DataSection
 from finetrainers.data.manifest import DataError, Reading, read_dataset
-from finetrainers.data.sources import unpacked
+from finetrainers.data.sources import hub, unpacked
+from finetrainers.data.sources.paths import Root
+from finetrainers.data.sources.tables import Columns
 from finetrainers.data.sources.tars import expand
 
 
@@ -219,6 +222,38 @@ def test_paths_in_parquet_stay_below_the_root(tmp_path: Path) -> None:
     found = read(tmp_path, "p.parquet")
     assert [item.name for item in found.items] == ["a.mp4"]
     assert [problem.fate for problem in found.problems] == ["outside root"]
+
+
+def test_rows_open_no_place_of_their_own_choice(tmp_path: Path) -> None:
+    """Neither files of this machine nor other servers: a row is whatever the author of the data set wrote."""
+    cache, root = tmp_path / "cache", tmp_path / "root"
+    for file in (cache / "a.mp4", root / "b.mp4", tmp_path / "secret.mp4"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"x")
+    for folder in (cache, root, tmp_path):
+        with zipfile.ZipFile(folder / "z.zip", "w") as archive:
+            archive.writestr("in.mp4", b"zipped")
+    columns, media_folder = Columns(DataSection()), unpacked.MediaFolder(tmp_path)
+    of_hub = hub._Reader(columns, media_folder, local=None, downloads=[Root(cache)])
+    of_folder = hub._Reader(columns, media_folder, local=Root(root), downloads=[])
+
+    def taken(reader: hub._Reader, path: str) -> str | None:
+        sample = reader.sample("row", {"video": {"path": path, "bytes": None}, "text": "x"})
+        return sample.refused or sample.stored or sample.media
+
+    zipped = media(b"zipped", ".mp4")
+    assert taken(of_hub, str(cache / "a.mp4")) == str(cache / "a.mp4")
+    assert taken(of_hub, f"zip://in.mp4::{cache}/z.zip") == zipped
+    assert taken(of_folder, "b.mp4") == "b.mp4"
+    assert taken(of_folder, f"zip://in.mp4::{root}/z.zip") == zipped
+    for path in (
+        "file:///etc/passwd", f"zip://in.mp4::{tmp_path}/z.zip", f"zip://in.mp4::file://{tmp_path}/z.zip", "http://host/a.mp4",
+        "https://huggingface.co.evil/a.mp4", "file:///etc/passwd::hf://datasets/x", "ssh://host/a.mp4", "memory://a.mp4",
+    ):  # fmt: skip
+        for reader in (of_hub, of_folder):
+            assert str(taken(reader, path)).startswith("its media "), path
+    assert str(taken(of_hub, str(tmp_path / "secret.mp4"))).startswith("its media lies outside")
+    assert str(taken(of_folder, "hf://datasets/x/a.mp4")).startswith("its media ")
 
 
 @pytest.mark.parametrize("builder", ["imagefolder", "videofolder"])

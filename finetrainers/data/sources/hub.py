@@ -9,12 +9,13 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.sections import DataSection
 
+from .paths import PathProblem, Root
 from .rows import MEDIA_SUFFIXES, DataError, Findings, Row
 from .tables import Columns
 from .tars import expand
@@ -27,7 +28,12 @@ _MAGIC = (
 )  # fmt: skip
 
 
-def read_hub(data: DataSection, media: MediaFolder, found: Findings) -> list[Row]:
+#: Archives that are looked into, and the only addresses that are opened: a data set names no other server.
+_ARCHIVES = ("zip://", "tar://", "gzip://")
+_HUB = ("hf://", "https://huggingface.co/")
+
+
+def read_hub(data: DataSection, root: Root, media: MediaFolder, found: Findings) -> list[Row]:
     """Rows of `hf_dataset`, or of the parquet files of `dataset_file`.
 
     Raises:
@@ -40,7 +46,6 @@ def read_hub(data: DataSection, media: MediaFolder, found: Findings) -> list[Row
             "this data set needs the library `datasets`; install it with: pip install 'finetrainers[datasets]'"
         ) from error
     columns = Columns(data)
-    is_local = data.hf_dataset is None or _is_local(data)
     try:
         table = _open(datasets, data)
         names = list(table.column_names or table.features or ())
@@ -55,11 +60,18 @@ def read_hub(data: DataSection, media: MediaFolder, found: Findings) -> list[Row
     except Exception as error:  # whatever a builder, a file system or the network raises
         raise DataError(f"{_name(data)} cannot be read by `datasets`: {type(error).__name__}: {error}") from error
 
+    if data.hf_dataset is None or _is_local(data):
+        reader = _Reader(columns, media, local=root, downloads=[])
+    else:
+        caches = [Path(datasets.config.HF_DATASETS_CACHE), Path(datasets.config.HF_CACHE_HOME)]
+        downloads = [Root(cache, allow_outside=data.allow_outside) for cache in caches]
+        reader = _Reader(columns, media, local=None, downloads=downloads)
+
     def samples(skip: int) -> Iterator[Sample]:
         number = skip
         try:
             for record in table.skip(skip):
-                yield _sample(f"{_name(data)} row {number}", record, columns, media, is_local)
+                yield reader.sample(f"{_name(data)} row {number}", record)
                 number += 1
         except DataError:
             raise
@@ -112,38 +124,83 @@ def _state(datasets: Any, data: DataSection, table: Any) -> list[Any]:
     return [*named, HfApi().dataset_info(str(data.hf_dataset), revision=data.hf_revision).sha]
 
 
-def _sample(where: str, record: Mapping[str, Any], columns: Columns, media: MediaFolder, is_local: bool) -> Sample:
-    value = record.get(columns.media)
-    if isinstance(value, (bytes, bytearray)):
-        value = {"path": None, "bytes": bytes(value)}
-    try:
-        captions = columns.captions_of(record)
-    except ValueError as error:
-        return Sample(where, where, refused=f"its caption is malformed ({error})")
-    extra = json.loads(json.dumps(dict(columns.extra(record)), default=str))
-    if isinstance(value, str):
-        if not is_local:
-            return Sample(where, where, refused="its media is a path, and the data set has no folder; give `data_root`")
-        return Sample(where, value, captions, extra)
-    if not isinstance(value, Mapping) or not (value.get("bytes") or value.get("path")):
-        return Sample(where, where, refused=f"its column {columns.media!r} holds no media")
-    path, content = value.get("path") or "", value.get("bytes")
-    suffix = Path(path).suffix.lower()
-    if content is None and "://" not in path:
-        if is_local:
-            return Sample(where, path, captions, extra)
-        return Sample(where, where, captions, extra, stored=str(Path(path).absolute()))  # what the library downloaded
-    if content is None:
+class _Reader:
+    """Makes samples of the library's rows.
+
+    What a row says about where its media are is the data set's own word, even where the library has a type for it. So a path
+    has to lie below the data set's folder or where the library keeps downloads, and an address on the hub.
+    """
+
+    def __init__(self, columns: Columns, media: MediaFolder, *, local: Root | None, downloads: Sequence[Root]) -> None:
+        """Args:
+        columns: which columns are what.
+        media: where bytes are unpacked.
+        local: the data set's folder; None: it is on the hub.
+        downloads: where the library keeps what it downloads.
+        """
+        self.columns = columns
+        self.media = media
+        self.local = local
+        self.downloads = downloads
+
+    def sample(self, where: str, record: Mapping[str, Any]) -> Sample:
+        """The sample of a row; refused, with the reason, if it cannot be one."""
+        value = record.get(self.columns.media)
+        try:
+            captions = self.columns.captions_of(record)
+        except ValueError as error:
+            return Sample(where, where, refused=f"its caption is malformed ({error})")
+        extra = json.loads(json.dumps(dict(self.columns.extra(record)), default=str))
+        if isinstance(value, (bytes, bytearray)):
+            value = {"bytes": bytes(value)}
+        elif isinstance(value, str):
+            value = {"path": value}
+        path, content = (value.get("path") or "", value.get("bytes")) if isinstance(value, Mapping) else ("", None)
+        suffix = Path(path.partition("::")[0]).suffix.lower()
+        if content is not None:
+            known = suffix if suffix in MEDIA_SUFFIXES else _sniffed(content)
+            if known is None:
+                return Sample(where, where, refused="it is of no known format")
+            stored, size = self.media.store(io.BytesIO(content), suffix=known, size=len(content))
+            return Sample(where, where, captions, extra, stored, size)
+        if not path:
+            return Sample(where, where, refused=f"its column {self.columns.media!r} holds no media")
+        if "://" not in path and self.local is not None:
+            return Sample(where, path, captions, extra)  # looked up like any other row's
+        try:
+            stored_at = self._open_place(path)
+        except PathProblem as problem:
+            return Sample(where, where, refused=f"its media {problem}")
+        if stored_at is not None:
+            return Sample(where, where, captions, extra, stored=str(stored_at.absolute()))
         import fsspec
 
         with fsspec.open(path, "rb") as file:
-            stored, size = media.store(file, suffix=suffix)
+            stored, size = self.media.store(file, suffix=suffix)
         return Sample(where, where, captions, extra, stored, size)
-    known = suffix if suffix in MEDIA_SUFFIXES else _sniffed(content)
-    if known is None:
-        return Sample(where, where, refused="it is of no known format")
-    stored, size = media.store(io.BytesIO(content), suffix=known, size=len(content))
-    return Sample(where, where, captions, extra, stored, size)
+
+    def _open_place(self, path: str) -> Path | None:
+        """The file of a path that the library downloaded; None where it is an address that may be opened.
+
+        Raises:
+            PathProblem: it is neither.
+        """
+        *inner, place = path.split("::")  # `zip://a.mp4::hf://datasets/someone/clips/part.zip`
+        if not all(part.startswith(_ARCHIVES) for part in inner):
+            raise PathProblem("outside root", f"have an address that is not opened: {path!r}")
+        if self.local is None and place.startswith(_HUB):
+            return None
+        if "://" in place:
+            raise PathProblem("outside root", f"have an address that is not opened: {path!r}")
+        problem = PathProblem("missing", "do not exist")
+        for root in [self.local] if self.local is not None else self.downloads:
+            try:
+                found = root.find(place)
+            except PathProblem as error:
+                problem = error
+            else:
+                return None if inner else found
+        raise problem
 
 
 def _sniffed(content: bytes) -> str | None:
