@@ -34,8 +34,7 @@ def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
     columns = Columns(data)
     rows = []
     for where, record in readers[suffix](path, found):
-        missing = columns.missing(record)
-        if missing is not None and suffix == ".csv":  # one header: every row would say the same
+        if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # every row would say the same
             raise DataError(f"{path.name} line 1: {missing}")
         row = columns.row(where, record, found)
         if row is not None:
@@ -51,7 +50,7 @@ class Columns:
         self.captions = tuple(data.caption_columns) or (data.caption_column,)
         self.option = "caption_columns" if data.caption_columns else "caption_column"
         # With a policy, a record without a caption is one that lacks it, not one that is malformed.
-        self.needed = (self.media, *(self.captions if data.caption_missing in (None, "error") else ()))
+        self.needed = {self.media, *(self.captions if data.caption_missing in (None, "error") else ())}
         self._taken = {self.media, *self.captions}
 
     def missing(self, record: Mapping[str, Any]) -> str | None:
@@ -71,7 +70,7 @@ class Columns:
 
     def row(self, where: str, record: Mapping[str, Any], found: Findings) -> Row | None:
         """The row of a record whose media is a path; None, with the reason in `found`, if it is malformed."""
-        if any(name not in record for name in self.needed):
+        if not self.needed <= record.keys():
             found.problem("malformed", f"{where}: {self.missing(record)}")
             return None
         media = record[self.media]
