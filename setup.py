@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 OPTIMIZERS = ["prodigyopt>=1.1", "came-pytorch>=0.1.3"]
 DEEPSPEED = ["deepspeed>=0.17"]
+DATASETS = ["datasets>=4"]
 TRACKERS = ["tensorboard", "wandb", "trackio"]
 DEMO = ["scikit-video>=1.1.11", "matplotlib"]
 DECORD = ["decord>=0.6.0"]
@@ -15,6 +16,7 @@ TEST = [
     *DEEPSPEED,
     *DEMO,
     "decord==0.6.0; platform_machine == 'x86_64'",
+    "datasets==5.2.0",
     "ninja==1.13.2",
     "tensorboard==2.21.0",
     "pytest==9.2.0",
@@ -64,6 +66,7 @@ setup(
         "optimizers": OPTIMIZERS,
         "deepspeed": DEEPSPEED,
         "trackers": TRACKERS,
+        "datasets": DATASETS,
         "demo": DEMO,
         "decord": DECORD,
         "torchcodec": TORCHCODEC,

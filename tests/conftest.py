@@ -22,11 +22,15 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 
+import hypothesis
 import pytest
 import torch
 from real_process import Python
 
 torch.set_num_threads(1)
+# The same examples in every run: a test that fails, fails again.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:

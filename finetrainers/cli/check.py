@@ -126,7 +126,7 @@ def _survey(config: TrainConfig, effort: Any) -> tuple[Any, list[Problem]]:
 
     def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> Any:
         nonlocal survey
-        if not (config.data.data_root or config.data.dataset_file):
+        if not config.data.is_named:
             return plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
         if sizes_are_wrong:
             return plan_clips(config, geometry, sizes_are_wrong=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from finetrainers.utils.launch import launched_processes
 
+from .data_checks import bucket_problems, bucket_warnings, check_source
 from .errors import Problem
 from .geometry import Geometry
 from .grpo_checks import check_grpo, check_no_grpo
@@ -253,8 +254,12 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
     _check_buckets(config, found)
     if config.changed("dataloader_timeout") and config.dataloader.dataloader_num_workers == 0:
         found.warnings.append("--dataloader_timeout has no effect without --dataloader_num_workers")
-    if data.data_root is None and data.dataset_file is None:
-        found.error("data_root", "no data: give --data_root (a folder) or --dataset_file (.csv, .json, .jsonl)")
+    errors, without_effect = check_source(
+        data, given=[name for name in type(data).model_fields if config.changed(name)]
+    )
+    for option, message in errors:
+        found.error(option, message)
+    found.warnings += without_effect
     if family.first_frame == "none" and data.first_frame_conditioning_p:
         found.error("first_frame_conditioning_p", f"this {family.name} takes no first frame; remove it")
     if validation.eval_steps and not data.eval_num_items:
@@ -268,19 +273,10 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
 def _check_buckets(config: TrainConfig, found: Findings) -> None:
     """Options about buckets that exclude each other or have no effect."""
     data = config.data
-    automatic = [option for option in ("resolutions", "frame_buckets") if config.changed(option)]
-    if data.video_resolution_buckets:
-        for option in automatic:
-            found.error(option, "--video_resolution_buckets names every size and length already; give one of them")
-    shapes = [option for option in ("min_ar", "max_ar", "num_ar_buckets") if config.changed(option)]
-    if shapes and not data.resolutions:
-        found.warnings += [f"--{option} has no effect without --resolutions" for option in shapes]
-    elif data.num_ar_buckets == 0:
-        found.warnings += [
-            f"--{option} has no effect with --num_ar_buckets 0" for option in shapes if option != "num_ar_buckets"
-        ]
-    if data.min_ar > data.max_ar:
-        found.error("min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}")
+    given = [name for name in type(data).model_fields if config.changed(name)]
+    for option, message in bucket_problems(data, given=given):
+        found.error(option, message)
+    found.warnings += bucket_warnings(data, given=given)
     if data.bucket_fall_shorter and not data.bucket_keep:
         found.warnings.append("--bucket_fall_shorter has no effect without --bucket_keep")
     if config.optimizer.scale_lr and config.dataloader.bucket_batch_sizes:

@@ -25,6 +25,8 @@ _MUCH_NOISE = 1.5
 _OF_CLIPS = {
     "data_root": "clips are sampled; use --prompts FILE",
     "dataset_file": "clips are sampled; use --prompts FILE",
+    "dataset": "clips are sampled; use --prompts FILE",
+    "hf_dataset": "clips are sampled; use --prompts FILE",
     "video_resolution_buckets": "clips are sampled at one size; use --rollout_size FxHxW",
     "image_resolution_buckets": "clips are sampled at one size; use --rollout_size 1xHxW",
     "validation_epochs": "there are no epochs; use --validation_steps",

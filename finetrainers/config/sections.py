@@ -81,13 +81,48 @@ class DataSection(Section):
         None, description="Folder of the media; without `dataset_file`, it holds the data itself."
     )
     dataset_file: Path | None = Field(
-        None, description="Metadata as .csv, .json or .jsonl; media paths are relative to `data_root` or to this file."
+        None,
+        description="Metadata as .csv, .json or .jsonl, with media paths relative to `data_root` or to this file; or media and "
+        "captions in .parquet or WebDataset .tar files, of which there may be several: `clips-{000..011}.tar`, `clips-*.tar`.",
+    )
+    dataset: Path | None = Field(
+        None,
+        description="TOML file of several data sets with options of their own, in place of `data_root` and `dataset_file`; "
+        "data set files of diffusion-pipe are read too.",
+    )
+    hf_dataset: str | None = Field(
+        None,
+        description="What the library `datasets` is to load: a data set of the hub, a folder, or `videofolder` or `imagefolder` "
+        "with `data_root`.",
+    )
+    hf_subset: str | None = Field(None, description="Configuration of `hf_dataset`, if it has several.")
+    hf_split: str = Field("train", description="Split of `hf_dataset`.")
+    hf_revision: str | None = Field(None, description="Git revision of `hf_dataset` on the hub.")
+    hf_streaming: bool = Field(
+        False, description="Take `hf_dataset` from the hub row by row, without downloading all of it first."
+    )
+    max_items: int | None = Field(None, ge=1, description="Take only the first N rows of the data set.")
+    allow_outside: bool = Field(
+        False, description="Allow media paths and links that lead out of the data set's folder."
     )
     video_column: str = Field(
         "video", description="Metadata column of the media path, or a text file in `data_root` with one path a line."
     )
     caption_column: str = Field(
         "text", description="Metadata column of the caption, or a text file in `data_root` with one caption a line."
+    )
+    caption_columns: list[str] = Field(
+        default=[],
+        description="Several metadata columns with captions, in place of `caption_column`; one of them is drawn each time.",
+    )
+    caption_lines: bool = Field(
+        False,
+        description="Each line of a .txt file beside a clip is a caption of its own, one of which is drawn each time.",
+    )
+    caption_missing: Literal["error", "empty", "skip"] | None = Field(
+        None,
+        description="What becomes of items without a caption: an error, training without one, or left out. Default: an error "
+        "if there is none, and training without one if it is there but blank.",
     )
     id_token: str | None = Field(None, description="Trigger word put before every training caption.")
     image_resolution_buckets: list[ImageBucket] = Field(
@@ -196,6 +231,11 @@ class DataSection(Section):
         description="Where it is remembered what files contain, so that they are opened once; default: in the user's cache.",
     )
     eval_num_items: int = Field(0, ge=0, description="Items held out of training for the evaluation loss.")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether any data is named."""
+        return any(value is not None for value in (self.data_root, self.dataset_file, self.dataset, self.hf_dataset))
 
 
 class DataloaderSection(Section):

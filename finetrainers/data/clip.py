@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from finetrainers.utils.seeding import derive_seed
+
 from .buckets import Bucket
 from .frames import Selection
 from .manifest import Kind
@@ -39,6 +41,7 @@ class Clip:
         dataset: number of the data set it is of.
         is_variable: whether the frames of the source are shown at uneven times; `source_fps` is then their mean rate.
         backend: what decodes it.
+        captions: all of its captions, if it has several; one is drawn each time that it is trained on.
     """
 
     index: int
@@ -60,11 +63,23 @@ class Clip:
     dataset: int = 0
     is_variable: bool = False
     backend: str = "pyav"
+    captions: tuple[str, ...] = ()
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """All that it may be cut to, the first one first."""
         return self.bucket, *(bucket for bucket, _ in self.lower)
+
+    @property
+    def all_captions(self) -> tuple[str, ...]:
+        """Every caption that it may be trained with."""
+        return self.captions or (self.caption,)
+
+    def caption_for(self, sample_key: tuple[int, ...], *, seed: int) -> str:
+        """The caption of a sample, drawn anew for every (epoch, item) where there are several."""
+        if not self.captions:
+            return self.caption
+        return self.captions[derive_seed(seed, "caption", *sample_key) % len(self.captions)]
 
 
 def cut_to(clip: Clip, bucket: Bucket) -> Clip:

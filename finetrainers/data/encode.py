@@ -82,7 +82,7 @@ class Encoder:
         assert raw.video is not None or raw.stretches, "on-the-fly encoding needs pixels"
         probability = self.data.caption_dropout_p if dropout else 0.0
         drop = dropped_captions(raw.sample_keys, probability=probability, seed=self.seed)
-        captions = [clip.caption for clip in raw.clips]
+        captions = [clip.caption_for(key, seed=self.seed) for clip, key in zip(raw.clips, raw.sample_keys, strict=True)]
         if self.data.caption_dropout_technique == "empty":
             captions = ["" if gone else caption for caption, gone in zip(captions, drop, strict=True)]
             conditions = self.encode_text(captions)

@@ -209,4 +209,5 @@ def _place(entry: Probed, *, data: DataSection, choice: Choice, choose: Choose) 
         lower=tuple(lower),
         is_variable=found.is_variable,
         backend=entry.backend,
+        captions=item.captions if len(item.captions) > 1 else (),
     )

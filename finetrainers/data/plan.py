@@ -17,18 +17,13 @@ from finetrainers.utils.files import json_text, write_text_atomic
 
 from .buckets import Bucket, bucket_text
 from .clip import Clip, all_cuts
+from .dataset import read_datasets
 from .expected import expected_batches
-from .manifest import DataError, read_items
-from .survey import Survey, survey_dataset
+from .manifest import DataError
+from .reading import media_dir, read_all
+from .survey import CRITICAL, Survey, survey_dataset
 from .verdict import Verdict
 from .windows import encoded_clips
-
-#: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
-_CRITICAL: Mapping[str, str | None] = dict.fromkeys(
-    ("target_fps", "frame_selection", "video_reshape_mode", "bucket_keep", "bucket_fall_shorter",
-     "framepack_window_size", "framepack_window_stride", "framepack_window_latents"),
-    "data",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,7 @@ class DatasetPlan:
         notes: what was decided for the user.
         fingerprint: hex digest that changes with any file, caption or bucket; kept with checkpoints.
         batches: of an epoch, in words, by bucket.
+        dataset_toml: the file of several data sets, if they came from one.
     """
 
     clips: tuple[Clip, ...]
@@ -54,10 +50,11 @@ class DatasetPlan:
     notes: tuple[str, ...]
     fingerprint: str
     batches: Mapping[Bucket, str] = field(default_factory=dict)
+    dataset_toml: str | None = None
 
     noun = "clip"
     fingerprint_of = "files, captions, buckets or held-out items"
-    critical_options = _CRITICAL
+    critical_options = CRITICAL
     cut_in_batches = True
     title = "data"
     beside_memory = ""
@@ -91,7 +88,9 @@ class DatasetPlan:
         return self.clips[0].fps
 
     def write(self, path: Path) -> None:
-        """Write the verdicts, one JSON object a line."""
+        """Write the verdicts, one JSON object a line; and beside them the file of several data sets."""
+        if self.dataset_toml is not None:
+            write_text_atomic(path.with_name("dataset.toml"), self.dataset_toml)
         lines = [json_text(verdict.record()) for verdict in self.verdicts]
         write_text_atomic(path, "\n".join(lines) + "\n")
 
@@ -105,6 +104,10 @@ class DatasetPlan:
     def encoded_clips(self) -> list[Clip]:
         """All that the encoders may be given: clips in every bucket, and once what windows have in common."""
         return list(encoded_clips((*all_cuts(self.clips), *self.eval_clips)))
+
+    def all_captions(self) -> list[str]:
+        """All that the text encoders may be given."""
+        return [caption for clip in (*self.clips, *self.eval_clips) for caption in clip.all_captions]
 
     def table(self) -> list[tuple[str, ...]]:
         """For printing: a row of headings, then one for each bucket, largest first."""
@@ -128,10 +131,10 @@ def plan_clips(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
     Raises:
         DataError: see `plan_dataset`.
     """
-    if not (config.data.data_root or config.data.dataset_file):
+    if not config.data.is_named:
         return None
     if sizes_are_wrong:  # whether the data is there can still be said
-        read_items(config.data)
+        read_all(read_datasets(config.data), media_dir(config))
         return None
     return plan_dataset(config, geometry)
 
@@ -176,4 +179,5 @@ def plan_of(survey: Survey, config: TrainConfig) -> DatasetPlan:
         notes=(*survey.notes, *expected.notes),
         fingerprint=survey.fingerprint,
         batches=expected.shown,
+        dataset_toml=config.data.dataset.read_text(encoding="utf-8-sig") if config.data.dataset is not None else None,
     )

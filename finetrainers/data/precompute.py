@@ -190,11 +190,11 @@ class CacheFetch:
             cached.update(self._text("", EMPTY))
         return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad)
 
-    def _load(self, clip: Clip, _key: tuple[int, int]) -> dict[str, Tensor]:
+    def _load(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
         moments = self._read(self.keys.video(encoded_clip(clip)), str(clip.path))
         # Copied, so that a window does not keep its whole stretch in memory.
         moments = {name: cut_latents(tensor, clip).clone() for name, tensor in moments.items()}
-        return {**moments, **self._text(clip.caption, TEXT)}
+        return {**moments, **self._text(clip.caption_for(key, seed=self.keys.seed), TEXT)}
 
     def _text(self, caption: str, prefix: str) -> dict[str, Tensor]:
         tensors = self._read(self.keys.text(caption), f"the caption {caption!r}")

@@ -111,7 +111,7 @@ class BatchSource:
 
         def work(progress: Progress) -> Encoded:
             return precompute_text(
-                (clip.caption for clip in self.plan.encoded_clips()),
+                self.plan.all_captions(),
                 lambda prompts: self.spec.encode_text(encoders, prompts),
                 keys,
                 rank=self.parallel.rank,

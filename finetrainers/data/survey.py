@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.sections import DataSection
 from finetrainers.utils.garbage import no_collections
 from finetrainers.utils.text import plural
 
 from .bucket_choice import named_buckets
 from .buckets import Bucket
 from .clip import Clip, cut_to
+from .dataset import Dataset, read_datasets, repeats_of
 from .frames import is_slower
-from .manifest import DataError, read_items
-from .placing import Placed, data_folder, place_items
+from .manifest import DataError, Reading
+from .placing import Placed, place_items
 from .probing import Effort
+from .reading import labels, media_dir, read_all
+from .sources.rows import counted
 from .verdict import Verdict, give_verdict
 from .windows import apart, first_of_items, item_of
 
-_NAMED = 5  # file names shown in a warning
+#: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
+CRITICAL: Mapping[str, str | None] = dict.fromkeys(
+    ("target_fps", "frame_selection", "video_reshape_mode", "bucket_keep", "bucket_fall_shorter",
+     "framepack_window_size", "framepack_window_stride", "framepack_window_latents"),
+    "data",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Survey:
         notes: what was decided for the user.
         warnings: what the user should know, each with a count.
         problem: why it cannot be trained on; None if it can.
+        fingerprint: hex digest that changes with any file, caption or bucket, and with what is held out.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -50,21 +56,7 @@ class Survey:
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     problem: DataError | None
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest that changes with any file, caption or bucket, and with what is held out."""
-        digest = hashlib.sha256()
-        others = [
-            [c.index, c.lower, c.repeats, c.dataset]
-            for c in self.clips
-            if (c.lower, c.repeats, c.dataset) != ((), 1.0, 0)
-        ]
-        if others:
-            digest.update(json.dumps(others).encode() + b"\n")
-        for v in self.verdicts:
-            digest.update(json.dumps([v.name, v.size_bytes, v.caption, v.bucket, v.use, v.examples]).encode() + b"\n")
-        return digest.hexdigest()
+    fingerprint: str
 
 
 def survey_dataset(config: TrainConfig, geometry: Geometry, *, effort: Effort | None = None) -> Survey:
@@ -84,40 +76,57 @@ def survey_dataset(config: TrainConfig, geometry: Geometry, *, effort: Effort | 
 
 def _survey(config: TrainConfig, geometry: Geometry, effort: Effort) -> Survey:
     data = config.data
-    target_fps = data.target_fps or geometry.fps
-    items = read_items(data)
-    placed = place_items(items, data=data, geometry=geometry, effort=effort)
+    datasets = read_datasets(data)
+    readings = read_all(datasets, media_dir(config))
+    names = labels(datasets, readings)
+    parts = [
+        _place(dataset, reading, number, geometry, effort)
+        for number, (dataset, reading) in enumerate(zip(datasets, readings, strict=True))
+    ]
+    buckets = tuple(dict.fromkeys(bucket for part in parts for bucket in part.buckets))
     for option, named in (
         ("bucket_keep", data.bucket_keep),
         ("bucket_batch_sizes", config.dataloader.bucket_batch_sizes),
     ):
-        named_buckets(option, named, placed.buckets)
-    name = _namer(data)
+        named_buckets(option, named, buckets)
     held_out, problem = frozenset[int](), None
     try:
-        held_out = frozenset(_hold_out(first_of_items(placed.clips), data.eval_num_items, name))
+        firsts = first_of_items(clip for part in parts for clip in part.clips)
+        held_out = frozenset(_hold_out(firsts, data.eval_num_items, names))
     except DataError as error:
         problem = error
-    clips = tuple(clip for clip in placed.clips if item_of(clip.index) not in held_out)
-    # Always measured in the same bucket.
-    evaluated = apart(cut_to(clip, clip.bucket) for clip in placed.clips if item_of(clip.index) in held_out)
-    verdicts = tuple(_verdicts(placed, (*clips, *evaluated), held_out, name, target_fps=target_fps))
+    clips, evaluated, repeats = _share_out(datasets, parts, held_out)
+    verdicts = tuple(_verdicts(datasets, parts, (*clips, *evaluated), held_out, names, geometry))
     rejected = [f"{v.name}: {v.reason}{f' ({v.where})' if v.where else ''}" for v in verdicts if v.use == "rejected"]
     if len(rejected) > data.max_bad_samples:
         allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
-        problem = DataError(f"{len(rejected)} of {plural(len(items), 'item')} cannot be used{allowed}", rejected)
+        problem = DataError(f"{len(rejected)} of {plural(len(names), 'item')} cannot be used{allowed}", rejected)
     return Survey(
         verdicts=verdicts,
-        clips=clips,
+        clips=tuple(clips),
         eval_clips=tuple(evaluated),
-        buckets=tuple(dict.fromkeys(placed.buckets)),
-        notes=tuple(placed.notes),
-        warnings=tuple(_warnings(placed, rejected, name, data=data, target_fps=target_fps)),
+        buckets=buckets,
+        notes=tuple(
+            f"{dataset.prefix}{note}" for dataset, part in zip(datasets, parts, strict=True) for note in part.notes
+        ),
+        warnings=tuple(_all_warnings(datasets, readings, parts, names, geometry)),
         problem=problem,
+        fingerprint=_fingerprint(verdicts, clips, datasets, repeats),
     )
 
 
-def _hold_out(clips: Sequence[Clip], count: int, name: Callable[[Path], str]) -> set[int]:
+def _place(dataset: Dataset, reading: Reading, number: int, geometry: Geometry, effort: Effort) -> Placed:
+    """What is cut from a data set's items."""
+    try:
+        placed = place_items(reading.items, data=dataset.data, geometry=geometry, effort=effort)
+    except DataError as error:
+        if not dataset.name:
+            raise
+        raise DataError(f"{dataset.prefix}{error}") from error
+    return replace(placed, clips=[replace(clip, dataset=number) for clip in placed.clips]) if number else placed
+
+
+def _hold_out(clips: Sequence[Clip], count: int, names: Sequence[str]) -> set[int]:
     """Indices of the items that are evaluated. Windows of an item stay together: they overlap."""
     if count and count >= len(clips):
         raise DataError(
@@ -129,70 +138,122 @@ def _hold_out(clips: Sequence[Clip], count: int, name: Callable[[Path], str]) ->
         return set()
 
     def digest(clip: Clip) -> bytes:
-        return hashlib.sha256(f"{name(clip.path)}\0{clip.caption}".encode(errors="surrogateescape")).digest()
+        return hashlib.sha256(f"{names[clip.index]}\0{clip.caption}".encode(errors="surrogateescape")).digest()
 
     return {clip.index for clip in sorted(clips, key=digest)[:count]}
 
 
-def _namer(data: DataSection) -> Callable[[Path], str]:
-    """A function from a path to its name below the data set's folder, which does not depend on the machine."""
-    prefix = f"{data_folder(data)}{os.sep}"
-
-    def name(path: Path) -> str:
-        return str(path).removeprefix(prefix).replace(os.sep, "/")
-
-    return name
+def _share_out(
+    datasets: Sequence[Dataset], parts: Sequence[Placed], held_out: frozenset[int]
+) -> tuple[list[Clip], list[Clip], list[float]]:
+    """What is trained on, what is evaluated, and how often the clips of each data set come in an epoch."""
+    train = [[clip for clip in part.clips if item_of(clip.index) not in held_out] for part in parts]
+    repeats = repeats_of(datasets, [len(clips) for clips in train])
+    clips = [
+        clip if times == 1.0 else replace(clip, repeats=times)
+        for some, times in zip(train, repeats, strict=True)
+        for clip in some
+    ]
+    # Always measured in the same bucket, with the first caption: others would change what the loss is of.
+    evaluated = apart(
+        replace(cut_to(clip, clip.bucket), captions=())
+        for part in parts
+        for clip in part.clips
+        if item_of(clip.index) in held_out
+    )
+    return clips, evaluated, repeats
 
 
 def _verdicts(
-    placed: Placed, clips: Sequence[Clip], held_out: frozenset[int], name: Callable[[Path], str], *, target_fps: float
+    datasets: Sequence[Dataset],
+    parts: Sequence[Placed],
+    clips: Sequence[Clip],
+    held_out: frozenset[int],
+    names: Sequence[str],
+    geometry: Geometry,
 ) -> Iterator[Verdict]:
     of_item: dict[int, list[Clip]] = defaultdict(list)
     for clip in clips:
         of_item[item_of(clip.index)].append(clip)
     seen: set[str] = set()  # texts: hashing a path takes ten times as long
-    for entry in placed.probed:
-        item, first, path = entry.item, entry.found.same_as, str(entry.item.path)
-        yield give_verdict(
-            entry,
-            of_item.get(item.index, ()),
-            name=name(item.path),
-            refusal=placed.refusals.get(item.index),
-            held_out=item.index in held_out,
-            target_fps=target_fps,
-            same_as=name(first.path) if first is not None else None,
-            seen=path in seen,
-        )
-        seen.add(path)
+    for dataset, part in zip(datasets, parts, strict=True):
+        target_fps = dataset.data.target_fps or geometry.fps
+        for entry in part.probed:
+            item, first, path = entry.item, entry.found.same_as, str(entry.item.path)
+            yield give_verdict(
+                entry,
+                of_item.get(item.index, ()),
+                name=names[item.index],
+                dataset=dataset.name,
+                refusal=part.refusals.get(item.index),
+                held_out=item.index in held_out,
+                target_fps=target_fps,
+                same_as=names[first.index] if first is not None else None,
+                seen=path in seen,
+            )
+            seen.add(path)
 
 
-def _warnings(
-    placed: Placed, rejected: Sequence[str], name: Callable[[Path], str], *, data: DataSection, target_fps: float
-) -> list[str]:
+def _fingerprint(
+    verdicts: Sequence[Verdict], clips: Sequence[Clip], datasets: Sequence[Dataset], repeats: Sequence[float]
+) -> str:
+    digest = hashlib.sha256()
+
+    def add(values: object) -> None:
+        digest.update(json.dumps(values).encode() + b"\n")
+
+    others = [[clip.index, clip.lower] for clip in clips if clip.lower]
+    if others:
+        add(others)
+    for v in verdicts:
+        captions = [list(v.captions)] if v.captions else []
+        add([v.name, v.size_bytes, v.caption, v.bucket, v.use, v.examples, *captions])
+    for dataset, times in zip(datasets, repeats, strict=True):
+        if dataset.name:  # one that has options of its own, which the run's cannot tell
+            add([dataset.name, times, *(getattr(dataset.data, option) for option in CRITICAL)])
+    return digest.hexdigest()
+
+
+def _all_warnings(
+    datasets: Sequence[Dataset],
+    readings: Sequence[Reading],
+    parts: Sequence[Placed],
+    names: Sequence[str],
+    geometry: Geometry,
+) -> Iterator[str]:
+    for dataset, reading in zip(datasets, readings, strict=True):
+        yield from (f"{dataset.prefix}{text}" for text in (*dataset.warnings, *reading.warnings))
+    for dataset, part in zip(datasets, parts, strict=True):
+        target_fps = dataset.data.target_fps or geometry.fps
+        found = _warnings(part, names, backend=dataset.data.video_backend, target_fps=target_fps)
+        yield from (f"{dataset.prefix}{text}" for text in found)
+
+
+def _warnings(placed: Placed, names: Sequence[str], *, backend: str, target_fps: float) -> list[str]:
     """One sentence for each kind of oddity, with a count and the first names."""
     clips = first_of_items(placed.clips)
     videos = [clip for clip in clips if clip.kind == "video"]
-    captions = Counter((str(clip.path), clip.caption) for clip in clips)
+    listed: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
+    for clip in clips:
+        listed[(str(clip.path), clip.all_captions)].append(clip.index)
     kinds: list[tuple[str, list[str]]] = [
-        ("cannot be used and left out", list(rejected)),
-        ("without a caption", [name(clip.path) for clip in clips if not clip.caption]),
+        (
+            "cannot be used and left out",
+            [f"{names[index]}: {refusal.reason}" for index, refusal in placed.refusals.items()],
+        ),
+        ("without a caption", [names[clip.index] for clip in clips if not clip.caption]),
         (
             f"slower than {target_fps:g} fps and trained at their own rate",
-            [f"{name(c.path)} ({c.source_fps:.4g} fps)" for c in videos if is_slower(c.source_fps, target_fps)],
+            [f"{names[c.index]} ({c.source_fps:.4g} fps)" for c in videos if is_slower(c.source_fps, target_fps)],
         ),
         (
             "smaller than their bucket and enlarged",
-            [name(c.path) for c in clips if c.height < c.bucket[1] or c.width < c.bucket[2]],
+            [names[c.index] for c in clips if c.height < c.bucket[1] or c.width < c.bucket[2]],
         ),
-        ("listed more than once", [name(Path(path)) for (path, _), count in captions.items() if count > 1]),
+        ("listed more than once", [names[indices[0]] for indices in listed.values() if len(indices) > 1]),
         (
-            f"decoded by PyAV, since {data.video_backend} may show other pixels",
-            [f"{name(entry.item.path)} ({entry.against})" for entry in placed.probed if entry.against],
+            f"decoded by PyAV, since {backend} may show other pixels",
+            [f"{names[entry.item.index]} ({entry.against})" for entry in placed.probed if entry.against],
         ),
     ]
-    found = []
-    for what, names in kinds:
-        if names:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            found.append(f"{plural(len(names), 'item')} {what}: {', '.join(names[:_NAMED])}{more}")
-    return found
+    return [counted(found, what) for what, found in kinds if found]

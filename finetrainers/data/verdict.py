@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from .fates import Fate, Mark, Refusal
 from .frames import is_slower
 from .manifest import Kind
 from .placing import Probed
+from .sources.rows import NO_EXTRA
 
 _CROPPED = 0.01  # share of the picture below which nothing is said: sizes are multiples of something
 _DISTORTED = 0.02
@@ -41,6 +42,9 @@ class Verdict:
         same_as: name of the first file with the same content.
         examples: how many clips are cut from it.
         decoded: whether all of it has been decoded and is whole.
+        captions: all of its captions, if it has several.
+        dataset: name of its data set, if there are several.
+        extra: further columns of its row.
     """
 
     index: int
@@ -64,12 +68,16 @@ class Verdict:
     same_as: str | None = None
     examples: int = 1
     decoded: bool = False
+    captions: tuple[str, ...] = ()
+    dataset: str = ""
+    extra: Mapping[str, Any] = field(default_factory=lambda: NO_EXTRA)
 
     def record(self) -> dict[str, object]:
-        """The verdict as plain values, one line of `manifest.jsonl`."""
+        """The verdict as plain values, one line of `manifest.jsonl`; several captions, data set and columns if there are."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _NAMES}
         bucket = "x".join(map(str, self.bucket)) if self.bucket else None
-        return {**values, "path": str(self.path), "bucket": bucket, "marks": list(self.marks)}
+        values |= {"path": str(self.path), "bucket": bucket, "marks": list(self.marks), "extra": dict(self.extra)}
+        return {name: value for name, value in values.items() if value or name not in ("captions", "dataset", "extra")}
 
 
 _NAMES = tuple(field.name for field in fields(Verdict))
@@ -80,6 +88,7 @@ def give_verdict(
     clips: Sequence[Clip],
     *,
     name: str,
+    dataset: str,
     refusal: Refusal | None,
     held_out: bool,
     target_fps: float,
@@ -92,6 +101,7 @@ def give_verdict(
         entry: the item and its file.
         clips: what is cut from it; none if it is refused.
         name: of its file.
+        dataset: name of its data set.
         refusal: why it is not used, unless it is.
         held_out: whether it is kept for the evaluation loss.
         target_fps: the rate that is wanted.
@@ -134,6 +144,9 @@ def give_verdict(
         same_as=same_as,
         examples=len(clips),
         decoded=entry.found.decoded,
+        captions=item.captions if len(item.captions) > 1 else (),
+        dataset=dataset,
+        extra=item.extra,
     )
 
 

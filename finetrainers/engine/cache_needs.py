@@ -41,7 +41,7 @@ def needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         else:
             assert isinstance(plan, DatasetPlan)
             clips = plan.encoded_clips()
-            captions = [clip.caption for clip in clips]
+            captions = plan.all_captions()
             vaes = recall_models(directory, config.model, "vae")
             complete = bool(texts and vaes)
             digests.learn(clip.path for clip in clips)

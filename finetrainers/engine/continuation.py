@@ -34,7 +34,7 @@ CRITICAL_OPTIONS: dict[str, str | None] = {
 #: What else must be the same: facts about the model and the data, which are not options.
 _FACTS: dict[str, str | None] = {"base": None, "noise_process": None, "data": "data"}
 #: Options whose change needs no mention: places, records, and what is said in words of its own.
-_UNMENTIONED = (*NOT_DUMPED, "init_from", "output_dir", "logging_dir", "data_root", "dataset_file", "cache_dir", "precompute_dir",
+_UNMENTIONED = (*NOT_DUMPED, "init_from", "output_dir", "logging_dir", "data_root", "dataset_file", "dataset", "cache_dir", "precompute_dir",
                 "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name",
                 "batch_size", "gradient_accumulation_steps")  # fmt: skip
 

@@ -100,7 +100,7 @@ Every setting: [config.toml](config.toml). Changed from the defaults:
 """
 
 #: Options that say where a run was, not what it was.
-_LOCAL = ("output_dir", "data_root", "dataset_file", "cache_dir", "hub_token", "precompute_dir", "validation_prompts",
+_LOCAL = ("output_dir", "data_root", "dataset_file", "dataset", "cache_dir", "hub_token", "precompute_dir", "validation_prompts",
           "resume_from_checkpoint", "logging_dir", "dataloader_num_workers")  # fmt: skip
 
 

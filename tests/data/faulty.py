@@ -197,7 +197,7 @@ def _odd_name(path: Path) -> None:
     _video(path, seed=2)
 
 
-@_fault(os.fsdecode(b"caf\xe9.mp4"))
+@_fault(os.fsdecode(b"caf\xe9.mp4"), fate="missing", reason="is not a file name")
 def _not_utf8(path: Path) -> None:
     _video(path, seed=3)
 
@@ -210,17 +210,12 @@ def _leading(path: Path) -> None:
 # What is no file, or none that should be opened.
 
 
-@_fault("folder.mp4", fate="not_a_file", reason="a folder")
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
 @_fault("pipe.mp4", fate="not_a_file", reason="a named pipe")
 def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-@_fault("device.mp4", fate="not_a_file", reason="a device")
+@_fault("device.mp4", fate="outside_root", reason="a link to '/dev/zero', outside")
 def _device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 

@@ -65,6 +65,6 @@ def test_an_item_says_what_is_cut_from_it(folder: tuple[Path, dict[str, Fault]])
     assert verdicts["rotated.mp4"].crop == 0
     assert verdicts["slow.mp4"].fps == 4
     assert verdicts["fast.mp4"].fps == 8
-    assert verdicts["folder.mp4"].examples == 0
+    assert verdicts["pipe.mp4"].examples == 0
     stretched = {v.name: v for v in survey(root, Effort(), video_reshape_mode="none").verdicts}["odd size.mkv"]
     assert (stretched.crop, stretched.marks) == (0, ("distorted",))

@@ -109,9 +109,8 @@ def test_missing_columns_name_those_that_exist(root: Path) -> None:
         ("m.json", "[", "is not JSON"),
         ("m.json", '["a.mp4"]', "entry 0: must be an object"),
         ("m.json", '[{"video": 3, "text": "x"}]', "must be a path, got 3"),
-        ("m.json", '[{"video": "a.mp4", "text": null}]', "must be text, got None"),
         ("m.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video"', "m.jsonl line 2 is not JSON"),
-        ("m.parquet", "", "must end in .csv, .json or .jsonl"),
+        ("m.txt", "", "must end in .csv, .json, .jsonl, .parquet or .tar"),
         ("m.csv", "video,text\n", "no items"),
     ],
 )
@@ -147,7 +146,7 @@ def test_folder_with_sidecars(tmp_path: Path) -> None:
     (tmp_path / "sub" / odd).with_suffix(".txt").write_text("odd name")
     [lacking] = [item for item in read_items(DataSection(data_root=tmp_path)) if item.refused]
     assert (lacking.path.name, lacking.refused.fate) == ("b.jpg", "caption_missing")
-    assert lacking.refused.reason == "no caption; expected it in sub/b.txt"
+    assert lacking.refused.reason.startswith("no caption; expected it in sub/b.txt")
     (tmp_path / "sub" / "b.txt").write_text("")
     assert listed(DataSection(data_root=tmp_path)) == [
         ("b.jpg", "", "image"),

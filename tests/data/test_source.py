@@ -43,7 +43,15 @@ def root(tmp_path: Path, make_video) -> Path:
 
 
 def opened(
-    root: Path, repo: Path, *, ranks: OneOf, precompute: bool, output: Path, dropout: float = 0.3, keep: bool = False
+    root: Path,
+    repo: Path,
+    *,
+    ranks: OneOf,
+    precompute: bool,
+    output: Path,
+    dropout: float = 0.3,
+    keep: bool = False,
+    caption_lines: bool = False,
 ) -> BatchSource:
     config = TrainConfig(
         model=ModelSection(
@@ -51,6 +59,7 @@ def opened(
         ),
         data=DataSection(
             data_root=root,
+            caption_lines=caption_lines,
             video_resolution_buckets=["9x64x64", "9x32x32"] if keep else ["9x64x64"],
             bucket_keep=["9x64x64=0.4", "9x32x32=0.7"] if keep else [],
             caption_dropout_p=dropout,
@@ -85,6 +94,24 @@ def test_precomputed_and_fresh_runs_see_the_same_batches(root: Path, tiny_repo, 
             for name in a.conditions.tensors:
                 torch.testing.assert_close(a.conditions[name], b.conditions[name])
     assert (tmp_path / "run" / "precomputed").is_dir()
+
+
+def test_drawn_captions_are_the_same_with_precomputation(root: Path, tiny_repo, tmp_path: Path) -> None:
+    for k in range(6):
+        (root / f"{k}.txt").write_text(f"a clip {k}\nnumber {k}\nanother {k}\n")
+    repo = tiny_repo("ltx_video")
+    options = {"ranks": OneOf(), "output": tmp_path / "run", "dropout": 0.0, "caption_lines": True}
+    fresh, cached = (opened(root, repo, precompute=precompute, **options) for precompute in (False, True))
+    seen: dict[int, set[bytes]] = {}
+    for ours, theirs in itertools.islice(zip(fresh.steps(0), cached.steps(0), strict=False), 12):
+        for a, b in zip(ours, theirs, strict=True):
+            for name in a.conditions.tensors:
+                torch.testing.assert_close(a.conditions[name], b.conditions[name])
+            for (_, item), row in zip(b.sample_keys, b.conditions["prompt_embeds"], strict=True):
+                seen.setdefault(item, set()).add(row[:4].numpy().tobytes())
+    assert max(map(len, seen.values())) == 3  # every one of a clip's captions, and no other
+    # Held-out clips keep their first caption: the same at every evaluation.
+    assert all(clip.captions == () for clip in fresh.plan.eval_clips)
 
 
 def test_held_out_batches_are_equally_many_on_every_rank(root: Path, tiny_repo, tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.config.presets import preset_tables
 from finetrainers.config.root import TrainConfig, fields
+from finetrainers.config.sections import DataSection
+from finetrainers.data.dataset import read_datasets
+from finetrainers.data.manifest import read_items
 from finetrainers.data.windows import with_window_buckets
 from finetrainers.models import registry
 
@@ -150,7 +153,24 @@ def test_configuration_files_load(page: Path, tmp_path: Path) -> None:
         document = tomllib.loads(text)
         file = tmp_path / "run.toml"
         file.write_text(text)
+        if {"dataset", "directory"} & set(document):
+            assert read_datasets(DataSection(dataset=file))
+            continue
         check_sizes(load_config(file, **({} if "model" in document or "model_name" in document else MODEL)))
+
+
+def test_metadata_files_are_read(tmp_path: Path) -> None:
+    shown = [(kind, text) for kind in ("csv", "json", "jsonl") for _, text in blocks(ROOT / "docs" / "data.md", kind)]
+    assert len(shown) == 3
+    for name in ("beach.mp4", "market.mp4"):
+        (tmp_path / name).touch()
+    for kind, text in shown:
+        (tmp_path / f"m.{kind}").write_text(text)
+        items = read_items(DataSection(dataset_file=tmp_path / f"m.{kind}"))
+        assert [(item.path.name, item.caption[:9]) for item in items] == [
+            ("beach.mp4", "a woman w"),
+            ("market.mp4", "a crowded"),
+        ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -1,0 +1,41 @@
+"""From captions as written to those that are trained on. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_VERBS = (
+    "shows|showcases|depicts|displays|features|captures|highlights|introduces|presents|portrays|illustrates|"
+    "(?:opens|begins|starts) (?:with|on)"
+)
+_SUBJECT = "(?:this|the) (?:short )?(?:video|clip|image|picture|photo|animation|scene|footage|sequence)(?: clip)?"
+# "This video shows a cat", "The scene opens with a cat", "In this video, a cat": what language models like to
+# begin with and no user types as a prompt. The verb needs a following blank, so that "shows" alone is kept.
+_LLM_PREFIX = re.compile(rf"^\s*(?:{_SUBJECT} (?:{_VERBS})\s+|in {_SUBJECT}\s*,\s*(?:we see\s+)?)", re.IGNORECASE)
+
+#: Text encoders read at most 256 tokens of a prompt, whatever the family; English has about four characters a token.
+LONG_CAPTION = 1000
+
+
+def clean_caption(caption: str, *, id_token: str | None = None, remove_prefixes: bool = False) -> str:
+    """The caption as the text encoder gets it: blanks trimmed, opening phrase removed, `id_token` put before it."""
+    caption = caption.strip()
+    if remove_prefixes:
+        caption = _LLM_PREFIX.sub("", caption, count=1) or caption
+    if id_token and id_token.strip():
+        caption = f"{id_token.strip()} {caption}".strip()
+    return caption
+
+
+def captions_of_text(text: str, *, each_line: bool) -> tuple[str, ...]:
+    """The caption that a text file holds, its lines joined by blanks; or one in each line that is not blank."""
+    if not each_line:
+        return (" ".join(text.split()),)
+    lines = [line.strip() for line in text.split("\n")]
+    return tuple(line for line in lines if line) or ("",)
+
+
+def written(captions: Sequence[str] | None) -> tuple[str, ...]:
+    """Those that say something; blank ones among several are none."""
+    return tuple(caption for caption in captions or () if caption.strip())

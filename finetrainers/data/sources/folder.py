@@ -1,0 +1,130 @@
+"""Reads folders: two text files that belong together line by line, or media files with captions beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetrainers.config.sections import DataSection
+from finetrainers.data.fates import Refusal
+from finetrainers.utils.text import nearest, plural
+
+from .captions import captions_of_text
+from .paths import PathProblem, Root
+from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, read_lines, shown
+
+
+def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
+    """Rows of the two text files `video_column` and `caption_column` if they are there, else of all media files.
+
+    Raises:
+        DataError: one of the two is missing, they differ in length, or there is nothing.
+    """
+    media_list, caption_list = root.folder / data.video_column, root.folder / data.caption_column
+    if media_list.is_file() and caption_list.is_file():
+        return _read_two_files(media_list, caption_list, found)
+    if media_list.is_file() or caption_list.is_file():
+        there, missing = sorted((media_list, caption_list), key=lambda path: not path.is_file())
+        names = [path.name for path in root.folder.iterdir() if path.is_file()]
+        raise DataError(
+            f"{str(root.folder)!r} holds {there.name!r} but not {missing.name!r}{nearest(missing.name, names)} "
+            "(set by `video_column` and `caption_column`)"
+        )
+    rows = _read_sidecars(root, data, found)
+    if not rows and not found.problems:
+        raise DataError(
+            f"no data in {str(root.folder)!r}: neither the text files {data.video_column!r} and "
+            f"{data.caption_column!r} (set by `video_column` and `caption_column`), nor media files with .txt captions"
+        )
+    return rows
+
+
+def _read_two_files(media_list: Path, caption_list: Path, found: Findings) -> list[Row]:
+    """Pair line n of one file with line n of the other, so that a blank caption stays with its clip."""
+    media, captions = read_lines(media_list), read_lines(caption_list)
+    while media and not media[-1]:
+        media.pop()
+    while len(captions) > len(media) and not captions[-1]:
+        captions.pop()
+    if len(media) != len(captions):
+        raise DataError(
+            f"{media_list} has {plural(len(media), 'line')} but {caption_list} has {plural(len(captions), 'line')}; "
+            "line n of one belongs to line n of the other, and an empty caption is an empty line"
+        )
+    rows = []
+    for number, (name, caption) in enumerate(zip(media, captions, strict=True), start=1):
+        where = f"{media_list.name} line {number}"
+        if name:
+            rows.append(Row(where, name, (caption,)))
+        elif caption:
+            found.problem(f"{where} is empty, but {caption_list.name} has a caption there")
+    return rows
+
+
+def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
+    """Every media file below the root, in order of its path, with its caption in a text file beside it."""
+    names = sorted(_media_files(root, found), key=lambda name: name.split(os.sep))
+    sharing: dict[str, list[str]] = {}
+    rows = []
+    for name in names:
+        sidecar = os.path.splitext(name)[0] + ".txt"
+        sharing.setdefault(sidecar, []).append(name)
+        try:
+            captions = captions_of_text(_read_caption(root, sidecar), each_line=data.caption_lines)
+        except FileNotFoundError:
+            rows.append(Row("", name, None, expected=shown(sidecar)))
+        except (DataError, PathProblem) as error:
+            refused = Refusal("caption_missing", f"the caption {shown(sidecar)} {error}")
+            rows.append(Row("", name, None, refused=refused))
+        else:
+            rows.append(Row("", name, captions))
+    for sidecar, both in sharing.items():
+        if len(both) > 1:
+            found.note("sharing a caption file", f"{' and '.join(map(shown, both))} ({shown(sidecar)})")
+    return rows
+
+
+def _read_caption(root: Root, name: str) -> str:
+    try:
+        path = root.find(name)
+    except PathProblem as error:
+        if error.fate == "missing" and not os.path.lexists(root.folder / name):
+            raise FileNotFoundError(name) from error
+        raise
+    size = path.stat().st_size
+    if size > MAX_CAPTION_BYTES:
+        raise DataError(f"has {size} bytes, more than the {MAX_CAPTION_BYTES} of any caption")
+    try:
+        return decode_text(path.read_bytes(), "file")
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}") from error
+
+
+def _media_files(root: Root, found: Findings) -> Iterator[str]:
+    """Names below the root that look like media; of links to folders, those that lead out of it, if that is allowed."""
+    top = os.fspath(root.folder)
+    walked = {os.path.realpath(top)}
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except OSError as error:
+            found.problem(f"{os.path.relpath(folder, top)}: cannot be listed: {error.strerror or error}")
+            continue
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(entry.path)
+            elif entry.is_symlink() and entry.is_dir():
+                real = os.path.realpath(entry.path)
+                if root.is_outside(entry.path):
+                    name = os.path.relpath(entry.path, top)
+                    found.problem(f"{name} is a link to {real!r}; give --allow_outside to follow it")
+                elif real not in walked and not real.startswith(os.path.realpath(top) + os.sep):
+                    walked.add(real)
+                    waiting.append(entry.path)
+            elif os.path.splitext(entry.name)[1].lower() in MEDIA_SUFFIXES:
+                yield os.path.relpath(entry.path, top)

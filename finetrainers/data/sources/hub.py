@@ -1,0 +1,207 @@
+"""Reads what the library `datasets` reads: data sets of the hub, imagefolder, videofolder, parquet.
+
+The library is imported only here, when such a data set is named. Rows whose media are bytes are unpacked; those whose
+media are local files stay where they are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.sections import DataSection
+
+from .paths import PathProblem, Root
+from .rows import MEDIA_SUFFIXES, DataError, Findings, Row
+from .tables import Columns
+from .tars import expand
+from .unpacked import MediaFolder, Sample
+
+#: First bytes of files whose name is not known, and the suffix that they then get.
+_MAGIC = (
+    (0, b"\x89PNG", ".png"), (0, b"\xff\xd8\xff", ".jpg"), (0, b"BM", ".bmp"), (8, b"WEBP", ".webp"), (0, b"GIF8", ".gif"),
+    (4, b"ftyp", ".mp4"), (0, b"\x1a\x45\xdf\xa3", ".mkv"), (8, b"AVI ", ".avi"), (0, b"\x00\x00\x01\xba", ".mpg"),
+)  # fmt: skip
+
+
+#: Archives that are looked into, and the only addresses that are opened: a data set names no other server.
+_ARCHIVES = ("zip://", "tar://", "gzip://")
+_HUB = ("hf://", "https://huggingface.co/")
+
+
+def read_hub(data: DataSection, root: Root, media: MediaFolder, found: Findings) -> list[Row]:
+    """Rows of `hf_dataset`, or of the parquet files of `dataset_file`.
+
+    Raises:
+        DataError: the library is not installed, or it cannot read what is named.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            "this data set needs the library `datasets`; install it with: pip install 'finetrainers[datasets]'"
+        ) from error
+    columns = Columns(data)
+    try:
+        table = _open(datasets, data)
+        names = list(table.column_names or table.features or ())
+        if names and (missing := columns.missing(dict.fromkeys(names))) is not None:
+            raise DataError(f"{_name(data)}: {missing}")
+        for name, feature in (table.features or {}).items():
+            if isinstance(feature, (datasets.Image, datasets.Video)):
+                table = table.cast_column(name, type(feature)(decode=False))
+        key = json.dumps(["hub", _state(datasets, data, table), columns.media, columns.captions])
+    except DataError:
+        raise
+    except Exception as error:  # whatever a builder, a file system or the network raises
+        raise DataError(f"{_name(data)} cannot be read by `datasets`: {type(error).__name__}: {error}") from error
+
+    if data.hf_dataset is None or _is_local(data):
+        reader = _Reader(columns, media, local=root, downloads=[])
+    else:
+        caches = [Path(datasets.config.HF_DATASETS_CACHE), Path(datasets.config.HF_CACHE_HOME)]
+        downloads = [Root(cache, allow_outside=data.allow_outside) for cache in caches]
+        reader = _Reader(columns, media, local=None, downloads=downloads)
+
+    def samples(skip: int) -> Iterator[Sample]:
+        number = skip
+        try:
+            for record in table.skip(skip):
+                yield reader.sample(f"{_name(data)} row {number}", record)
+                number += 1
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{_name(data)} cannot be read after {number} rows: {type(error).__name__}: {error}; the next start goes on there"
+            ) from error
+
+    return media.rows(key, samples, limit=data.max_items, found=found)
+
+
+def _name(data: DataSection) -> str:
+    return data.hf_dataset or str(data.dataset_file)
+
+
+def _open(datasets: Any, data: DataSection) -> Any:
+    """The library's data set, local ones as they come: otherwise the library would first copy them."""
+    if data.hf_dataset is None:
+        files = [str(file) for file in expand(str(data.dataset_file))]
+        return datasets.load_dataset("parquet", data_files={"train": files}, split="train", streaming=True)
+    return datasets.load_dataset(
+        data.hf_dataset,
+        data.hf_subset,
+        data_dir=None if data.data_root is None else str(data.data_root),
+        split=data.hf_split,
+        revision=data.hf_revision,
+        streaming=data.hf_streaming or _is_local(data),
+    )
+
+
+def _is_local(data: DataSection) -> bool:
+    return data.data_root is not None or Path(str(data.hf_dataset)).is_dir()
+
+
+def _state(datasets: Any, data: DataSection, table: Any) -> list[Any]:
+    """What tells one content of the data set from another."""
+    if data.hf_dataset is None:
+        files = expand(str(data.dataset_file))
+    else:
+        folder = data.data_root or Path(data.hf_dataset)
+        files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+    named = [data.hf_dataset, data.hf_subset, data.hf_split, data.hf_revision]
+    if files:
+        stats = [(os.path.realpath(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return [*named, stats]
+    if not data.hf_streaming:
+        return [*named, table._fingerprint]
+    from huggingface_hub import HfApi
+
+    return [*named, HfApi().dataset_info(str(data.hf_dataset), revision=data.hf_revision).sha]
+
+
+class _Reader:
+    """Makes samples of the library's rows.
+
+    What a row says about where its media are is the data set's own word, even where the library has a type for it. So a path
+    has to lie below the data set's folder or where the library keeps downloads, and an address on the hub.
+    """
+
+    def __init__(self, columns: Columns, media: MediaFolder, *, local: Root | None, downloads: Sequence[Root]) -> None:
+        """Args:
+        columns: which columns are what.
+        media: where bytes are unpacked.
+        local: the data set's folder; None: it is on the hub.
+        downloads: where the library keeps what it downloads.
+        """
+        self.columns = columns
+        self.media = media
+        self.local = local
+        self.downloads = downloads
+
+    def sample(self, where: str, record: Mapping[str, Any]) -> Sample:
+        """The sample of a row; refused, with the reason, if it cannot be one."""
+        value = record.get(self.columns.media)
+        try:
+            captions = self.columns.captions_of(record)
+        except ValueError as error:
+            return Sample(where, where, refused=f"its caption is malformed ({error})")
+        extra = json.loads(json.dumps(dict(self.columns.extra(record)), default=str))
+        if isinstance(value, (bytes, bytearray)):
+            value = {"bytes": bytes(value)}
+        elif isinstance(value, str):
+            value = {"path": value}
+        path, content = (value.get("path") or "", value.get("bytes")) if isinstance(value, Mapping) else ("", None)
+        suffix = Path(path.partition("::")[0]).suffix.lower()
+        if content is not None:
+            known = suffix if suffix in MEDIA_SUFFIXES else _sniffed(content)
+            if known is None:
+                return Sample(where, where, refused="it is of no known format")
+            stored, size = self.media.store(io.BytesIO(content), suffix=known, size=len(content))
+            return Sample(where, where, captions, extra, stored, size)
+        if not path:
+            return Sample(where, where, refused=f"its column {self.columns.media!r} holds no media")
+        if "://" not in path and self.local is not None:
+            return Sample(where, path, captions, extra)  # looked up like any other row's
+        try:
+            stored_at = self._open_place(path)
+        except PathProblem as problem:
+            return Sample(where, where, refused=f"its media {problem}")
+        if stored_at is not None:
+            return Sample(where, where, captions, extra, stored=str(stored_at.absolute()))
+        import fsspec
+
+        with fsspec.open(path, "rb") as file:
+            stored, size = self.media.store(file, suffix=suffix)
+        return Sample(where, where, captions, extra, stored, size)
+
+    def _open_place(self, path: str) -> Path | None:
+        """The file of a path that the library downloaded; None where it is an address that may be opened.
+
+        Raises:
+            PathProblem: it is neither.
+        """
+        *inner, place = path.split("::")  # `zip://a.mp4::hf://datasets/someone/clips/part.zip`
+        if not all(part.startswith(_ARCHIVES) for part in inner):
+            raise PathProblem("outside_root", f"have an address that is not opened: {path!r}")
+        if self.local is None and place.startswith(_HUB):
+            return None
+        if "://" in place:
+            raise PathProblem("outside_root", f"have an address that is not opened: {path!r}")
+        problem = PathProblem("missing", "do not exist")
+        for root in [self.local] if self.local is not None else self.downloads:
+            try:
+                found = root.find(place)
+            except PathProblem as error:
+                problem = error
+            else:
+                return None if inner else found
+        raise problem
+
+
+def _sniffed(content: bytes) -> str | None:
+    return next((suffix for at, magic, suffix in _MAGIC if content[at : at + len(magic)] == magic), None)

@@ -1,0 +1,168 @@
+"""Reads metadata files: CSV, JSON and JSONL."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from finetrainers.config.sections import DataSection
+from finetrainers.utils.text import nearest
+
+from .rows import DataError, Findings, Row, read_lines, read_text
+
+Records = Iterator[tuple[str, dict[str, Any]]]
+
+
+def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
+    """Rows of a .csv, .json or .jsonl file.
+
+    Raises:
+        DataError: nothing in it can be read.
+    """
+    if not path.is_file():
+        raise DataError(f"dataset_file {str(path)!r} does not exist")
+    readers: dict[str, Callable[[Path, Findings], Records]] = {
+        ".csv": _csv_records,
+        ".json": _json_records,
+        ".jsonl": _jsonl_records,
+    }
+    suffix = path.suffix.lower()
+    columns = Columns(data)
+    rows = []
+    for where, record in readers[suffix](path, found):
+        if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # every row would say the same
+            raise DataError(f"{path.name} line 1: {missing}")
+        row = columns.row(where, record, found)
+        if row is not None:
+            rows.append(row)
+    return rows
+
+
+class Columns:
+    """Which columns of a record are the media, the captions, and neither."""
+
+    def __init__(self, data: DataSection) -> None:
+        self.media = data.video_column
+        self.captions = tuple(data.caption_columns) or (data.caption_column,)
+        self.option = "caption_columns" if data.caption_columns else "caption_column"
+        # With a policy, a record without a caption is one that lacks it, not one that is malformed.
+        self.needed = {self.media, *(self.captions if data.caption_missing in (None, "error") else ())}
+        self._taken = {self.media, *self.captions}
+
+    def missing(self, record: Mapping[str, Any]) -> str | None:
+        """What a record lacks, in words."""
+        names = [name for name in (self.media, *self.captions) if name not in record]
+        if not names:
+            return None
+        have = ", ".join(map(str, record)) or "none"
+        return (
+            f"no column {' and '.join(map(repr, names))} (set by `video_column` and `{self.option}`); "
+            f"it has: {have}{nearest(names[0], map(str, record))}"
+        )
+
+    def extra(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The other columns."""
+        return {name: value for name, value in record.items() if name not in self._taken}
+
+    def row(self, where: str, record: Mapping[str, Any], found: Findings) -> Row | None:
+        """The row of a record whose media is a path; None, with the reason in `found`, if it is malformed."""
+        if not self.needed <= record.keys():
+            found.problem(f"{where}: {self.missing(record)}")
+            return None
+        media = record[self.media]
+        if not isinstance(media, str) or not media.strip():
+            found.problem(f"{where}: column {self.media!r} must be a path, got {media!r}")
+            return None
+        try:
+            captions = self.captions_of(record)
+        except ValueError as error:
+            found.problem(f"{where}: {error}")
+            return None
+        return Row(where, media.strip(), captions, self.extra(record))
+
+    def captions_of(self, record: Mapping[str, Any]) -> tuple[str, ...] | None:
+        """The captions of a record; None where there is none, not even an empty one.
+
+        Raises:
+            ValueError: something that is neither text nor a list of texts.
+        """
+        captions: list[str] = []
+        for name in self.captions:
+            value = record.get(name)
+            if isinstance(value, str):
+                captions.append(value)
+            elif isinstance(value, list) and all(isinstance(one, str) for one in value):
+                captions += value
+            elif value is not None:
+                raise ValueError(f"column {name!r} must be text or a list of texts, got {value!r}")
+        return tuple(captions) or None
+
+
+def _csv_records(path: Path, found: Findings) -> Records:
+    # Strict: otherwise a quote that is never closed makes the rest of the file one caption, without a word.
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), skipinitialspace=True, strict=True)
+    try:
+        header = next(reader, [])
+        twice = {name for name in header if header.count(name) > 1}
+        if twice:
+            raise DataError(f"{path.name} line 1: column {min(twice)!r} is there twice; rename one")
+        first = reader.line_num + 1  # of the next row, which may have several lines
+        for fields in reader:
+            where, first = f"{path.name} line {first}", reader.line_num + 1
+            if not fields:
+                continue
+            if len(fields) > len(header):
+                found.problem(f"{where}: more fields than the header has; quote captions that contain commas")
+            elif len(fields) < len(header):
+                found.problem(f"{where}: fewer fields than the header has")
+            else:
+                yield where, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path.name} line {reader.line_num}: {error}") from error
+
+
+def _json_records(path: Path, found: Findings) -> Records:
+    try:
+        records = json.loads(read_text(path), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(records, list):
+        raise DataError(f"{path} must hold a list of objects, got {type(records).__name__}")
+    for number, record in enumerate(records):
+        if isinstance(record, dict):
+            yield f"{path.name} entry {number}", record
+        else:
+            found.problem(f"{path.name} entry {number}: must be an object, got {record!r}")
+
+
+def _jsonl_records(path: Path, found: Findings) -> Records:
+    decode = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique).decode
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line:
+            continue
+        where = f"{path.name} line {number}"
+        try:
+            record = decode(line)
+        except ValueError as error:
+            found.problem(f"{where} is not JSON: {error}")
+            continue
+        if isinstance(record, dict):
+            yield where, record
+        else:
+            found.problem(f"{where}: must be an object, got {record!r}")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value; write null, or leave the key out")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return record

@@ -1,0 +1,182 @@
+"""Reads WebDataset tars: `key.mp4` beside `key.txt`, `key.json` or `key.caption`, in one archive or many.
+
+Members are read one after the other and media are unpacked under names of their content. What a member is called never
+becomes a path: names that lead out of the archive, links and devices are left out and counted.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import posixpath
+import re
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.sections import DataSection
+
+from .captions import captions_of_text
+from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, shown
+from .tables import Columns
+from .unpacked import MediaFolder, Sample
+
+SUFFIXES = (".tar", ".tar.gz", ".tgz")
+_TEXT = ("txt", "caption")
+_BRACES = re.compile(r"\{([^{}]+)\}")
+_MOST_SHARDS = 100_000
+
+
+def read_tars(pattern: Path, data: DataSection, media: MediaFolder, found: Findings) -> list[Row]:
+    """Rows of one archive, or of all that a pattern names (`clips-{000..011}.tar`, `clips-*.tar`).
+
+    Raises:
+        DataError: there is none, one is missing, or one cannot be read.
+    """
+    rows: list[Row] = []
+    for shard in expand(str(pattern)):
+        limit = None if data.max_items is None else data.max_items - len(rows)
+        if limit == 0:
+            break
+        state = shard.stat()
+        columns = Columns(data)
+        key = json.dumps(
+            ["tar", os.path.realpath(shard), state.st_size, state.st_mtime_ns, columns.captions, data.caption_lines]
+        )
+        reader = _Reader(shard, columns, media, each_line=data.caption_lines)
+        rows += media.rows(key, reader.samples, limit=limit, found=found)
+    return rows
+
+
+def expand(pattern: str) -> list[Path]:
+    """The archives that a pattern names: braces first, as a shell does it, then wildcards.
+
+    Raises:
+        DataError: no file, or a list in braces with a file that is not there.
+    """
+    if os.path.lexists(pattern):
+        names = [pattern]
+    else:
+        names = []
+        for name in _expand_braces(pattern):
+            wild = glob.has_magic(name)
+            names += sorted(glob.glob(name)) if wild else [name]
+    missing = [name for name in names if not Path(name).is_file()]
+    if missing or not names:
+        raise DataError(f"dataset_file {pattern!r}: no such file", [f"{name} is not there" for name in missing])
+    return [Path(name) for name in dict.fromkeys(names)]
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [pattern]
+    first, dots, last = match[1].partition("..")
+    if dots and first.isdigit() and last.isdigit():
+        if abs(int(last) - int(first)) >= _MOST_SHARDS:
+            raise DataError(f"dataset_file {pattern!r} names more than {_MOST_SHARDS} archives")
+        step = 1 if int(last) >= int(first) else -1
+        parts = [str(number).zfill(len(first)) for number in range(int(first), int(last) + step, step)]
+    else:
+        parts = match[1].split(",")
+    return [name for part in parts for name in _expand_braces(pattern[: match.start()] + part + pattern[match.end() :])]
+
+
+class _Reader:
+    """Samples of one archive."""
+
+    def __init__(self, shard: Path, columns: Columns, media: MediaFolder, *, each_line: bool) -> None:
+        self.shard = shard
+        self.columns = columns
+        self.media = media
+        self.each_line = each_line
+
+    def samples(self, skip: int) -> Iterator[Sample]:
+        """The samples after the first `skip`: members of one key that follow each other, and members that are refused."""
+        number = 0
+        try:
+            with tarfile.open(self.shard, "r:*") as archive:
+                for key, members in _groups(archive):
+                    number += 1
+                    if number > skip:
+                        yield self._sample(archive, key, members)
+        except (tarfile.TarError, EOFError, OSError) as error:
+            raise DataError(f"{self.shard}: cannot be read after {number} samples: {error}") from error
+
+    def _sample(self, archive: tarfile.TarFile, key: str, members: Mapping[str, tarfile.TarInfo]) -> Sample:
+        where = shown(f"{self.shard.name}/{key}")
+        refused = next(filter(None, map(_refusal, members.values())), None)
+        if refused is not None:
+            return Sample(where, key, refused=refused)
+        media = [suffix for suffix in members if f".{suffix}" in MEDIA_SUFFIXES]
+        if not media:
+            return Sample(where, key, refused="it has no media file")
+        if len(media) > 1:
+            return Sample(where, key, refused=f"it has several media files ({', '.join(media)})")
+        try:
+            captions, extra = self._texts(archive, members)
+        except (DataError, ValueError) as error:
+            return Sample(where, key, refused=f"its caption cannot be read ({error})")
+        member = members[media[0]]
+        stream = archive.extractfile(member)
+        assert stream is not None, "a regular member has content"
+        stored, size = self.media.store(stream, suffix=f".{media[0]}", size=member.size)
+        return Sample(where, f"{where}.{media[0]}", captions, extra, stored, size)
+
+    def _texts(
+        self, archive: tarfile.TarFile, members: Mapping[str, tarfile.TarInfo]
+    ) -> tuple[tuple[str, ...] | None, dict[str, Any]]:
+        """Captions and further columns; a text file comes before the JSON file's columns."""
+        captions: tuple[str, ...] | None = None
+        extra: dict[str, Any] = {}
+        if "json" in members:
+            record = json.loads(_text(archive, members["json"]))
+            if not isinstance(record, dict):
+                raise ValueError(f"its JSON must be an object, got {type(record).__name__}")
+            captions = self.columns.captions_of(record)
+            extra = dict(self.columns.extra(record))
+        for suffix in _TEXT:
+            if suffix in members:
+                captions = captions_of_text(_text(archive, members[suffix]), each_line=self.each_line)
+        return captions, extra
+
+
+def _groups(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+    """Neighbouring members of one key (name up to the first dot of its last part), by the rest of their names.
+
+    Members that are refused are a group each.
+    """
+    current: str | None = None
+    members: dict[str, tarfile.TarInfo] = {}
+    for member in archive:
+        if member.isdir():
+            continue
+        folder, base = posixpath.split(member.name)
+        stem, _, suffix = base.partition(".")
+        key = posixpath.join(folder, stem)
+        if key != current or _refusal(member) or suffix.lower() in members:
+            if members and current is not None:
+                yield current, members
+            current, members = key, {}
+        members[suffix.lower()] = member
+    if members and current is not None:
+        yield current, members
+
+
+def _refusal(member: tarfile.TarInfo) -> str | None:
+    """Why nothing is read from a member, if nothing is."""
+    if not member.isreg():
+        return "it is a link, a device or a pipe in its archive"
+    if member.name.startswith("/") or ".." in member.name.split("/"):
+        return "its name leads out of its archive"
+    return None
+
+
+def _text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+    if member.size > MAX_CAPTION_BYTES:
+        raise ValueError(f"{member.size} bytes, more than the {MAX_CAPTION_BYTES} of any caption")
+    stream = archive.extractfile(member)
+    assert stream is not None, "a regular member has content"
+    return decode_text(stream.read(), member.name)

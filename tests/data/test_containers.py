@@ -1,0 +1,280 @@
+"""Data sets whose media have to be unpacked: WebDataset tars, and what the library `datasets` reads."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from finetrainers.config.sections import DataSection
+from finetrainers.data.manifest import DataError, Reading, read_dataset
+from finetrainers.data.sources import hub, unpacked
+from finetrainers.data.sources.paths import Root
+from finetrainers.data.sources.tables import Columns
+from finetrainers.data.sources.tars import expand
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes | None]], *, mode: str = "w") -> Path:
+    """An archive; a member without content is a link of that name to `/etc/passwd`."""
+    with tarfile.open(path, mode) as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if content is None:
+                info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+                archive.addfile(info)
+            else:
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def media(content: bytes, suffix: str) -> str:
+    digest = hashlib.sha256(content).hexdigest()
+    return f"{digest[:2]}/{digest}{suffix}"
+
+
+def read(place: Path, file: str | Path, **options: object) -> Reading:
+    return read_dataset(DataSection(dataset_file=place / file, **options), media_dir=place / "media")
+
+
+SHARD = [
+    ("clips/000.mp4", b"zero"), ("clips/000.txt", b"\xef\xbb\xbfcaption\r\nzero"),
+    ("clips/001.json", b'{"text": ["one", "eins"], "fps": 8}'), ("clips/001.mp4", b"one"),
+    ("clips/002.PNG", b"two"), ("clips/002.caption", b"two"), ("clips/002.json", b'{"text": "other", "score": 2}'),
+    ("003.mp4", b"zero"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mode"), [("a.tar", "w"), ("a.tar.gz", "w:gz"), ("a.tgz", "w:gz")])
+def test_a_tar_is_unpacked_under_names_of_its_content(tmp_path: Path, name: str, mode: str) -> None:
+    write_tar(tmp_path / name, SHARD, mode=mode)
+    found = read(tmp_path, name, caption_missing="empty")
+    assert found.problems == []
+    assert found.warnings == []
+    assert [(item.name, item.captions, item.kind, item.extra) for item in found.items] == [
+        (f"{name}/clips/000.mp4", ("caption zero",), "video", {}),
+        (f"{name}/clips/001.mp4", ("one", "eins"), "video", {"fps": 8}),
+        (f"{name}/clips/002.png", ("two",), "image", {"score": 2}),
+        (f"{name}/003.mp4", ("",), "video", {}),
+    ]
+    assert [item.path.read_bytes() for item in found.items] == [b"zero", b"one", b"two", b"zero"]
+    assert found.items[0].path == found.items[3].path == tmp_path / "media" / media(b"zero", ".mp4")
+
+
+def test_shards_by_braces_and_wildcards_and_max_items(tmp_path: Path) -> None:
+    for number in (8, 9, 10):
+        write_tar(tmp_path / f"s-{number:03d}.tar", [(f"{k}.mp4", b"%d-%d" % (number, k)) for k in range(3)])
+    options = {"caption_missing": "empty"}
+    for pattern in ("s-{008..010}.tar", "s-{008,009,010}.tar", "s-*.tar", "s-0{08..09,10}.tar"):
+        if ".." not in pattern or "," not in pattern:
+            assert len(read(tmp_path, pattern, **options).items) == 9
+    taken = read(tmp_path, "s-{008..010}.tar", max_items=4, **options).items
+    assert [item.path.read_bytes() for item in taken] == [b"8-0", b"8-1", b"8-2", b"9-0"]
+    assert [path.name for path in expand(str(tmp_path / "s-{010..009}.tar"))] == ["s-010.tar", "s-009.tar"]
+    with pytest.raises(DataError, match=r"s-011\.tar is not there"):
+        read(tmp_path, "s-{010..012}.tar")
+    with pytest.raises(DataError, match="no such file"):
+        read(tmp_path, "t-*.tar")
+    with pytest.raises(DataError, match="more than 100000"):
+        read(tmp_path, "s-{0..99999999999}.tar")
+
+
+def test_members_that_lead_out_are_refused_and_counted(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "evil.tar",
+        [
+            ("../../up.mp4", b"up"), ("/abs.mp4", b"abs"), ("link.mp4", None), ("good.mp4", b"good"), ("good.txt", b"fine"),
+            ("linked.mp4", b"x"), ("linked.txt", None), ("many.mp4", b"x"), ("many.mov", b"y"), ("text.txt", b"alone"),
+            ("latin.mp4", b"x"), ("latin.txt", b"caf\xe9"), ("big.mp4", b"x"), ("big.txt", b"x" * (1 << 20) + b"x"),
+        ],
+    )  # fmt: skip
+    before = {path for path in tmp_path.parent.rglob("*") if tmp_path / "media" not in path.parents}
+    found = read(tmp_path, "evil.tar", caption_missing="empty")
+    assert [(item.name, item.caption) for item in found.items] == [
+        ("evil.tar/good.mp4", "fine"), ("evil.tar/linked.mp4", ""),
+    ]  # fmt: skip
+    told = "\n".join(found.warnings)
+    assert "2 items left out, since its name leads out of its archive: evil.tar/../../up, evil.tar//abs" in told
+    assert (
+        "2 items left out, since it is a link, a device or a pipe in its archive: evil.tar/link, evil.tar/linked"
+        in told
+    )
+    assert "several media files (mp4, mov): evil.tar/many" in told
+    assert "it has no media file: evil.tar/text" in told
+    assert "latin.txt is not UTF-8 text: byte 3 is 0xe9" in told
+    assert "1048577 bytes" in told
+    after = {path for path in tmp_path.parent.rglob("*") if tmp_path / "media" not in path.parents}
+    assert after - before == {tmp_path / "media"}
+
+
+def test_unpacking_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = [b"content %d" % k for k in range(6)]
+    write_tar(tmp_path / "a.tar", [(f"{k}.mp4", content) for k, content in enumerate(contents)])
+    stored: list[int] = []
+    store = unpacked.MediaFolder.store
+
+    def counted(self, source, **options):
+        stored.append(1)
+        if len(stored) == 4:
+            raise OSError("power")
+        return store(self, source, **options)
+
+    monkeypatch.setattr(unpacked.MediaFolder, "store", counted)
+    with pytest.raises(DataError, match="cannot be read after 4 samples: power"):
+        read(tmp_path, "a.tar", caption_missing="empty")
+    [journal] = (tmp_path / "media" / "journals").glob("*.jsonl")
+    with open(journal, "a") as file:  # a line that a kill has cut
+        file.write('{"where": "a.tar/3", "med')
+    items = read(tmp_path, "a.tar", caption_missing="empty").items
+    assert [item.path.read_bytes() for item in items] == contents
+    assert len(stored) == 4 + 3
+    read(tmp_path, "a.tar", caption_missing="empty", id_token="T")
+    assert len(stored) == 7  # all is there
+    items[4].path.write_bytes(b"cut")
+    items = read(tmp_path, "a.tar", caption_missing="empty").items
+    assert [item.path.read_bytes() for item in items] == contents
+    assert len(stored) == 7 + 2  # what came after it in the journal, too
+
+
+def test_an_archive_that_is_cut_off_or_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = write_tar(tmp_path / "a.tar", [("0.mp4", b"x" * 5000), ("1.mp4", b"y" * 5000)]).read_bytes()
+    (tmp_path / "a.tar").write_bytes(whole[:7000])
+    with pytest.raises(DataError, match=r"a\.tar: cannot be read after"):
+        read(tmp_path, "a.tar", caption_missing="empty")
+    (tmp_path / "a.tar").write_bytes(whole)
+    assert len(read(tmp_path, "a.tar", caption_missing="empty").items) == 2
+    write_tar(tmp_path / "a.tar", [("0.mp4", b"new")])
+    assert [i.path.read_bytes() for i in read(tmp_path, "a.tar", caption_missing="empty").items] == [b"new"]
+    monkeypatch.setattr(unpacked, "_RESERVE", 1 << 60)
+    write_tar(tmp_path / "b.tar", [("0.mp4", b"new")])
+    with pytest.raises(DataError, match=r"no room to unpack .* give another --precompute_dir"):
+        read(tmp_path, "b.tar")
+
+
+def test_without_the_library_the_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    code = (
+        "import sys; sys.modules['datasets'] = None\n"
+        "from pathlib import Path\n"
+        "from finetrainers.config.sections import DataSection\n"
+        "from finetrainers.data.manifest import DataError, read_items\n"
+        f"try:\n    read_items(DataSection(dataset_file=Path({str(tmp_path)!r}) / 'a.parquet'), media_dir=Path('m'))\n"
+        "except DataError as error:\n    print(error)\n"
+        "del sys.modules['datasets']\n"
+        "import finetrainers.data.plan\n"
+        "print('LOADED', 'datasets' in sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert "pip install 'finetrainers[datasets]'" in result.stdout
+    assert "LOADED False" in result.stdout
+
+
+@pytest.fixture
+def parquet(tmp_path: Path, make_image) -> Path:
+    """Three rows: a video as bytes, an image as the library writes it, and nothing."""
+    pytest.importorskip("datasets")
+    import pyarrow
+    import pyarrow.parquet
+
+    image = make_image(tmp_path / "grey.png").read_bytes()
+    rows = {
+        "video": [{"bytes": b"....ftypisom", "path": None}, {"bytes": image, "path": "grey.png"}, {"bytes": b"?", "path": None}],
+        "text": ["first", "second", "third"],
+        "score": [1.5, 2.5, 3.5],
+    }  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "rows-0.parquet")
+    return tmp_path
+
+
+def test_parquet_rows_are_unpacked(parquet: Path) -> None:
+    found = read(parquet, "rows-*.parquet")
+    assert [(item.path.suffix, item.kind, item.caption, item.extra) for item in found.items] == [
+        (".mp4", "video", "first", {"score": 1.5}), (".png", "image", "second", {"score": 2.5}),
+    ]  # fmt: skip
+    assert found.items[0].path == parquet / "media" / media(b"....ftypisom", ".mp4")
+    assert found.warnings == [f"1 item left out, since it is of no known format: {parquet}/rows-*.parquet row 2"]
+    assert len(read(parquet, "rows-0.parquet", max_items=1).items) == 1
+    with pytest.raises(DataError, match=r"no column 'caption'.*it has: video, text, score"):
+        read(parquet, "rows-0.parquet", caption_column="caption")
+    (parquet / "broken.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match=r"broken\.parquet cannot be read by `datasets`"):
+        read(parquet, "broken.parquet")
+
+
+def test_paths_in_parquet_stay_below_the_root(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "a.mp4").write_bytes(b"x")
+    (tmp_path.parent / "outside.mp4").write_bytes(b"x")
+    rows = {"video": ["a.mp4", "../outside.mp4"], "text": ["a", "b"]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "p.parquet")
+    found = read(tmp_path, "p.parquet")
+    assert [(item.name, item.refused and item.refused.fate) for item in found.items] == [
+        ("a.mp4", None), ("../outside.mp4", "outside_root"),
+    ]  # fmt: skip
+
+
+def test_rows_open_no_place_of_their_own_choice(tmp_path: Path) -> None:
+    """Neither files of this machine nor other servers: a row is whatever the author of the data set wrote."""
+    cache, root = tmp_path / "cache", tmp_path / "root"
+    for file in (cache / "a.mp4", root / "b.mp4", tmp_path / "secret.mp4"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"x")
+    for folder in (cache, root, tmp_path):
+        with zipfile.ZipFile(folder / "z.zip", "w") as archive:
+            archive.writestr("in.mp4", b"zipped")
+    columns, media_folder = Columns(DataSection()), unpacked.MediaFolder(tmp_path)
+    of_hub = hub._Reader(columns, media_folder, local=None, downloads=[Root(cache)])
+    of_folder = hub._Reader(columns, media_folder, local=Root(root), downloads=[])
+
+    def taken(reader: hub._Reader, path: str) -> str | None:
+        sample = reader.sample("row", {"video": {"path": path, "bytes": None}, "text": "x"})
+        return sample.refused or sample.stored or sample.media
+
+    zipped = media(b"zipped", ".mp4")
+    assert taken(of_hub, str(cache / "a.mp4")) == str(cache / "a.mp4")
+    assert taken(of_hub, f"zip://in.mp4::{cache}/z.zip") == zipped
+    assert taken(of_folder, "b.mp4") == "b.mp4"
+    assert taken(of_folder, f"zip://in.mp4::{root}/z.zip") == zipped
+    for path in (
+        "file:///etc/passwd", f"zip://in.mp4::{tmp_path}/z.zip", f"zip://in.mp4::file://{tmp_path}/z.zip", "http://host/a.mp4",
+        "https://huggingface.co.evil/a.mp4", "file:///etc/passwd::hf://datasets/x", "ssh://host/a.mp4", "memory://a.mp4",
+    ):  # fmt: skip
+        for reader in (of_hub, of_folder):
+            assert str(taken(reader, path)).startswith("its media "), path
+    assert str(taken(of_hub, str(tmp_path / "secret.mp4"))).startswith("its media lies outside")
+    assert str(taken(of_folder, "hf://datasets/x/a.mp4")).startswith("its media ")
+
+
+@pytest.mark.parametrize("builder", ["imagefolder", "videofolder"])
+def test_folders_of_the_library_are_read_where_they_are(tmp_path: Path, make_image, builder: str) -> None:
+    pytest.importorskip("datasets")
+    column, suffix = ("image", ".png") if builder == "imagefolder" else ("video", ".mp4")
+    folder = tmp_path / "folder"
+    for name in ("a", "b"):
+        make_image(folder / f"{name}.png")
+        if suffix == ".mp4":
+            (folder / f"{name}.png").rename(folder / f"{name}.mp4")
+    records = [{"file_name": f"{name}{suffix}", "text": f"of {name}", "fps": 8} for name in "ab"]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = DataSection(hf_dataset=builder, data_root=folder, video_column=column)
+    found = read_dataset(data, media_dir=tmp_path / "media")
+    assert found.problems == []
+    assert [(item.path.name, item.caption, item.extra) for item in found.items] == [
+        (f"a{suffix}", "of a", {"fps": 8}), (f"b{suffix}", "of b", {"fps": 8}),
+    ]  # fmt: skip
+    assert all(item.path.parent == folder for item in found.items)
+    records[0]["text"] = "another caption"
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert read_dataset(data, media_dir=tmp_path / "media").items[0].caption == "another caption"

@@ -1,0 +1,273 @@
+"""Several data sets of one run, from a TOML file; those of diffusion-pipe too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import DataSection, ModelSection
+from finetrainers.data.bucket_choice import choose_buckets
+from finetrainers.data.dataset import Dataset, read_datasets, repeats_of
+from finetrainers.data.plan import DatasetPlan, plan_dataset
+from finetrainers.data.sources.rows import DataError
+from finetrainers.data.windows import frame_limit, with_window_buckets
+
+GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)
+
+#: As it stands in the documentation of a fork of diffusion-pipe.
+FRAMEPACK = """
+# Dataset config
+frame_buckets = [120]  # Videos with 151 frames
+resolutions = [[572, 720], [640, 640]]
+
+[[directory]]
+path = '/path/to/videos'
+num_repeats = 1
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, make_video, make_image) -> Path:
+    for name in ("a", "b", "c"):
+        make_video(tmp_path / "phone" / f"{name}.mp4", frames=20, fps=8)
+        (tmp_path / "phone" / f"{name}.txt").write_text(f"clip {name}")
+    make_image(tmp_path / "stills" / "s.png")
+    (tmp_path / "stills" / "m.jsonl").write_text('{"image": "s.png", "caption": ["one", "two"], "by": "me"}\n')
+    return tmp_path
+
+
+BOTH = """
+id_token = "T"
+video_resolution_buckets = ["9x32x48"]
+
+[[dataset]]
+data_root = "phone"
+num_repeats = 2
+frame_selection = "middle"
+target_fps = 4
+
+[[dataset]]
+name = "pictures"
+dataset_file = "stills/m.jsonl"
+video_column = "image"
+caption_column = "caption"
+id_token = "P"
+video_resolution_buckets = []
+image_resolution_buckets = ["16x32"]
+"""
+
+
+def write(place: Path, text: str) -> DataSection:
+    (place / "sets.toml").write_text(text, encoding="utf-8")
+    return DataSection(dataset=place / "sets.toml")
+
+
+def plan(place: Path, text: str, **options: object) -> DatasetPlan:
+    model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path="x")
+    data = write(place, text).model_copy(update=options)
+    return plan_dataset(TrainConfig(model=model, data=data), GEOMETRY)
+
+
+def test_each_data_set_has_its_own_options(place: Path) -> None:
+    made = plan(place, BOTH)
+    assert [(c.index, c.path.name, c.caption, c.bucket, c.repeats, c.dataset) for c in made.clips] == [
+        (0, "a.mp4", "T clip a", (9, 32, 48), 2, 0),
+        (1, "b.mp4", "T clip b", (9, 32, 48), 2, 0),
+        (2, "c.mp4", "T clip c", (9, 32, 48), 2, 0),
+        (3, "s.png", "P one", (1, 16, 32), 1, 1),
+    ]
+    assert made.clips[0].frame_selection == "middle"
+    assert made.clips[0].fps == 4
+    assert made.clips[3].captions == ("P one", "P two")
+    assert made.buckets == ((9, 32, 48), (1, 16, 32))
+
+
+def test_the_run_keeps_what_the_data_sets_were(place: Path) -> None:
+    made = plan(place, BOTH)
+    made.write(place / "run" / "manifest.jsonl")
+    assert (place / "run" / "dataset.toml").read_text() == BOTH
+    records = [json.loads(line) for line in (place / "run" / "manifest.jsonl").read_text().splitlines()]
+    assert [(r["name"], r["dataset"]) for r in records] == [
+        ("phone/a.mp4", "phone"), ("phone/b.mp4", "phone"), ("phone/c.mp4", "phone"), ("pictures/s.png", "pictures"),
+    ]  # fmt: skip
+    assert records[3]["extra"] == {"by": "me"}
+    assert records[3]["captions"] == ["P one", "P two"]
+    assert "extra" not in records[0]
+    # Comments change nothing; options, captions beyond the first, and shares do.
+    assert plan(place, BOTH + "# more").fingerprint == made.fingerprint
+    for old, new in (
+        ("num_repeats = 2", "num_repeats = 3"),
+        ('"middle"', '"head"'),
+        ('"P"', '"Q"'),
+        ("16x32", "16x16"),
+    ):
+        assert old in BOTH
+        assert plan(place, BOTH.replace(old, new)).fingerprint != made.fingerprint, old
+    (place / "stills" / "m.jsonl").write_text('{"image": "s.png", "caption": ["one", "three"]}\n')
+    assert plan(place, BOTH).fingerprint != made.fingerprint
+
+
+def test_held_out_items_have_one_caption_and_weights_share_the_rest(place: Path) -> None:
+    weighted = BOTH.replace("num_repeats = 2", "weight = 3").replace(
+        'name = "pictures"', 'name = "pictures"\nweight = 1'
+    )
+    made = plan(place, weighted)
+    # 4 items: three quarters of an epoch's 4 samples are of 3 clips, a quarter of 1.
+    assert [clip.repeats for clip in made.clips] == pytest.approx([1, 1, 1, 1])
+    assert all(not clip.captions for clip in plan(place, BOTH, eval_num_items=3).eval_clips)
+    lone = [Dataset("x", DataSection(), weight=1.0), Dataset("y", DataSection(), weight=3.0)]
+    assert repeats_of(lone, [10, 10]) == pytest.approx([0.5, 1.5])
+    assert repeats_of(lone, [30, 10]) == pytest.approx([1 / 3, 3])
+    assert repeats_of(lone, [0, 10]) == pytest.approx([0, 1])
+
+
+def test_messages_say_which_data_set(place: Path) -> None:
+    (place / "phone" / "c.txt").unlink()
+    (place / "stills" / "s.png").unlink()
+    with pytest.raises(DataError) as caught:
+        plan(place, BOTH)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["phone/c.mp4", "pictures/s.png"]
+    (place / "phone" / "c.txt").write_text("c")
+    with pytest.raises(DataError, match=r"^phone: .*\n.*16x32x48: 16 frames is not 8"):
+        plan(place, '[[dataset]]\ndata_root = "phone"\nvideo_resolution_buckets = ["16x32x48"]')
+    with pytest.raises(DataError, match=r"phone/a\.mp4: too short"):
+        plan(place, '[[dataset]]\ndata_root = "phone"\nvideo_resolution_buckets = ["33x32x48"]')
+    made = plan(place, '[[dataset]]\ndata_root = "phone"\n[[dataset]]\ndata_root = "phone"\nid_token = "T"')
+    assert [note.partition(":")[0] for note in made.notes] == ["phone", "phone-2"]
+
+
+WRONG = """
+targt_fps = 8
+max_bad_samples = 3
+
+[[dataset]]
+data_root = "phone"
+frame_selection = "last"
+num_repeats = 0
+max_ar = 0
+
+[[dataset]]
+name = "second"
+data_roots = "phone"
+weight = 1
+num_repeats = 1
+resolutions = [512]
+[dataset.more]
+x = 1
+
+[[dataset]]
+video_resolution_buckets = ["49x512"]
+"""
+
+
+def test_everything_that_is_wrong_is_told_at_once(place: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read_datasets(write(place, WRONG))
+    assert caught.value.args[0].startswith(f"{place}/sets.toml: {len(caught.value.problems)} problems")
+    for expected in (
+        "at the top: targt_fps: is no option of a data set; did you mean 'target_fps'?",
+        "at the top: max_bad_samples: is the same for all data sets; make it an option of the run",
+        "[[dataset]] 1: frame_selection: Input should be 'head', 'middle', 'random', 'uniform' or 'chunk', got 'last'",
+        "[[dataset]] 1: num_repeats: Input should be greater than 0, got 0",
+        "[[dataset]] 1: max_ar: Input should be greater than 0, got 0",
+        "[[dataset]] 2 (second): data_roots: is no option of a data set; did you mean 'data_root'?",
+        "[[dataset]] 2 (second): weight and num_repeats both say how often it comes; give one of them",
+        "[[dataset]] 2 (second): more: is an unknown table",
+        "[[dataset]] 3: video_resolution_buckets: '49x512' is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)",
+    ):
+        assert expected in caught.value.problems
+    assert len(caught.value.problems) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"needs a \[\[dataset\]\] table"),
+        ("[dataset]\nx = 1", r"needs a \[\[dataset\]\] table"),
+        ("[[dataset]", "is not valid TOML"),
+        ("[[dataset]]", r"\[\[dataset\]\] 1: data_root: no data"),
+        ('[[dataset]]\ndata_root = "a"\n[[directory]]\npath = "b"', "two kinds of files"),
+        ('[[dataset]]\nname="x"\ndata_root = "a"\n[[dataset]]\nname="x"\ndata_root = "b"', "'x' names 2 data sets"),
+        ('[[dataset]]\nweight=1\ndata_root = "a"\n[[dataset]]\ndata_root = "b"', "1 of 2 data sets have a weight"),
+        ('[[dataset]]\nhf_dataset="x"\ndataset_file = "a.csv"', "names another data set"),
+        (
+            '[[dataset]]\ndata_root="x"\nresolutions=[9]\nvideo_resolution_buckets=["9x8x8"]',
+            "names every size and length already",
+        ),
+        ('[[directory]]\npath="x"\nmask_path="m"', r"\[\[directory\]\] 1: mask_path: losses are not masked"),
+        ('cache_shuffle_num = 5\n[[directory]]\npath="x"', "at the top: cache_shuffle_num: tags are not shuffled"),
+        ('[[directory]]\npath="x"\nresolutions = "512"', "resolutions: must be sides of squares"),
+        ('[[directory]]\npath="x"\nnum_repeat = 5', "did you mean 'num_repeats'"),
+    ],
+)
+def test_files_that_are_refused(place: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_datasets(write(place, text))
+    with pytest.raises(DataError, match="does not exist"):
+        read_datasets(DataSection(dataset=place / "none.toml"))
+
+
+def test_options_of_the_run_are_defaults_and_paths_are_relative_to_the_file(place: Path) -> None:
+    text = (
+        'caption_missing = "skip"\n[[dataset]]\ndata_root = "phone"\n[[dataset]]\ndata_root = "/abs"\nid_token = "B"\n'
+    )
+    data = write(place, text).model_copy(update={"id_token": "A", "target_fps": 5.0})
+    first, second = read_datasets(data)
+    assert (first.name, first.data.data_root, first.data.id_token) == ("phone", place / "phone", "A")
+    assert (second.name, second.data.data_root, second.data.id_token) == ("abs", Path("/abs"), "B")
+    assert first.data.target_fps == second.data.target_fps == 5
+    assert first.data.caption_missing == second.data.caption_missing == "skip"
+    assert read_datasets(DataSection(data_root=place)) == [Dataset("", DataSection(data_root=place))]
+
+
+def test_the_framepack_file_as_it_stands(place: Path) -> None:
+    [found] = read_datasets(write(place, FRAMEPACK))
+    assert (found.name, found.data.data_root, found.repeats) == ("videos", Path("/path/to/videos"), 1)
+    geometry = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24)
+    choice = choose_buckets(found.data, geometry, videos=[(200, 720, 572)], images=[])
+    # Width first there, height first here; 120 frames are not 4*k+1, and 572 is no multiple of 16.
+    assert choice.videos == (((117, 720, 560), (117, 640, 640)),)
+    assert choice.images == (((1, 720, 560), (1, 640, 640)),)
+    assert any("120" in note and "117" in note for note in choice.notes)
+    assert any("720x572" in note and "720x560" in note for note in choice.notes)
+    # Windows are cut from 120 frames as they stand.
+    windows = with_window_buckets(found.data.model_copy(update={"framepack_window_size": 33}))
+    assert choose_buckets(windows, geometry, videos=[(200, 720, 572)], images=[]).videos == (
+        ((33, 720, 560), (33, 640, 640)),
+    )
+    assert frame_limit(found.data, (33, 720, 560)) == 120
+    assert [w.partition(": ")[2][:40] for w in found.warnings] == [
+        "resolutions: there are 2 areas: diffusio", "enable_ar_bucket: is not set: diffusion-",
+    ]  # fmt: skip
+
+
+def test_a_directory_of_diffusion_pipe_is_planned(place: Path) -> None:
+    text = """
+        resolutions = [32]
+        enable_ar_bucket = true
+        min_ar = 0.5
+        max_ar = 2.0
+        num_ar_buckets = 3
+        frame_buckets = [1, 9, 17]
+        skip_empty_caption = true
+        cache_shuffle_num = 0
+        [[directory]]
+        path = 'phone'
+        num_repeats = 5
+        caption_prefix = 'T, '
+    """
+    made = plan(place, text)
+    # Clips are 3:2. Of 1:1, 1:2 and 2:1 (32 * sqrt(2) = 45 and 23 pixels, which become 48 and 16) the first is nearest.
+    assert {clip.bucket for clip in made.clips} == {(17, 32, 32)}
+    assert made.clips[0].caption == "T, clip a"
+    assert [clip.repeats for clip in made.clips] == [5] * 3
+    explicit = plan(place, "size_buckets = [[48, 32, 17]]\n[[directory]]\npath = 'phone'")
+    assert {clip.bucket for clip in explicit.clips} == {(17, 32, 48)}
+    ratios = plan(
+        place, "resolutions=[32]\nframe_buckets=[17]\nar_buckets=[[4, 1], [1, 4]]\n[[directory]]\npath='phone'"
+    )
+    assert {clip.bucket for clip in ratios.clips} == {(17, 16, 64)}
