@@ -16,7 +16,7 @@ from pathlib import Path
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import json_text, write_text_atomic
+from finetrainers.utils.files import json_lines, write_text_atomic
 from finetrainers.utils.garbage import no_collections
 from finetrainers.utils.text import plural
 
@@ -84,8 +84,7 @@ class DatasetPlan:
 
     def write(self, path: Path) -> None:
         """Write the verdicts, one JSON object a line."""
-        lines = [json_text(verdict.record()) for verdict in self.verdicts]
-        write_text_atomic(path, "\n".join(lines) + "\n")
+        write_text_atomic(path, json_lines(verdict.record() for verdict in self.verdicts))
 
     def step_of(self, config: TrainConfig) -> str:
         """Clips of an optimizer step."""

@@ -68,8 +68,9 @@ class Verdict:
     def record(self) -> dict[str, object]:
         """The verdict as plain values, one line of `manifest.jsonl`."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _NAMES}
-        bucket = "x".join(map(str, self.bucket)) if self.bucket else None
-        return {**values, "path": str(self.path), "bucket": bucket, "marks": list(self.marks)}
+        values["path"] = str(self.path)
+        values["bucket"] = "x".join(map(str, self.bucket)) if self.bucket else None
+        return values
 
 
 _NAMES = tuple(field.name for field in fields(Verdict))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import re
 import shlex
 import sys
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from finetrainers.cli.check import split_arguments
 from finetrainers.cli.main import _parser
 from finetrainers.config.document import configuration_page
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.config.presets import preset_tables
 from finetrainers.config.root import TrainConfig, fields
+from finetrainers.data.fates import MEANINGS
+from finetrainers.data.verdict import Verdict
 from finetrainers.models import registry
 
 if sys.version_info >= (3, 11):
@@ -100,6 +104,8 @@ def train_flags(words: list[str]) -> list[str] | None:
     """The flags of a training command, or None if it is none."""
     if words[:2] == ["finetrainers", "train"]:
         return words[2:]
+    if words[:2] == ["finetrainers", "check"]:
+        return split_arguments(words[2:])[1]
     if words[:2] == ["python", "train.py"]:
         return words[2:]
     if words[:2] == ["accelerate", "launch"] and "train.py" in words:
@@ -208,6 +214,18 @@ def test_mentioned_flags_exist(page: Path) -> None:
 def test_option_page_is_up_to_date() -> None:
     shown = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert shown == configuration_page(), "run: finetrainers docs > docs/configuration.md"
+
+
+def test_fates_and_marks_are_those_of_the_code() -> None:
+    page = (
+        (ROOT / "docs" / "data.md")
+        .read_text(encoding="utf-8")
+        .partition("## Checking")[2]
+        .partition("### Odd files")[0]
+    )
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE)) == MEANINGS
+    named = page.partition("An\nitem is")[2]
+    assert {field.name for field in dataclasses.fields(Verdict)} <= set(re.findall(r"`(\w+)`", named))
 
 
 def test_preset_tables_are_up_to_date() -> None:
