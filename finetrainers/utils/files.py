@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
 
 
-def json_text(value: Any) -> str:
-    """JSON in which text stays readable; names that are not UTF-8 on disk become escapes, so that it can be written."""
-    return _readable(value).encode("utf-8", "backslashreplace").decode("utf-8")
+def json_lines(values: Iterable[Any]) -> str:
+    """JSON in which text stays readable, a value a line; names that are not UTF-8 on disk become escapes, to be writable."""
+    lines = "".join([f"{_readable(value)}\n" for value in values])
+    return lines.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:

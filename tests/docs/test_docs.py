@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import re
 import shlex
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from finetrainers.cli.check import split_arguments
 from finetrainers.cli.main import _parser
 from finetrainers.config.document import configuration_page
 from finetrainers.config.flags import parse_flags
@@ -20,7 +22,9 @@ from finetrainers.config.presets import preset_tables
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import DataSection
 from finetrainers.data.dataset import read_datasets
+from finetrainers.data.fates import MEANINGS
 from finetrainers.data.manifest import read_items
+from finetrainers.data.verdict import Verdict
 from finetrainers.data.windows import with_window_buckets
 from finetrainers.models import registry
 
@@ -104,6 +108,8 @@ def train_flags(words: list[str]) -> list[str] | None:
     """The flags of a training command, or None if it is none."""
     if words[:2] in (["finetrainers", "train"], ["finetrainers", "prepare"]):
         return words[2:]
+    if words[:2] == ["finetrainers", "check"]:
+        return split_arguments(words[2:])[1]
     if words[:2] == ["python", "train.py"]:
         return words[2:]
     if words[:2] == ["accelerate", "launch"] and "train.py" in words:
@@ -229,6 +235,18 @@ def test_mentioned_flags_exist(page: Path) -> None:
 def test_option_page_is_up_to_date() -> None:
     shown = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert shown == configuration_page(), "run: finetrainers docs > docs/configuration.md"
+
+
+def test_fates_and_marks_are_those_of_the_code() -> None:
+    page = (
+        (ROOT / "docs" / "data.md")
+        .read_text(encoding="utf-8")
+        .partition("## Checking")[2]
+        .partition("### Odd files")[0]
+    )
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE)) == MEANINGS
+    named = page.partition("An\nitem is")[2]
+    assert {field.name for field in dataclasses.fields(Verdict)} <= set(re.findall(r"`(\w+)`", named))
 
 
 def test_preset_tables_are_up_to_date() -> None:

@@ -1,0 +1,117 @@
+"""`finetrainers check`: what it says, writes and exits with, and that training goes on from there."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetrainers.cli.main import main
+from finetrainers.config.load import load_config
+from finetrainers.data import probing
+from finetrainers.data.fates import FATES, MARKS
+from finetrainers.data.plan import plan_dataset
+from finetrainers.models.registry import get_family
+from finetrainers.utils import exit_codes
+
+sys.path.insert(0, str(Path(__file__).parent / "data"))
+from faulty import MARKUP, OPTIONS, make_faulty
+
+MODEL = {"model_name": "ltx_video", "pretrained_model_name_or_path": "some/model"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    root = tmp_path_factory.mktemp("check") / "clips"
+    return root, len(make_faulty(root))
+
+
+def write_config(folder: Path, root: Path, **options: Any) -> Path:
+    buckets = [text.replace("48", "64") for text in OPTIONS["video_resolution_buckets"]]  # type: ignore[attr-defined]
+    values = {**MODEL, **OPTIONS, "data_root": str(root), "video_resolution_buckets": buckets, **options}
+    path = folder / "run.toml"
+    path.write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items()))
+    return path
+
+
+def test_the_report_tells_all_and_training_probes_nothing_again(
+    data: tuple[Path, int], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, count = data
+    config = write_config(tmp_path, root)
+    json_file, page_file = tmp_path / "out" / "check.json", tmp_path / "out" / "check.html"
+    arguments = ["check", str(config), "--json", str(json_file), "--html", str(page_file), "--jobs", "1"]
+    assert main(arguments) == exit_codes.UNUSABLE_DATA
+    out = capfd.readouterr().out
+    assert "cannot be trained on as it is" in out
+    assert "pipe.mp4: is a named pipe, not a file" in out
+    assert "\x1b[31m" not in out  # of a file's name
+    assert r"\x1b[31m.mp4" in out
+
+    report = json.loads(json_file.read_text(encoding="utf-8"))
+    counts = report["counts"]
+    assert report["usable"] is False
+    assert counts["items"] == len(report["items"]) == count == counts["train"] + counts["rejected"]
+    assert sum(counts["fates"].values()) == count
+    assert set(counts["fates"]) <= set(FATES)
+    assert set(counts["marks"]) <= set(MARKS)
+    assert sum(row["clips"] for row in report["buckets"]) == counts["train"]
+    assert {row["kind"]: row["count"] for row in report["reasons"] if row["rejected"]} == {
+        fate: number for fate, number in counts["fates"].items() if fate != "used"
+    }
+    check_page(page_file.read_text(encoding="utf-8"), report)
+
+    # More may be left out: fine, and with the same verdicts training starts, opening no file.
+    assert main([*arguments[:2], "--max_bad_samples", "100"]) == exit_codes.DONE
+    monkeypatch.setattr(probing, "probe", lambda *_, **__: pytest.fail("a file was opened again"))
+    run = load_config(config, max_bad_samples=100)
+    plan = plan_dataset(run, get_family("ltx_video").geometry)
+    plan.write(tmp_path / "manifest.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "manifest.jsonl").read_text(encoding="utf-8").splitlines()]
+    same = ("name", "fate", "bucket", "use", "reason", "crop")
+    assert [[line[key] for key in same] for line in lines] == [[i[key] for key in same] for i in report["items"]]
+
+
+def check_page(text: str, report: dict[str, Any]) -> None:
+    """The page is whole, asks nothing of any network, and shows names and captions as text."""
+    assert "default-src 'none'" in text
+    assert not re.search(r"(?:src|href|action)\s*=\s*[\"']?\s*(?:https?:|//|file:)|@import|url\(", text)
+    assert text.count("<script") == text.count("</script>") == 3  # data, meanings, and the page's own
+    assert MARKUP not in text
+    assert "<img src=x" not in text
+    items = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])
+    assert [item["name"] for item in items] == [item["name"] for item in report["items"]]
+    assert MARKUP in {item["caption"] for item in items}
+    shown = {item["name"] for item in items if item["picture"]}
+    assert {"a good clip.mp4", "rotated.mp4", "picture.png", "one frame.mp4"} <= shown
+    assert shown.isdisjoint({"bomb.mp4", "canvas.gif", "pipe.mp4"})
+    for row in report["buckets"]:
+        assert f"<td>{row['bucket']}</td>" in text
+    for row in report["reasons"]:
+        assert html.escape(row["meaning"], quote=False) in text
+
+
+def test_wrong_configurations_are_told_apart(
+    data: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, data[0], lr=-1.0)
+    assert main(["check", str(config), "--decod", "full"]) == exit_codes.CONFIGURATION
+    message = capsys.readouterr().err
+    assert "--decod" in message
+    assert "lr" in message
+    assert main(["check", "--config", str(write_config(tmp_path, data[0], video_resolution_buckets=["16x32x64"]))]) == 2
+    assert "16 frames is not 8" in capsys.readouterr().err
+    # A model that is not there is said beside what becomes of the data.
+    missing = write_config(tmp_path, data[0], pretrained_model_name_or_path="./nowhere")
+    assert main(["check", str(missing)]) == exit_codes.CONFIGURATION
+    output = capsys.readouterr()
+    assert "no such directory: ./nowhere" in output.err
+    assert "trained on" in output.out
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--decode", "half"])
+    assert ended.value.code == exit_codes.CONFIGURATION
