@@ -7,10 +7,11 @@ name could be taken for a protocol, and a few kilobytes can declare a picture th
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 import av
+
+from finetrainers.utils.files import not_a_file
 
 from .fates import Refusal
 
@@ -18,13 +19,6 @@ from .fates import Refusal
 MAX_FRAME_PIXELS = 89_478_485
 
 _FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,m4v,gif,flv,asf,ogg,h264,hevc"
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFBLK: "a device",
-    stat.S_IFCHR: "a device",
-}
 
 
 def look(path: Path) -> os.stat_result | Refusal:
@@ -37,8 +31,8 @@ def look(path: Path) -> os.stat_result | Refusal:
         return Refusal("missing", "does not exist")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         return Refusal("unreadable", f"cannot be looked up: {getattr(error, 'strerror', None) or error}")
-    if not stat.S_ISREG(found.st_mode):
-        return Refusal("not_a_file", f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a file")
+    if (why := not_a_file(found.st_mode)) is not None:
+        return Refusal("not_a_file", why)
     if found.st_size == 0:
         return Refusal("empty", "the file is empty")
     return found

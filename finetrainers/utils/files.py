@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,19 @@ def fsync_dir(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+}
+
+
+def not_a_file(mode: int) -> str | None:
+    """Why something with this mode must not be opened as a file, in words; None for a regular file."""
+    if stat.S_ISREG(mode):
+        return None
+    return f"is not a regular file but {_KINDS.get(stat.S_IFMT(mode), 'something else')}"

@@ -45,7 +45,7 @@ def test_the_grammar() -> None:
         ("kill@save:rank=one", "'kill@save:rank=one' is not"),
         ("kill@save,", "'' is not"),
         ("kil@save", "no kind 'kil'; there are kill, term, hang, raise, oom, enospc, nan"),
-        ("kill@writing", "no point 'writing'; there are start, load, resume, data, step, .*export"),
+        ("kill@writing", "no point 'writing'; there are start, load, resume, precompute, data, step, .*export"),
         ("nan@save", "nothing to poison at save; nan goes with loss, backward, reward"),
     ],
 )

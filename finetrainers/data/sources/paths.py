@@ -11,11 +11,7 @@ import unicodedata
 from pathlib import Path
 
 from finetrainers.data.fates import Fate, Refusal
-
-_KINDS = (
-    (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
-)  # fmt: skip
+from finetrainers.utils.files import not_a_file
 
 
 class PathProblem(ValueError):
@@ -87,9 +83,8 @@ class Root:
                 mode = os.stat(full).st_mode
             except FileNotFoundError:
                 raise PathProblem("missing", f"is a link to {os.readlink(full)!r}, which does not exist") from None
-        if not stat.S_ISREG(mode):
-            kind = next((what for test, what in _KINDS if test(mode)), "something else")
-            raise PathProblem("not_a_file", f"is not a regular file but {kind}")
+        if (why := not_a_file(mode)) is not None:
+            raise PathProblem("not_a_file", why)
         return Path(full)
 
     def _check_folder(self, full: str) -> None:
