@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +78,9 @@ class OneProcess:
 
     def max_on_host(self, values: list[int]) -> list[int]:
         return values
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
         if error is not None:

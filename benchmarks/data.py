@@ -1,13 +1,20 @@
 """How fast data reaches the network.
 
+    OMP_NUM_THREADS=1 python benchmarks/data.py            everything, in minutes
     OMP_NUM_THREADS=1 python benchmarks/data.py --decode   frames of a clip, against decoding and resizing all of it
+    OMP_NUM_THREADS=1 python benchmarks/data.py --check    checking files, and a start with 100 000 known ones (data_check.py)
+    OMP_NUM_THREADS=1 python benchmarks/data.py --wait     how long steps wait for their batches (data_cache.py)
+    OMP_NUM_THREADS=1 python benchmarks/data.py --startup  a start with a cache of 100 000 entries (data_cache.py)
+    OMP_NUM_THREADS=1 python benchmarks/data.py --memory   what is held after each of ten epochs (data_memory.py)
 
-Each part prints a table; ratios are between ways that took turns in one process.
+Each part prints a table; ratios are between ways that took turns in one process. The scripts in brackets have the sizes as
+flags.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import platform
@@ -34,6 +41,13 @@ from finetrainers.data.probe import probe  # noqa: E402
 from finetrainers.data.video.backends import backend_problem  # noqa: E402
 from finetrainers.demo.clips import video_folder  # noqa: E402
 
+#: Parts that have scripts of their own: script, its arguments, what it measures.
+OTHERS: dict[str, tuple[str, list[str], str]] = {
+    "check": ("data_check", [], "how fast files are checked, and a start with many known ones"),
+    "wait": ("data_cache", ["--wait"], "how long steps wait for their batches"),
+    "startup": ("data_cache", ["--startup"], "a start with a large cache"),
+    "memory": ("data_memory", [], "what is held after each epoch"),
+}
 #: Decoding what is wanted should be this much faster than decoding and resizing everything.
 TARGET_DECODE = 3.0
 _SECONDS, _FRAMES, _SIZE = 10, 49, (480, 832)
@@ -189,18 +203,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the parts that were asked for and print them; exit with 1 if one misses its aim."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decode", action="store_true", help="frames of a clip against decoding all of it")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each way [5]")
+    for part, (script, _, what) in OTHERS.items():
+        parser.add_argument(f"--{part}", action="store_true", help=f"{what} ({script}.py)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each way, for --decode [5]")
     options = parser.parse_args(argv)
-    if not options.decode:
-        parser.error("say what to measure: --decode")
+    parts = [part for part in ("decode", *OTHERS) if getattr(options, part)] or ["decode", *OTHERS]
     machine = platform.processor() or platform.machine()
     print(
         f"{machine}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, torch {torch.__version__}, PyAV {av.__version__}\n"
     )
     reached = True
-    with tempfile.TemporaryDirectory() as directory:
-        if options.decode:
+    if "decode" in parts:
+        with tempfile.TemporaryDirectory() as directory:
             reached &= decode(Path(directory), repeats=options.repeats)
+    sys.path.insert(0, str(Path(__file__).parent))
+    for part in parts:
+        if part in OTHERS:
+            script, arguments, _ = OTHERS[part]
+            print(f"\n{script}.py {' '.join(arguments)}\n", flush=True)
+            reached &= importlib.import_module(script).main(arguments) == 0
     sys.exit(0 if reached else 1)
 
 

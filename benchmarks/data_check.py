@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -133,13 +134,13 @@ def start(root: Path, *, items: int, repeats: int) -> list[dict[str, float]]:
     ]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables; 1 if a start takes too long, too much memory, or opens a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=100_000, help="lines of the start's .jsonl")
     parser.add_argument("--clips", type=int, default=100, help="clips of the throughput")
     parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     with tempfile.TemporaryDirectory() as directory:
         print("| check of 49 frames of 704x480 | items | s | items/s |\n|---|---:|---:|---:|")

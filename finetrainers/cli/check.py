@@ -110,6 +110,9 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
         # A lone half of a character, from a file name that is not UTF-8, becomes a visible escape.
         write_text_atomic(own.html, page.encode("utf-8", "backslashreplace").decode("utf-8"))
     _print(report)
+    for written in (own.json, own.html):
+        if written is not None:
+            print(f"written: {written}")
     if problems:
         raise ConfigError(problems)
     return exit_codes.DONE if report["usable"] else exit_codes.UNUSABLE_DATA

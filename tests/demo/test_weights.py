@@ -48,7 +48,9 @@ def test_every_file_is_packaged(weights: Path) -> None:
         if keyword.arg == "package_data"
     )["finetrainers"]
     packaged = {path for pattern in patterns for path in (ROOT / "finetrainers").glob(pattern) if path.is_file()}
-    assert packaged == {path for path in weights.parent.rglob("*") if path.is_file()}
+    there = (path for path in (ROOT / "finetrainers").rglob("*") if path.suffix not in (".py", ".pyc"))
+    assert packaged == {path for path in there if path.is_file()}
+    assert set(weights.rglob("*.safetensors")) <= packaged
 
 
 def test_it_loads_through_the_familys_own_spec(weights: Path) -> None:
