@@ -23,6 +23,7 @@ RENAMED: dict[Key, str] = {
     ("", "gradient_clipping"): "max_grad_norm",
     ("", "save_every_n_steps"): "checkpointing_steps",
     ("", "steps_per_print"): "logging_steps",
+    ("", "caching_batch_size"): "precompute_batch_size",
     ("model", "framepack_window_size"): "framepack_window_size",
     ("model", "first_frame_conditioning_p"): "first_frame_conditioning_p",
     ("model", "shift"): "flow_shift",
@@ -49,7 +50,7 @@ COMPUTED: tuple[Key, ...] = (
 )  # fmt: skip
 _IN_STEPS = "is counted in optimizer steps here: --checkpointing_steps (whole state and weights), without it every 500"
 _EVALUATION = "evaluation is every --eval_steps, on the clips of --eval_num_items"
-_BATCHES = "batches of one size are all there is; give one number as micro_batch_size_per_gpu"
+_BATCHES = "give one number as micro_batch_size_per_gpu, and --bucket_batch_sizes for single buckets"
 _STAGES = "no network is split into stages here; several GPUs share it with --fsdp full or --deepspeed --zero_stage 3"
 _PACKED = "FramePack's own training is not here; framepack_window_size cuts sliding windows, see docs/data.md"
 _DIFFUSERS = "is a single weight file; this program reads diffusers layout"
@@ -95,7 +96,6 @@ WITHOUT_EFFECT: dict[Key, str] = {
     ("", "partition_method"): "no network is split into stages",
     ("", "upload_hf_from_epoch"): "use --push_to_hub, which uploads when training ends",
     ("", "save_dtype"): "results are written in the dtype of `transformer_dtype`, LoRAs in fp32",
-    ("", "caching_batch_size"): "clips are encoded one at a time",
     ("", "map_num_proc"): "use --dataloader_num_workers",
     ("", "compile"): "networks are not compiled",
     ("", "x_axis_examples"): "metrics are over optimizer steps",

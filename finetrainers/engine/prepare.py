@@ -64,7 +64,7 @@ def _encode(checked: Preflight, parallel: Ranks) -> Mapping[str, Encoded]:
         free_memory()
         if source.encodes_clips:
             vae = spec.load_vae().to(parallel.device)
-            check_geometry(config, spec.geometry(vae, spec.transformer_on_meta()))
+            check_geometry(checked.plan, config, spec.geometry(vae, spec.transformer_on_meta()))
             source.take_vae(vae)
             del vae
             free_memory()

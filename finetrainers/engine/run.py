@@ -21,11 +21,10 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.window_checks import window_problems
 from finetrainers.data.decode import read_frames
 from finetrainers.data.probe import probe
-from finetrainers.data.windows import with_window_buckets
 from finetrainers.memory.casting import enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_gradient_checkpointing
 from finetrainers.methods.base import MethodParts
-from finetrainers.methods.registry import load_method, open_work
+from finetrainers.methods.registry import WorkPlan, load_method, open_work
 from finetrainers.models.spec import DTYPES, Conditions, ModelSpec, TextEncoders
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
@@ -195,7 +194,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         vae = spec.load_vae().to(parallel.device)
         vae_stats = spec.vae_stats(vae)
         geometry = spec.geometry(vae, spec.transformer_on_meta())
-        check_geometry(config, geometry)
+        check_geometry(plan, config, geometry)
     kept_vae = source.take_vae(vae)
     del vae
     free_memory()
@@ -294,19 +293,16 @@ def _first_frame(prompt: ValidationPrompt) -> Any:
     return Image.fromarray(read_frames(path, [0], height=found.height, width=found.width)[0].numpy())
 
 
-def check_geometry(config: TrainConfig, geometry: Geometry) -> None:
+def check_geometry(plan: WorkPlan, config: TrainConfig, geometry: Geometry) -> None:
     """Sizes against the loaded model, which for hub models is known only now.
 
     Raises:
-        ConfigError: a bucket does not fit.
+        ConfigError: a size does not fit.
     """
-    buckets = with_window_buckets(config.data).video_resolution_buckets
-    sizes = [("--video_resolution_buckets", bucket) for bucket in buckets]
-    if config.grpo.rollout_size is not None:
-        sizes.append(("--rollout_size", config.grpo.rollout_size))
+    option = "--rollout_size" if config.training.method == "grpo" else "--video_resolution_buckets"
     problems = [
         Problem(option, f"{'x'.join(map(str, size))}: {problem}")
-        for option, size in sizes
+        for size in plan.buckets
         for problem in geometry.problems(*size)
     ]
     problems += [Problem(f"--{option}", problem) for option, problem in window_problems(config.data, geometry)]

@@ -54,6 +54,11 @@ class WorkPlan(Protocol):
         """The largest size, frames x height x width."""
         ...
 
+    @property
+    def buckets(self) -> tuple[tuple[int, int, int], ...]:
+        """All sizes, frames x height x width."""
+        ...
+
     def heaviest(self, config: TrainConfig) -> tuple[tuple[int, int, int], int]:
         """Size and number of clips of the largest micro-batch."""
         ...

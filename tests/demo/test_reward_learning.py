@@ -20,7 +20,7 @@ from finetrainers.engine.run import run
 pytestmark = pytest.mark.timeout(300)
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "window-full": (14, {"training_type": "full-finetune", "rank": None, "lora_alpha": None, "lr": 4e-4}),
+    "window-full": (10, {"training_type": "full-finetune", "rank": None, "lora_alpha": None, "lr": 4e-4}),
     "nft-lora": (
         14,
         {

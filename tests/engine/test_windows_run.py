@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from finetrainers.config.flags import parse_flags
-from finetrainers.config.root import fields
 from finetrainers.engine.run import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,12 +42,8 @@ def test_the_published_file_trains(
     sizes = (EXAMPLES / "framepack_dataset.toml").read_text().replace("/path/to/videos", str(clips))
     sizes = sizes.replace("[[572, 720], [640, 640]]", "[[64, 64]]")
     flags = ["--target_fps", "8", "--train_epochs", "1"]
-    if "dataset" in fields():
-        (tmp_path / "dataset.toml").write_text(sizes)
-        text = text.replace("examples/framepack_dataset.toml", str(tmp_path / "dataset.toml"))
-    else:
-        text = text.replace("dataset = ", "# dataset = ")
-        flags += ["--data_root", str(clips), "--video_resolution_buckets", "120x64x64"]
+    (tmp_path / "dataset.toml").write_text(sizes)
+    text = text.replace("examples/framepack_dataset.toml", str(tmp_path / "dataset.toml"))
     (tmp_path / "main.toml").write_text(text)
     config, _ = parse_flags(["--config", str(tmp_path / "main.toml"), *flags])
     assert config is not None

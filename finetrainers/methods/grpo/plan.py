@@ -57,6 +57,11 @@ class PromptPlan:
         """The first prompt."""
         return self.prompts[0].text
 
+    @property
+    def buckets(self) -> tuple[tuple[int, int, int], ...]:
+        """The size of every clip."""
+        return (self.size,)
+
     def heaviest(self, config: TrainConfig) -> tuple[tuple[int, int, int], int]:
         """Size and number of clips of the largest micro-batch."""
         return self.size, config.dataloader.batch_size
