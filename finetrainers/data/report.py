@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from finetrainers.config.root import TrainConfig
 
+from .buckets import Bucket, bucket_text
+from .clip import Clip, all_cuts
+from .expected import expected_batches
 from .fates import FATES, MARKS, MEANINGS
 from .survey import Survey
-from .verdict import Verdict
+from .verdict import Verdict, crop_loss, is_enlarged
 
 #: Changes when keys of a report change their meaning or go.
 REPORT_FORMAT = 1
@@ -43,7 +45,7 @@ def make_report(survey: Survey, config: TrainConfig, *, decoded: bool) -> dict[s
             "fates": {fate: fates[fate] for fate in FATES if fates[fate]},
             "marks": {mark: marks[mark] for mark in MARKS if marks[mark]},
         },
-        "buckets": _buckets(verdicts, batch_size=config.dataloader.batch_size),
+        "buckets": _buckets(survey, config),
         "reasons": _reasons(verdicts),
         "notes": list(survey.notes),
         "warnings": list(survey.warnings),
@@ -51,23 +53,30 @@ def make_report(survey: Survey, config: TrainConfig, *, decoded: bool) -> dict[s
     }
 
 
-def _buckets(verdicts: Sequence[Verdict], *, batch_size: int) -> list[dict[str, Any]]:
-    """A row for each bucket in use, largest first."""
-    by_bucket: dict[tuple[int, int, int], list[Verdict]] = defaultdict(list)
-    for verdict in verdicts:
-        if verdict.bucket is not None:
-            by_bucket[verdict.bucket].append(verdict)
+def _buckets(survey: Survey, config: TrainConfig) -> list[dict[str, Any]]:
+    """A row for each bucket in use, largest first; one that clips may fall through to counts them, too."""
+    expected = expected_batches(
+        [(clip.buckets, clip.repeats) for clip in survey.clips],
+        config,
+        keep=dict(config.data.bucket_keep),
+        sizes=dict(config.dataloader.bucket_batch_sizes),
+    )
+    train: dict[Bucket, list[Clip]] = defaultdict(list)
+    held_out: dict[Bucket, list[Clip]] = defaultdict(list)
+    for clips, by_bucket in ((all_cuts(survey.clips), train), (survey.eval_clips, held_out)):
+        for clip in clips:
+            by_bucket[clip.bucket].append(clip)
     rows = []
-    for bucket, found in sorted(by_bucket.items(), reverse=True):
-        train = sum(v.examples for v in found if v.use == "train")
-        rates = [v.fps for v in found if v.fps is not None]
+    for bucket in sorted({*train, *held_out}, reverse=True):
+        found = [*train[bucket], *held_out[bucket]]
+        rates = [clip.fps for clip in found]
         rows.append({
-            "bucket": "x".join(map(str, bucket)),
-            "clips": train,
-            "held_out": sum(v.use == "eval" for v in found),
-            "batches": math.ceil(train / batch_size),
-            "enlarged": sum("enlarged" in v.marks for v in found),
-            "crop": round(sum(v.crop for v in found) / len(found), 4),
+            "bucket": bucket_text(bucket),
+            "clips": len(train[bucket]),
+            "held_out": len(held_out[bucket]),
+            "batches": expected.shown.get(bucket, "0"),
+            "enlarged": sum(is_enlarged(clip) for clip in found),
+            "crop": round(sum(map(crop_loss, found)) / len(found), 4),
             "fps": [min(rates), max(rates)],
         })  # fmt: skip
     return rows

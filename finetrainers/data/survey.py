@@ -23,7 +23,7 @@ from .placing import Placed, place_items
 from .probing import Effort
 from .reading import labels, media_dir, read_all
 from .sources.rows import counted
-from .verdict import Verdict, give_verdict
+from .verdict import Verdict, give_verdict, is_enlarged
 from .windows import apart, first_of_items, item_of
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
@@ -248,7 +248,7 @@ def _warnings(placed: Placed, names: Sequence[str], *, backend: str, target_fps:
         ),
         (
             "smaller than their bucket and enlarged",
-            [names[c.index] for c in clips if c.height < c.bucket[1] or c.width < c.bucket[2]],
+            [names[clip.index] for clip in clips if is_enlarged(clip)],
         ),
         ("listed more than once", [names[indices[0]] for indices in listed.values() if len(indices) > 1]),
         (

@@ -164,6 +164,11 @@ def crop_loss(clip: Clip) -> float:
     return 1 - height * width / (full_height * full_width)
 
 
+def is_enlarged(clip: Clip) -> bool:
+    """Whether a clip is smaller than its bucket."""
+    return clip.height < clip.bucket[1] or clip.width < clip.bucket[2]
+
+
 def _of_clip(clip: Clip, *, crop: float, target_fps: float) -> list[Mark]:
     _, height, width = clip.bucket
     marks: list[Mark] = []
@@ -176,6 +181,6 @@ def _of_clip(clip: Clip, *, crop: float, target_fps: float) -> list[Mark]:
         marks.append("cropped")
     if clip.reshape_mode == "none" and abs(clip.width / clip.height * height / width - 1) > _DISTORTED:
         marks.append("distorted")
-    if clip.height < height or clip.width < width:
+    if is_enlarged(clip):
         marks.append("enlarged")
     return marks
