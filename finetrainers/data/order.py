@@ -111,7 +111,7 @@ class Order:
         draws = np.empty(len(items))
         for cycle in np.unique(cycles).tolist():
             of_cycle = cycles == cycle
-            draws[of_cycle] = self._draws(cycle)[self._indices[items[of_cycle]]]
+            draws[of_cycle] = self._draws(cycle, self._indices[items[of_cycle]])
         slots = np.empty_like(items)
         ladders = self._ladder[items]
         for ladder, (rungs, thresholds) in enumerate(zip(self._rungs, self._thresholds, strict=True)):
@@ -119,9 +119,17 @@ class Order:
             slots[alike] = rungs[np.searchsorted(thresholds, draws[alike], side="right")]
         return slots
 
-    def _draws(self, cycle: int) -> npt.NDArray[np.float64]:
-        """Uniform in [0, 1), one for each clip by its index; of raw bits, which are the same in every numpy."""
-        bits = np.random.Philox(key=derive_seed(self.seed, "keep", cycle)).random_raw(int(self._indices.max()) + 1)
+    def _draws(self, cycle: int, indices: Ints) -> npt.NDArray[np.float64]:
+        """Uniform in [0, 1), one for each clip by its index.
+
+        Output number `index` of SplitMix64 (Steele, Lea and Flood 2014), which needs none of those before it: indices of windows
+        are far apart.
+        """
+        seed = np.uint64(derive_seed(self.seed, "keep", cycle))
+        bits = seed + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits ^= bits >> np.uint64(31)
         return (bits >> np.uint64(11)) * 2.0**-53
 
     def _visits(self, epoch: int) -> Visits:

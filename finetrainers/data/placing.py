@@ -106,7 +106,7 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
         else:
             refusals[entry.item.index] = clip
     notes = [*choice.notes, *describe_windows(clips, data=data, geometry=geometry)]
-    if data.frame_selection == "chunk":
+    if data.frame_selection == "chunk" and any(clip.start is not None for clip in clips):
         notes.append(describe_chunks(clips, {entry.item.index: entry.available for entry in probed}))
     return Placed(probed, clips, refusals, list(choice.all), notes)
 

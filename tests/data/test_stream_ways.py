@@ -330,6 +330,10 @@ def test_chances_to_stay() -> None:
     assert all(by_item[i] == s for i, s in zip(few.items.tolist(), few.slots.tolist(), strict=True))
     again = stream.order.visits(1)
     assert dict(zip(again.items.tolist(), again.slots.tolist(), strict=True)) != by_item
+    # Windows of a clip have indices far apart.
+    apart = [replace(clip, index=clip.index << 32) for clip in clips]
+    slots = BatchStream(apart, batch_size=1, seed=3, keep=KEEP).order.visits(0).slots.tolist()
+    assert Counter(slots)[0] / 2000 == pytest.approx(0.5, abs=0.04)
     # A clip that has fallen comes in its lower bucket, and in no other.
     fallen = next(batch.clips[0] for batch in map(stream.at, range(100)) if batch.clips[0].bucket == BUCKETS[1])
     assert (fallen.fps, fallen.lower) == (8.0, ())
