@@ -16,7 +16,7 @@ from finetrainers.utils.video import write_mp4
 
 
 @dataclass(frozen=True)
-class Scene:
+class Excerpt:
     """A stretch of a shipped video: which file, from which frame, and what it shows."""
 
     name: str
@@ -25,9 +25,9 @@ class Scene:
     caption: str
 
 
-SCENES = (
-    Scene("rabbit", "bigbuckbunny.mp4", 28, "a big rabbit stretches in front of its burrow"),
-    Scene("walking", "bikes.mp4", 198, "a man walks past a parked bike"),
+EXCERPTS = (
+    Excerpt("rabbit", "bigbuckbunny.mp4", 28, "a big rabbit stretches in front of its burrow"),
+    Excerpt("walking", "bikes.mp4", 198, "a man walks past a parked bike"),
 )
 
 
@@ -66,21 +66,21 @@ def _read_scaled(source: Path, frames: range, *, side: int) -> torch.Tensor:
     return read_frames(source, list(frames), height=round(found.height * scale), width=round(found.width * scale))
 
 
-def cut_scenes(
-    directory: Path, *, frames: int, size: int, fps: float, copies: int = 1, scenes: tuple[Scene, ...] = SCENES
+def cut_excerpts(
+    directory: Path, *, frames: int, size: int, fps: float, copies: int = 1, excerpts: tuple[Excerpt, ...] = EXCERPTS
 ) -> list[Path]:
-    """Write each scene as square mp4s of `frames` frames, shown at `fps`, and `captions.jsonl`; the mp4s."""
+    """Write each excerpt as square mp4s of `frames` frames, shown at `fps`, and `captions.jsonl`; the mp4s."""
     directory.mkdir(parents=True, exist_ok=True)
     paths, lines = [], []
-    for scene in scenes:
-        source = video_folder() / scene.file
-        pixels = _read_scaled(source, range(scene.start, scene.start + frames), side=size).numpy()
+    for excerpt in excerpts:
+        source = video_folder() / excerpt.file
+        pixels = _read_scaled(source, range(excerpt.start, excerpt.start + frames), side=size).numpy()
         top, left = (pixels.shape[1] - size) // 2, (pixels.shape[2] - size) // 2
         cropped = np.ascontiguousarray(pixels[:, top : top + size, left : left + size])
         for copy in range(copies):
-            path = directory / f"{scene.name}-{copy}.mp4"
+            path = directory / f"{excerpt.name}-{copy}.mp4"
             write_mp4(path, cropped, fps=fps)
             paths.append(path)
-            lines.append(json.dumps({"video": path.name, "text": scene.caption}))
+            lines.append(json.dumps({"video": path.name, "text": excerpt.caption}))
     (directory / "captions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return paths

@@ -20,7 +20,7 @@ from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
 from finetrainers.utils.video import contact_sheet, slug, write_mp4
 
-from .clips import SCENES, cut_scenes
+from .clips import EXCERPTS, cut_excerpts
 from .results import clear, plot_losses, require_matplotlib
 from .small_ltx import build_small_ltx
 
@@ -39,8 +39,8 @@ def from_scratch(directory: Path, *, steps: int | None = None) -> dict[str, floa
     """
     require_matplotlib()
     clear(directory, "scratch", ("clips", "model", "run"))
-    print_line(f"1/4 cutting {len(SCENES)} real clips into {directory / 'clips'}")
-    cut_scenes(directory / "clips", frames=FRAMES, size=SIZE, fps=FPS, copies=COPIES)
+    print_line(f"1/4 cutting {len(EXCERPTS)} real clips into {directory / 'clips'}")
+    cut_excerpts(directory / "clips", frames=FRAMES, size=SIZE, fps=FPS, copies=COPIES)
 
     print_line(
         f"2/4 building a small LTX-Video in {directory / 'model'}: a VAE fitted to the clips, random transformer"
@@ -83,7 +83,7 @@ def _config(directory: Path, steps: int) -> TrainConfig:
         vae_dtype="fp32",
         text_encoder_dtype="fp32",
         first_frame_conditioning_p=0.0,
-        batch_size=COPIES * len(SCENES),
+        batch_size=COPIES * len(EXCERPTS),
         train_steps=steps,
         optimizer="adamw",
         lr=3e-3,
@@ -95,7 +95,7 @@ def _config(directory: Path, steps: int) -> TrainConfig:
         flow_logit_std=1.2,
         checkpointing_steps=max(steps // 2, 1),
         checkpointing_limit=2,
-        validation_prompts=separator.join(scene.caption for scene in SCENES),
+        validation_prompts=separator.join(excerpt.caption for excerpt in EXCERPTS),
         validation_steps=max(steps // 2, 1),
         validation_inference_steps=20,
         validation_guidance_scale=1.0,
@@ -107,10 +107,10 @@ def _config(directory: Path, steps: int) -> TrainConfig:
 def _pixels(directory: Path) -> dict[str, torch.Tensor]:
     """The clips as training sees them, `[3, T, H, W]` in [-1, 1], by caption."""
     found = {}
-    for scene in SCENES:
-        path = directory / "clips" / f"{scene.name}-0.mp4"
+    for excerpt in EXCERPTS:
+        path = directory / "clips" / f"{excerpt.name}-0.mp4"
         frames = read_frames(path, range(FRAMES), height=SIZE, width=SIZE)
-        found[scene.caption] = frames.permute(3, 0, 1, 2).float() / 127.5 - 1
+        found[excerpt.caption] = frames.permute(3, 0, 1, 2).float() / 127.5 - 1
     return found
 
 

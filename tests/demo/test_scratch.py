@@ -7,29 +7,29 @@ import pytest
 from PIL import Image
 
 from finetrainers.config.errors import ConfigError
-from finetrainers.demo.clips import SCENES, cut_scenes
+from finetrainers.demo.clips import EXCERPTS, cut_excerpts
 from finetrainers.demo.scratch import from_scratch
 
 
 @pytest.mark.timeout(180)
 def test_training_from_scratch_leaves_its_results(tmp_path, capsys):
     scores = from_scratch(tmp_path, steps=60)
-    assert set(scores) == {scene.caption for scene in SCENES}
+    assert set(scores) == {excerpt.caption for excerpt in EXCERPTS}
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[-1] < 0.98 * losses[0]  # so few steps only find the mean; the families' tests show learning
     assert Image.open(tmp_path / "result.png").width > 500
     assert (tmp_path / "loss.png").stat().st_size > 5000
     assert (tmp_path / "run" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
-    assert len(list((tmp_path / "run" / "samples" / "step-000060").glob("*.mp4"))) == len(SCENES)
+    assert len(list((tmp_path / "run" / "samples" / "step-000060").glob("*.mp4"))) == len(EXCERPTS)
     with av.open(str(next(tmp_path.glob("after-*.mp4")))) as container:
         assert sum(1 for _ in container.decode(video=0)) == 9
     assert str(tmp_path / "result.png") in capsys.readouterr().out
 
 
 def test_scenes_are_cut_as_asked(tmp_path):
-    paths = cut_scenes(tmp_path, frames=5, size=48, fps=25.0, copies=2)
-    assert len(paths) == 2 * len(SCENES)
+    paths = cut_excerpts(tmp_path, frames=5, size=48, fps=25.0, copies=2)
+    assert len(paths) == 2 * len(EXCERPTS)
     with av.open(str(paths[0])) as container:
         stream = container.streams.video[0]
         assert (stream.frames, stream.width, stream.height) == (5, 48, 48)
