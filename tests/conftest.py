@@ -26,6 +26,7 @@ import hypothesis
 import pytest
 import torch
 from real_process import Python
+from shares import in_shares
 
 torch.set_num_threads(1)
 # The same examples in every run: a test that fails, fails again.
@@ -47,8 +48,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` skip where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Several workers begin with what takes long; tests marked `gpu` skip where there is no CUDA device."""
+    if hasattr(config, "workerinput"):
+        items[:] = in_shares(items, config.workerinput["workercount"])
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -102,7 +103,9 @@ class CacheKeys:
         return {"kind": kind, "of": what, "model": model, "identity": identity[:12], "versions": _versions()}
 
 
+@cache
 def _versions() -> str:
+    """Read once: looking a package up parses its whole description, which takes longer than encoding a caption."""
     found = []
     for package in _PACKAGES:
         try:

@@ -38,12 +38,17 @@ def fitted_scenes() -> list[Scene]:
     ]
 
 
-def measure_vae(vae: AutoencoderKLLTXVideo) -> dict[str, float]:
-    """Mean PSNR in dB of encoding and decoding clips that it was not fitted to: of the world, by look, and of real films."""
+def measure_vae(vae: AutoencoderKLLTXVideo, *, clips: int = 50) -> dict[str, float]:
+    """Mean PSNR in dB of encoding and decoding clips that it was not fitted to: of the world, by look, and of real films.
+
+    Args:
+        vae: what is measured.
+        clips: how many of the world, of each look.
+    """
     found = {}
     for look in LOOKS:
-        clips = [to_tensor(render(scene)) for scene in held_out_scenes(50, look=look)]
-        found[f"world, {look}"] = _mean_psnr(vae, clips)
+        rendered = [to_tensor(render(scene)) for scene in held_out_scenes(clips, look=look)]
+        found[f"world, {look}"] = _mean_psnr(vae, rendered)
     for film in OTHER_FILMS:
         found[film] = _mean_psnr(vae, real_clips(film, frames=FRAMES, height=HEIGHT, width=WIDTH, stride=20))
     return found

@@ -20,12 +20,12 @@ from finetrainers.engine.run import run
 pytestmark = pytest.mark.timeout(300)
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "window-full": (10, {"training_type": "full-finetune", "rank": None, "lora_alpha": None, "lr": 4e-4}),
+    "window-full": (7, {"training_type": "full-finetune", "rank": None, "lora_alpha": None, "lr": 8e-4}),
     "nft-lora": (
-        14,
+        10,
         {
             "rl_algorithm": "nft", "nft_timesteps": 2, "init_same_noise": False, "nft_kl": 1e-3, "kl_coef": None,
-            "window_size": None, "window_range": None, "lr": 4e-3,
+            "window_size": None, "window_range": None, "lr": 8e-3,
         },
     ),
 }  # fmt: skip

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +19,12 @@ from diffusers import AutoencoderKLLTXVideo, LTXPipeline
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ModelSection
-from finetrainers.demo.base import build_base
-from finetrainers.demo.build import build
+from finetrainers.demo.build import build, build_config
 from finetrainers.demo.data import held_out_scenes
 from finetrainers.demo.measure import MODEL, load_pipeline, measure
-from finetrainers.demo.vae import build_vae, measure_vae
+from finetrainers.demo.vae import measure_vae
 from finetrainers.demo.world import caption
 from finetrainers.engine.preflight import preflight
 from finetrainers.models.registry import get_family
@@ -31,6 +36,37 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def weights() -> Path:
     return Path(model_path(MODEL))
+
+
+@contextlib.contextmanager
+def quick_build() -> Iterator[None]:
+    """A build that looks at few clips while it trains; the rest is the real one."""
+
+    def quick(directory: Path, **arguments: Any) -> TrainConfig:
+        usual = build_config(directory, **arguments)
+        options = {name: value for name, value in usual.flat().items() if usual.changed(name)}
+        return load_config(**{**options, "eval_num_items": 8, "validation_inference_steps": 2})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("finetrainers.demo.build.build_config", quick)
+        yield
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build has left in its directory, and what it said."""
+
+    directory: Path
+    said: str
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A build of two steps. Its text encoder and VAE do not depend on them."""
+    directory, said = tmp_path_factory.mktemp("built"), io.StringIO()
+    with contextlib.redirect_stdout(said), quick_build():
+        build(directory, steps=2, clips=20, measured=2)
+    return Built(directory, said.getvalue())
 
 
 def test_the_weights_are_small(weights: Path) -> None:
@@ -74,28 +110,31 @@ def test_it_loads_through_the_familys_own_spec(weights: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in pipeline.transformer.state_dict().items())
 
 
-def test_what_is_not_trained_is_what_the_build_makes(weights: Path, tmp_path: Path) -> None:
+def test_what_is_not_trained_is_what_the_build_makes(weights: Path, built: Built) -> None:
     """The text encoder and the VAE come from code, so the weights in the package can be made again."""
-    build_base(tmp_path)
-    built, shipped = (LTXPipeline.from_pretrained(path) for path in (tmp_path, weights))
-    assert built.tokenizer.get_vocab() == shipped.tokenizer.get_vocab()
-    assert dict(built.scheduler.config) == dict(shipped.scheduler.config)
+    untrained, shipped = (LTXPipeline.from_pretrained(path) for path in (built.directory / "base", weights))
+    assert untrained.tokenizer.get_vocab() == shipped.tokenizer.get_vocab()
+    assert dict(untrained.scheduler.config) == dict(shipped.scheduler.config)
     for part in ("text_encoder", "vae"):
-        made, given = (getattr(pipeline, part).state_dict() for pipeline in (built, shipped))
+        made, given = (getattr(pipeline, part).state_dict() for pipeline in (untrained, shipped))
         assert made.keys() == given.keys()
         for name, tensor in made.items():
             torch.testing.assert_close(given[name], tensor, rtol=1e-2, atol=1e-2)  # shipped in bf16
 
 
-def test_the_vae_reconstructs_both_worlds(weights: Path) -> None:
-    found = measure_vae(AutoencoderKLLTXVideo.from_pretrained(weights, subfolder="vae"))
+def test_the_vae_reconstructs_both_worlds(weights: Path, built: Built) -> None:
+    shipped, exact_vae = (
+        AutoencoderKLLTXVideo.from_pretrained(path, subfolder="vae") for path in (weights, built.directory / "base")
+    )
+    assert exact_vae.dtype == torch.float32
+    found = measure_vae(shipped, clips=16)
     worlds = [value for name, value in found.items() if name.startswith("world")]
     films = [value for name, value in found.items() if name.endswith(".mp4")]
     assert len(worlds) == 2
     assert len(films) == 2
     assert min(worlds) >= 30
     assert min(films) >= 27
-    exact = measure_vae(build_vae())
+    exact = measure_vae(exact_vae, clips=16)
     for name, value in found.items():  # bf16 costs next to nothing
         assert value == pytest.approx(exact[name], abs=0.2)
 
@@ -118,16 +157,17 @@ def test_the_card_stands_by_itself(weights: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_a_build_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build(tmp_path, steps=2, clips=80, measured=2)
-    assert "writing 80 clips" in capsys.readouterr().out
-    measured = json.loads((tmp_path / "measured.json").read_text())
+def test_a_build_goes_on_where_it_was(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "writing 20 clips" in built.said
+    assert "writing the untrained model" in built.said
+    measured = json.loads((built.directory / "measured.json").read_text())
     assert {"colour", "motion", "shape", "all", "seconds_per_clip"} <= measured.keys()
-    first = load_pipeline(tmp_path / "weights").transformer.state_dict()
-    shutil.rmtree(tmp_path / "weights")
-    build(tmp_path, steps=2, clips=80, measured=2)
+    first = load_pipeline(built.directory / "weights").transformer.state_dict()
+    shutil.rmtree(built.directory / "weights")
+    with quick_build():
+        build(built.directory, steps=2, clips=20, measured=2)
     assert capsys.readouterr().out.count("keeping") == 3
-    again = load_pipeline(tmp_path / "weights").transformer.state_dict()
+    again = load_pipeline(built.directory / "weights").transformer.state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -29,6 +30,28 @@ def names(*, quick: tuple[str, ...] = ()) -> list[object]:
         name if name not in COMPILED else pytest.param(name, marks=needs_compiler if name in quick else slow)
         for name in RECIPES
     ]
+
+
+@pytest.fixture(autouse=True)
+def _quick_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where DeepSpeed compiles its Adam: its own sources, as one file and hardly optimized; kept for the next session.
+
+    Nearly all of the two minutes that it takes otherwise goes into PyTorch's headers, once per file, and into -O3 -g.
+    """
+    if "adamw-deepspeed-cpu" not in request.node.name:
+        return
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    directory = request.config.cache.mkdir("finetrainers-cpu-adam")
+    builder, cxx_args = CPUAdamBuilder(), CPUAdamBuilder.cxx_args
+    sources = [Path(builder.deepspeed_src_path(source)).absolute() for source in builder.sources()]
+    together = directory / "together.cpp"
+    text = "".join(f'#include "{source}"\n' for source in sources)
+    if not together.is_file() or together.read_text() != text:  # else ninja would compile it again
+        together.write_text(text)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
+    monkeypatch.setattr(CPUAdamBuilder, "cxx_args", lambda self: [*cxx_args(self), "-O1", "-g0"])
+    monkeypatch.setattr(CPUAdamBuilder, "sources", lambda self: [str(together)])
 
 
 class LowRank(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from real_process import Python
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
@@ -16,7 +17,8 @@ from finetrainers.engine.run import train
 
 pytestmark = pytest.mark.slow
 
-TORCHRUN = ["torch.distributed.run", "--nproc_per_node", "2"]
+SCRIPT = Path(__file__).with_name("rank.py")
+TIMEOUT_S = 180
 #: Five clips, so that steps span epochs and batches differ in size; dropout, so that its masks must not go by rank.
 SFT = {
     "batch_size": 2,
@@ -43,7 +45,7 @@ def of_a_reward_run(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def roots(options: Callable[..., dict], launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def roots(options: Callable[..., dict], python_of_module: Python, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`straight-JOB` on two processes; `moved-JOB` on two of them for two steps, on one for two, on two for the last two."""
     root = tmp_path_factory.mktemp("world")
     (root / "prompts.txt").write_text("a red ball\na blue cube rolls\na cat\n")
@@ -53,7 +55,12 @@ def roots(options: Callable[..., dict], launch: Callable[..., Any], tmp_path_fac
         return values if name != "rollouts" else {**of_a_reward_run(values), "prompts": str(root / "prompts.txt")}
 
     def on_two(jobs: dict[str, Any], directory: Path) -> None:
-        ranks = launch(TORCHRUN, jobs, directory, TORCHDYNAMO_DISABLE="1")
+        directory.mkdir()
+        (directory / "jobs.json").write_text(json.dumps(jobs))
+        arguments = (str(SCRIPT), str(directory / "jobs.json"), str(directory))
+        for process in python_of_module.ranks(2, *arguments, TORCHDYNAMO_DISABLE="1"):
+            assert process.wait(TIMEOUT_S) == 0, process.stderr
+        ranks = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in (0, 1)]
         assert [
             "2 processes" in rank[name].get("kind", rank[name].get("error")) for rank in ranks for name in jobs
         ] == [True] * 2 * len(jobs), ranks
