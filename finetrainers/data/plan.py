@@ -14,6 +14,7 @@ from pathlib import Path
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.files import json_lines, write_text_atomic
+from finetrainers.utils.garbage import no_collections
 
 from .buckets import Bucket, bucket_text
 from .clip import Clip, all_cuts
@@ -148,7 +149,8 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
     Raises:
         DataError: wrong metadata, illegal buckets, more than `max_bad_samples` unusable files, or nothing to train on.
     """
-    return plan_of(survey_dataset(config, geometry), config)
+    with no_collections():
+        return plan_of(survey_dataset(config, geometry), config)
 
 
 def plan_of(survey: Survey, config: TrainConfig) -> DatasetPlan:

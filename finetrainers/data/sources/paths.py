@@ -40,11 +40,15 @@ class Root:
         self._text = os.fspath(folder)
         self._real = os.path.realpath(folder)
         # Most files of a data set lie in few folders: resolving each folder once leaves one system call per file.
-        self._folders: dict[str, str] = {}
+        self._allowed: dict[str, bool] = {}
         self._listings: dict[str, dict[str, list[str]]] = {}
 
     def find(self, name: str) -> Path:
-        """The regular file of a name, relative to the root or absolute; not resolved.
+        """The regular file of a name; see `look_up`."""
+        return Path(self.look_up(name)[0])
+
+    def look_up(self, name: str) -> tuple[str, os.stat_result]:
+        """The regular file of a name, relative to the root or absolute: its path, not resolved, and its state.
 
         A name that is not there is looked for in other Unicode normal forms: macOS writes names decomposed, and lists of
         them are mostly composed.
@@ -55,7 +59,7 @@ class Root:
         try:
             if not name.isascii():
                 name.encode()  # bytes that are no text could be opened, but not be written into records
-            return self._find(name)
+            return self._look_up(name)
         except OSError as error:  # a name that is too long, a folder that may not be read, links in a circle
             raise PathProblem("missing", f"cannot be looked up: {error.strerror or error}") from error
         except ValueError as error:
@@ -67,34 +71,32 @@ class Root:
         """Whether an existing file or folder really lies elsewhere, and may not."""
         return not self.allow_outside and not self._holds(os.path.realpath(path))
 
-    def _find(self, name: str) -> Path:
+    def _look_up(self, name: str) -> tuple[str, os.stat_result]:
         full = os.path.join(self._text, name)
         self._check_folder(full)
         try:
-            mode = os.lstat(full).st_mode
+            state = os.lstat(full)
         except (FileNotFoundError, NotADirectoryError):
             full = self._other_form(name)
             self._check_folder(full)
-            mode = os.lstat(full).st_mode
-        if stat.S_ISLNK(mode):
+            state = os.lstat(full)
+        if stat.S_ISLNK(state.st_mode):
             if self.is_outside(full):
                 raise _outside(f"is a link to {os.path.realpath(full)!r}, outside")
             try:
-                mode = os.stat(full).st_mode
+                state = os.stat(full)
             except FileNotFoundError:
                 raise PathProblem("missing", f"is a link to {os.readlink(full)!r}, which does not exist") from None
-        if (why := not_a_file(mode)) is not None:
+        if (why := not_a_file(state.st_mode)) is not None:
             raise PathProblem("not_a_file", why)
-        return Path(full)
+        return full, state
 
     def _check_folder(self, full: str) -> None:
-        if self.allow_outside:
-            return
-        folder = os.path.dirname(full)
-        real = self._folders.get(folder)
-        if real is None:
-            real = self._folders[folder] = os.path.realpath(folder)
-        if not self._holds(real):
+        folder = full[: full.rfind(os.sep) + 1]
+        allowed = self._allowed.get(folder)
+        if allowed is None:
+            allowed = self._allowed[folder] = not self.is_outside(folder or os.curdir)
+        if not allowed:
             raise _outside("lies outside")
 
     def _holds(self, real: str) -> bool:
