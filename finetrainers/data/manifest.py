@@ -203,7 +203,9 @@ def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] |
             return Refusal("caption_missing", f"{what}{place} (--caption_missing empty and skip allow it)")
         kept = ("",)
     try:
-        "".join(kept).encode()
+        for caption in kept:
+            if not caption.isascii():
+                caption.encode()
     except UnicodeEncodeError:
         return Refusal("caption_missing", "the caption holds half of a surrogate pair, which is no character")
     cleaned = tuple(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.files import json_lines, write_text_atomic
+from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.garbage import no_collections
 
 from .buckets import Bucket, bucket_text
@@ -92,7 +92,7 @@ class DatasetPlan:
         """Write the verdicts, one JSON object a line; and beside them the file of several data sets."""
         if self.dataset_toml is not None:
             write_text_atomic(path.with_name("dataset.toml"), self.dataset_toml)
-        write_text_atomic(path, json_lines(verdict.record() for verdict in self.verdicts))
+        write_json_lines_atomic(path, (verdict.record() for verdict in self.verdicts))
 
     def step_of(self, config: TrainConfig) -> str:
         """Clips of an optimizer step."""
