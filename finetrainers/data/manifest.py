@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.far import map_far
@@ -30,8 +30,9 @@ _TABLES = (".csv", ".json", ".jsonl")
 _IMAGES = tuple(IMAGE_SUFFIXES)
 
 
-class Item(NamedTuple):
-    """A media file and its captions.
+@dataclass(slots=True)  # not frozen: as for `Verdict`
+class Item:
+    """A media file and its captions; never changed once it is made.
 
     Attributes:
         index: its place among the items of a run.
@@ -53,7 +54,7 @@ class Item(NamedTuple):
     where: str = ""
     refused: Refusal | None = None
     state: os.stat_result | None = None
-    extra: Mapping[str, Any] = NO_EXTRA
+    extra: Mapping[str, Any] = field(default_factory=lambda: NO_EXTRA)
 
     @property
     def caption(self) -> str:
@@ -122,17 +123,17 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     rows = _rows(data, root, media_dir, found)[: data.max_items]
     items: list[Item] = []
     prefix = str(root.folder / "_")[:-1]
-    for row, (path, state) in zip(rows, map_far(lambda row: _look_up(row, root), rows), strict=True):
+    for row, (path, looked) in zip(rows, map_far(lambda row: _look_up(row, root), rows), strict=True):
         captions = _captions(row, data, found)
         if captions is None:
             continue
-        refused = None
+        refused, state = None, None
         if isinstance(captions, Refusal):
             refused, captions = captions, ("",)
-        if isinstance(state, Refusal):
-            refused = state
-        if refused is not None:
-            state = None
+        if isinstance(looked, Refusal):
+            refused = looked
+        elif refused is None:
+            state = looked
         text = str(path)
         name = row.media if row.stored is not None else text.removeprefix(prefix)
         kind: Kind = "image" if text.lower().endswith(_IMAGES) else "video"
@@ -183,7 +184,7 @@ def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Refusal]:
         path, state = root.look_up(row.media)
     except PathProblem as error:
         return root.folder / row.media, error.refusal
-    return Path(path), judge(state)
+    return path, judge(state)
 
 
 def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] | Refusal | None:

@@ -95,9 +95,7 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
     refusals: dict[int, Refusal] = {}
 
     @cache  # many clips are alike
-    def choose(
-        kind: Kind, frames: int, height: int, width: int
-    ) -> tuple[Bucket | None, Sequence[Bucket]]:
+    def choose(kind: Kind, frames: int, height: int, width: int) -> tuple[Bucket | None, Sequence[Bucket]]:
         buckets = filled_resolution(height, width, choice.of_kind(kind))
         return choose_bucket(frames, height, width, buckets), buckets
 

@@ -40,14 +40,14 @@ class Root:
         self._text = os.fspath(folder)
         self._real = os.path.realpath(folder)
         # Most files of a data set lie in few folders: resolving each folder once leaves one system call per file.
-        self._allowed: dict[str, bool] = {}
+        self._folders: dict[str, Path] = {}
         self._listings: dict[str, dict[str, list[str]]] = {}
 
     def find(self, name: str) -> Path:
         """The regular file of a name; see `look_up`."""
-        return Path(self.look_up(name)[0])
+        return self.look_up(name)[0]
 
-    def look_up(self, name: str) -> tuple[str, os.stat_result]:
+    def look_up(self, name: str) -> tuple[Path, os.stat_result]:
         """The regular file of a name, relative to the root or absolute: its path, not resolved, and its state.
 
         A name that is not there is looked for in other Unicode normal forms: macOS writes names decomposed, and lists of
@@ -71,14 +71,14 @@ class Root:
         """Whether an existing file or folder really lies elsewhere, and may not."""
         return not self.allow_outside and not self._holds(os.path.realpath(path))
 
-    def _look_up(self, name: str) -> tuple[str, os.stat_result]:
+    def _look_up(self, name: str) -> tuple[Path, os.stat_result]:
         full = os.path.join(self._text, name)
-        self._check_folder(full)
+        folder = self._folder_of(full)
         try:
             state = os.lstat(full)
         except (FileNotFoundError, NotADirectoryError):
             full = self._other_form(name)
-            self._check_folder(full)
+            folder = self._folder_of(full)
             state = os.lstat(full)
         if stat.S_ISLNK(state.st_mode):
             if self.is_outside(full):
@@ -89,15 +89,17 @@ class Root:
                 raise PathProblem("missing", f"is a link to {os.readlink(full)!r}, which does not exist") from None
         if (why := not_a_file(state.st_mode)) is not None:
             raise PathProblem("not_a_file", why)
-        return full, state
+        return folder / os.path.basename(full), state
 
-    def _check_folder(self, full: str) -> None:
-        folder = full[: full.rfind(os.sep) + 1]
-        allowed = self._allowed.get(folder)
-        if allowed is None:
-            allowed = self._allowed[folder] = not self.is_outside(folder or os.curdir)
-        if not allowed:
-            raise _outside("lies outside")
+    def _folder_of(self, full: str) -> Path:
+        """The folder that a path lies in, which may not be outside."""
+        text = full[: full.rfind(os.sep) + 1]
+        folder = self._folders.get(text)
+        if folder is None:
+            if self.is_outside(text):
+                raise _outside("lies outside")
+            folder = self._folders[text] = Path(text)
+        return folder
 
     def _holds(self, real: str) -> bool:
         return real == self._real or real.startswith(self._real.rstrip(os.sep) + os.sep)

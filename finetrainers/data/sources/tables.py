@@ -143,10 +143,11 @@ def _json_records(path: Path, found: Findings) -> Records:
 
 def _jsonl_records(path: Path, found: Findings) -> Records:
     decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    name = path.name  # worked out anew each time
     for number, line in enumerate(read_lines(path), start=1):
         if not line:
             continue
-        where = f"{path.name} line {number}"
+        where = f"{name} line {number}"
         try:
             record, end = decoder.raw_decode(line)
             if end < len(line):
