@@ -19,7 +19,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
-from finetrainers.utils.files import json_lines, write_text_atomic
+from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.text import plural, printable
 
 from .demo import positive_integer
@@ -105,7 +105,7 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
         report = make_report(survey, config, decoded=effort.decode)
         page = make_page(report, jobs=own.jobs, progress=progress) if own.html else None
     if own.json is not None:
-        write_text_atomic(own.json, json_lines([report]))
+        write_json_lines_atomic(own.json, [report])
     if page is not None:
         # A lone half of a character, from a file name that is not UTF-8, becomes a visible escape.
         write_text_atomic(own.html, page.encode("utf-8", "backslashreplace").decode("utf-8"))

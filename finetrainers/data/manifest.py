@@ -6,15 +6,18 @@ problem is collected, so that one run shows all of them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.far import map_far
 from finetrainers.utils.text import plural
 
 from .fates import Refusal
+from .media import judge, look
 from .sources import folder, hub, tables, tars
 from .sources.captions import LONG_CAPTION, clean_caption, written
 from .sources.paths import PathProblem, Root
@@ -27,9 +30,9 @@ _TABLES = (".csv", ".json", ".jsonl")
 _IMAGES = tuple(IMAGE_SUFFIXES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: as for `Verdict`
 class Item:
-    """A media file and its captions.
+    """A media file and its captions; never changed once it is made.
 
     Attributes:
         index: its place among the items of a run.
@@ -39,6 +42,7 @@ class Item:
         name: what messages call it; does not depend on where the data set lies.
         where: where it is listed (`videos.txt line 3`); empty for files found in a folder.
         refused: why it cannot be used, whatever the file is; then the file is not opened.
+        state: what the file system says of the file; None where it is not to be opened.
         extra: further columns of its row.
     """
 
@@ -49,6 +53,7 @@ class Item:
     name: str
     where: str = ""
     refused: Refusal | None = None
+    state: os.stat_result | None = None
     extra: Mapping[str, Any] = field(default_factory=lambda: NO_EXTRA)
 
     @property
@@ -115,24 +120,24 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     """
     found = Findings()
     root = _root(data)
-    rows = _rows(data, root, media_dir, found)
+    rows = _rows(data, root, media_dir, found)[: data.max_items]
     items: list[Item] = []
     prefix = str(root.folder / "_")[:-1]
-    for row in rows[: data.max_items]:
+    for row, (path, looked) in zip(rows, map_far(lambda row: _look_up(row, root), rows), strict=True):
         captions = _captions(row, data, found)
         if captions is None:
             continue
-        refused = captions if isinstance(captions, Refusal) else None
-        try:
-            path = row.stored if row.stored is not None else root.find(row.media)
-        except PathProblem as error:
-            refused = error.refusal
-            path = root.folder / row.media
+        refused, state = None, None
+        if isinstance(captions, Refusal):
+            refused, captions = captions, ("",)
+        if isinstance(looked, Refusal):
+            refused = looked
+        elif refused is None:
+            state = looked
         text = str(path)
         name = row.media if row.stored is not None else text.removeprefix(prefix)
         kind: Kind = "image" if text.lower().endswith(_IMAGES) else "video"
-        cleaned = ("",) if isinstance(captions, Refusal) else captions
-        items.append(Item(first + len(items), path, cleaned, kind, name, row.where, refused, row.extra))
+        items.append(Item(first + len(items), path, captions, kind, name, row.where, refused, state, row.extra))
     source = data.hf_dataset or str(data.dataset_file or data.data_root)
     return Reading(source, items, found.problems, found.warnings)
 
@@ -171,6 +176,17 @@ def _rows(data: DataSection, root: Root, media_dir: Path | None, found: Findings
     return hub.read_hub(data, root, MediaFolder(unpacked), found)
 
 
+def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Refusal]:
+    """The file of a row, and what the file system says of it, or why it must not be opened."""
+    if row.stored is not None:
+        return row.stored, look(row.stored)
+    try:
+        path, state = root.look_up(row.media)
+    except PathProblem as error:
+        return root.folder / row.media, error.refusal
+    return path, judge(state)
+
+
 def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] | Refusal | None:
     """The cleaned captions of a row, or why it has none that can be used; None if it has to be left out."""
     if row.refused is not None:
@@ -188,7 +204,9 @@ def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] |
             return Refusal("caption_missing", f"{what}{place} (--caption_missing empty and skip allow it)")
         kept = ("",)
     try:
-        "".join(kept).encode()
+        for caption in kept:
+            if not caption.isascii():
+                caption.encode()
     except UnicodeEncodeError:
         return Refusal("caption_missing", "the caption holds half of a surrogate pair, which is no character")
     cleaned = tuple(

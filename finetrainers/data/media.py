@@ -31,6 +31,11 @@ def look(path: Path) -> os.stat_result | Refusal:
         return Refusal("missing", "does not exist")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         return Refusal("unreadable", f"cannot be looked up: {getattr(error, 'strerror', None) or error}")
+    return judge(found)
+
+
+def judge(found: os.stat_result) -> os.stat_result | Refusal:
+    """`look` at a file of which it is known what the file system says."""
     if (why := not_a_file(found.st_mode)) is not None:
         return Refusal("not_a_file", why)
     if found.st_size == 0:

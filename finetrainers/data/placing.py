@@ -26,10 +26,8 @@ from .probing import Effort, Found, find_out
 from .video.backends import backend_of, reason_against
 from .windows import cut_windows, describe_windows, with_window_buckets
 
-#: Resolutions of one kind, as in `Choice`.
-Resolutions: TypeAlias = tuple[tuple[Bucket, ...], ...]
-#: The bucket of usable frames, height and width, and those among which it was chosen.
-Choose: TypeAlias = Callable[[int, int, int, Resolutions], tuple[Bucket | None, tuple[Bucket, ...]]]
+#: The bucket of a kind, usable frames, height and width, and those among which it was chosen.
+Choose: TypeAlias = Callable[[Kind, int, int, int], tuple[Bucket | None, Sequence[Bucket]]]
 
 
 class Probed(NamedTuple):
@@ -89,12 +87,18 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
     target_fps = data.target_fps or geometry.fps
     memory = ProbeMemory(data.probe_dir or default_directory(), data_folder(data), recall=effort.recall)
     found = find_out(items, memory=memory, max_pixels=data.max_pixels, effort=effort)
-    probed = [_with_backend(_at_rate(one, data=data, target_fps=target_fps), data.video_backend) for one in found]
+    backend = backend_of(data.video_backend)
+    probed = [_probed(one, data=data, target_fps=target_fps, backend=backend) for one in found]
     placing = with_window_buckets(data)
     choice = _choose(placing, geometry, probed)
     clips: list[Clip] = []
     refusals: dict[int, Refusal] = {}
-    choose = cache(_bucket_of)  # many clips are alike
+
+    @cache  # many clips are alike
+    def choose(kind: Kind, frames: int, height: int, width: int) -> tuple[Bucket | None, Sequence[Bucket]]:
+        buckets = filled_resolution(height, width, choice.of_kind(kind))
+        return choose_bucket(frames, height, width, buckets), buckets
+
     for entry in probed:
         clip = _place(entry, data=placing, choice=choice, choose=choose)
         if isinstance(clip, Clip):
@@ -116,27 +120,21 @@ def data_folder(data: DataSection) -> Path:
     return data.data_root or (data.dataset_file.parent if data.dataset_file else Path())
 
 
-def _at_rate(found: Found, *, data: DataSection, target_fps: float) -> Probed:
-    header = found.answer
+def _probed(found: Found, *, data: DataSection, target_fps: float, backend: str) -> Probed:
+    """With its rate and frames, and with what decodes it: the backend, if it shows the pixels that PyAV shows."""
+    item, header = found.item, found.answer
     if isinstance(header, Refusal):
         return Probed(found)
-    if found.item.kind == "image":
-        return Probed(found, fps=target_fps, available=1)
+    if item.kind == "image":
+        return Probed(found, target_fps, 1)
     fps = playback_fps(header.fps, target_fps)
     uniform = data.frame_selection == "uniform"
     available = header.frames if uniform else num_available(header.frames, source_fps=header.fps, fps=fps)
-    return Probed(found, fps=fps, available=available)
-
-
-def _with_backend(entry: Probed, option: str) -> Probed:
-    """With what decodes the file: the backend that was asked for, if it shows the pixels that PyAV shows."""
-    backend = backend_of(option)
-    if entry.header is None or entry.item.kind == "image":
-        return entry
-    if backend == entry.backend:
-        return entry
-    against = reason_against(entry.item.path, backend)
-    return entry._replace(backend="pyav" if against else backend, against=against)
+    probed = Probed(found, fps, available)
+    if backend == probed.backend:
+        return probed
+    against = reason_against(item.path, backend)
+    return probed._replace(backend="pyav" if against else backend, against=against)
 
 
 def _choose(data: DataSection, geometry: Geometry, probed: Sequence[Probed]) -> Choice:
@@ -145,13 +143,6 @@ def _choose(data: DataSection, geometry: Geometry, probed: Sequence[Probed]) -> 
         if entry.header:
             sizes[entry.item.kind].append((entry.available, entry.header.height, entry.header.width))
     return choose_buckets(data, geometry, videos=sizes["video"], images=sizes["image"])
-
-
-def _bucket_of(
-    frames: int, height: int, width: int, resolutions: Resolutions
-) -> tuple[Bucket | None, tuple[Bucket, ...]]:
-    buckets = tuple(filled_resolution(height, width, resolutions))
-    return choose_bucket(frames, height, width, buckets), buckets
 
 
 def _place(entry: Probed, *, data: DataSection, choice: Choice, choose: Choose) -> Clip | Refusal:
@@ -163,7 +154,7 @@ def _place(entry: Probed, *, data: DataSection, choice: Choice, choose: Choose) 
     if not resolutions:
         wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
         return Refusal("no_bucket", f"there is no bucket for {item.kind}s; add one, {wanted}")
-    bucket, buckets = choose(entry.available, found.height, found.width, resolutions)
+    bucket, buckets = choose(item.kind, entry.available, found.height, found.width)
     if bucket is None:
         windows = data.framepack_window_size is not None
         needs, way_out = (

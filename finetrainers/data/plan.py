@@ -13,7 +13,8 @@ from pathlib import Path
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.files import json_lines, write_text_atomic
+from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
+from finetrainers.utils.garbage import no_collections
 
 from .buckets import Bucket, bucket_text
 from .clip import Clip, all_cuts
@@ -91,7 +92,7 @@ class DatasetPlan:
         """Write the verdicts, one JSON object a line; and beside them the file of several data sets."""
         if self.dataset_toml is not None:
             write_text_atomic(path.with_name("dataset.toml"), self.dataset_toml)
-        write_text_atomic(path, json_lines(verdict.record() for verdict in self.verdicts))
+        write_json_lines_atomic(path, (verdict.record() for verdict in self.verdicts))
 
     def step_of(self, config: TrainConfig) -> str:
         """Clips of an optimizer step."""
@@ -148,7 +149,8 @@ def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
     Raises:
         DataError: wrong metadata, illegal buckets, more than `max_bad_samples` unusable files, or nothing to train on.
     """
-    return plan_of(survey_dataset(config, geometry), config)
+    with no_collections():
+        return plan_of(survey_dataset(config, geometry), config)
 
 
 def plan_of(survey: Survey, config: TrainConfig) -> DatasetPlan:

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -173,15 +173,31 @@ def _listed(folder: Path) -> list[Path]:
 def _read(path: Path) -> Iterator[tuple[str, Record]]:
     """The records of a file; what is no record is skipped."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
     except OSError:  # tidied away meanwhile
         return
-    for line in lines:
+    for value in _values(lines):
         try:
-            name, size, mtime_ns, header, full, digest = json.loads(line)
+            name, size, mtime_ns, header, full, digest = value
             yield name, Record(size, mtime_ns, _header(header), _full(full), digest)
         except (ValueError, TypeError, KeyError):
             continue
+
+
+def _values(lines: list[str]) -> Iterable[Any]:
+    """The JSON values of lines, all read in one go where every line is whole; None for what is no JSON."""
+    try:
+        values = json.loads(f"[{','.join(lines)}]")
+    except ValueError:
+        return map(_value, lines)
+    return values if len(values) == len(lines) else map(_value, lines)
+
+
+def _value(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _line(name: str, record: Record) -> str:

@@ -7,30 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from .fates import Refusal
 from .full_decode import decode_files
 from .manifest import Item
-from .media import look
 from .probe import Probe, ProbeError, probe
-from .probe_memory import ProbeMemory
+from .probe_memory import ProbeMemory, Record
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _THREADS = 16  # they wait for disks, mostly
-_CHUNK = 32  # items that a thread takes at once
-_TRIED = 64  # items by which the disk is judged
-_FAR_S = 0.5e-3  # seconds of a look at a disk that is far away
 _READ = 1 << 20
 _LOG_S = 10.0
 
@@ -101,43 +94,45 @@ def find_out(items: Sequence[Item], *, memory: ProbeMemory, max_pixels: int, eff
     """
     progress = effort.progress or log_progress()
     try:
-        stats, answers = _headers(items, memory, max_pixels, progress)
-        fulls = _fulls(items, stats, answers, memory, progress, effort)
-        firsts = _contents(items, stats, answers, memory, progress) if effort.duplicates else {}
+        known = [None if item.state is None else memory.recall(item.path, item.state) for item in items]
+        answers = _headers(items, known, memory, max_pixels, progress)
+        fulls = _fulls(items, known, answers, memory, progress, effort)
+        firsts = _contents(items, answers, memory, progress) if effort.duplicates else {}
     finally:
         memory.close()
     found = []
-    for place, (item, stat, answer) in enumerate(zip(items, stats, answers, strict=True)):
+    for place, (item, answer) in enumerate(zip(items, answers, strict=True)):
         full = fulls.get(place)
         if isinstance(full, Refusal):
             answer, full = full, None
-        size = stat.st_size if isinstance(stat, os.stat_result) else 0
+        size = 0 if item.state is None else item.state.st_size
         first = items[firsts[place]] if place in firsts else None
         found.append(Found(item, size, answer, full or (), full is not None, first))
     return found
 
 
 def _headers(
-    items: Sequence[Item], memory: ProbeMemory, max_pixels: int, progress: Progress
-) -> tuple[list[os.stat_result | None], list[Probe | Refusal]]:
-    """For each item, its file's version (None where it must not be opened) and what its header says."""
-    stats: list[os.stat_result | None] = []
-    answers: list[Probe | Refusal | None] = []
-    for item, looked in zip(items, _looked_up(items), strict=True):
-        known = None if isinstance(looked, Refusal) else memory.recall(item.path, looked)
-        stats.append(None if isinstance(looked, Refusal) else looked)
-        answers.append(looked if isinstance(looked, Refusal) else known.header if known else None)
+    items: Sequence[Item],
+    known: Sequence[Record | None],
+    memory: ProbeMemory,
+    max_pixels: int,
+    progress: Progress,
+) -> list[Probe | Refusal]:
+    """For each item, what its file's header says, or why the file cannot be used."""
+    answers: list[Probe | Refusal | None] = [
+        item.refused if record is None else record.header for item, record in zip(items, known, strict=True)
+    ]
 
     def header(place: int) -> Probe | Refusal:
-        item, stat = items[place], stats[place]
-        assert stat is not None
+        item = items[place]
+        assert item.state is not None
         try:
             answer: Probe | Refusal = probe(item.path, kind=item.kind)
         except ProbeError as error:
             answer = error.refusal
             if not error.lasting:
                 return answer
-        memory.keep(item.path, stat, header=answer)
+        memory.keep(item.path, item.state, header=answer)
         return answer
 
     unknown = [place for place, answer in enumerate(answers) if answer is None]
@@ -145,23 +140,7 @@ def _headers(
         for done, (place, answer) in enumerate(zip(unknown, pool.map(header, unknown), strict=True), start=1):
             answers[place] = answer
             progress("headers", done, len(unknown))
-    return stats, [_bounded(answer, max_pixels) for answer in answers if answer is not None]
-
-
-def _looked_up(items: Sequence[Item]) -> Iterator[os.stat_result | Refusal]:
-    """What the file system says of each item's file. Threads help where its disk is far away, and hinder elsewhere."""
-
-    def one(item: Item) -> os.stat_result | Refusal:
-        return look(item.path) if item.refused is None else item.refused
-
-    started = time.monotonic()
-    yield from map(one, items[:_TRIED])
-    if time.monotonic() - started < _TRIED * _FAR_S:
-        yield from map(one, items[_TRIED:])
-        return
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for chunk in pool.map(lambda chunk: [one(item) for item in chunk], _chunks(items[_TRIED:], _CHUNK)):
-            yield from chunk
+    return [_bounded(answer, max_pixels) for answer in answers if answer is not None]
 
 
 def _bounded(answer: Probe | Refusal, max_pixels: int) -> Probe | Refusal:
@@ -174,7 +153,7 @@ def _bounded(answer: Probe | Refusal, max_pixels: int) -> Probe | Refusal:
 
 def _fulls(
     items: Sequence[Item],
-    stats: Sequence[os.stat_result | None],
+    known: Sequence[Record | None],
     answers: Sequence[Probe | Refusal],
     memory: ProbeMemory,
     progress: Progress,
@@ -183,12 +162,11 @@ def _fulls(
     """By place, what decoding whole files has shown: what is remembered, and with `decode` all the others."""
     fulls: dict[int, Refusal | tuple[str, ...]] = {}
     places: dict[Path, list[int]] = defaultdict(list)
-    for place, (item, stat, answer) in enumerate(zip(items, stats, answers, strict=True)):
-        if stat is None or not isinstance(answer, Probe):
+    for place, (item, record, answer) in enumerate(zip(items, known, answers, strict=True)):
+        if isinstance(answer, Refusal):
             continue
-        known = memory.recall(item.path, stat)
-        if known is not None and known.full is not None:
-            fulls[place] = known.full
+        if record is not None and record.full is not None:
+            fulls[place] = record.full
         elif effort.decode:
             places[item.path].append(place)
     if places:
@@ -196,39 +174,35 @@ def _fulls(
         tasks = [(path, items[place].kind, answers[place]) for path, place in firsts.items()]
         for done, (path, full) in enumerate(decode_files(tasks, jobs=effort.jobs), start=1):  # type: ignore[arg-type]
             fulls.update(dict.fromkeys(places[path], full))
-            stat = stats[firsts[path]]
-            assert stat is not None
-            memory.keep(path, stat, full=full)
+            state = items[firsts[path]].state
+            assert state is not None
+            memory.keep(path, state, full=full)
             progress("decoding", done, len(tasks))
     return fulls
 
 
 def _contents(
-    items: Sequence[Item],
-    stats: Sequence[os.stat_result | None],
-    answers: Sequence[Probe | Refusal],
-    memory: ProbeMemory,
-    progress: Progress,
+    items: Sequence[Item], answers: Sequence[Probe | Refusal], memory: ProbeMemory, progress: Progress
 ) -> dict[int, int]:
     """By place, the first place with the same content under another path; only files of equal size are read."""
     by_size: dict[int, dict[Path, int]] = defaultdict(dict)
-    for place, (item, stat, answer) in enumerate(zip(items, stats, answers, strict=True)):
-        if stat is not None and isinstance(answer, Probe):
-            by_size[stat.st_size].setdefault(item.path, place)
+    for place, (item, answer) in enumerate(zip(items, answers, strict=True)):
+        if item.state is not None and isinstance(answer, Probe):
+            by_size[item.state.st_size].setdefault(item.path, place)
     alike = [place for paths in by_size.values() if len(paths) > 1 for place in paths.values()]
 
     def digest(place: int) -> tuple[int, str | None]:
-        stat = stats[place]
-        assert stat is not None
-        known = memory.recall(items[place].path, stat)
+        path, state = items[place].path, items[place].state
+        assert state is not None
+        known = memory.recall(path, state)
         if known is not None and known.digest is not None:
             return place, known.digest
         try:
-            made = _digest(items[place].path)
+            made = _digest(path)
         except OSError as error:
             logger.warning("not compared with others: %s", error)
             return place, None
-        memory.keep(items[place].path, stat, digest=made)
+        memory.keep(path, state, digest=made)
         return place, made
 
     firsts: dict[str, int] = {}
@@ -248,9 +222,3 @@ def _digest(path: Path) -> str:
         while chunk := file.read(_READ):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _chunks(items: Iterable[T], size: int) -> Iterable[list[T]]:
-    rest = iter(items)
-    while chunk := list(islice(rest, size)):
-        yield chunk

@@ -198,9 +198,10 @@ def _fingerprint(
     verdicts: Sequence[Verdict], clips: Sequence[Clip], datasets: Sequence[Dataset], repeats: Sequence[float]
 ) -> str:
     digest = hashlib.sha256()
+    encode = json.JSONEncoder(check_circular=False).encode
 
     def add(values: object) -> None:
-        digest.update(json.dumps(values).encode() + b"\n")
+        digest.update(encode(values).encode() + b"\n")
 
     others = [[clip.index, clip.lower] for clip in clips if clip.lower]
     if others:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from .buckets import Bucket, cover_size
-from .clip import Clip
+from .clip import Clip, ReshapeMode
 from .fates import Fate, Mark, Refusal
 from .frames import is_slower
 from .manifest import Kind
@@ -118,15 +119,22 @@ def give_verdict(
     crop, bucket, fps = 0.0, None, None
     if clips:
         first = clips[0]
-        crop, bucket, fps = crop_loss(first), first.bucket, first.fps
-        marks += _of_clip(first, crop=crop, target_fps=target_fps)
+        bucket, fps = first.bucket, first.fps
+        if first.kind == "video":
+            if is_slower(first.source_fps, target_fps):
+                marks.append("slower")
+            elif fps != first.source_fps:
+                marks.append("resampled")
+        crop, of_cut = _cut(bucket, first.height, first.width, first.reshape_mode)
+        marks += of_cut
     if refusal is None and not item.caption:
         marks.append("no_caption")
     if seen:
         marks.append("same_file")
     if same_as is not None:
         marks.append("same_content")
-    marks += [remark for remark in entry.found.remarks if remark in ("black", "still")]  # type: ignore[misc]
+    if entry.found.remarks:
+        marks += [remark for remark in entry.found.remarks if remark in ("black", "still")]  # type: ignore[misc]
     return Verdict(
         index=item.index,
         name=name,
@@ -144,7 +152,7 @@ def give_verdict(
         source_fps=header.fps if header else 0.0,
         width=header.width if header else 0,
         height=header.height if header else 0,
-        crop=round(crop, 4),
+        crop=crop,
         marks=tuple(marks),
         same_as=same_as,
         examples=len(clips),
@@ -157,11 +165,7 @@ def give_verdict(
 
 def crop_loss(clip: Clip) -> float:
     """Share of a clip's picture that its bucket cuts off."""
-    _, height, width = clip.bucket
-    if clip.reshape_mode == "none":
-        return 0.0
-    full_height, full_width = cover_size(clip.height, clip.width, height, width)
-    return 1 - height * width / (full_height * full_width)
+    return _crop_loss(clip.bucket, clip.height, clip.width, clip.reshape_mode)
 
 
 def is_enlarged(clip: Clip) -> bool:
@@ -169,18 +173,22 @@ def is_enlarged(clip: Clip) -> bool:
     return clip.height < clip.bucket[1] or clip.width < clip.bucket[2]
 
 
-def _of_clip(clip: Clip, *, crop: float, target_fps: float) -> list[Mark]:
-    _, height, width = clip.bucket
+def _crop_loss(bucket: Bucket, height: int, width: int, reshape_mode: ReshapeMode) -> float:
+    if reshape_mode == "none":
+        return 0.0
+    full_height, full_width = cover_size(height, width, bucket[1], bucket[2])
+    return 1 - bucket[1] * bucket[2] / (full_height * full_width)
+
+
+@lru_cache(maxsize=10_000)  # many clips are alike
+def _cut(bucket: Bucket, height: int, width: int, reshape_mode: ReshapeMode) -> tuple[float, tuple[Mark, ...]]:
+    """The crop loss of pictures of this size, for reports, and what there is to say of it."""
+    crop = _crop_loss(bucket, height, width, reshape_mode)
     marks: list[Mark] = []
-    if clip.kind == "video":
-        if is_slower(clip.source_fps, target_fps):
-            marks.append("slower")
-        elif clip.fps != clip.source_fps:
-            marks.append("resampled")
     if crop > _CROPPED:
         marks.append("cropped")
-    if clip.reshape_mode == "none" and abs(clip.width / clip.height * height / width - 1) > _DISTORTED:
+    if reshape_mode == "none" and abs(width / height * bucket[1] / bucket[2] - 1) > _DISTORTED:
         marks.append("distorted")
-    if is_enlarged(clip):
+    if height < bucket[1] or width < bucket[2]:
         marks.append("enlarged")
-    return marks
+    return round(crop, 4), tuple(marks)

@@ -9,15 +9,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_readable = json.JSONEncoder(ensure_ascii=False).encode
+_readable = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` under a temporary name, flush it to disk, and rename it to `path`."""
+    _write_atomic(path, [text], errors="strict")
+
+
+def _write_atomic(path: Path, parts: Iterable[str], *, errors: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(temporary, "w", encoding="utf-8", errors=errors) as file:
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -28,10 +32,9 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
 
 
-def json_lines(values: Iterable[Any]) -> str:
+def write_json_lines_atomic(path: Path, values: Iterable[Any]) -> None:
     """JSON in which text stays readable, a value a line; names that are not UTF-8 on disk become escapes, to be writable."""
-    lines = "".join([f"{_readable(value)}\n" for value in values])
-    return lines.encode("utf-8", "backslashreplace").decode("utf-8")
+    _write_atomic(path, (f"{_readable(value)}\n" for value in values), errors="backslashreplace")
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:

@@ -16,4 +16,9 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            if (
+                not gc.get_freeze_count()
+            ):  # both at once make them old, without a walk, where they are left alone for long
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

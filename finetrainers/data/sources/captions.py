@@ -38,4 +38,4 @@ def captions_of_text(text: str, *, each_line: bool) -> tuple[str, ...]:
 
 def written(captions: Sequence[str] | None) -> tuple[str, ...]:
     """Those that say something; blank ones among several are none."""
-    return tuple(caption for caption in captions or () if caption.strip())
+    return tuple([caption for caption in captions or () if caption.strip()])

@@ -40,11 +40,15 @@ class Root:
         self._text = os.fspath(folder)
         self._real = os.path.realpath(folder)
         # Most files of a data set lie in few folders: resolving each folder once leaves one system call per file.
-        self._folders: dict[str, str] = {}
+        self._folders: dict[str, Path] = {}
         self._listings: dict[str, dict[str, list[str]]] = {}
 
     def find(self, name: str) -> Path:
-        """The regular file of a name, relative to the root or absolute; not resolved.
+        """The regular file of a name; see `look_up`."""
+        return self.look_up(name)[0]
+
+    def look_up(self, name: str) -> tuple[Path, os.stat_result]:
+        """The regular file of a name, relative to the root or absolute: its path, not resolved, and its state.
 
         A name that is not there is looked for in other Unicode normal forms: macOS writes names decomposed, and lists of
         them are mostly composed.
@@ -55,7 +59,7 @@ class Root:
         try:
             if not name.isascii():
                 name.encode()  # bytes that are no text could be opened, but not be written into records
-            return self._find(name)
+            return self._look_up(name)
         except OSError as error:  # a name that is too long, a folder that may not be read, links in a circle
             raise PathProblem("missing", f"cannot be looked up: {error.strerror or error}") from error
         except ValueError as error:
@@ -67,35 +71,35 @@ class Root:
         """Whether an existing file or folder really lies elsewhere, and may not."""
         return not self.allow_outside and not self._holds(os.path.realpath(path))
 
-    def _find(self, name: str) -> Path:
+    def _look_up(self, name: str) -> tuple[Path, os.stat_result]:
         full = os.path.join(self._text, name)
-        self._check_folder(full)
+        folder = self._folder_of(full)
         try:
-            mode = os.lstat(full).st_mode
+            state = os.lstat(full)
         except (FileNotFoundError, NotADirectoryError):
             full = self._other_form(name)
-            self._check_folder(full)
-            mode = os.lstat(full).st_mode
-        if stat.S_ISLNK(mode):
+            folder = self._folder_of(full)
+            state = os.lstat(full)
+        if stat.S_ISLNK(state.st_mode):
             if self.is_outside(full):
                 raise _outside(f"is a link to {os.path.realpath(full)!r}, outside")
             try:
-                mode = os.stat(full).st_mode
+                state = os.stat(full)
             except FileNotFoundError:
                 raise PathProblem("missing", f"is a link to {os.readlink(full)!r}, which does not exist") from None
-        if (why := not_a_file(mode)) is not None:
+        if (why := not_a_file(state.st_mode)) is not None:
             raise PathProblem("not_a_file", why)
-        return Path(full)
+        return folder / os.path.basename(full), state
 
-    def _check_folder(self, full: str) -> None:
-        if self.allow_outside:
-            return
-        folder = os.path.dirname(full)
-        real = self._folders.get(folder)
-        if real is None:
-            real = self._folders[folder] = os.path.realpath(folder)
-        if not self._holds(real):
-            raise _outside("lies outside")
+    def _folder_of(self, full: str) -> Path:
+        """The folder that a path lies in, which may not be outside."""
+        text = full[: full.rfind(os.sep) + 1]
+        folder = self._folders.get(text)
+        if folder is None:
+            if self.is_outside(text):
+                raise _outside("lies outside")
+            folder = self._folders[text] = Path(text)
+        return folder
 
     def _holds(self, real: str) -> bool:
         return real == self._real or real.startswith(self._real.rstrip(os.sep) + os.sep)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import nearest
 
-from .rows import DataError, Findings, Row, read_lines, read_text
+from .rows import NO_EXTRA, DataError, Findings, Row, read_lines, read_text
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 
@@ -66,6 +66,8 @@ class Columns:
 
     def extra(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """The other columns."""
+        if self._taken == record.keys():
+            return NO_EXTRA
         return {name: value for name, value in record.items() if name not in self._taken}
 
     def row(self, where: str, record: Mapping[str, Any], found: Findings) -> Row | None:
@@ -140,13 +142,16 @@ def _json_records(path: Path, found: Findings) -> Records:
 
 
 def _jsonl_records(path: Path, found: Findings) -> Records:
-    decode = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique).decode
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    name = path.name  # worked out anew each time
     for number, line in enumerate(read_lines(path), start=1):
         if not line:
             continue
-        where = f"{path.name} line {number}"
+        where = f"{name} line {number}"
         try:
-            record = decode(line)
+            record, end = decoder.raw_decode(line)
+            if end < len(line):
+                raise json.JSONDecodeError("Extra data", line, end)
         except ValueError as error:
             found.problem(f"{where} is not JSON: {error}")
             continue

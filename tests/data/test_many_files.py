@@ -1,0 +1,49 @@
+"""What a start of many files rests on: asking a far disk in threads, and many objects that are not collected."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from finetrainers.utils import far
+from finetrainers.utils.garbage import no_collections
+
+
+@pytest.mark.parametrize("count", [0, 3, 64, 65, 300])
+@pytest.mark.parametrize("is_far", [False, True])
+def test_answers_come_in_order_from_near_and_far(count: int, is_far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far, "_FAR_S", 0.0 if is_far else 1.0)
+    asked_by = set()
+
+    def ask(value: int) -> int:
+        asked_by.add(threading.current_thread())
+        return -value
+
+    assert list(far.map_far(ask, range(count))) == [-value for value in range(count)]
+    assert (asked_by <= {threading.main_thread()}) == (not is_far or count <= 64)
+
+
+def test_what_is_made_without_collections_is_not_walked_afterwards() -> None:
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    walked = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            walked.append(len(gc.get_objects(generation=info["generation"])))
+
+    with no_collections():
+        kept = [[k] for k in range(50_000)]
+    gc.callbacks.append(note)
+    try:
+        others = [[k] for k in range(2_000)]  # enough for a collection of what is young
+    finally:
+        gc.callbacks.remove(note)
+        if frozen:
+            gc.freeze()
+    assert (len(kept), len(others)) == (50_000, 2_000)
+    assert gc.isenabled()
+    assert walked
+    assert max(walked) < 10_000
