@@ -15,6 +15,7 @@ from finetrainers.utils.seeding import generator
 from .bad_samples import BadSample, Note, Substitutes, load_clips
 from .clip import Clip
 from .decode import load_clip
+from .read_ahead import read_ahead
 from .stream import BatchStream, MicroBatch
 from .windows import encoded_clip
 from .workers import Workers
@@ -108,20 +109,23 @@ def iterate_steps(
     rank: int = 0,
     world_size: int = 1,
     num_workers: int = 0,
+    threads: int = 0,
     pin_memory: bool = False,
     timeout_s: float = 0.0,
     on_restart: Callable[[str], None] | None = None,
 ) -> Iterator[list[RawBatch]]:
     """Yield the micro-batches of optimizer steps `start`, `start + 1`, ... of one rank, without end.
 
-    Workers fetch ahead; with `num_workers` 0 everything happens in this process, when asked. Workers that die or hang are
+    Workers or threads fetch ahead; without either everything happens in this process, when asked. Workers that die or hang are
     started again, at the batch that is due.
 
     Args:
         stream: the order.
         fetch: brings a micro-batch into memory.
         start, accumulation, rank, world_size: which micro-batches.
-        num_workers, pin_memory: of the data loader.
+        num_workers: processes that fetch.
+        threads: threads of this process that fetch instead, where there is nothing to compute; see `read_ahead`.
+        pin_memory: whether batches come in page-locked memory.
         timeout_s: how long to wait for a batch before the workers count as hung; 0: for ever.
         on_restart: told why, whenever workers are started again.
 
@@ -129,8 +133,16 @@ def iterate_steps(
         WorkersLost: they die or hang at the same batch again and again.
     """
     sampler = _StepSampler(stream, start=start, accumulation=accumulation, rank=rank, world_size=world_size)
-    if num_workers == 0:
-        batches: Iterator[RawBatch] = map(fetch, sampler)
+    batches: Iterator[RawBatch]
+
+    def load(batch: MicroBatch) -> RawBatch:
+        raw = fetch(batch)
+        return raw.pin_memory() if pin_memory else raw
+
+    if threads:
+        batches = read_ahead(sampler, load, threads=threads)
+    elif num_workers == 0:
+        batches = map(load, sampler)
     else:
         batches = Workers(
             sampler, fetch, clips=stream.clips, count=num_workers, pin_memory=pin_memory, timeout_s=timeout_s,

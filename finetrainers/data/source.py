@@ -178,6 +178,8 @@ class BatchSource:
         """
         assert self._fetch is not None, "take_vae comes first"
         assert self._encoder is not None
+        workers = self.config.dataloader.dataloader_num_workers
+        is_cached = self.config.data.precompute_conditions
         raw_steps = iterate_steps(
             self.stream,
             self._fetch,
@@ -185,7 +187,8 @@ class BatchSource:
             accumulation=self.config.training.gradient_accumulation_steps,
             rank=self.parallel.rank,
             world_size=self.parallel.world_size,
-            num_workers=self.config.dataloader.dataloader_num_workers,
+            num_workers=0 if is_cached else workers,
+            threads=max(1, workers) if is_cached else 0,
             pin_memory=self.config.dataloader.pin_memory and self.parallel.device.type == "cuda",
             timeout_s=self.config.dataloader.dataloader_timeout,
             on_restart=lambda why: self._events.append({"kind": "loader_restarted", "why": why}),
