@@ -252,14 +252,8 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
     if (problem := slice_problem(data, first_frame=family.first_frame)) is not None:
         found.error(*problem)
     _check_buckets(config, found)
-    if config.changed("dataloader_timeout"):
-        if config.dataloader.dataloader_num_workers == 0:
-            found.warnings.append("--dataloader_timeout has no effect without --dataloader_num_workers")
-        elif data.precompute_conditions:
-            found.warnings.append(
-                "--dataloader_timeout has no effect on batches from the cache, which threads of the training process read; "
-                "--step_timeout ends a run that waits for them too long"
-            )
+    if config.changed("dataloader_timeout") and config.dataloader.dataloader_num_workers == 0:
+        found.warnings.append("--dataloader_timeout has no effect without --dataloader_num_workers")
     errors, without_effect = check_source(
         data, given=[name for name in type(data).model_fields if config.changed(name)]
     )

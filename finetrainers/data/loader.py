@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from .decode import load_clip
 from .read_ahead import read_ahead
 from .stream import BatchStream, MicroBatch
 from .windows import encoded_clip
-from .workers import Workers
+from .workers import Fetch, Workers
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,6 @@ class RawBatch:
             stretches=tuple(pixels.pin_memory() for pixels in self.stretches),
             cached=None if self.cached is None else {k: v.pin_memory() for k, v in self.cached.items()},
         )
-
-
-class Fetch(Protocol):
-    """Turns the names of clips into a batch in memory; runs in worker processes, so it must be picklable."""
-
-    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
-        """The batch; `note` is called with each clip before it is read."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +93,7 @@ class _StepSampler:
 
 def iterate_steps(
     stream: BatchStream,
-    fetch: Fetch,
+    fetch: Fetch[RawBatch],
     *,
     start: int = 0,
     accumulation: int = 1,

@@ -28,11 +28,12 @@ from .digests import FileDigests
 from .encode import CachedEncoder, Encoder, EncodeText
 from .identity import identity
 from .known_models import KnownModel, describe_model, remember_model
-from .loader import DecodeFetch, Fetch, iterate_steps
+from .loader import DecodeFetch, RawBatch, iterate_steps
 from .plan import DatasetPlan
 from .precompute import CacheFetch, Encoded, Progress, precompute_text, precompute_video
 from .progress import Meter
 from .stream import MicroBatch, fixed_batches, stream_of
+from .workers import Fetch
 
 
 class Ranks(Protocol):
@@ -93,8 +94,8 @@ class BatchSource:
         )
         self._events: list[dict[str, Any]] = []
         self._epoch = -1  # the one that was counted last
-        self._fetch: Fetch | None = None
-        self._fetch_strictly: Fetch | None = None
+        self._fetch: Fetch[RawBatch] | None = None
+        self._fetch_strictly: Fetch[RawBatch] | None = None
         self._encoder: Encoder | CachedEncoder | None = None
         self._eval: list[tuple[Batch, bool]] | None = None
 
@@ -155,6 +156,7 @@ class BatchSource:
                 world_size=self.parallel.world_size,
                 batch_size=data.precompute_batch_size,
                 num_workers=self.config.dataloader.dataloader_num_workers,
+                timeout_s=self.config.dataloader.dataloader_timeout,
                 progress=progress,
                 optional={clip.index for clip in self.plan.clips} if data.max_bad_share else (),
                 unreadable=unreadable,
@@ -264,7 +266,7 @@ class BatchSource:
             self._eval = [(batch, counts) for batch, (_, counts) in zip(encoded, share, strict=True)]
         return self._eval
 
-    def _together(self, wanted: Sequence[MicroBatch], fetch: Fetch, *, what: str) -> list[Batch]:
+    def _together(self, wanted: Sequence[MicroBatch], fetch: Fetch[RawBatch], *, what: str) -> list[Batch]:
         """Batches with their captions; what keeps one rank from loading is raised on all, which would wait for it."""
         assert self._encoder is not None
         error: Exception | None = None
