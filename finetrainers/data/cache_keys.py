@@ -99,10 +99,11 @@ class CacheKeys:
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 
     def _about(self, kind: str, what: str, model: str, identity: str) -> dict[str, str]:
-        return {"kind": kind, "of": what, "model": model, "identity": identity[:12], "versions": _versions()}
+        return {"kind": kind, "of": what, "model": model, "identity": identity[:12], "versions": library_versions()}
 
 
-def _versions() -> str:
+def library_versions() -> str:
+    """The libraries that encode, with their versions."""
     found = []
     for package in _PACKAGES:
         try:

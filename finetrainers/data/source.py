@@ -6,7 +6,8 @@ It is handed the text encoders and the VAE as they are loaded, and keeps them, o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,6 +17,7 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import ModelSection
 from finetrainers.config.window_checks import slice_problem
 from finetrainers.models.spec import Batch, ModelSpec, TextEncoders
 
@@ -27,7 +29,7 @@ from .course import Course
 from .digests import FileDigests
 from .encode import CachedEncoder, Encoder, EncodeText
 from .identity import identity
-from .known_models import KnownModel, describe_model, remember_model
+from .known_models import KnownModel, describe_model, recall_files, remember_files, remember_model
 from .loader import DecodeFetch, RawBatch, iterate_steps
 from .plan import DatasetPlan
 from .precompute import CacheFetch, Encoded, Progress, precompute_text, precompute_video
@@ -99,6 +101,21 @@ class BatchSource:
         self._encoder: Encoder | CachedEncoder | None = None
         self._eval: list[tuple[Batch, bool]] | None = None
 
+    def recall_texts(self) -> bool:
+        """Find every caption in the cache, on all ranks; if so, the text encoders need not be loaded for it.
+
+        The encoders are known by their files, as long as these are as they were when they were loaded for this cache.
+        """
+        if not self.config.data.precompute_conditions:
+            return False
+        self._cache.hold()
+        found = recall_texts(self._keys(vae_identity=""), self.plan.all_captions(), self.config.model, self._directory)
+        if not agreed(found, self.parallel):
+            return False
+        self._text_identity = str(found)
+        self.precomputed["captions"] = Encoded(found=len({"", *self.plan.all_captions()}))
+        return True
+
     def take_text_encoders(self, encoders: TextEncoders) -> TextEncoders | None:
         """Use the text encoders; None when they are not needed any more."""
         if not self.config.data.precompute_conditions:
@@ -122,6 +139,8 @@ class BatchSource:
 
         self._precompute("captions", work)
         self._remember("text", KnownModel(self._text_identity))
+        if self.parallel.rank == 0:
+            remember_files(self._directory, self.config.model, self._text_identity)
         return None
 
     def take_vae(self, vae: nn.Module) -> nn.Module | None:
@@ -320,6 +339,20 @@ class BatchSource:
             failure = error
         self.parallel.raise_if_any_failed(failure, f"encoding {what} before training")
         self.precomputed[what] = sum(self.parallel.gather_objects([share]), Encoded())
+
+
+def recall_texts(keys: CacheKeys, captions: Iterable[str], model: ModelSection, directory: Path) -> str | None:
+    """The identity of the model's text encoders by their files, if all captions are cached by them; else None."""
+    identity = recall_files(directory, model)
+    if identity is None:
+        return None
+    known = replace(keys, text_identity=identity)
+    return None if keys.cache.missing(known.text(caption) for caption in {"", *captions}) else identity
+
+
+def agreed(found: str | None, parallel: Ranks) -> bool:
+    """Whether all ranks have found the same; every rank must call it."""
+    return len(set(parallel.gather_objects([found]))) == 1 and found is not None
 
 
 def cache_directory(config: TrainConfig) -> Path:

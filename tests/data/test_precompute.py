@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,14 @@ from finetrainers.data.cache_keys import CacheKeys
 from finetrainers.data.clip import Clip
 from finetrainers.data.digests import FileDigests
 from finetrainers.data.encode import FIRST_FRAME, MOMENTS
-from finetrainers.data.known_models import KnownModel, describe_model, recall_models, remember_model
+from finetrainers.data.known_models import (
+    KnownModel,
+    describe_model,
+    recall_files,
+    recall_models,
+    remember_files,
+    remember_model,
+)
 from finetrainers.data.precompute import Encoded, precompute_video
 from finetrainers.data.progress import Meter, duration
 from finetrainers.data.workers import WorkersLost
@@ -205,6 +213,37 @@ def test_models_are_known_by_the_options_that_choose_them(tmp_path: Path) -> Non
     assert describe_model(model, "vae") == "ltx_video VAE of a-model, bf16"  # a folder's name, not its place
     hub = model.model_copy(update={"pretrained_model_name_or_path": "someone/model", "enable_tiling": True})
     assert describe_model(hub, "vae") == "ltx_video VAE of someone/model, bf16, tiled"
+
+
+def test_text_encoders_are_known_by_their_files_while_these_stay_as_they_are(tmp_path: Path) -> None:
+    repo = tmp_path / "a-model"
+    for part, name in (("tokenizer", "tokenizer_config.json"), ("text_encoder", "config.json"), ("vae", "config.json"), ("transformer", "config.json")):  # fmt: skip
+        (repo / part).mkdir(parents=True)
+        (repo / part / name).write_text("{}")
+    weights = repo / "text_encoder" / "model.safetensors"
+    weights.write_bytes(b"one")
+    model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(repo))
+    assert recall_files(tmp_path, model) is None
+
+    def after(change: Callable[[], object], *, known: bool) -> None:
+        remember_files(tmp_path, model, "name")
+        assert recall_files(tmp_path, model) == "name"
+        change()
+        assert (recall_files(tmp_path, model) == "name") == known
+
+    times = weights.stat()
+    after(lambda: (repo / "vae" / "config.json").write_text("[]"), known=True)
+    after(lambda: weights.write_bytes(b"other"), known=False)
+    after(lambda: (repo / "tokenizer" / "vocab.json").write_text("{}"), known=False)
+    after(
+        lambda: (repo / "transformer" / "config.json").write_text("[1]"), known=False
+    )  # it may say how long texts are
+    after(lambda: os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns)), known=False)
+    for other in ({"text_encoder_dtype": "fp32"}, {"text_encoder_id": str(repo)}, {"pretrained_model_name_or_path": "x/y"}):  # fmt: skip
+        assert recall_files(tmp_path, model.model_copy(update=other)) is None
+    elsewhere = model.model_copy(update={"pretrained_model_name_or_path": "x/y"})
+    remember_files(tmp_path, elsewhere, "name")  # nothing of it is on this disk
+    assert recall_files(tmp_path, elsewhere) is None
 
 
 def test_the_meter_says_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
