@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from finetrainers.config.sections import ModelSection
-from finetrainers.models.registry import part_folder
+from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.files import write_json_atomic
 from finetrainers.utils.packaged import SCHEME, model_path
 
@@ -62,21 +62,21 @@ def recall_models(directory: Path, model: ModelSection, part: Part) -> list[Know
     return [KnownModel(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def remember_files(directory: Path, model: ModelSection, identity: str) -> None:
+def remember_files(directory: Path, spec: ModelSpec, identity: str) -> None:
     """Write down which identity the text encoders have that the model's files hold, as they are now."""
-    stamp = _stamp(model)
-    path = _folder(directory, model, "text") / "files" / f"{stamp}.json"
+    stamp = _stamp(spec)
+    path = _folder(directory, spec.config, "text") / "files" / f"{stamp}.json"
     if stamp is not None and not path.is_file():
         write_json_atomic(path, {"identity": identity})
 
 
-def recall_files(directory: Path, model: ModelSection) -> str | None:
+def recall_files(directory: Path, spec: ModelSpec) -> str | None:
     """The identity that the text encoders will have once they are loaded; None: not known, or their files have changed."""
-    path = _folder(directory, model, "text") / "files" / f"{_stamp(model)}.json"
+    path = _folder(directory, spec.config, "text") / "files" / f"{_stamp(spec)}.json"
     return json.loads(path.read_text(encoding="utf-8"))["identity"] if path.is_file() else None
 
 
-def _stamp(model: ModelSection) -> str | None:
+def _stamp(spec: ModelSpec) -> str | None:
     """A name of the files of tokenizers and text encoders and of the libraries that read them; None: not on this disk.
 
     Of each file the path, size, and times of modification and of change count, as for media files (`digests`): reading
@@ -84,7 +84,7 @@ def _stamp(model: ModelSection) -> str | None:
     """
     found: list[object] = []
     for part in _TEXT_PARTS:
-        folder = part_folder(model, part)
+        folder = spec.folder_of(part)
         for path in sorted(folder.iterdir()) if folder is not None else ():
             stat = path.stat()
             if path.is_file():
@@ -92,7 +92,7 @@ def _stamp(model: ModelSection) -> str | None:
     if not found:
         return None
     # How long a text may be can be written in the transformer's config.
-    folder = part_folder(model, "transformer")
+    folder = spec.folder_of("transformer")
     config = None if folder is None else (folder / "config.json").read_text(encoding="utf-8")
     return TensorCache.key(files=found, transformer=config, versions=library_versions(), encoding=ENCODING_VERSION)
 

@@ -17,7 +17,6 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.sections import ModelSection
 from finetrainers.config.window_checks import slice_problem
 from finetrainers.models.spec import Batch, ModelSpec, TextEncoders
 
@@ -109,7 +108,7 @@ class BatchSource:
         if not self.config.data.precompute_conditions:
             return False
         self._cache.hold()
-        found = recall_texts(self._keys(vae_identity=""), self.plan.all_captions(), self.config.model, self._directory)
+        found = recall_texts(self._keys(vae_identity=""), self.plan.all_captions(), self.spec, self._directory)
         if not agreed(found, self.parallel):
             return False
         self._text_identity = str(found)
@@ -140,7 +139,7 @@ class BatchSource:
         self._precompute("captions", work)
         self._remember("text", KnownModel(self._text_identity))
         if self.parallel.rank == 0:
-            remember_files(self._directory, self.config.model, self._text_identity)
+            remember_files(self._directory, self.spec, self._text_identity)
         return None
 
     def take_vae(self, vae: nn.Module) -> nn.Module | None:
@@ -341,9 +340,9 @@ class BatchSource:
         self.precomputed[what] = sum(self.parallel.gather_objects([share]), Encoded())
 
 
-def recall_texts(keys: CacheKeys, captions: Iterable[str], model: ModelSection, directory: Path) -> str | None:
+def recall_texts(keys: CacheKeys, captions: Iterable[str], spec: ModelSpec, directory: Path) -> str | None:
     """The identity of the model's text encoders by their files, if all captions are cached by them; else None."""
-    identity = recall_files(directory, model)
+    identity = recall_files(directory, spec)
     if identity is None:
         return None
     known = replace(keys, text_identity=identity)

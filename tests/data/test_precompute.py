@@ -223,13 +223,14 @@ def test_text_encoders_are_known_by_their_files_while_these_stay_as_they_are(tmp
     weights = repo / "text_encoder" / "model.safetensors"
     weights.write_bytes(b"one")
     model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(repo))
-    assert recall_files(tmp_path, model) is None
+    spec = get_family("ltx_video").load(model)
+    assert recall_files(tmp_path, spec) is None
 
     def after(change: Callable[[], object], *, known: bool) -> None:
-        remember_files(tmp_path, model, "name")
-        assert recall_files(tmp_path, model) == "name"
+        remember_files(tmp_path, spec, "name")
+        assert recall_files(tmp_path, spec) == "name"
         change()
-        assert (recall_files(tmp_path, model) == "name") == known
+        assert (recall_files(tmp_path, spec) == "name") == known
 
     times = weights.stat()
     after(lambda: (repo / "vae" / "config.json").write_text("[]"), known=True)
@@ -240,8 +241,8 @@ def test_text_encoders_are_known_by_their_files_while_these_stay_as_they_are(tmp
     )  # it may say how long texts are
     after(lambda: os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns)), known=False)
     for other in ({"text_encoder_dtype": "fp32"}, {"text_encoder_id": str(repo)}, {"pretrained_model_name_or_path": "x/y"}):  # fmt: skip
-        assert recall_files(tmp_path, model.model_copy(update=other)) is None
-    elsewhere = model.model_copy(update={"pretrained_model_name_or_path": "x/y"})
+        assert recall_files(tmp_path, get_family("ltx_video").load(model.model_copy(update=other))) is None
+    elsewhere = get_family("ltx_video").load(model.model_copy(update={"pretrained_model_name_or_path": "x/y"}))
     remember_files(tmp_path, elsewhere, "name")  # nothing of it is on this disk
     assert recall_files(tmp_path, elsewhere) is None
 

@@ -62,7 +62,7 @@ class PromptSource:
     def recall_texts(self) -> bool:
         """Find every prompt in the cache, on all ranks; see `BatchSource.recall_texts`."""
         self._cache.hold()
-        found = recall_texts(self._keys, self._texts(), self.config.model, self._directory)
+        found = recall_texts(self._keys, self._texts(), self.spec, self._directory)
         if not agreed(found, self.parallel):
             return False
         self._keys = self._keys_of(str(found))
@@ -94,7 +94,7 @@ class PromptSource:
         self.precomputed["prompts"] = sum(self.parallel.gather_objects([share]), Encoded())
         if self.parallel.rank == 0:
             remember_model(self._directory, self.config.model, "text", KnownModel(self._keys.text_identity))
-            remember_files(self._directory, self.config.model, self._keys.text_identity)
+            remember_files(self._directory, self.spec, self._keys.text_identity)
         self._settle()
 
     def _texts(self) -> list[str]:
