@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,6 +109,10 @@ def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") 
 
         quiet_progress_bars()
         prepare(checked)
+    except KeyboardInterrupt:
+        if launched_rank() == 0:
+            print("stopped; what is encoded is kept, and the same command goes on from there", file=sys.stderr)
+        return exit_codes.killed_by(signal.SIGINT)
     except ConfigError as error:
         if launched_rank() == 0:
             print(f"error: {_with_the_rest(error, preparing=True)}", file=sys.stderr)

@@ -251,7 +251,11 @@ class DataloaderSection(Section):
         description="What becomes of clips that do not fill a batch at the end of an epoch: smaller batches (`keep`), left out "
         "(`drop`), filled up with further clips of the bucket (`pad`), or first in the next epoch's batches (`wrap`).",
     )
-    dataloader_num_workers: int = Field(0, ge=0, description="Processes that decode; 0 decodes in the main process.")
+    dataloader_num_workers: int = Field(
+        0,
+        ge=0,
+        description="Processes that decode; 0 decodes in the main process. A cache is read ahead by so many threads, at least one.",
+    )
     dataloader_timeout: int = Field(
         300,
         ge=0,

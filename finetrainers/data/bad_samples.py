@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: What a clip's own file, or its entry in the cache, can fail with.
-_PROBLEMS = (DecodeError, CacheError, OSError)
+PROBLEMS = (DecodeError, CacheError, OSError)
 #: A file system that is gone makes every clip bad; then it need not be asked for all of them.
 _MOST_TRIED = 8
 
@@ -96,10 +96,10 @@ def load_clips(
             if note is not None:
                 note(clip)
             try:
-                loaded.append(_twice(load, clip, key))
+                loaded.append(twice(load, clip, key))
                 used.append(clip)
                 break
-            except _PROBLEMS as error:
+            except PROBLEMS as error:
                 following = next(others, None)
                 if following is None:
                     raise
@@ -108,11 +108,12 @@ def load_clips(
     return tuple(used), loaded, tuple(bad)
 
 
-def _twice(load: Callable[[Clip, tuple[int, int]], T], clip: Clip, key: tuple[int, int]) -> T:
+def twice(load: Callable[..., T], *arguments: Any) -> T:
+    """What it gives, at the first or second time: a network file system may just have been busy."""
     try:
-        return load(clip, key)
-    except _PROBLEMS:  # a network file system may just have been busy
-        return load(clip, key)
+        return load(*arguments)
+    except PROBLEMS:
+        return load(*arguments)
 
 
 class Ranks(Protocol):

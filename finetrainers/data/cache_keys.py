@@ -100,12 +100,15 @@ class CacheKeys:
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 
     def _about(self, kind: str, what: str, model: str, identity: str) -> dict[str, str]:
-        return {"kind": kind, "of": what, "model": model, "identity": identity[:12], "versions": _versions()}
+        return {"kind": kind, "of": what, "model": model, "identity": identity[:12], "versions": library_versions()}
 
 
 @cache
-def _versions() -> str:
-    """Read once: looking a package up parses its whole description, which takes longer than encoding a caption."""
+def library_versions() -> str:
+    """The libraries that encode, with their versions.
+
+    Read once: looking a package up parses its whole description, which takes longer than encoding a caption.
+    """
     found = []
     for package in _PACKAGES:
         try:

@@ -8,6 +8,7 @@ nanosecond. Inode numbers are left out, since some network file systems number f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -60,9 +61,14 @@ class FileDigests:
         return digest
 
     def learn(self, paths: Iterable[Path]) -> None:
-        """Read files that are not known yet, a few at a time; `of` says then at once what they hold."""
+        """Read files that are not known yet, a few at a time; `of` says then at once what they hold, or why they cannot be read."""
+
+        def read(path: Path) -> None:
+            with contextlib.suppress(OSError):
+                self.of(path)
+
         with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(self.of, dict.fromkeys(paths)):
+            for _ in pool.map(read, dict.fromkeys(paths)):
                 pass
 
     def refresh(self) -> None:
@@ -81,7 +87,10 @@ class FileDigests:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:  # what a disk fails with while it is read names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return digest.hexdigest()

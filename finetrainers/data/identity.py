@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+#: Raise when encoders come to be called otherwise (with another prompt template, say), so that old entries are no longer found.
+ENCODING_VERSION = 1
+
 _SAMPLED = 256  # elements read of each tensor; training or converting a model changes them all
 
 
@@ -24,7 +27,7 @@ def identity(parts: Mapping[str, Any], **options: object) -> str:
         parts: by name: torch modules, and tokenizers or processors with a vocabulary.
         options: anything else that changes the result; JSON values.
     """
-    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps({**options, "version": ENCODING_VERSION}, sort_keys=True).encode())
     for name, part in sorted(parts.items()):
         digest.update(f"\n{name} {type(part).__name__} ".encode())
         if isinstance(part, nn.Module):

@@ -1,7 +1,8 @@
 """Which models a cache has entries of: by the options that name a model, the identities that it turned out to have.
 
 An identity is a digest of weights in memory, so without this nobody could say what a configuration needs of a cache
-without loading its text encoders and VAE.
+without loading its text encoders and VAE. And by the files that text encoders were loaded from, as long as those are as they
+were, so that a start that finds every caption need not load gigabytes to name them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from finetrainers.config.sections import ModelSection
+from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.files import write_json_atomic
 from finetrainers.utils.packaged import SCHEME, model_path
 
 from .cache import TensorCache
+from .cache_keys import library_versions
+from .identity import ENCODING_VERSION
 
 Part = Literal["text", "vae"]
 #: Options that choose a part, beside those of the whole model.
@@ -26,6 +30,7 @@ _OPTIONS: dict[Part, tuple[str, ...]] = {
     ),
     "vae": ("vae_id", "vae_dtype", "enable_tiling"),
 }  # fmt: skip
+_TEXT_PARTS = ("tokenizer", "tokenizer_2", "tokenizer_3", "text_encoder", "text_encoder_2", "text_encoder_3")
 _SHARED = ("model_name", "pretrained_model_name_or_path", "revision", "variant")
 _PLACES = ("pretrained_model_name_or_path", "tokenizer_id", "tokenizer_2_id", "text_encoder_id", "text_encoder_2_id", "vae_id")  # fmt: skip
 
@@ -55,6 +60,41 @@ def recall_models(directory: Path, model: ModelSection, part: Part) -> list[Know
     """All that this part of the configured model has ever been: its files may have been replaced under the same name."""
     paths = sorted(_folder(directory, model, part).glob("*.json"))
     return [KnownModel(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def remember_files(directory: Path, spec: ModelSpec, identity: str) -> None:
+    """Write down which identity the text encoders have that the model's files hold, as they are now."""
+    stamp = _stamp(spec)
+    path = _folder(directory, spec.config, "text") / "files" / f"{stamp}.json"
+    if stamp is not None and not path.is_file():
+        write_json_atomic(path, {"identity": identity})
+
+
+def recall_files(directory: Path, spec: ModelSpec) -> str | None:
+    """The identity that the text encoders will have once they are loaded; None: not known, or their files have changed."""
+    path = _folder(directory, spec.config, "text") / "files" / f"{_stamp(spec)}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["identity"] if path.is_file() else None
+
+
+def _stamp(spec: ModelSpec) -> str | None:
+    """A name of the files of tokenizers and text encoders and of the libraries that read them; None: not on this disk.
+
+    Of each file the path, size, and times of modification and of change count, as for media files (`digests`): reading
+    gigabytes would take as long as loading them.
+    """
+    found: list[object] = []
+    for part in _TEXT_PARTS:
+        folder = spec.folder_of(part)
+        for path in sorted(folder.iterdir()) if folder is not None else ():
+            stat = path.stat()
+            if path.is_file():
+                found.append([part, str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
+    if not found:
+        return None
+    # How long a text may be can be written in the transformer's config.
+    folder = spec.folder_of("transformer")
+    config = None if folder is None else (folder / "config.json").read_text(encoding="utf-8")
+    return TensorCache.key(files=found, transformer=config, versions=library_versions(), encoding=ENCODING_VERSION)
 
 
 def describe_model(model: ModelSection, part: Part) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +14,10 @@ from finetrainers.utils.seeding import generator
 from .bad_samples import BadSample, Note, Substitutes, load_clips
 from .clip import Clip
 from .decode import load_clip
+from .read_ahead import read_ahead
 from .stream import BatchStream, MicroBatch
 from .windows import encoded_clip
-from .workers import Workers
+from .workers import Fetch, Workers
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,6 @@ class RawBatch:
             stretches=tuple(pixels.pin_memory() for pixels in self.stretches),
             cached=None if self.cached is None else {k: v.pin_memory() for k, v in self.cached.items()},
         )
-
-
-class Fetch(Protocol):
-    """Turns the names of clips into a batch in memory; runs in worker processes, so it must be picklable."""
-
-    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
-        """The batch; `note` is called with each clip before it is read."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -101,27 +93,30 @@ class _StepSampler:
 
 def iterate_steps(
     stream: BatchStream,
-    fetch: Fetch,
+    fetch: Fetch[RawBatch],
     *,
     start: int = 0,
     accumulation: int = 1,
     rank: int = 0,
     world_size: int = 1,
     num_workers: int = 0,
+    threads: int = 0,
     pin_memory: bool = False,
     timeout_s: float = 0.0,
     on_restart: Callable[[str], None] | None = None,
 ) -> Iterator[list[RawBatch]]:
     """Yield the micro-batches of optimizer steps `start`, `start + 1`, ... of one rank, without end.
 
-    Workers fetch ahead; with `num_workers` 0 everything happens in this process, when asked. Workers that die or hang are
+    Workers or threads fetch ahead; without either everything happens in this process, when asked. Workers that die or hang are
     started again, at the batch that is due.
 
     Args:
         stream: the order.
         fetch: brings a micro-batch into memory.
         start, accumulation, rank, world_size: which micro-batches.
-        num_workers, pin_memory: of the data loader.
+        num_workers: processes that fetch.
+        threads: threads of this process that fetch instead, where there is nothing to compute; see `read_ahead`.
+        pin_memory: whether batches come in page-locked memory.
         timeout_s: how long to wait for a batch before the workers count as hung; 0: for ever.
         on_restart: told why, whenever workers are started again.
 
@@ -129,8 +124,16 @@ def iterate_steps(
         WorkersLost: they die or hang at the same batch again and again.
     """
     sampler = _StepSampler(stream, start=start, accumulation=accumulation, rank=rank, world_size=world_size)
-    if num_workers == 0:
-        batches: Iterator[RawBatch] = map(fetch, sampler)
+    batches: Iterator[RawBatch]
+
+    def load(batch: MicroBatch) -> RawBatch:
+        raw = fetch(batch)
+        return raw.pin_memory() if pin_memory else raw
+
+    if threads:
+        batches = read_ahead(sampler, load, threads=threads)
+    elif num_workers == 0:
+        batches = map(load, sampler)
     else:
         batches = Workers(
             sampler, fetch, clips=stream.clips, count=num_workers, pin_memory=pin_memory, timeout_s=timeout_s,

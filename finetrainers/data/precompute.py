@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from .bad_samples import BadSample, Note, Substitutes, load_clips
+from .bad_samples import PROBLEMS, BadSample, Note, Substitutes, load_clips, twice
 from .cache import CacheError, is_finite
 from .cache_keys import CacheKeys
 from .clip import Clip
-from .decode import DecodeError
 from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip, to_unit_range
 from .loader import RawBatch
 from .stream import MicroBatch
 from .windows import cut_latents, encoded_clip
+from .workers import Workers
 
 #: Called with (done, total) after every encoded batch.
 Progress = Callable[[int, int], None]
@@ -67,7 +66,7 @@ def precompute_text(
         conditions = encode_text([caption for _, caption in batch])
         for row, (key, caption) in enumerate(batch):
             tensors = {name: tensor[row : row + 1] for name, tensor in conditions.tensors.items()}
-            _refuse_non_finite(tensors, f"the caption {caption!r}")
+            _refuse_non_finite(tensors, f"the caption {caption!r}", "text_encoder_dtype")
             size += keys.cache.put(key, tensors, keys.about_text(caption))
         if progress:
             progress(start + len(batch), len(todo))
@@ -83,6 +82,7 @@ def precompute_video(
     world_size: int = 1,
     batch_size: int = 1,
     num_workers: int = 0,
+    timeout_s: float = 0.0,
     progress: Progress | None = None,
     optional: Collection[int] = (),
     unreadable: list[BadSample] | None = None,
@@ -95,10 +95,14 @@ def precompute_video(
         keys: names of entries.
         rank, world_size: whose share.
         batch_size: how many clips of one bucket the VAE is given at a time.
-        num_workers: processes that decode.
+        num_workers: processes that decode; those that die or hang are started again.
+        timeout_s: how long to wait for a clip before they count as hung; 0: for ever.
         progress: called after every batch.
-        optional: indices of clips that may be left out if they cannot be decoded.
+        optional: indices of clips that may be left out if they cannot be read or decoded.
         unreadable: gets these.
+
+    Raises:
+        WorkersLost: they die or hang at the same clip again and again.
     """
     # Clips that differ in their captions alone are one. Sorted, so that batches are full and shares cost about the same;
     # the largest bucket first, so that what does not fit into memory is known at once.
@@ -106,30 +110,41 @@ def precompute_video(
     mine = sorted(distinct.values(), key=_largest_first)[rank::world_size]
     keys.digests.learn(clip.path for clip in mine)
     share: dict[str, Clip] = {}
+    bad: list[BadSample] = []
     for clip in mine:
-        share.setdefault(keys.video(clip), clip)
+        try:
+            share.setdefault(keys.video(clip), clip)
+        except OSError as error:
+            if clip.index not in optional:
+                raise
+            bad.append(BadSample(clip, str(error)))
     todo = [(key, share[key]) for key in keys.cache.missing(share)]
-    loader = DataLoader(_Pixels([clip for _, clip in todo], keys, optional), batch_size=None, num_workers=num_workers)
-    done, left_out, size = 0, 0, 0
-    for batch in _batches(todo, loader, batch_size):
+    order = [MicroBatch(0, (clip,)) for _, clip in todo]
+    fetch = _PixelFetch(keys, optional)
+    decoded: Iterator[Tensor | str] = map(fetch, order)
+    if num_workers and todo:
+        todo_clips = [clip for _, clip in todo]
+        decoded = Workers(order, fetch, clips=todo_clips, count=num_workers, timeout_s=timeout_s).batches()
+    done, encoded, size = 0, 0, 0
+    for batch in _batches(todo, decoded, batch_size):
         good = [(key, clip, video) for key, clip, video in batch if isinstance(video, Tensor)]
-        for _, clip, reason in batch:
-            if isinstance(reason, str) and unreadable is not None:
-                unreadable.append(BadSample(clip, reason))
+        bad += [BadSample(clip, reason) for _, clip, reason in batch if isinstance(reason, str)]
         if good:
             videos = to_unit_range(torch.stack([video for _, _, video in good]))
             moments = encode_clip(videos, encode_video, with_first_frame=keys.with_first_frame)
         for row, (key, clip, _) in enumerate(good):
             tensors = {name: tensor[row : row + 1] for name, tensor in moments.items()}
-            _refuse_non_finite(tensors, str(clip.path))
+            _refuse_non_finite(tensors, str(clip.path), "vae_dtype")
             size += keys.cache.put(key, tensors, keys.about_video(clip))
-        left_out += len(batch) - len(good)
+        encoded += len(good)
         done += len(batch)
         if progress:
             progress(done, len(todo))
     # The entries of other ranks are named by what these have learnt, and worker processes inherit it.
     keys.digests.refresh()
-    return Encoded(len(todo) - left_out, len(share) - len(todo), left_out, size)
+    if unreadable is not None:
+        unreadable += bad
+    return Encoded(encoded, len(share) - len(todo), len(bad), size)
 
 
 def _largest_first(clip: Clip) -> tuple[int, tuple[int, ...], int]:
@@ -150,22 +165,20 @@ def _batches(
         yield batch
 
 
-class _Pixels(Dataset["Tensor | str"]):
-    """Decoded clips, so that worker processes can decode ahead of the VAE; of optional ones the reason if they cannot be."""
+@dataclass(frozen=True)
+class _PixelFetch:
+    """Decodes one clip, here or in a worker; of an optional one gives the reason if it cannot be."""
 
-    def __init__(self, clips: Sequence[Clip], keys: CacheKeys, optional: Collection[int]) -> None:
-        self.clips = clips
-        self.keys = keys
-        self.optional = optional
+    keys: CacheKeys
+    optional: Collection[int]
 
-    def __len__(self) -> int:
-        return len(self.clips)
-
-    def __getitem__(self, index: int) -> Tensor | str:
-        clip = self.clips[index]
+    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> Tensor | str:
+        [clip] = batch.clips
+        if note is not None:
+            note(clip)
         try:
-            return self.keys.pixels(clip)
-        except DecodeError as error:
+            return twice(self.keys.pixels, clip)
+        except PROBLEMS as error:
             if clip.index not in self.optional:
                 raise
             return str(error)
@@ -211,12 +224,13 @@ class CacheFetch:
         for name, tensor in tensors.items():
             if not is_finite(tensor):
                 raise CacheError(
-                    f"the cache entry {self.keys.cache.path(key)} of {what} holds NaN or infinity in {name}"
+                    f"the cache entry {self.keys.cache.path(key)} of {what} holds NaN or infinity in {name}; "
+                    f"remove it with: finetrainers cache verify {self.keys.cache.directory.parent} --repair"
                 )
         return tensors
 
 
-def _refuse_non_finite(tensors: dict[str, Tensor], what: str) -> None:
+def _refuse_non_finite(tensors: dict[str, Tensor], what: str, option: str) -> None:
     for name, tensor in tensors.items():
         if not is_finite(tensor):
-            raise ValueError(f"encoding {what} gave {name} with NaN or infinity; try another `vae_dtype`, such as fp32")
+            raise ValueError(f"encoding {what} gave {name} with NaN or infinity; try another --{option}, such as fp32")

@@ -6,7 +6,8 @@ It is handed the text encoders and the VAE as they are loaded, and keeps them, o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -27,12 +28,13 @@ from .course import Course
 from .digests import FileDigests
 from .encode import CachedEncoder, Encoder, EncodeText
 from .identity import identity
-from .known_models import KnownModel, describe_model, remember_model
-from .loader import DecodeFetch, Fetch, iterate_steps
+from .known_models import KnownModel, describe_model, recall_files, remember_files, remember_model
+from .loader import DecodeFetch, RawBatch, iterate_steps
 from .plan import DatasetPlan
 from .precompute import CacheFetch, Encoded, Progress, precompute_text, precompute_video
 from .progress import Meter
 from .stream import MicroBatch, fixed_batches, stream_of
+from .workers import Fetch
 
 
 class Ranks(Protocol):
@@ -93,10 +95,25 @@ class BatchSource:
         )
         self._events: list[dict[str, Any]] = []
         self._epoch = -1  # the one that was counted last
-        self._fetch: Fetch | None = None
-        self._fetch_strictly: Fetch | None = None
+        self._fetch: Fetch[RawBatch] | None = None
+        self._fetch_strictly: Fetch[RawBatch] | None = None
         self._encoder: Encoder | CachedEncoder | None = None
         self._eval: list[tuple[Batch, bool]] | None = None
+
+    def recall_texts(self) -> bool:
+        """Find every caption in the cache, on all ranks; if so, the text encoders need not be loaded for it.
+
+        The encoders are known by their files, as long as these are as they were when they were loaded for this cache.
+        """
+        if not self.config.data.precompute_conditions:
+            return False
+        self._cache.hold()
+        found = recall_texts(self._keys(vae_identity=""), self.plan.all_captions(), self.spec, self._directory)
+        if not agreed(found, self.parallel):
+            return False
+        self._text_identity = str(found)
+        self.precomputed["captions"] = Encoded(found=len({"", *self.plan.all_captions()}))
+        return True
 
     def take_text_encoders(self, encoders: TextEncoders) -> TextEncoders | None:
         """Use the text encoders; None when they are not needed any more."""
@@ -121,6 +138,8 @@ class BatchSource:
 
         self._precompute("captions", work)
         self._remember("text", KnownModel(self._text_identity))
+        if self.parallel.rank == 0:
+            remember_files(self._directory, self.spec, self._text_identity)
         return None
 
     def take_vae(self, vae: nn.Module) -> nn.Module | None:
@@ -155,6 +174,7 @@ class BatchSource:
                 world_size=self.parallel.world_size,
                 batch_size=data.precompute_batch_size,
                 num_workers=self.config.dataloader.dataloader_num_workers,
+                timeout_s=self.config.dataloader.dataloader_timeout,
                 progress=progress,
                 optional={clip.index for clip in self.plan.clips} if data.max_bad_share else (),
                 unreadable=unreadable,
@@ -178,6 +198,8 @@ class BatchSource:
         """
         assert self._fetch is not None, "take_vae comes first"
         assert self._encoder is not None
+        workers = self.config.dataloader.dataloader_num_workers
+        is_cached = self.config.data.precompute_conditions
         raw_steps = iterate_steps(
             self.stream,
             self._fetch,
@@ -185,7 +207,8 @@ class BatchSource:
             accumulation=self.config.training.gradient_accumulation_steps,
             rank=self.parallel.rank,
             world_size=self.parallel.world_size,
-            num_workers=self.config.dataloader.dataloader_num_workers,
+            num_workers=0 if is_cached else workers,
+            threads=max(1, workers) if is_cached else 0,
             pin_memory=self.config.dataloader.pin_memory and self.parallel.device.type == "cuda",
             timeout_s=self.config.dataloader.dataloader_timeout,
             on_restart=lambda why: self._events.append({"kind": "loader_restarted", "why": why}),
@@ -261,7 +284,7 @@ class BatchSource:
             self._eval = [(batch, counts) for batch, (_, counts) in zip(encoded, share, strict=True)]
         return self._eval
 
-    def _together(self, wanted: Sequence[MicroBatch], fetch: Fetch, *, what: str) -> list[Batch]:
+    def _together(self, wanted: Sequence[MicroBatch], fetch: Fetch[RawBatch], *, what: str) -> list[Batch]:
         """Batches with their captions; what keeps one rank from loading is raised on all, which would wait for it."""
         assert self._encoder is not None
         error: Exception | None = None
@@ -315,6 +338,20 @@ class BatchSource:
             failure = error
         self.parallel.raise_if_any_failed(failure, f"encoding {what} before training")
         self.precomputed[what] = sum(self.parallel.gather_objects([share]), Encoded())
+
+
+def recall_texts(keys: CacheKeys, captions: Iterable[str], spec: ModelSpec, directory: Path) -> str | None:
+    """The identity of the model's text encoders by their files, if all captions are cached by them; else None."""
+    identity = recall_files(directory, spec)
+    if identity is None:
+        return None
+    known = replace(keys, text_identity=identity)
+    return None if keys.cache.missing(known.text(caption) for caption in {"", *captions}) else identity
+
+
+def agreed(found: str | None, parallel: Ranks) -> bool:
+    """Whether all ranks have found the same; every rank must call it."""
+    return len(set(parallel.gather_objects([found]))) == 1 and found is not None
 
 
 def cache_directory(config: TrainConfig) -> Path:

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from .bad_samples import Note
 from .clip import Clip
 from .stream import MicroBatch
 
-if TYPE_CHECKING:
-    from .loader import Fetch, RawBatch
-
 logger = logging.getLogger(__name__)
+T = TypeVar("T", covariant=True)
 
 #: How often workers may be lost at the same batch before it is an error.
 RESTARTS = 3
@@ -35,17 +34,25 @@ class WorkersLost(RuntimeError):
     """Worker processes died or hung at the same batch again and again."""
 
 
-class _FetchDataset(Dataset["RawBatch"]):
+class Fetch(Protocol[T]):
+    """Turns the names of clips into what is in memory; runs in worker processes, so it must be picklable."""
+
+    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> T:
+        """What they are; `note` is called with each clip before it is read."""
+        ...
+
+
+class _FetchDataset(Dataset[T]):
     """A data set whose "index" is a whole micro-batch: the sampler decides everything, workers only fetch.
 
     Each worker writes down which clip it is reading, in memory that outlives it.
     """
 
-    def __init__(self, fetch: Fetch, num_workers: int) -> None:
+    def __init__(self, fetch: Fetch[T], num_workers: int) -> None:
         self.fetch = fetch
         self.reading = torch.full((num_workers,), -1, dtype=torch.int64).share_memory_()
 
-    def __getitem__(self, index: MicroBatch) -> RawBatch:
+    def __getitem__(self, index: MicroBatch) -> T:
         worker = get_worker_info()
         assert worker is not None
 
@@ -57,19 +64,19 @@ class _FetchDataset(Dataset["RawBatch"]):
         return raw
 
 
-class Workers:
+class Workers(Generic[T]):
     """Fetches micro-batches in other processes, in order."""
 
     def __init__(
         self,
         order: Iterable[MicroBatch],
-        fetch: Fetch,
+        fetch: Fetch[T],
         *,
         clips: Sequence[Clip],
         count: int,
-        pin_memory: bool,
-        timeout_s: float,
-        on_restart: Callable[[str], None] | None,
+        pin_memory: bool = False,
+        timeout_s: float = 0.0,
+        on_restart: Callable[[str], None] | None = None,
     ) -> None:
         """Args:
         order: the micro-batches, the same each time it is asked.
@@ -88,7 +95,7 @@ class Workers:
         self.timeout_s = timeout_s
         self.on_restart = on_restart
 
-    def batches(self) -> Iterator[RawBatch]:
+    def batches(self) -> Iterator[T]:
         """The batches of the order.
 
         Raises:
@@ -104,7 +111,10 @@ class Workers:
             atexit.register(kill)
             try:
                 while True:
-                    batch = self._next(batches)
+                    try:
+                        batch = self._next(batches)
+                    except StopIteration:
+                        return
                     yield batch
                     del batch
                     position, lost = position + 1, 0
@@ -128,9 +138,9 @@ class Workers:
             if self.on_restart is not None:
                 self.on_restart(why)
 
-    def _start(self, dataset: _FetchDataset, position: int) -> tuple[Iterator[RawBatch], list[BaseProcess]]:
+    def _start(self, dataset: _FetchDataset[T], position: int) -> tuple[Iterator[T], list[BaseProcess]]:
         """New workers that begin at a batch."""
-        loader: DataLoader[RawBatch] = DataLoader(
+        loader: DataLoader[T] = DataLoader(
             dataset,
             batch_size=None,
             sampler=_From(self.order, position),  # type: ignore[arg-type]
@@ -147,7 +157,7 @@ class Workers:
             signal.signal(signal.SIGCHLD, handler)
         return batches, [child for child in multiprocessing.active_children() if child not in before]
 
-    def _next(self, batches: Iterator[RawBatch]) -> RawBatch:
+    def _next(self, batches: Iterator[T]) -> T:
         """The next batch.
 
         Raises:
@@ -173,7 +183,7 @@ class Workers:
                     raise
                 raise _Lost(f"a worker died while it handed a batch over: {error!r}") from None
 
-    def _reading(self, dataset: _FetchDataset) -> str:
+    def _reading(self, dataset: _FetchDataset[T]) -> str:
         """What the workers were at, in words."""
         indices = [index for index in dataset.reading.tolist() if index >= 0]
         paths = {clip.index: str(clip.path) for clip in self.clips if clip.index in indices}

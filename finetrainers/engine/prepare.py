@@ -58,10 +58,11 @@ def _encode(checked: Preflight, parallel: Ranks) -> Mapping[str, Encoded]:
     spec = checked.family.load(config.model)
     source = open_work(checked.plan, config, spec=spec, parallel=parallel, course=checked.start.course)
     try:
-        encoders = spec.load_text_encoders().to(parallel.device)
-        source.take_text_encoders(encoders)
-        del encoders
-        free_memory()
+        if not source.recall_texts():
+            encoders = spec.load_text_encoders().to(parallel.device)
+            source.take_text_encoders(encoders)
+            del encoders
+            free_memory()
         if source.encodes_clips:
             vae = spec.load_vae().to(parallel.device)
             check_geometry(checked.plan, config, spec.geometry(vae, spec.transformer_on_meta()))

@@ -182,12 +182,15 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     source = open_work(plan, config, spec=spec, parallel=parallel, course=start.course)
 
     # Phase 1: text. With precomputation, each phase's networks are gone before the next phase loads its own.
-    with parallel.together("loading the text encoders"):
-        encoders = spec.load_text_encoders().to(parallel.device)
-        prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
-    source.take_text_encoders(encoders)
-    del encoders
-    free_memory()
+    prompts: list[EncodedPrompt] = []
+    negative = None
+    if checked.prompts or not source.recall_texts():
+        with parallel.together("loading the text encoders"):
+            encoders = spec.load_text_encoders().to(parallel.device)
+            prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
+        source.take_text_encoders(encoders)
+        del encoders
+        free_memory()
 
     # Phase 2: the VAE.
     with parallel.together("loading the VAE"):

@@ -137,6 +137,23 @@ def _component_file(config: ModelSection, part: str, replacement: str | None, na
     return next((path for path in candidates if path.is_file()), None)
 
 
+def part_folder(config: ModelSection, part: str) -> Path | None:
+    """Where the files of a part lie that loading it would read, a hub model's newest ones included; None: not on this disk."""
+    replacement = getattr(config, f"{part}_id", None)
+    root = model_path(replacement or config.pretrained_model_name_or_path)
+    for name in ("config.json", "tokenizer_config.json"):
+        if _HUB_ID.fullmatch(str(root)) and not Path(root).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            revision = None if replacement else config.revision
+            with contextlib.suppress(OSError, ValueError):  # asks the hub what is newest, unless it is offline
+                hf_hub_download(root, f"{part}/{name}", revision=revision, cache_dir=config.cache_dir)
+        path = _component_file(config, part, replacement, name)
+        if path is not None:
+            return path.parent
+    return None
+
+
 def noise_process_of(config: ModelSection) -> str | None:
     """Scheduler class and prediction type of the configured checkpoint; None where they are not on disk."""
     path = _component_file(config, "scheduler", None, "scheduler_config.json")

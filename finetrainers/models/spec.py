@@ -25,6 +25,8 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import Process
 from finetrainers.utils.files import write_text_atomic
 
+from .registry import part_folder
+
 #: Size of one weight file of a saved transformer.
 MAX_SHARD_SIZE = "10GB"
 DTYPES = {
@@ -233,6 +235,10 @@ class ModelSpec(ABC):
     @abstractmethod
     def transformer_on_meta(self) -> nn.Module:
         """The transformer without weights (meta device), for dry runs."""
+
+    def folder_of(self, part: str) -> Path | None:
+        """Where the files of a part lie that loading it would read; None: not on this disk."""
+        return part_folder(self.config, part)
 
     # ---- description -------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +92,42 @@ def test_a_preparation_that_is_killed_goes_on_and_training_encodes_nothing(
         with safe_open(prepared.root / "cache" / "tensors" / key[:2] / f"{key}.safetensors", "pt") as entry:
             assert entry.metadata()["kind"] in ("text", "video")
 
-    # Again, in this process; the text encoder is gone before the VAE comes.
+    # Again, in this process. All captions are there, so the text encoder is not even loaded.
+    with monkeypatch.context() as patched:
+        patched.setattr(LTXVideoSpec, "load_text_encoders", lambda *_: pytest.fail("loaded the text encoders"))
+        patched.setattr(LTXVideoSpec, "load_transformer", lambda *_: pytest.fail("loaded the transformer"))
+        assert main(["prepare", *prepared.flags("cache")]) == 0
+    shown = capsys.readouterr().out
+    assert f"captions: 0 encoded, {TEXTS} found; 0 B written" in shown
+    assert f"clips: {CLIPS - 1} encoded, 1 found; " in shown
+    assert f"cache: {prepared.root / 'cache'}; train with --precompute_conditions --precompute_dir" in shown
+    assert done < prepared.entries("cache")
+    assert len(prepared.entries("cache")) == TEXTS + CLIPS
+    assert not (prepared.root / "run").exists()
+
+    # Two processes share the work, and come to the same entries.
+    ranks = python.ranks(2, "-m", "finetrainers", "prepare", *prepared.flags("shared"))
+    assert [rank.wait(120) for rank in ranks] == [0, 0], ranks[0].stderr
+    assert f"captions: {TEXTS} encoded, 0 found" in ranks[0].stdout
+    assert f"clips: {CLIPS} encoded, 0 found" in ranks[0].stdout
+    assert "encoded" not in ranks[1].stdout
+    assert prepared.entries("shared") == prepared.entries("cache")
+
+    # Training with the same file finds it all, and needs no other process to read it.
+    encoded.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(LTXVideoSpec, "load_text_encoders", lambda *_: pytest.fail("loaded the text encoders"))
+        patched.setattr("finetrainers.data.loader.Workers", lambda *_, **__: pytest.fail("started workers"))
+        patched.setattr("finetrainers.data.precompute.Workers", lambda *_, **__: pytest.fail("started workers"))
+        flags = prepared.flags("cache", "--precompute_conditions", "--dataloader_num_workers", "2")
+        assert main(["train", *flags]) == 0
+    assert encoded == [Encoded(found=CLIPS)]  # captions were found without their encoders
+
+    # An edited caption is one encoding, other buckets share the texts, and a run's checkpoints are not in the way.
+    (prepared.root / "clips" / "0.txt").write_text("an edited caption")
+    # The text encoder is gone before the VAE comes.
+    encoded.clear()
+    before = prepared.entries("cache")
     loaded: list[weakref.ref[Any]] = []
     load_text, load_vae = LTXVideoSpec.load_text_encoders, LTXVideoSpec.load_vae
 
@@ -112,37 +148,11 @@ def test_a_preparation_that_is_killed_goes_on_and_training_encodes_nothing(
         patched.setattr(LTXVideoSpec, "load_transformer", lambda *_: pytest.fail("loaded the transformer"))
         assert main(["prepare", *prepared.flags("cache")]) == 0
     assert len(loaded) == 2
-    shown = capsys.readouterr().out
-    assert f"captions: 0 encoded, {TEXTS} found; 0 B written" in shown
-    assert f"clips: {CLIPS - 1} encoded, 1 found; " in shown
-    assert f"cache: {prepared.root / 'cache'}; train with --precompute_conditions --precompute_dir" in shown
-    assert done < prepared.entries("cache")
-    assert len(prepared.entries("cache")) == TEXTS + CLIPS
-    assert not (prepared.root / "run").exists()
-
-    # Two processes share the work, and come to the same entries.
-    ranks = python.ranks(2, "-m", "finetrainers", "prepare", *prepared.flags("shared"))
-    assert [rank.wait(120) for rank in ranks] == [0, 0], ranks[0].stderr
-    assert f"captions: {TEXTS} encoded, 0 found" in ranks[0].stdout
-    assert f"clips: {CLIPS} encoded, 0 found" in ranks[0].stdout
-    assert "encoded" not in ranks[1].stdout
-    assert prepared.entries("shared") == prepared.entries("cache")
-
-    # Training with the same file finds it all.
-    encoded.clear()
-    assert main(["train", *prepared.flags("cache", "--precompute_conditions")]) == 0
-    assert encoded == [Encoded(found=TEXTS), Encoded(found=CLIPS)]
-
-    # An edited caption is one encoding, other buckets share the texts, and a run's checkpoints are not in the way.
-    (prepared.root / "clips" / "0.txt").write_text("an edited caption")
-    encoded.clear()
-    before = prepared.entries("cache")
-    assert main(["prepare", *prepared.flags("cache")]) == 0
     assert [counts.encoded for counts in encoded] == [1, 0]
     [edited] = prepared.entries("cache") - before
     encoded.clear()
     assert main(["prepare", *prepared.flags("cache", "--video_resolution_buckets", "1x64x64")]) == 0
-    assert [counts.encoded for counts in encoded] == [0, CLIPS]
+    assert [counts.encoded for counts in encoded] == [CLIPS]
 
     # What the configuration does not need can go: the old caption and the other bucket.
     capsys.readouterr()
@@ -153,9 +163,14 @@ def test_a_preparation_that_is_killed_goes_on_and_training_encodes_nothing(
     assert main(["cache", "prune", cache, "--keep", str(prepared.config)]) == 0
     assert len(prepared.entries("cache")) == TEXTS + CLIPS
     assert edited in prepared.entries("cache")
-    encoded.clear()
-    assert main(["prepare", *prepared.flags("cache")]) == 0
-    assert encoded == [Encoded(found=TEXTS), Encoded(found=CLIPS)]
+    # Text encoders whose files have changed, if only their times, are loaded, and turn out to be the same.
+    os.utime(
+        Path(load_config(prepared.config).model.pretrained_model_name_or_path) / "tokenizer" / "tokenizer_config.json"
+    )
+    for expected in ([Encoded(found=TEXTS), Encoded(found=CLIPS)], [Encoded(found=CLIPS)]):
+        encoded.clear()
+        assert main(["prepare", *prepared.flags("cache")]) == 0
+        assert encoded == expected
 
     capsys.readouterr()
     assert main(["cache", "ls", cache, "--json"]) == 0
@@ -172,7 +187,7 @@ def test_a_preparation_that_is_killed_goes_on_and_training_encodes_nothing(
 
 
 def test_a_dry_run_encodes_nothing_and_mistakes_are_said_as_in_training(
-    prepared: Prepared, capsys: pytest.CaptureFixture[str]
+    prepared: Prepared, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["prepare", *prepared.flags("none", "--dry_run")]) == 0
     assert "everything checks out" in capsys.readouterr().out
@@ -181,6 +196,14 @@ def test_a_dry_run_encodes_nothing_and_mistakes_are_said_as_in_training(
     shown = capsys.readouterr().err
     assert "rank" in shown
     assert "set --eval_num_items" in shown
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("finetrainers.engine.prepare.prepare", interrupted)
+        assert main(["prepare", *prepared.flags("none")]) == 130
+    assert capsys.readouterr().err.endswith("the same command goes on from there\n")
     with pytest.raises(SystemExit, match="0"):
         main(["prepare", "--help"])
     shown = capsys.readouterr().out

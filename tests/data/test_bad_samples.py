@@ -29,7 +29,7 @@ from finetrainers.data.loader import DecodeFetch, RawBatch, iterate_steps
 from finetrainers.data.precompute import CacheFetch, precompute_text, precompute_video
 from finetrainers.data.source import BatchSource
 from finetrainers.data.stream import BatchStream, MicroBatch
-from finetrainers.data.workers import RESTARTS, WorkersLost
+from finetrainers.data.workers import WorkersLost
 from finetrainers.models.spec import Conditions
 
 
@@ -165,7 +165,7 @@ def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], t
 
 @dataclass(frozen=True)
 class Disturbed:
-    """Gives the clips' numbers; at one of them it does something else, so often as there is a file to take away."""
+    """Gives the clips' numbers; at one of them it does something else once, or always, as long as a file says so."""
 
     directory: Path
     at: int
@@ -175,9 +175,9 @@ class Disturbed:
         for one in batch.clips:
             if note is not None:
                 note(one)
-            tokens = sorted(self.directory.glob("token-*"))
-            if one.index == self.at and tokens:
-                tokens[0].unlink()
+            once, always = self.directory / "once", self.directory / "always"
+            if one.index == self.at and (once.exists() or always.exists()):
+                once.unlink(missing_ok=True)
                 if self.deed == "crash":
                     os.kill(os.getpid(), signal.SIGSEGV)
                 time.sleep(60)
@@ -191,26 +191,27 @@ def test_lost_workers_are_started_again_at_the_same_batch(
 ) -> None:
     monkeypatch.setattr(workers, "_LOOK_S", 0.1)
     stream = BatchStream([clip(k) for k in range(4)], batch_size=1, seed=7)
-    (tmp_path / "token-0").touch()
+    (tmp_path / "once").touch()
+    # On a busy machine a new worker may need longer than this for its first batch, and then counts as hanging, too.
+    timeout_s = 0.5 if deed == "hang" else 0.0
     fetch, said = Disturbed(tmp_path, at=2, deed=deed), []
 
     def take(count: int) -> list[float]:
         steps = iterate_steps(
-            stream, fetch, accumulation=2, start=1, num_workers=1, timeout_s=0.5, on_restart=said.append
+            stream, fetch, accumulation=2, start=1, num_workers=1, timeout_s=timeout_s, on_restart=said.append
         )
         return [raw.video.item() for step in itertools.islice(steps, count) for raw in step]  # type: ignore[union-attr]
 
     handler = signal.getsignal(signal.SIGCHLD)
     disturbed = take(3)
     assert signal.getsignal(signal.SIGCHLD) is handler  # a worker's end must not break into a step
-    assert len(said) == 1
-    assert "they were reading 2.mp4" in said[0]
+    assert any("they were reading 2.mp4" in why for why in said)
     assert disturbed == take(3)
-    assert len(said) == 1
     if deed == "hang":
         return
-    for number in range(RESTARTS + 1):
-        (tmp_path / f"token-{number}").touch()
+    assert len(said) == 1
+    # Always, and not so many times: a worker that dies may take the batch before with it, and that one then counts anew.
+    (tmp_path / "always").touch()
     with pytest.raises(WorkersLost, match=r"lost 4 times at the same batch .*reading 2\.mp4"):
         take(3)
 

@@ -19,7 +19,7 @@ from finetrainers.data.clip import Clip
 from finetrainers.data.decode import DecodeError
 from finetrainers.data.digests import FileDigests
 from finetrainers.data.encode import CachedEncoder, Encoder, dropped_captions
-from finetrainers.data.loader import DecodeFetch, iterate_steps
+from finetrainers.data.loader import DecodeFetch, RawBatch, iterate_steps
 from finetrainers.data.precompute import CacheFetch, precompute_text, precompute_video
 from finetrainers.data.stream import BatchStream, MicroBatch
 from finetrainers.models.spec import Batch, Conditions
@@ -148,6 +148,25 @@ def test_cached_batches_equal_fresh_ones(clips: list[Clip], tmp_path: Path, tech
                 assert torch.equal(a.conditions["embeds"][row], expected)
             assert torch.equal(a.conditions["mask"][row], plain["mask"][row])
     assert 0 < dropped < 12
+
+
+def test_the_cache_is_read_ahead_bit_for_bit(clips: list[Clip], tmp_path: Path) -> None:
+    keys, model = keys_for(tmp_path / "cache", DataSection()), FakeModel()
+    precompute_text((c.caption for c in clips), model.encode_text, keys)
+    precompute_video(clips, model.encode_video, keys)
+    stream, fetch = BatchStream(clips, batch_size=2, seed=7), CacheFetch(keys)
+
+    def take(**how: int) -> list[RawBatch]:
+        return list(itertools.chain(*itertools.islice(iterate_steps(stream, fetch, accumulation=2, start=1, **how), 6)))
+
+    straight = take()
+    for threads in (1, 3):
+        for a, b in zip(straight, take(threads=threads), strict=True):
+            assert (a.clips, a.sample_keys, a.weight) == (b.clips, b.sample_keys, b.weight)
+            assert a.cached is not None
+            assert b.cached is not None
+            assert a.cached.keys() == b.cached.keys()
+            assert all(torch.equal(a.cached[name], b.cached[name]) for name in a.cached)
 
 
 def test_first_frame_moments_are_of_the_first_frame_alone(clips: list[Clip]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +17,24 @@ from rich.console import Console
 from torch import Tensor
 
 from finetrainers.config.sections import DataSection, ModelSection
-from finetrainers.data import progress
+from finetrainers.data import digests, progress
 from finetrainers.data.bad_samples import BadSample
 from finetrainers.data.cache import TensorCache, read_about
 from finetrainers.data.cache_keys import CacheKeys
 from finetrainers.data.clip import Clip
 from finetrainers.data.digests import FileDigests
 from finetrainers.data.encode import FIRST_FRAME, MOMENTS
-from finetrainers.data.known_models import KnownModel, describe_model, recall_models, remember_model
+from finetrainers.data.known_models import (
+    KnownModel,
+    describe_model,
+    recall_files,
+    recall_models,
+    remember_files,
+    remember_model,
+)
 from finetrainers.data.precompute import Encoded, precompute_video
 from finetrainers.data.progress import Meter, duration
+from finetrainers.data.workers import WorkersLost
 from finetrainers.models.registry import get_family
 
 
@@ -125,6 +137,60 @@ def test_the_file_at_fault_is_named_out_of_a_batch(clips: list[Clip], tmp_path: 
     assert (result.encoded, result.left_out, result.found) == (4, 1, 0)
 
 
+def test_what_cannot_be_read_is_left_out_as_in_training(
+    clips: list[Clip], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gone since the check, gone bad on its disk, or busy once."""
+    keys, busy, left = keys_in(tmp_path / "cache"), {clips[2].path}, []
+    clips[0].path.unlink()
+    opening, pixels = open, CacheKeys.pixels
+
+    def broken(path: Path, *mode: str) -> io.IOBase:
+        file = opening(path, *mode)
+        if path == clips[1].path:
+            file.read = lambda *_: os.read(os.open(tmp_path, os.O_RDONLY), 1)  # an error that names no file
+        return file
+
+    def once_busy(self: CacheKeys, clip: Clip) -> Tensor:
+        if clip.path in busy:
+            busy.remove(clip.path)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return pixels(self, clip)
+
+    monkeypatch.setattr(digests, "open", broken, raising=False)
+    monkeypatch.setattr(CacheKeys, "pixels", once_busy)
+    encode = lambda video: video[:, :2, :1, :2, :2]  # noqa: E731
+    result = precompute_video(clips, encode, keys, optional={0, 1}, unreadable=left)
+    assert {bad.clip.index: "No such file" in bad.reason for bad in left} == {0: True, 1: False}
+    assert "Is a directory: '" in next(bad.reason for bad in left if bad.clip.index == 1)
+    assert str(clips[1].path) in next(bad.reason for bad in left if bad.clip.index == 1)
+    assert (result.encoded, result.left_out, busy) == (3, 2, set())
+    with pytest.raises(FileNotFoundError, match=r"0\.mp4"):
+        precompute_video(clips, encode, keys)
+
+
+def test_a_decoder_that_dies_ends_a_worker_and_at_last_names_the_file(
+    clips: list[Clip], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetrainers.data.workers._LOOK_S", 0.1)
+    keys, pixels, always = keys_in(tmp_path / "cache"), CacheKeys.pixels, tmp_path / "always"
+    once = tmp_path / "once"
+    once.touch()
+
+    def crashes(self: CacheKeys, clip: Clip) -> Tensor:
+        if clip.index == 4 and (once.exists() or always.exists()):
+            once.unlink(missing_ok=True)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return pixels(self, clip)
+
+    monkeypatch.setattr(CacheKeys, "pixels", crashes)
+    encode = lambda video: video[:, :2, :1, :2, :2]  # noqa: E731
+    assert precompute_video(clips, encode, keys, num_workers=1).encoded == 5
+    always.touch()
+    with pytest.raises(WorkersLost, match=r"4 times at the same batch .*reading .*4\.mp4"):
+        precompute_video(clips, encode, keys_in(tmp_path / "other"), num_workers=1)
+
+
 def test_a_clip_with_several_captions_is_encoded_once(clips: list[Clip], tmp_path: Path) -> None:
     keys = keys_in(tmp_path / "cache")
     twins = [*clips, *(replace(clip, index=clip.index + 10, caption="another") for clip in clips)]
@@ -147,6 +213,38 @@ def test_models_are_known_by_the_options_that_choose_them(tmp_path: Path) -> Non
     assert describe_model(model, "vae") == "ltx_video VAE of a-model, bf16"  # a folder's name, not its place
     hub = model.model_copy(update={"pretrained_model_name_or_path": "someone/model", "enable_tiling": True})
     assert describe_model(hub, "vae") == "ltx_video VAE of someone/model, bf16, tiled"
+
+
+def test_text_encoders_are_known_by_their_files_while_these_stay_as_they_are(tmp_path: Path) -> None:
+    repo = tmp_path / "a-model"
+    for part, name in (("tokenizer", "tokenizer_config.json"), ("text_encoder", "config.json"), ("vae", "config.json"), ("transformer", "config.json")):  # fmt: skip
+        (repo / part).mkdir(parents=True)
+        (repo / part / name).write_text("{}")
+    weights = repo / "text_encoder" / "model.safetensors"
+    weights.write_bytes(b"one")
+    model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(repo))
+    spec = get_family("ltx_video").load(model)
+    assert recall_files(tmp_path, spec) is None
+
+    def after(change: Callable[[], object], *, known: bool) -> None:
+        remember_files(tmp_path, spec, "name")
+        assert recall_files(tmp_path, spec) == "name"
+        change()
+        assert (recall_files(tmp_path, spec) == "name") == known
+
+    times = weights.stat()
+    after(lambda: (repo / "vae" / "config.json").write_text("[]"), known=True)
+    after(lambda: weights.write_bytes(b"other"), known=False)
+    after(lambda: (repo / "tokenizer" / "vocab.json").write_text("{}"), known=False)
+    after(
+        lambda: (repo / "transformer" / "config.json").write_text("[1]"), known=False
+    )  # it may say how long texts are
+    after(lambda: os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns)), known=False)
+    for other in ({"text_encoder_dtype": "fp32"}, {"text_encoder_id": str(repo)}, {"pretrained_model_name_or_path": "x/y"}):  # fmt: skip
+        assert recall_files(tmp_path, get_family("ltx_video").load(model.model_copy(update=other))) is None
+    elsewhere = get_family("ltx_video").load(model.model_copy(update={"pretrained_model_name_or_path": "x/y"}))
+    remember_files(tmp_path, elsewhere, "name")  # nothing of it is on this disk
+    assert recall_files(tmp_path, elsewhere) is None
 
 
 def test_the_meter_says_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,10 +15,10 @@ from finetrainers.data.cache_keys import CacheKeys
 from finetrainers.data.course import Course
 from finetrainers.data.digests import FileDigests
 from finetrainers.data.identity import identity
-from finetrainers.data.known_models import KnownModel, describe_model, remember_model
+from finetrainers.data.known_models import KnownModel, describe_model, remember_files, remember_model
 from finetrainers.data.precompute import Encoded, precompute_text
 from finetrainers.data.progress import Meter
-from finetrainers.data.source import cache_directory
+from finetrainers.data.source import agreed, cache_directory, recall_texts
 from finetrainers.models.spec import Conditions, ModelSpec, TextEncoders, VAEStats
 
 from .plan import PromptPlan
@@ -59,19 +59,29 @@ class PromptSource:
 
     # ---- what a run hands over ---------------------------------------------------------------------------------
 
+    def recall_texts(self) -> bool:
+        """Find every prompt in the cache, on all ranks; see `BatchSource.recall_texts`."""
+        self._cache.hold()
+        found = recall_texts(self._keys, self._texts(), self.spec, self._directory)
+        if not agreed(found, self.parallel):
+            return False
+        self._keys = self._keys_of(str(found))
+        self.precomputed["prompts"] = Encoded(found=len({"", *self._texts()}))
+        self._settle()
+        return True
+
     def take_text_encoders(self, encoders: TextEncoders) -> None:
         """Encode every prompt that is not on disk yet; the encoders are not needed any more."""
         # The shapes tell of prompt lengths and templates, which are not the encoders' own.
         shapes = {name: list(t.shape) for name, t in self.spec.encode_text(encoders, ["a video"]).tensors.items()}
         self._keys = self._keys_of(identity(encoders.modules, family=self.spec.name, shapes=shapes))
         self._cache.hold()
-        texts = [prompt.text for prompt in self._all() if prompt.embedding is None]
         failure: Exception | None = None
         share = Encoded()
         try:
             with Meter("encoded", "prompts", enabled=self.parallel.rank == 0) as meter:
                 share = precompute_text(
-                    texts,
+                    self._texts(),
                     lambda prompts: self.spec.encode_text(encoders, prompts),
                     self._keys,
                     rank=self.parallel.rank,
@@ -84,6 +94,15 @@ class PromptSource:
         self.precomputed["prompts"] = sum(self.parallel.gather_objects([share]), Encoded())
         if self.parallel.rank == 0:
             remember_model(self._directory, self.config.model, "text", KnownModel(self._keys.text_identity))
+            remember_files(self._directory, self.spec, self._keys.text_identity)
+        self._settle()
+
+    def _texts(self) -> list[str]:
+        """The prompts that are not given as tensors."""
+        return [prompt.text for prompt in self._all() if prompt.embedding is None]
+
+    def _settle(self) -> None:
+        """Learn how long the longest prompt is, and how many rows may stay in memory."""
         # One length for all batches, so that a clip's numbers do not depend on which others share its batch.
         rows = (self._read(prompt).trimmed().tensors for prompt in (*self._all(), None))
         self._length = max(

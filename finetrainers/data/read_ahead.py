@@ -1,0 +1,42 @@
+"""Fetches batches ahead of time in threads of this process, for what is read and not computed.
+
+Entries of a cache come off a disk: a thread waits for them as well as a process does, and need not hand over what it has read.
+For a batch that takes 2 ms to read, another process takes as long again to send it and this one to take it over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+#: Batches that each thread is ahead, as many as a worker process of torch's loader.
+_AHEAD = 2
+
+
+def read_ahead(order: Iterable[S], fetch: Callable[[S], T], *, threads: int) -> Iterator[T]:
+    """What `fetch` gives for each of the order, in this order; what it raises comes when its turn has come.
+
+    Args:
+        order: is gone through in the caller's thread.
+        fetch: is called in several threads at once.
+        threads: how many.
+    """
+    # One thread of torch's each: they shall not take cores from the step.
+    pool = ThreadPoolExecutor(threads, "read-ahead", initializer=torch.set_num_threads, initargs=(1,))
+    due: deque[Future[T]] = deque()
+    try:
+        for one in order:
+            due.append(pool.submit(fetch, one))
+            if len(due) > _AHEAD * threads:
+                yield due.popleft().result()
+        while due:
+            yield due.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,54 @@
+"""Batches that threads read ahead: the same ones, in order, never too many, and errors in their turn."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+
+import pytest
+import torch
+
+from finetrainers.data.read_ahead import read_ahead
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_come_in_order_from_other_threads_and_not_too_many_ahead(threads: int) -> None:
+    begun: list[int] = []
+    main, cores = threading.get_ident(), torch.get_num_threads()
+    slow = threading.Event()
+
+    def fetch(number: int) -> tuple[int, int]:
+        begun.append(number)
+        if number % 3 == 0:
+            slow.wait(0.01)  # others overtake
+        assert threading.get_ident() != main
+        return number, torch.get_num_threads()
+
+    found = read_ahead(count(), fetch, threads=threads)
+    for number in range(20):
+        assert next(found) == (number, 1)
+        assert max(begun) <= number + 2 * threads
+    assert torch.get_num_threads() == cores
+    found.close()
+    assert list(read_ahead(range(5), lambda number: number, threads=threads)) == list(range(5))
+
+
+def test_what_is_raised_comes_in_its_turn_and_what_was_asked_for_after_it_is_given_up() -> None:
+    asked: list[int] = []
+    failed = threading.Event()
+
+    def fetch(number: int) -> int:
+        asked.append(number)
+        if number == 2:
+            failed.set()
+            raise KeyError(number)
+        return number
+
+    found = read_ahead(count(), fetch, threads=1)
+    assert next(found) == 0
+    assert failed.wait(5)  # it is known already
+    assert next(found) == 1
+    with pytest.raises(KeyError, match="2"):
+        next(found)
+    with pytest.raises(StopIteration):
+        next(found)
