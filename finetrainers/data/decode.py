@@ -69,7 +69,10 @@ def read_image(path: Path, *, height: int, width: int) -> Tensor:
     """
     try:
         with Image.open(path) as image:
-            pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):  # 16 bits, of which PIL would make white where they are above 255
+                upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
+            pixels = np.array(upright.convert("RGB"))
     except (OSError, Image.DecompressionBombError) as error:
         raise DecodeError(f"cannot decode {path}: {error}") from error
     return resize(torch.from_numpy(pixels), height, width)[None]
