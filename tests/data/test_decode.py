@@ -97,6 +97,15 @@ def test_center_crop_keeps_the_aspect_ratio(tmp_path: Path) -> None:
     assert (plain > 127).float().mean() == pytest.approx(0.2)
 
 
+def test_videos_are_cropped_frame_by_frame(tmp_path: Path, make_video) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=9, height=64, width=160)
+    whole = read_frames(path, range(9), height=32, width=80)
+    cut = load_clip(clip_of(path, (9, 32, 48)), generator=generator("cpu", 0))
+    assert torch.equal(cut, whole[:, :, 16:64].permute(3, 0, 1, 2))
+    part = read_frames(path, [0], height=32, width=80, box=(0, 16, 32, 48))
+    assert torch.equal(part[0], whole[0, :, 16:64])
+
+
 def test_random_crop_depends_on_the_generator_only(tmp_path: Path) -> None:
     Image.fromarray(np.arange(100, dtype=np.uint8)[None, :, None].repeat(20, 0).repeat(3, 2)).save(tmp_path / "a.png")
     clip = clip_of(tmp_path / "a.png", (1, 20, 20), kind="image")
