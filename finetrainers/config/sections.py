@@ -140,8 +140,12 @@ class DataSection(Section):
         default=[],
         description="Lengths in frames that go with `resolutions`; default: chosen from the clips. Images are always 1.",
     )
-    min_ar: float = Field(0.5, gt=0, description="Narrowest aspect ratio of `resolutions`, width / height.")
-    max_ar: float = Field(2.0, gt=0, description="Widest aspect ratio of `resolutions`, width / height.")
+    min_ar: float = Field(
+        0.5, gt=0, allow_inf_nan=False, description="Narrowest aspect ratio of `resolutions`, width / height."
+    )
+    max_ar: float = Field(
+        2.0, gt=0, allow_inf_nan=False, description="Widest aspect ratio of `resolutions`, width / height."
+    )
     num_ar_buckets: int = Field(
         7,
         ge=0,

@@ -43,12 +43,15 @@ def window_warnings(config: TrainConfig) -> list[str]:
     """Options of windows that do nothing."""
     data = config.data
     if data.framepack_window_size is None:
+        if data.dataset is not None:  # its data sets may have windows of their own
+            return []
         names = ("framepack_window_stride", "framepack_window_latents")
         return [f"--{name} has no effect without --framepack_window_size" for name in names if config.changed(name)]
-    lengths = {frames for frames, *_ in data.video_resolution_buckets if frames > 1}
+    listed = (*(frames for frames, *_ in data.video_resolution_buckets), *data.frame_buckets)
+    lengths = {frames for frames in listed if frames > 1}
     if lengths == {data.framepack_window_size}:
         return [
-            f"every video bucket cuts clips to {data.framepack_window_size} frames, which is one window of "
+            f"every bucket of videos cuts clips to {data.framepack_window_size} frames, which is one window of "
             "--framepack_window_size; give the buckets the length of the clips"
         ]
     return []
@@ -56,7 +59,8 @@ def window_warnings(config: TrainConfig) -> list[str]:
 
 def slice_problem(data: DataSection, *, first_frame: str) -> tuple[str, str] | None:
     """Why latents cannot be cut for a model that takes a first frame in this way; see `ModelSpec.first_frame`."""
-    if data.framepack_window_size is None or data.framepack_window_latents == "encode":
+    has_windows = data.framepack_window_size is not None or data.dataset is not None
+    if not has_windows or data.framepack_window_latents == "encode":
         return None
     if first_frame == "channels":
         return (

@@ -70,7 +70,7 @@ def choose_buckets(
     automatic = data.resolutions or data.frame_buckets
     if given and not automatic:
         single = tuple(bucket for bucket in given if bucket[0] == 1)
-        return Choice(_one(tuple(data.video_resolution_buckets)), _one(single))
+        return Choice(_one(_for_videos(data.video_resolution_buckets)), _one(single))
     try:
         lengths, notes = legal_lengths(data.frame_buckets, geometry)
         if len(lengths) > 1:  # then 1 is for images, which have it anyhow; no video becomes one
@@ -139,6 +139,11 @@ def named_buckets(
     if unknown:
         raise DataError(f"`{option}` names buckets that are not there", unknown)
     return dict(entries)
+
+
+def _for_videos(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Those of one frame are for images, unless there are no others: a video that is too short is not trained as a picture."""
+    return tuple(bucket for bucket in buckets if bucket[0] > 1) or tuple(buckets)
 
 
 def _one(buckets: tuple[Bucket, ...]) -> tuple[tuple[Bucket, ...], ...]:

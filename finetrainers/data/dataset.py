@@ -38,8 +38,8 @@ class _Share(Section):
     """What a table says beside data options."""
 
     name: Annotated[str, Field(min_length=1)] | None = None
-    num_repeats: float | None = Field(None, gt=0)
-    weight: float | None = Field(None, gt=0)
+    num_repeats: float | None = Field(None, gt=0, allow_inf_nan=False)
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
 
 
 _OPTIONS = [name for name in DataSection.model_fields if name not in RUN_WIDE]

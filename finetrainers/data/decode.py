@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TypeAlias
 
 import av
 import numpy as np
@@ -28,13 +29,20 @@ from .video.timeline import shown_at
 __all__ = ["DecodeError", "load_clip", "read_frames", "read_image", "resize"]
 
 
-def read_frames(path: Path, indices: Sequence[int], *, height: int, width: int, backend: str = "pyav") -> Tensor:
-    """Decode frames of a video, turned upright and resized.
+#: A part of a picture: top, left, height, width.
+Box: TypeAlias = tuple[int, int, int, int]
+
+
+def read_frames(
+    path: Path, indices: Sequence[int], *, height: int, width: int, box: Box | None = None, backend: str = "pyav"
+) -> Tensor:
+    """Decode frames of a video, turned upright, resized and cropped.
 
     Args:
         path: the video.
         indices: frame numbers in display order, ascending; a number may repeat.
-        height, width: size of the result in pixels.
+        height, width: size in pixels that they are resized to.
+        box: the part that is kept of each; None: all.
         backend: what decodes; see `data/video/backends.py`.
 
     Returns:
@@ -48,7 +56,8 @@ def read_frames(path: Path, indices: Sequence[int], *, height: int, width: int, 
     try:
         with closing(open_video(path, backend)) as video:
             for number, pixels in video.frames(wanted):
-                frames[number] = resize(torch.from_numpy(np.ascontiguousarray(pixels)), height, width)
+                frame = resize(torch.from_numpy(np.ascontiguousarray(pixels)), height, width)
+                frames[number] = _crop(frame, box)
     except DecodeError as error:
         if not frames:
             raise
@@ -69,7 +78,10 @@ def read_image(path: Path, *, height: int, width: int) -> Tensor:
     """
     try:
         with Image.open(path) as image:
-            pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):  # 16 bits, of which PIL would make white where they are above 255
+                upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
+            pixels = np.array(upright.convert("RGB"))
     except (OSError, Image.DecompressionBombError) as error:
         raise DecodeError(f"cannot decode {path}: {error}") from error
     return resize(torch.from_numpy(pixels), height, width)[None]
@@ -99,8 +111,13 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
     length, height, width = clip.bucket
     draw, down, right = torch.randint(2**31, (3,), generator=generator).tolist()
     full = (height, width) if clip.reshape_mode == "none" else cover_size(clip.height, clip.width, height, width)
+    spare_down, spare_right = full[0] - height, full[1] - width
+    if clip.reshape_mode == "random":
+        box = down % (spare_down + 1), right % (spare_right + 1), height, width
+    else:
+        box = spare_down // 2, spare_right // 2, height, width
     if clip.kind == "image":
-        frames = read_image(clip.path, height=full[0], width=full[1])
+        frames = _crop(read_image(clip.path, height=full[0], width=full[1])[0], box)[None]
     else:
         indices, _ = select_frames(
             clip.num_frames,
@@ -113,14 +130,16 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
             start=clip.start,
             times=_times(clip) if clip.is_variable else None,
         )
-        frames = read_frames(clip.path, indices, height=full[0], width=full[1], backend=clip.backend)
-    spare_down, spare_right = full[0] - height, full[1] - width
-    if clip.reshape_mode == "random":
-        top, left = down % (spare_down + 1), right % (spare_right + 1)
-    else:
-        top, left = spare_down // 2, spare_right // 2
-    # A copy, so that what was cut away is let go, and the clip can be sent to another process as it is.
-    return frames[:, top : top + height, left : left + width].permute(3, 0, 1, 2).contiguous()
+        frames = read_frames(clip.path, indices, height=full[0], width=full[1], box=box, backend=clip.backend)
+    return frames.permute(3, 0, 1, 2).contiguous()
+
+
+def _crop(frame_HWC: Tensor, box: Box | None) -> Tensor:
+    """A copy of a part, so that what is cut away is let go before the next frame comes."""
+    if box is None or box == (0, 0, *frame_HWC.shape[:2]):
+        return frame_HWC
+    top, left, height, width = box
+    return frame_HWC[top : top + height, left : left + width].clone()
 
 
 def _times(clip: Clip) -> list[float]:

@@ -14,12 +14,13 @@ from finetrainers.config.window_checks import window_problems
 from finetrainers.utils.text import plural
 
 from .bucket_choice import Choice, choose_buckets
-from .buckets import Bucket, choose_bucket, filled_resolution, lower_buckets
+from .buckets import Bucket, choose_bucket, cover_size, filled_resolution, lower_buckets
 from .chunks import cut_chunks, describe_chunks
 from .clip import Clip
 from .fates import Refusal
 from .frames import num_available, playback_fps, select_frames
 from .manifest import DataError, Item, Kind
+from .media import MAX_FRAME_PIXELS
 from .probe import Probe
 from .probe_memory import ProbeMemory, default_directory
 from .probing import Effort, Found, find_out
@@ -168,6 +169,14 @@ def _place(entry: Probed, *, data: DataSection, choice: Choice, choose: Choose) 
             f"{entry.fps:.4g} fps, and {needs} needs {min(buckets)[0]}; "
             f"{way_out}, raise `target_fps`, or remove the file",
         )
+    if data.video_reshape_mode != "none":
+        full_height, full_width = cover_size(found.height, found.width, *bucket[1:])
+        if full_height * full_width > MAX_FRAME_PIXELS:
+            return Refusal(
+                "too_large",
+                f"too narrow: {found.width}x{found.height} pixels, resized until they cover {bucket[2]}x{bucket[1]}, are "
+                f"{full_width}x{full_height}, over the limit of {MAX_FRAME_PIXELS} pixels; crop the file, or remove it",
+            )
 
     def rate(bucket: Bucket) -> float:
         if item.kind == "image" or data.frame_selection != "uniform":

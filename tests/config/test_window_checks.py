@@ -12,7 +12,8 @@ GEOMETRY = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24)
 
 
 def findings(first_frame: str = "none", **options: object) -> Findings:
-    config = load_config(model_name="m", pretrained_model_name_or_path="repo", data_root="x", **options)
+    data = {} if "dataset" in options else {"data_root": "x"}
+    config = load_config(model_name="m", pretrained_model_name_or_path="repo", **data, **options)
     facts = FamilyFacts("m", True, 1, first_frame)
     return check_config(config, family=facts, geometry=GEOMETRY, prompts=[], world_size=1)
 
@@ -38,6 +39,10 @@ def findings(first_frame: str = "none", **options: object) -> Findings:
             {"framepack_window_size": 33, "framepack_window_latents": "slice", "first_frame": "tokens"},
             "--first_frame_conditioning_p: with --framepack_window_latents slice",
         ),
+        (  # data sets of a file may have windows of their own
+            {"dataset": "data.toml", "framepack_window_latents": "slice", "first_frame": "tokens"},
+            "--first_frame_conditioning_p: with --framepack_window_latents slice",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_error(options: dict, expected: str) -> None:
@@ -57,6 +62,8 @@ def test_what_does_nothing_is_said() -> None:
         "--framepack_window_stride has no effect without --framepack_window_size",
         "--framepack_window_latents has no effect without --framepack_window_size",
     ]
-    [warning] = findings(framepack_window_size=33, video_resolution_buckets=["33x64x64"]).warnings
-    assert "which is one window" in warning
+    assert findings(dataset="data.toml", framepack_window_stride=4).warnings == []
+    for buckets in ({"video_resolution_buckets": ["33x64x64"]}, {"resolutions": [64], "frame_buckets": [1, 33]}):
+        [warning] = findings(framepack_window_size=33, **buckets).warnings
+        assert "which is one window" in warning
     assert findings(framepack_window_size=33, video_resolution_buckets=["33x64x64", "90x64x32"]).warnings == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
@@ -163,6 +164,17 @@ def test_buckets_by_area() -> None:
         choose(resolutions=[64], frame_buckets=[5])
     with pytest.raises(DataError, match="a side is below 16 pixels"):
         choose(resolutions=[9], frame_buckets=[17])
+
+
+def test_a_short_video_is_no_image() -> None:
+    """Wherever the bucket for images is written."""
+    mixed = choose(video_resolution_buckets=["49x128x128", "1x64x64"], image_resolution_buckets=["32x32"])
+    assert mixed.videos == (((49, 128, 128),),)
+    assert mixed.images == (((1, 64, 64), (1, 32, 32)),)
+    pictures = choose(video_resolution_buckets=["1x64x64"])
+    assert pictures.videos == pictures.images == (((1, 64, 64),),)
+    with pytest.raises(ValidationError, match="max_ar"):
+        DataSection(resolutions=[64], max_ar=math.inf)
 
 
 def test_single_buckets_are_named_as_they_are() -> None:

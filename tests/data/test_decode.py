@@ -97,6 +97,15 @@ def test_center_crop_keeps_the_aspect_ratio(tmp_path: Path) -> None:
     assert (plain > 127).float().mean() == pytest.approx(0.2)
 
 
+def test_videos_are_cropped_frame_by_frame(tmp_path: Path, make_video) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=9, height=64, width=160)
+    whole = read_frames(path, range(9), height=32, width=80)
+    cut = load_clip(clip_of(path, (9, 32, 48)), generator=generator("cpu", 0))
+    assert torch.equal(cut, whole[:, :, 16:64].permute(3, 0, 1, 2))
+    part = read_frames(path, [0], height=32, width=80, box=(0, 16, 32, 48))
+    assert torch.equal(part[0], whole[0, :, 16:64])
+
+
 def test_random_crop_depends_on_the_generator_only(tmp_path: Path) -> None:
     Image.fromarray(np.arange(100, dtype=np.uint8)[None, :, None].repeat(20, 0).repeat(3, 2)).save(tmp_path / "a.png")
     clip = clip_of(tmp_path / "a.png", (1, 20, 20), kind="image")
@@ -155,3 +164,25 @@ def test_damaged_files_name_the_file(tmp_path: Path, make_video) -> None:
             read_frames(tmp_path / name, range(32), height=32, width=48)
     with pytest.raises(DecodeError, match=r"empty\.png"):
         read_image(tmp_path / "empty.png", height=8, width=8)
+
+
+def test_pictures_that_are_mended_are_an_error(tmp_path: Path, make_video) -> None:
+    """FFmpeg conceals what is lost in H.264 and goes on; what it shows from there on is not the clip."""
+    path = make_video(tmp_path / "a.mp4", frames=60, fps=25, height=64, width=96, options={"g": "20"})
+    with av.open(str(path)) as container:
+        at = [packet.pos for packet in container.demux(video=0) if packet.is_keyframe][1]
+    content = bytearray(path.read_bytes())
+    content[at + 150 : at + 450] = np.random.default_rng(0).bytes(300)
+    path.write_bytes(content)
+    assert read_frames(path, [0, 5], height=64, width=96).shape[0] == 2
+    for wanted in ([20], [3, 30], [25, 26, 27]):
+        with pytest.raises(DecodeError, match=r"a\.mp4: frame 20 is damaged"):
+            read_frames(path, wanted, height=64, width=96)
+    assert read_frames(path, [55], height=64, width=96).shape[0] == 1  # a later key frame refers to none of it
+
+
+def test_images_of_sixteen_bits_become_eight(tmp_path: Path) -> None:
+    grey = np.linspace(0, 65535, 600).astype(np.uint16).reshape(20, 30)
+    Image.fromarray(grey).save(tmp_path / "a.png")
+    frame = read_image(tmp_path / "a.png", height=20, width=30)[0].numpy()
+    assert np.array_equal(frame, (grey >> 8).astype(np.uint8)[..., None].repeat(3, axis=2))

@@ -141,6 +141,24 @@ def test_far_frames_are_jumped_to(files, monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(asked) < 25
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("refresh.mp4", {"options": {"g": "12", "bf": "0", "x264-params": "intra-refresh=1"}}),
+        ("programme.mpg", {"codec": "mpeg1video", "options": {"g": "30"}}),
+        ("stream.ts", {"codec": "mpeg4", "options": {"g": "30", "bf": "2"}}),
+    ],
+)
+def test_where_key_frames_mislead_nothing_is_jumped_over(tmp_path: Path, make_video, name: str, settings: dict) -> None:
+    path = make_video(tmp_path / name, frames=FRAMES, fps=25, height=64, width=96, pictures=moving(64, 96), **settings)
+    reference = full_decode(path)
+    for number in range(26, len(reference), 3):
+        with closing(open_video(path)) as video:
+            [(found, frame)] = video.frames([number])
+        assert found == number
+        assert np.array_equal(frame, reference[number]), number
+
+
 def test_an_index_that_lies_is_found_out(files, monkeypatch: pytest.MonkeyPatch) -> None:
     path, reference = files["b_frames.mp4"]
     true = timeline_from_index(path)

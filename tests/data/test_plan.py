@@ -63,6 +63,20 @@ def test_target_fps_and_uniform(root: Path) -> None:
     assert {c.path.name for c in long.clips} == {"long.mp4", "fast.mp4"}
 
 
+def test_a_thin_picture_that_would_fill_the_memory_is_refused(tmp_path: Path, make_image) -> None:
+    """A few bytes; resized until it covers its bucket, it would have gigabytes."""
+    make_image(tmp_path / "thin.png", height=1, width=20000)
+    make_image(tmp_path / "wide.png", height=20, width=2000)
+    for name in ("thin", "wide"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    made = plan(tmp_path, image_resolution_buckets=["512x768"], max_bad_samples=1)
+    assert [clip.path.name for clip in made.clips] == ["wide.png"]
+    [thin] = [v for v in made.verdicts if v.use == "rejected"]
+    assert (thin.fate, thin.name) == ("too_large", "thin.png")
+    assert "20000x1 pixels, resized until they cover 768x512, are 10240000x512" in thin.reason
+    assert len(plan(tmp_path, image_resolution_buckets=["512x768"], video_reshape_mode="none").clips) == 2
+
+
 def test_too_short_clips_are_an_error_or_a_named_warning(root: Path) -> None:
     options = {"video_resolution_buckets": ["33x32x48"]}
     with pytest.raises(DataError) as caught:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import av
 import numpy as np
+from av.video.frame import PictureType
 from av.video.reformatter import VideoReformatter
 
 from finetrainers.data.media import open_container
@@ -18,6 +19,8 @@ from .timeline import Timeline, timeline_from_index, timeline_from_packets
 # Fewer frames than this are decoded rather than jumped over: a jump empties the decoder, and often lands before the
 # key frame that was meant.
 _JUMP_OVER = 24
+# Containers that lead to their key frames. In MPEG streams, a seek lands anywhere, and frames then get the times of others.
+_INDEXED = ("mov", "matroska", "avi")
 # Decoders that can be told, packet by packet, to leave out frames that no other refers to; dav1d is not one.
 _CAN_SKIP = ("h264", "hevc")
 
@@ -37,8 +40,9 @@ class PyavReader:
             self._container.close()
             raise DecodeError(f"cannot decode {path}: no video stream")
         self._stream = self._container.streams.video[0]
-        # One thread per slice only: frame threads read ahead of what is wanted, in every loader worker at once.
-        self._stream.thread_type = "SLICE"
+        # One thread per slice only: frame threads read ahead of what is wanted, in every loader worker at once. The decoder of
+        # H.264 does not say which frames are damaged when it has threads, and pictures mostly are one slice there.
+        self._stream.thread_type = "NONE" if self._stream.codec_context.name == "h264" else "SLICE"
 
     @property
     def num_frames(self) -> int:
@@ -62,20 +66,21 @@ class PyavReader:
 
     def _wanted(self, numbers: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
         """The frames of ascending numbers; again from the first one if they turn out to be others."""
-        timeline = timeline_from_index(self.path) if _passed_over(numbers) > _JUMP_OVER else None
+        is_indexed = self._container.format.name.startswith(_INDEXED)
+        timeline = timeline_from_index(self.path) if is_indexed and _passed_over(numbers) > _JUMP_OVER else None
         if timeline is not None:
             try:
                 yield from self._along(timeline, numbers, is_complete=False)
                 return
             except _UnknownTime:
                 self._container.seek(0)
-        far = any(b - a > _JUMP_OVER for a, b in pairwise([0, *numbers]))
+        far = is_indexed and any(b - a > _JUMP_OVER for a, b in pairwise([0, *numbers]))
         timeline = timeline_from_packets(self.path) if far else None
         if timeline is not None:
             yield from self._along(timeline, numbers, is_complete=True)
         else:
             self._stream.codec_context.skip_frame = "DEFAULT"
-            yield from _pick(enumerate(self._container.decode(self._stream)), numbers)
+            yield from self._pick(enumerate(self._container.decode(self._stream)), numbers)
 
     def _along(
         self, timeline: Timeline, numbers: Sequence[int], *, is_complete: bool
@@ -91,13 +96,15 @@ class PyavReader:
                 self._container.seek(timeline.times[key], stream=self._stream)
                 decoded = self._numbered(timeline, wanted_times, is_complete)
                 opening = next(decoded, None)
-                if opening is not None and opening[0] <= wanted:
+                if opening is not None and opening[0] <= wanted and opening[1].pict_type == PictureType.I:
                     decoded = chain([opening], decoded)
-                else:  # without an index, or among key frames that are not quite in order, seeking may land too late
+                else:
+                    # Among key frames that are not quite in order, seeking may land too late. And where pictures are refreshed
+                    # little by little, what is called a key frame depends on earlier ones.
                     can_jump = False
                     self._container.seek(0)
                     decoded = self._numbered(timeline, wanted_times, is_complete)
-            yield from _pick(decoded, [wanted])
+            yield from self._pick(decoded, [wanted])
             position = wanted + 1
 
     def _numbered(
@@ -121,6 +128,27 @@ class PyavReader:
                 elif not is_complete:
                     raise _UnknownTime
 
+    def _pick(
+        self, decoded: Iterator[tuple[int, av.VideoFrame]], numbers: Sequence[int]
+    ) -> Iterator[tuple[int, av.VideoFrame]]:
+        """Of numbered frames those wanted; takes none after the last.
+
+        Raises:
+            DecodeError: a frame on the way is damaged. FFmpeg mends it with what was there before and goes on, and later frames
+                refer to it without being marked themselves.
+        """
+        left = iter(numbers)
+        wanted = next(left, None)
+        while wanted is not None:
+            number, frame = next(decoded, (wanted, None))
+            if frame is None:
+                return
+            if frame.is_corrupt:
+                raise DecodeError(f"cannot decode {self.path}: frame {number} is damaged")
+            if number == wanted:
+                yield number, frame
+                wanted = next(left, None)
+
 
 class _UnknownTime(Exception):
     """A frame is shown at a time that its file's index does not tell of."""
@@ -129,19 +157,6 @@ class _UnknownTime(Exception):
 def _passed_over(numbers: Sequence[int]) -> int:
     """How many frames that are not wanted come before the last wanted one."""
     return numbers[-1] + 1 - len(numbers) if numbers else 0
-
-
-def _pick(decoded: Iterator[tuple[int, av.VideoFrame]], numbers: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
-    """Of numbered frames those wanted; takes none after the last."""
-    left = iter(numbers)
-    wanted = next(left, None)
-    while wanted is not None:
-        number, frame = next(decoded, (wanted, None))
-        if frame is None:
-            return
-        if number == wanted:
-            yield number, frame
-            wanted = next(left, None)
 
 
 def _failed(path: Path, error: Exception) -> DecodeError:
