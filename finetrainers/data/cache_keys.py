@@ -18,7 +18,7 @@ from .decode import load_clip
 from .digests import FileDigests
 
 #: Raise when decoding, resizing or cropping changes, so that old entries are no longer found.
-PIXELS_VERSION = 2
+PIXELS_VERSION = 3
 
 _SHOWN = 60  # characters of a caption in an entry's header
 _PACKAGES = ("torch", "diffusers", "transformers")
