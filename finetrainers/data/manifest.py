@@ -77,11 +77,11 @@ class Reading:
         """Refuse it if it cannot be read; single items may be refused all the same.
 
         Raises:
-            DataError: there are problems, or no items.
+            DataError: there are problems, or no items but skipped ones.
         """
         if self.problems:
             raise DataError(f"{self.source}: {plural(len(self.problems), 'problem')}", self.problems)
-        if not self.items:
+        if all(item.refused is not None and item.refused.fate == "skipped" for item in self.items):
             why = f" ({'; '.join(self.warnings)})" if self.warnings else ""
             raise DataError(f"{self.source}: no items found{why}")
 
@@ -120,11 +120,14 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     prefix = str(root.folder / "_")[:-1]
     for row in rows[: data.max_items]:
         captions = _captions(row, data, found)
-        if captions is None:
-            continue
         refused = captions if isinstance(captions, Refusal) else None
         try:
-            path = row.stored if row.stored is not None else root.find(row.media)
+            if row.stored is not None:
+                path = row.stored
+            elif refused is not None and refused.fate == "skipped":
+                path = root.folder / row.media
+            else:
+                path = root.find(row.media)
         except PathProblem as error:
             refused = error.refusal
             path = root.folder / row.media
@@ -171,8 +174,8 @@ def _rows(data: DataSection, root: Root, media_dir: Path | None, found: Findings
     return hub.read_hub(data, root, MediaFolder(unpacked), found)
 
 
-def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] | Refusal | None:
-    """The cleaned captions of a row, or why it has none that can be used; None if it has to be left out."""
+def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] | Refusal:
+    """The cleaned captions of a row, or why it cannot be used."""
     if row.refused is not None:
         return row.refused
     raw = row.captions
@@ -181,7 +184,7 @@ def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] |
         policy = data.caption_missing
         if policy == "skip":
             found.note("without a caption left out", shown(row.media))
-            return None
+            return Refusal("skipped", "no caption, and `caption_missing` is skip")
         if policy == "error" or (policy is None and raw is None):
             what = "no caption" if raw is None else "an empty caption"
             place = f"; expected it in {row.expected}" if row.expected else ""
