@@ -15,12 +15,13 @@ import av
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import ImageOps
 from torch import Tensor
 
 from .buckets import cover_size
 from .clip import Clip
 from .frames import select_frames
+from .media import IMAGE_ERRORS, open_image
 from .video.backends import open_video
 from .video.reader import DecodeError
 from .video.timeline import shown_at
@@ -68,9 +69,9 @@ def read_image(path: Path, *, height: int, width: int) -> Tensor:
         DecodeError: the file cannot be read.
     """
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))
-    except (OSError, Image.DecompressionBombError) as error:
+    except IMAGE_ERRORS as error:
         raise DecodeError(f"cannot decode {path}: {error}") from error
     return resize(torch.from_numpy(pixels), height, width)[None]
 

@@ -198,7 +198,8 @@ def _fulls(
             fulls.update(dict.fromkeys(places[path], full))
             stat = stats[firsts[path]]
             assert stat is not None
-            memory.keep(path, stat, full=full)
+            if not isinstance(full, Refusal) or full.fate != "unreadable":  # a disk or a network that may be back
+                memory.keep(path, stat, full=full)
             progress("decoding", done, len(tasks))
     return fulls
 
