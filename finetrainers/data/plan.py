@@ -51,7 +51,7 @@ class DatasetPlan:
     dataset_toml: str | None = None
 
     noun = "clip"
-    fingerprint_of = "files, captions, buckets or held-out items"
+    fingerprint_of = "files, captions, buckets, repeats or held-out items"
     critical_options = CRITICAL
     cut_in_batches = True
     title = "data"

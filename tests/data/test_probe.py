@@ -125,7 +125,9 @@ def test_a_damaged_picture_is_the_verdict_on_one_file(tmp_path: Path) -> None:
     with pytest.raises(ProbeError, match="Truncated IHDR"):
         probe(path, kind="image")
     data = content.find(b"IDAT")
-    path.write_bytes(content[: data - 4] + (10).to_bytes(4, "big") + content[data:])  # the next chunk begins in its middle
+    path.write_bytes(
+        content[: data - 4] + (10).to_bytes(4, "big") + content[data:]
+    )  # the next chunk begins in its middle
     with pytest.raises(ProbeError, match="broken PNG"):
         probe(path, kind="image")
     with pytest.raises(DecodeError, match="broken PNG"):

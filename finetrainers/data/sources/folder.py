@@ -23,7 +23,7 @@ def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
     """
     media_list, caption_list = root.folder / data.video_column, root.folder / data.caption_column
     if media_list.is_file() and caption_list.is_file():
-        return _read_two_files(*(_listed(root, name) for name in (data.video_column, data.caption_column)), found)
+        return _read_two_files(_listed(root, data.video_column), _listed(root, data.caption_column), found)
     if media_list.is_file() or caption_list.is_file():
         there, missing = sorted((media_list, caption_list), key=lambda path: not path.is_file())
         names = [path.name for path in root.folder.iterdir() if path.is_file()]
@@ -33,10 +33,10 @@ def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
         )
     rows = _read_sidecars(root, data, found)
     if not rows and not found.problems:
-        there = f"; {'; '.join(found.warnings)}" if found.warnings else ""
+        others = f"; {'; '.join(found.warnings)}" if found.warnings else ""
         raise DataError(
             f"no data in {str(root.folder)!r}: neither the text files {data.video_column!r} and "
-            f"{data.caption_column!r} (set by `video_column` and `caption_column`), nor media files with .txt captions{there}"
+            f"{data.caption_column!r} (set by `video_column` and `caption_column`), nor media files with .txt captions{others}"
         )
     return rows
 
