@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from markupsafe import escape
 
+from finetrainers.cli import check
 from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
 from finetrainers.data import probing
@@ -75,6 +77,52 @@ def test_the_report_tells_all_and_training_probes_nothing_again(
     lines = [json.loads(line) for line in (tmp_path / "manifest.jsonl").read_text(encoding="utf-8").splitlines()]
     same = ("name", "fate", "bucket", "use", "reason", "crop")
     assert [[line[key] for key in same] for line in lines] == [[i[key] for key in same] for i in report["items"]]
+
+
+def test_what_a_check_allows_training_takes(
+    data: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "clips").mkdir()
+    for name, caption in (("a", "a caption"), ("b", "another"), ("none", None)):
+        shutil.copy(data[0] / "a good clip.mp4", tmp_path / "clips" / f"{name}.mp4")
+        if caption is not None:
+            (tmp_path / "clips" / f"{name}.txt").write_text(caption)
+    (tmp_path / "clips" / "photo.heic").write_bytes(b"x")
+    config = write_config(tmp_path, tmp_path / "clips", caption_missing="skip")
+    arguments = ["check", str(config), "--json", str(tmp_path / "check.json"), "--html", str(tmp_path / "check.html")]
+    assert main(arguments) == exit_codes.DONE
+    out = capsys.readouterr().out
+    assert "warning: 1 item in the folder, neither media nor a caption of one: photo.heic" in out
+    assert "3 items: 2 trained on, 0 held out, 1 skipped, 0 cannot be used" in out
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert {item["name"]: item["use"] for item in report["items"]} == {
+        "a.mp4": "train",
+        "b.mp4": "train",
+        "none.mp4": "skipped",
+    }
+    assert [row["rejected"] for row in report["reasons"] if row["kind"] == "skipped"] == [False]
+    assert "photo.heic" in (tmp_path / "check.html").read_text()
+
+    # Two clips make no batch of four, so there would be no step.
+    sizes = ["--epoch_end", "drop", "--batch_size", "4"]
+    assert main([*arguments[:4], *sizes]) == exit_codes.UNUSABLE_DATA
+    assert "cannot be trained on as it is: nothing to train on" in capsys.readouterr().out
+    assert json.loads((tmp_path / "check.json").read_text())["usable"] is False
+    assert main([*arguments[:4], "--epoch_end", "drop", "--bucket_batch_sizes", "17x32x64=2"]) == exit_codes.DONE
+
+
+def test_reports_that_cannot_be_written_are_refused_before_anything_is_looked_at(
+    data: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path, data[0])
+    monkeypatch.setattr(check, "_check", lambda *_: pytest.fail("the data was looked at"))
+    for option, place in (
+        ("--json", tmp_path),
+        ("--html", config / "x.html"),
+        ("--json", Path("/proc/nowhere/x.json")),
+    ):
+        assert main(["check", str(config), option, str(place)]) == exit_codes.CONFIGURATION
+        assert f"{option}: " in capsys.readouterr().err
 
 
 def check_page(text: str, report: dict[str, Any]) -> None:

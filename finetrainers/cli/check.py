@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,7 @@ def check_command(argv: Sequence[str]) -> int:
 
     own, rest = split_arguments(argv)
     try:
+        _check_places(own)
         config, _ = parse_flags(rest, prog="finetrainers check")
         if config is None:
             raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
@@ -104,18 +106,36 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
             raise ConfigError(problems)
         report = make_report(survey, config, decoded=effort.decode)
         page = make_page(report, jobs=own.jobs, progress=progress) if own.html else None
+    _print(report)
     if own.json is not None:
         write_json_lines_atomic(own.json, [report])
     if page is not None:
         # A lone half of a character, from a file name that is not UTF-8, becomes a visible escape.
         write_text_atomic(own.html, page.encode("utf-8", "backslashreplace").decode("utf-8"))
-    _print(report)
     for written in (own.json, own.html):
         if written is not None:
             print(f"written: {written}")
     if problems:
         raise ConfigError(problems)
     return exit_codes.DONE if report["usable"] else exit_codes.UNUSABLE_DATA
+
+
+def _check_places(own: argparse.Namespace) -> None:
+    """Refuse files that cannot be written before hours of decoding, not after."""
+    problems = []
+    for option, file in (("--json", own.json), ("--html", own.html)):
+        if file is None:
+            continue
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_dir():
+                problems.append(Problem(option, f"{file} is a folder; give a file in it"))
+            elif not os.access(file.parent, os.W_OK):
+                problems.append(Problem(option, f"nothing can be written to {file.parent}"))
+        except OSError as error:
+            problems.append(Problem(option, f"{file}: {error.strerror or error}"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _survey(config: TrainConfig, effort: Any) -> tuple[Any, list[Problem]]:
@@ -208,11 +228,13 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"  {printable(item['name'] + ': ' + item['reason'] + where)}")
     if len(rejected_items) > _SHOWN:
         console.print(f"  ... and {len(rejected_items) - _SHOWN} more; --json FILE and --html FILE have all of them")
-    for note in report["notes"]:
-        console.print(f"note: {note}")
+    for kind in ("warning", "note"):
+        for text in report[f"{kind}s"]:
+            console.print(f"{kind}: {printable(text)}")
     counts = report["counts"]
+    skipped = f"{counts['skipped']} skipped, " if counts["skipped"] else ""
     console.print(
-        f"{plural(counts['items'], 'item')}: {counts['train']} trained on, {counts['eval']} held out, "
+        f"{plural(counts['items'], 'item')}: {counts['train']} trained on, {counts['eval']} held out, {skipped}"
         f"{counts['rejected']} cannot be used"
     )
     if report["problem"]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from .buckets import cover_size
 from .clip import Clip
 from .frames import select_frames
+from .media import IMAGE_ERRORS, open_image
 from .video.backends import open_video
 from .video.reader import DecodeError
 from .video.timeline import shown_at
@@ -77,12 +78,12 @@ def read_image(path: Path, *, height: int, width: int) -> Tensor:
         DecodeError: the file cannot be read.
     """
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             upright = ImageOps.exif_transpose(image)
             if upright.mode.startswith("I"):  # 16 bits, of which PIL would make white where they are above 255
                 upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
             pixels = np.array(upright.convert("RGB"))
-    except (OSError, Image.DecompressionBombError) as error:
+    except IMAGE_ERRORS as error:
         raise DecodeError(f"cannot decode {path}: {error}") from error
     return resize(torch.from_numpy(pixels), height, width)[None]
 

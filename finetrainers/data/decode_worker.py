@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +16,7 @@ from PIL import Image, ImageOps
 
 from .fates import Refusal
 from .manifest import Kind
-from .media import open_container
+from .media import IMAGE_ERRORS, open_container, open_image
 
 #: Memory that a file's decoding may ask for, beyond what the process has when it starts.
 MEMORY_BYTES = 4 << 30
@@ -64,10 +63,9 @@ def decode_task(path: str, kind: Kind, declared: int) -> Refusal | tuple[str, ..
 
 def _decode_image(path: str) -> Refusal | tuple[str, ...]:
     try:
-        with warnings.catch_warnings(), Image.open(path) as image:
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with open_image(path) as image:
             grey = np.asarray(image.convert("L"))[::_STEP, ::_STEP]
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except IMAGE_ERRORS as error:
         return Refusal("damaged", f"the image cannot be decoded: {error}")
     return ("black",) if grey.mean() < _BLACK else ()
 
@@ -117,7 +115,7 @@ def thumbnail_task(path: str, kind: Kind, height: int) -> bytes | None:
     """First, middle and last picture of a file side by side, as WebP; one of an image; None where there is none."""
     try:
         pictures = [_small(p, height) for p in (_picture(path) if kind == "image" else _pictures(path))]
-    except (av.FFmpegError, OSError, SyntaxError, ValueError, MemoryError, Image.DecompressionBombError):
+    except (av.FFmpegError, MemoryError, *IMAGE_ERRORS):
         return None
     if not pictures:
         return None
@@ -132,7 +130,7 @@ def thumbnail_task(path: str, kind: Kind, height: int) -> bytes | None:
 
 
 def _picture(path: str) -> Iterator[Image.Image]:
-    with Image.open(path) as image:
+    with open_image(path) as image:
         image.draft("RGB", (256, 256))  # JPEGs are decoded at an eighth of their size where that is enough
         yield ImageOps.exif_transpose(image).convert("RGB")
 

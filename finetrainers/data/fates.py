@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Fate = Literal[
-    "used", "too_short", "no_bucket", "caption_missing", "outside_root", "missing", "not_a_file", "empty", "unreadable",
+    "used", "skipped", "too_short", "no_bucket", "caption_missing", "outside_root", "missing", "not_a_file", "empty", "unreadable",
     "no_video", "no_rate", "too_large", "cut_off", "damaged", "decoder_failed",
 ]  # fmt: skip
 Mark = Literal[
@@ -19,6 +19,7 @@ MARKS: tuple[Mark, ...] = get_args(Mark)
 
 MEANINGS: Mapping[Fate | Mark, str] = {
     "used": "trained on, or held out",
+    "skipped": "left out as the options say, or what an archive or a row holds is no clip",
     "too_short": "fewer frames, at the rate it is sampled at, than the shortest bucket has",
     "no_bucket": "there are no buckets for videos, or none for images",
     "caption_missing": "no caption belongs to it",

@@ -82,11 +82,11 @@ class Reading:
         """Refuse it if it cannot be read; single items may be refused all the same.
 
         Raises:
-            DataError: there are problems, or no items.
+            DataError: there are problems, or no items but skipped ones.
         """
         if self.problems:
             raise DataError(f"{self.source}: {plural(len(self.problems), 'problem')}", self.problems)
-        if not self.items:
+        if all(item.refused is not None and item.refused.fate == "skipped" for item in self.items):
             why = f" ({'; '.join(self.warnings)})" if self.warnings else ""
             raise DataError(f"{self.source}: no items found{why}")
 
@@ -125,13 +125,12 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     prefix = str(root.folder / "_")[:-1]
     for row, (path, looked) in zip(rows, map_far(lambda row: _look_up(row, root), rows), strict=True):
         captions = _captions(row, data, found)
-        if captions is None:
-            continue
         refused, state = None, None
         if isinstance(captions, Refusal):
             refused, captions = captions, ("",)
         if isinstance(looked, Refusal):
-            refused = looked
+            if refused is None or refused.fate != "skipped":
+                refused = looked
         elif refused is None:
             state = looked
         text = str(path)
@@ -187,8 +186,8 @@ def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Refusal]:
     return path, judge(state)
 
 
-def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] | Refusal | None:
-    """The cleaned captions of a row, or why it has none that can be used; None if it has to be left out."""
+def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] | Refusal:
+    """The cleaned captions of a row, or why it cannot be used."""
     if row.refused is not None:
         return row.refused
     raw = row.captions
@@ -197,7 +196,7 @@ def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] |
         policy = data.caption_missing
         if policy == "skip":
             found.note("without a caption left out", shown(row.media))
-            return None
+            return Refusal("skipped", "no caption, and `caption_missing` is skip")
         if policy == "error" or (policy is None and raw is None):
             what = "no caption" if raw is None else "an empty caption"
             place = f"; expected it in {row.expected}" if row.expected else ""

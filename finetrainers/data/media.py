@@ -7,9 +7,11 @@ name could be taken for a protocol, and a few kilobytes can declare a picture th
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
 import av
+from PIL import Image
 
 from finetrainers.utils.files import not_a_file
 
@@ -18,6 +20,14 @@ from .fates import Refusal
 #: Pixels of one picture or frame; PIL's own limit for images, used for videos too.
 MAX_FRAME_PIXELS = 89_478_485
 
+#: What PIL raises for damaged images, by its own account; their numbers and EXIF data are taken as they are.
+IMAGE_ERRORS = (
+    OSError, EOFError, SyntaxError, ValueError, IndexError, TypeError, struct.error,
+    Image.DecompressionBombError, Image.DecompressionBombWarning,
+)  # fmt: skip
+
+# PIL, too, chooses by content: of the formats that it knows, some run programs (PostScript) or name other files.
+_IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 _FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,m4v,gif,flv,asf,ogg,h264,hevc"
 
 
@@ -41,6 +51,21 @@ def judge(found: os.stat_result) -> os.stat_result | Refusal:
     if found.st_size == 0:
         return Refusal("empty", "the file is empty")
     return found
+
+
+def open_image(path: Path | str) -> Image.Image:
+    """Open an image of at most `MAX_FRAME_PIXELS`; only its header is read.
+
+    Raises:
+        IMAGE_ERRORS: it is damaged, of another format, or larger.
+    """
+    image = Image.open(path, formats=_IMAGE_FORMATS)
+    if image.width * image.height > MAX_FRAME_PIXELS:
+        image.close()
+        raise Image.DecompressionBombError(
+            f"{image.width}x{image.height} pixels is over the limit of {MAX_FRAME_PIXELS} for a frame"
+        )
+    return image
 
 
 def open_container(path: Path) -> av.container.InputContainer:

@@ -163,11 +163,11 @@ def _place(entry: Probed, *, data: DataSection, choice: Choice, choose: Choose) 
             if windows
             else ("the shortest bucket", "add a shorter bucket")
         )
+        faster = ", raise `target_fps`," if found.frames >= min(buckets)[0] else ""
         return Refusal(
             "too_short",
             f"too short: {plural(found.frames, 'frame')} at {found.fps:.4g} fps give {entry.available} at "
-            f"{entry.fps:.4g} fps, and {needs} needs {min(buckets)[0]}; "
-            f"{way_out}, raise `target_fps`, or remove the file",
+            f"{entry.fps:.4g} fps, and {needs} needs {min(buckets)[0]}; {way_out}{faster} or remove the file",
         )
     if data.video_reshape_mode != "none":
         full_height, full_width = cover_size(found.height, found.width, *bucket[1:])

@@ -19,8 +19,6 @@ from finetrainers.utils.garbage import no_collections
 from .buckets import Bucket, bucket_text
 from .clip import Clip, all_cuts
 from .dataset import read_datasets
-from .expected import expected_batches
-from .manifest import DataError
 from .reading import media_dir, read_all
 from .survey import CRITICAL, Survey, survey_dataset
 from .verdict import Verdict
@@ -54,7 +52,7 @@ class DatasetPlan:
     dataset_toml: str | None = None
 
     noun = "clip"
-    fingerprint_of = "files, captions, buckets or held-out items"
+    fingerprint_of = "files, captions, buckets, repeats or held-out items"
     critical_options = CRITICAL
     cut_in_batches = True
     title = "data"
@@ -161,24 +159,14 @@ def plan_of(survey: Survey, config: TrainConfig) -> DatasetPlan:
     """
     if survey.problem is not None:
         raise survey.problem
-    expected = expected_batches(
-        [(clip.buckets, clip.repeats) for clip in survey.clips],
-        config,
-        keep=dict(config.data.bucket_keep),
-        sizes=dict(config.dataloader.bucket_batch_sizes),
-    )
-    if not expected.any:
-        raise DataError(
-            "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end drop"
-        )
     return DatasetPlan(
         clips=survey.clips,
         eval_clips=survey.eval_clips,
         verdicts=survey.verdicts,
         buckets=survey.buckets,
-        warnings=(*survey.warnings, *expected.warnings),
-        notes=(*survey.notes, *expected.notes),
+        warnings=survey.warnings,
+        notes=survey.notes,
         fingerprint=survey.fingerprint,
-        batches=expected.shown,
+        batches=survey.expected.shown,
         dataset_toml=config.data.dataset.read_text(encoding="utf-8-sig") if config.data.dataset is not None else None,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from PIL import Image, UnidentifiedImageError
 
 from .fates import Fate, Refusal
 from .manifest import Kind
-from .media import MAX_FRAME_PIXELS, look, open_container
+from .media import IMAGE_ERRORS, MAX_FRAME_PIXELS, look, open_container, open_image
 from .video.timeline import display_times, mean_rate, steady_rate
 
 #: Changes when the same file gives another answer; what was remembered of files is then forgotten.
-PROBE_VERSION = 1
+PROBE_VERSION = 2
 
 _MOST_FPS = 1000  # containers without a rate make FFmpeg answer with their clock's
 
@@ -75,16 +74,16 @@ def probe(path: Path, *, kind: Kind = "video") -> Probe:
 
 def _probe_image(path: Path) -> Probe:
     try:
-        with warnings.catch_warnings(), Image.open(path) as image:
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with open_image(path) as image:
             turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
             width, height = reversed(image.size) if turned else image.size
     except UnidentifiedImageError as error:
         raise ProbeError("unreadable", "not an image that PIL can read") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ProbeError("too_large", f"cannot read the image: {error}") from error
-    except OSError as error:
-        raise ProbeError("unreadable", f"cannot read the image: {error}", lasting=error.errno is None) from error
+    except IMAGE_ERRORS as error:
+        of_system = isinstance(error, OSError) and error.errno is not None
+        raise ProbeError("unreadable", f"cannot read the image: {error}", lasting=not of_system) from error
     return Probe(frames=1, fps=0.0, width=width, height=height, duration=0.0)
 
 

@@ -1,6 +1,6 @@
 """Remembers what was learnt of files, so that no start but the first opens each of them.
 
-A record belongs to one version of a file: path, size and modification time. The records of one data set's folder are in one
+A record belongs to one version of a file: path, size, and times of modification and of change. The records of one data set's folder are in one
 folder of the memory, and every process that learns something appends to a file of its own there: nothing is ever locked, a
 line that a kill has cut is skipped, and network disks need no more than that what one machine has written becomes readable.
 Files that have been quiet for an hour are put together once there are several.
@@ -39,7 +39,8 @@ class Record(NamedTuple):
     """What is known of one version of a file.
 
     Attributes:
-        size, mtime_ns: the version.
+        size, mtime_ns, ctime_ns: the version. A file that is put back under its old modification time has another time of
+            change, which nobody sets.
         header: what its header says, or why it cannot be used.
         full: what decoding all of it has shown: why it cannot be used, or what was remarked (maybe nothing); None: not done.
         digest: of its content.
@@ -47,6 +48,7 @@ class Record(NamedTuple):
 
     size: int
     mtime_ns: int
+    ctime_ns: int
     header: Probe | Refusal | None = None
     full: Refusal | tuple[str, ...] | None = None
     digest: str | None = None
@@ -76,7 +78,7 @@ class ProbeMemory:
     def recall(self, path: Path, found: os.stat_result) -> Record | None:
         """What is known of a file, unless it has changed since."""
         record = self._records.get(self._name(path))
-        if record is None or (record.size, record.mtime_ns) != (found.st_size, found.st_mtime_ns):
+        if record is None or record[:3] != (found.st_size, found.st_mtime_ns, found.st_ctime_ns):
             return None
         return record
 
@@ -91,7 +93,7 @@ class ProbeMemory:
     ) -> None:
         """Remember something more of a file."""
         with self._lock:
-            known = self.recall(path, found) or Record(found.st_size, found.st_mtime_ns)
+            known = self.recall(path, found) or Record(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
             record = known._replace(
                 header=known.header if header is None else header,
                 full=known.full if full is None else full,
@@ -178,8 +180,8 @@ def _read(path: Path) -> Iterator[tuple[str, Record]]:
         return
     for value in _values(lines):
         try:
-            name, size, mtime_ns, header, full, digest = value
-            yield name, Record(size, mtime_ns, _header(header), _full(full), digest)
+            name, size, mtime_ns, ctime_ns, header, full, digest = value
+            yield name, Record(size, mtime_ns, ctime_ns, _header(header), _full(full), digest)
         except (ValueError, TypeError, KeyError):
             continue
 
@@ -205,7 +207,7 @@ def _line(name: str, record: Record) -> str:
     full: Any = record.full
     if isinstance(full, Refusal):
         full = {"fate": full.fate, "reason": full.reason}
-    value = [name, record.size, record.mtime_ns, header, full, record.digest]
+    value = [name, *record[:3], header, full, record.digest]
     return json.dumps(value, separators=(",", ":")) + "\n"
 
 
@@ -229,7 +231,7 @@ def _refusal(fate: Any, reason: str) -> Refusal:
 
 def _joined(earlier: Record | None, later: Record) -> Record:
     """Two records of one name: what both know of the same version, else the later one."""
-    if earlier is None or (earlier.size, earlier.mtime_ns) != (later.size, later.mtime_ns):
+    if earlier is None or earlier[:3] != later[:3]:
         return later
     return later._replace(
         header=earlier.header if later.header is None else later.header,

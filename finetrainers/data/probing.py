@@ -176,7 +176,8 @@ def _fulls(
             fulls.update(dict.fromkeys(places[path], full))
             state = items[firsts[path]].state
             assert state is not None
-            memory.keep(path, state, full=full)
+            if not isinstance(full, Refusal) or full.fate != "unreadable":  # a disk or a network that may be back
+                memory.keep(path, state, full=full)
             progress("decoding", done, len(tasks))
     return fulls
 

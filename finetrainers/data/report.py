@@ -10,7 +10,6 @@ from finetrainers.config.root import TrainConfig
 
 from .buckets import Bucket, bucket_text
 from .clip import Clip, all_cuts
-from .expected import expected_batches
 from .fates import FATES, MARKS, MEANINGS
 from .survey import Survey
 from .verdict import Verdict, crop_loss, is_enlarged
@@ -41,26 +40,20 @@ def make_report(survey: Survey, config: TrainConfig, *, decoded: bool) -> dict[s
         "problem": str(survey.problem).partition("\n")[0] if survey.problem else None,
         "counts": {
             "items": len(verdicts),
-            **{use: uses[use] for use in ("train", "eval", "rejected")},
+            **{use: uses[use] for use in ("train", "eval", "skipped", "rejected")},
             "fates": {fate: fates[fate] for fate in FATES if fates[fate]},
             "marks": {mark: marks[mark] for mark in MARKS if marks[mark]},
         },
-        "buckets": _buckets(survey, config),
+        "buckets": _buckets(survey),
         "reasons": _reasons(verdicts),
         "notes": list(survey.notes),
-        "warnings": list(survey.warnings),
+        "warnings": list(survey.remarks),
         "items": [verdict.record() for verdict in verdicts],
     }
 
 
-def _buckets(survey: Survey, config: TrainConfig) -> list[dict[str, Any]]:
+def _buckets(survey: Survey) -> list[dict[str, Any]]:
     """A row for each bucket in use, largest first; one that clips may fall through to counts them, too."""
-    expected = expected_batches(
-        [(clip.buckets, clip.repeats) for clip in survey.clips],
-        config,
-        keep=dict(config.data.bucket_keep),
-        sizes=dict(config.dataloader.bucket_batch_sizes),
-    )
     train: dict[Bucket, list[Clip]] = defaultdict(list)
     held_out: dict[Bucket, list[Clip]] = defaultdict(list)
     for clips, by_bucket in ((all_cuts(survey.clips), train), (survey.eval_clips, held_out)):
@@ -74,7 +67,7 @@ def _buckets(survey: Survey, config: TrainConfig) -> list[dict[str, Any]]:
             "bucket": bucket_text(bucket),
             "clips": len(train[bucket]),
             "held_out": len(held_out[bucket]),
-            "batches": expected.shown.get(bucket, "0"),
+            "batches": survey.expected.shown.get(bucket, "0"),
             "enlarged": sum(is_enlarged(clip) for clip in found),
             "crop": round(sum(map(crop_loss, found)) / len(found), 4),
             "fps": [min(rates), max(rates)],
@@ -91,7 +84,7 @@ def _reasons(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     return [
         {
             "kind": kind,
-            "rejected": kind in FATES,
+            "rejected": kind in FATES and kind != "skipped",
             "count": len(names[kind]),
             "meaning": MEANINGS[kind],
             "names": names[kind][:_NAMED],

@@ -362,5 +362,16 @@ def cache_directory(config: TrainConfig) -> Path:
 def open_source(
     plan: DatasetPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks, course: Course | None = None
 ) -> BatchSource:
-    """The batches of a run over `plan`; default: from the beginning of the data."""
+    """The batches of a run over `plan`; default: from the beginning of the data.
+
+    Raises:
+        RuntimeError: the ranks have planned with other data; each would then wait for batches that another does not have.
+    """
+    plans = parallel.gather_objects([plan.fingerprint])
+    others = [rank for rank, fingerprint in enumerate(plans) if fingerprint != plans[0]]
+    if others:
+        raise RuntimeError(
+            f"rank 0 and rank {', '.join(map(str, others))} have found other data, though all need the same: other files, captions, "
+            "or what is remembered of files; compare `finetrainers check` on these machines, or share --probe_dir"
+        )
     return BatchSource(plan, config, spec=spec, parallel=parallel, course=course)

@@ -17,6 +17,7 @@ from .bucket_choice import named_buckets
 from .buckets import Bucket
 from .clip import Clip, cut_to
 from .dataset import Dataset, read_datasets, repeats_of
+from .expected import Expected, expected_batches
 from .frames import is_slower
 from .manifest import DataError, Reading
 from .placing import Placed, place_items
@@ -44,7 +45,9 @@ class Survey:
         eval_clips: what is held out for the evaluation loss.
         buckets: those in use, given or chosen.
         notes: what was decided for the user.
-        warnings: what the user should know, each with a count.
+        remarks: what the user should know and no verdict tells, each with a count.
+        warnings: all that the user should know, each with a count.
+        expected: what an epoch will be made of.
         problem: why it cannot be trained on; None if it can.
         fingerprint: hex digest that changes with any file, caption or bucket, and with what is held out.
     """
@@ -54,7 +57,9 @@ class Survey:
     eval_clips: tuple[Clip, ...]
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     warnings: tuple[str, ...]
+    expected: Expected
     problem: DataError | None
     fingerprint: str
 
@@ -101,15 +106,29 @@ def _survey(config: TrainConfig, geometry: Geometry, effort: Effort) -> Survey:
     if len(rejected) > data.max_bad_samples:
         allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
         problem = DataError(f"{len(rejected)} of {plural(len(names), 'item')} cannot be used{allowed}", rejected)
+    expected = expected_batches(
+        [(clip.buckets, clip.repeats) for clip in clips],
+        config,
+        keep=dict(data.bucket_keep),
+        sizes=dict(config.dataloader.bucket_batch_sizes),
+    )
+    if problem is None and not expected.any:
+        problem = DataError(
+            "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end drop"
+        )
+    remarks = (*_remarks(datasets, readings, parts, names), *expected.warnings)
     return Survey(
         verdicts=verdicts,
         clips=tuple(clips),
         eval_clips=tuple(evaluated),
         buckets=buckets,
-        notes=tuple(
-            f"{dataset.prefix}{note}" for dataset, part in zip(datasets, parts, strict=True) for note in part.notes
+        notes=(
+            *(f"{dataset.prefix}{note}" for dataset, part in zip(datasets, parts, strict=True) for note in part.notes),
+            *expected.notes,
         ),
-        warnings=tuple(_all_warnings(datasets, readings, parts, names, geometry)),
+        remarks=remarks,
+        warnings=(*remarks, *_told_by_verdicts(datasets, parts, names, geometry)),
+        expected=expected,
         problem=problem,
         fingerprint=_fingerprint(verdicts, clips, datasets, repeats),
     )
@@ -215,23 +234,28 @@ def _fingerprint(
     return digest.hexdigest()
 
 
-def _all_warnings(
-    datasets: Sequence[Dataset],
-    readings: Sequence[Reading],
-    parts: Sequence[Placed],
-    names: Sequence[str],
-    geometry: Geometry,
+def _remarks(
+    datasets: Sequence[Dataset], readings: Sequence[Reading], parts: Sequence[Placed], names: Sequence[str]
 ) -> Iterator[str]:
-    for dataset, reading in zip(datasets, readings, strict=True):
+    """What readers had to say, and which files another library decodes than the one that was asked for."""
+    for dataset, reading, part in zip(datasets, readings, parts, strict=True):
         yield from (f"{dataset.prefix}{text}" for text in (*dataset.warnings, *reading.warnings))
+        against = [f"{names[entry.item.index]} ({entry.against})" for entry in part.probed if entry.against]
+        if against:
+            backend = dataset.data.video_backend
+            yield f"{dataset.prefix}{counted(against, f'decoded by PyAV, since {backend} may show other pixels')}"
+
+
+def _told_by_verdicts(
+    datasets: Sequence[Dataset], parts: Sequence[Placed], names: Sequence[str], geometry: Geometry
+) -> Iterator[str]:
+    """One sentence for each kind of oddity, with a count and the first names."""
     for dataset, part in zip(datasets, parts, strict=True):
         target_fps = dataset.data.target_fps or geometry.fps
-        found = _warnings(part, names, backend=dataset.data.video_backend, target_fps=target_fps)
-        yield from (f"{dataset.prefix}{text}" for text in found)
+        yield from (f"{dataset.prefix}{text}" for text in _warnings(part, names, target_fps=target_fps))
 
 
-def _warnings(placed: Placed, names: Sequence[str], *, backend: str, target_fps: float) -> list[str]:
-    """One sentence for each kind of oddity, with a count and the first names."""
+def _warnings(placed: Placed, names: Sequence[str], *, target_fps: float) -> list[str]:
     clips = first_of_items(placed.clips)
     videos = [clip for clip in clips if clip.kind == "video"]
     listed: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
@@ -240,7 +264,11 @@ def _warnings(placed: Placed, names: Sequence[str], *, backend: str, target_fps:
     kinds: list[tuple[str, list[str]]] = [
         (
             "cannot be used and left out",
-            [f"{names[index]}: {refusal.reason}" for index, refusal in placed.refusals.items()],
+            [
+                f"{names[index]}: {refusal.reason}"
+                for index, refusal in placed.refusals.items()
+                if refusal.fate != "skipped"
+            ],
         ),
         ("without a caption", [names[clip.index] for clip in clips if not clip.caption]),
         (
@@ -252,9 +280,5 @@ def _warnings(placed: Placed, names: Sequence[str], *, backend: str, target_fps:
             [names[clip.index] for clip in clips if is_enlarged(clip)],
         ),
         ("listed more than once", [names[indices[0]] for indices in listed.values() if len(indices) > 1]),
-        (
-            f"decoded by PyAV, since {backend} may show other pixels",
-            [f"{names[entry.item.index]} ({entry.against})" for entry in placed.probed if entry.against],
-        ),
     ]
     return [counted(found, what) for what, found in kinds if found]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from .buckets import Bucket, cover_size
 from .clip import Clip, ReshapeMode
@@ -20,6 +20,8 @@ from .sources.rows import NO_EXTRA
 _CROPPED = 0.01  # share of the picture below which nothing is said: sizes are multiples of something
 _DISTORTED = 0.02
 
+Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
+
 
 @dataclass(slots=True)  # not frozen: that makes it three times as slow to make, which counts with a hundred thousand
 class Verdict:
@@ -30,7 +32,7 @@ class Verdict:
         name: of the file below the data set's folder.
         path: of the file.
         caption: cleaned caption.
-        use: whether it is trained on, held out, or rejected.
+        use: whether it is trained on, held out, skipped (and not counted as bad), or rejected.
         size_bytes: of the file.
         bucket: that it is cut to; None when rejected.
         fps: that it plays at when trained on; None when rejected.
@@ -53,7 +55,7 @@ class Verdict:
     name: str
     path: Path
     caption: str
-    use: Literal["train", "eval", "rejected"]
+    use: Use
     size_bytes: int
     bucket: Bucket | None = None
     fps: float | None = None
@@ -115,6 +117,9 @@ def give_verdict(
         seen: whether the same path was there before.
     """
     item, header = entry.item, entry.header
+    use: Use = "eval" if held_out else "train"
+    if refusal:
+        use = "skipped" if refusal.fate == "skipped" else "rejected"
     marks: list[Mark] = []
     crop, bucket, fps = 0.0, None, None
     if clips:
@@ -140,7 +145,7 @@ def give_verdict(
         name=name,
         path=item.path,
         caption=item.caption,
-        use="rejected" if refusal else "eval" if held_out else "train",
+        use=use,
         size_bytes=entry.found.size_bytes,
         bucket=bucket,
         fps=fps,

@@ -43,6 +43,9 @@ def test_frames_equal_a_full_decode_wherever_they_start(real_clips: Path, first:
         (".avi", "mpeg4", {"g": "12"}),  # no display times
         (".mpg", "mpeg2video", {"g": "12", "bf": "2"}),
         (".webm", "libvpx", {"g": "15"}),
+        (".3gp", "mpeg4", {"g": "12"}),
+        (".flv", "flv1", {"g": "12"}),
+        (".wmv", "wmv2", {"g": "12"}),
         (".ts", "libx264", {"g": "20", "bf": "2"}),  # no index: seeking may land late
     ],
 )

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from isolated_tasks import misbehave
 
-from finetrainers.data import full_decode
+from finetrainers.data import full_decode, probing
 from finetrainers.data.fates import Refusal
 from finetrainers.data.full_decode import Lost, decode_files, isolated
-from finetrainers.data.probe import probe
+from finetrainers.data.manifest import Item
+from finetrainers.data.probe import Probe, probe
+from finetrainers.data.probe_memory import ProbeMemory
+from finetrainers.data.probing import Effort, find_out
 
 
 def test_crashes_hangs_and_bombs_are_the_verdict_on_one_call() -> None:
@@ -39,6 +42,22 @@ def test_a_file_whose_decoder_does_not_end_is_named(
     assert "gave no answer" in verdict.reason
     monkeypatch.undo()
     assert list(decode_files([(clip, "video", found)], jobs=4)) == [(clip, ())]
+
+
+def test_a_disk_that_is_away_is_not_remembered(tmp_path: Path, make_video, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = make_video(tmp_path / "clip.mp4")
+    items = [Item(0, clip, ("x",), "video", "clip.mp4")]
+    answers = [Refusal("unreadable", "cannot be read: Input/output error"), Refusal("damaged", "decoding fails")]
+
+    def look(effort: Effort) -> Probe | Refusal:
+        memory = ProbeMemory(tmp_path / "memory", tmp_path)
+        [found] = find_out(items, memory=memory, max_pixels=10**9, effort=effort)
+        return found.answer
+
+    for answer, remembered in zip(answers, (False, True), strict=True):
+        monkeypatch.setattr(probing, "decode_files", lambda *_, answer=answer, **__: [(clip, answer)])
+        assert look(Effort(decode=True)) == answer
+        assert (look(Effort()) == answer) is remembered
 
 
 def test_nothing_to_decode_starts_no_process() -> None:

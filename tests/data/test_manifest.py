@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from finetrainers.config.sections import DataSection
-from finetrainers.data.manifest import DataError, clean_caption, read_items
+from finetrainers.data.manifest import DataError, clean_caption, read_dataset, read_items
 
 
 @pytest.fixture
@@ -153,6 +153,31 @@ def test_folder_with_sidecars(tmp_path: Path) -> None:
         (odd, "odd name", "video"),
         ("z.mp4", "a cat runs", "video"),
     ]
+
+
+def test_what_is_left_alone_in_a_folder_is_said(tmp_path: Path) -> None:
+    for name in (
+        "a.MP4",
+        "a.txt",
+        "b.3gp",
+        "b.TXT",
+        "c.mts",
+        "c.txt",
+        "photo.heic",
+        "photo.txt",
+        "sub/d.txt",
+        ".hidden",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = read_dataset(DataSection(data_root=tmp_path))
+    assert {item.name: item.refused is None for item in found.items} == {"a.MP4": True, "b.3gp": False, "c.mts": True}
+    left = "b.TXT, photo.heic, photo.txt, sub/d.txt"
+    assert found.warnings == [f"4 items in the folder, neither media nor a caption of one: {left}"]
+    for name in ("a.MP4", "b.3gp", "c.mts"):
+        (tmp_path / name).unlink()
+    with pytest.raises(DataError, match=r"no data in .*6 items in the folder.*photo\.heic"):
+        read_dataset(DataSection(data_root=tmp_path))
 
 
 def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:

@@ -117,6 +117,21 @@ def test_a_folder_follows_links_out_only_if_allowed(place: Path, tmp_path: Path)
     assert [(item.name, item.caption) for item in items] == [("a.mp4", "a"), ("linked/b.mp4", "b")]
 
 
+def test_lists_of_names_and_captions_do_not_lead_out(place: Path, tmp_path: Path) -> None:
+    """A link would make captions of any file of the machine, or messages."""
+    (tmp_path / "private").write_text("a secret\n")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "a.mp4").write_bytes(b"x")
+    (root / "videos.txt").write_text("a.mp4\n")
+    (root / "prompts.txt").symlink_to(tmp_path / "private")
+    options = {"data_root": root, "video_column": "videos.txt", "caption_column": "prompts.txt"}
+    with pytest.raises(DataError, match=r"prompts\.txt is a link to .* outside the data set's folder") as raised:
+        read_items(DataSection(**options))
+    assert "a secret" not in str(raised.value)
+    assert read_items(DataSection(**options, allow_outside=True))[0].caption == "a secret"
+
+
 @pytest.mark.timeout(20)
 def test_pipes_sockets_devices_and_folders_are_never_opened(tmp_path: Path) -> None:
     """Opening the pipe would wait for ever, for there is nobody who writes to it."""

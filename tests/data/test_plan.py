@@ -85,6 +85,10 @@ def test_too_short_clips_are_an_error_or_a_named_warning(root: Path) -> None:
     assert "fast.mp4: too short: 36 frames at 16 fps give 18 at 8 fps, and the shortest bucket needs 33" in str(
         caught.value
     )
+    [advice] = {text.partition("needs 33; ")[2] for text in caught.value.problems if "fast.mp4" in text}
+    assert advice == "add a shorter bucket, raise `target_fps`, or remove the file"
+    [advice] = {text.partition("needs 33; ")[2] for text in caught.value.problems if "slow.mp4" in text}
+    assert advice == "add a shorter bucket or remove the file"  # at no rate has it so many
     assert "still.png: there is no bucket for images" in str(caught.value)
     made = plan(root, **options, max_bad_samples=3)
     assert [c.path.name for c in made.clips] == ["long.mp4"]

@@ -5,8 +5,11 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
+from finetrainers.data.decode import DecodeError, read_image
+from finetrainers.data.decode_worker import decode_task, thumbnail_task
+from finetrainers.data.fates import Refusal
 from finetrainers.data.probe import ProbeError, probe
 
 
@@ -91,3 +94,41 @@ def test_sound_only_has_no_video_stream(tmp_path: Path) -> None:
         container.mux(stream.encode())
     with pytest.raises(ProbeError, match="no video stream"):
         probe(path)
+
+
+def test_a_picture_in_a_format_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("PostScript was run"))
+    path = tmp_path / "photo.jpg"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(ProbeError, match="not an image"):
+        probe(path, kind="image")
+    with pytest.raises(DecodeError):
+        read_image(path, height=8, width=8)
+    assert isinstance(decode_task(str(path), "image", 1), Refusal)
+    assert thumbnail_task(str(path), "image", 8) is None
+
+
+def test_a_damaged_picture_is_the_verdict_on_one_file(tmp_path: Path) -> None:
+    """PIL has many kinds of errors for that, and any of them would end the check of all files."""
+    path = tmp_path / "a.png"
+    Image.new("RGB", (64, 48)).save(path, exif=b"Exif\0\0garbage!!" + bytes(20))
+    with pytest.raises(ProbeError, match="not a TIFF file") as raised:
+        probe(path, kind="image")
+    assert (raised.value.fate, raised.value.lasting) == ("unreadable", True)
+    with pytest.raises(DecodeError, match="not a TIFF file"):
+        read_image(path, height=8, width=8)
+
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(path)
+    content = path.read_bytes()
+    header = content.find(b"IHDR")
+    path.write_bytes(content[: header - 4] + (5).to_bytes(4, "big") + content[header:])  # a header of five bytes
+    with pytest.raises(ProbeError, match="Truncated IHDR"):
+        probe(path, kind="image")
+    data = content.find(b"IDAT")
+    path.write_bytes(
+        content[: data - 4] + (10).to_bytes(4, "big") + content[data:]
+    )  # the next chunk begins in its middle
+    with pytest.raises(ProbeError, match="broken PNG"):
+        probe(path, kind="image")
+    with pytest.raises(DecodeError, match="broken PNG"):
+        read_image(path, height=8, width=8)

@@ -157,3 +157,20 @@ def test_clips_that_are_not_kept_come_smaller_or_are_counted(root: Path, tiny_re
     for event in events:
         assert event["clips"] == fresh.stream.left_out(event["epoch"]) > 0
     assert len({event["epoch"] for event in events}) == len(events)
+
+
+def test_ranks_that_have_found_other_data_do_not_begin(root: Path) -> None:
+    """As when one machine remembers of a file that it is damaged, and another does not."""
+
+    class Differing(OneOf):
+        def gather_objects(self, items: list) -> list:
+            return [*items, *items, "another"]
+
+    config = TrainConfig(
+        model=ModelSection(model_name="ltx_video", pretrained_model_name_or_path="x"),
+        data=DataSection(data_root=root, video_resolution_buckets=["9x64x64"]),
+    )
+    family = get_family("ltx_video")
+    plan = plan_dataset(config, family.geometry)
+    with pytest.raises(RuntimeError, match="rank 0 and rank 2 have found other data"):
+        open_source(plan, config, spec=None, parallel=Differing(0, 3))  # type: ignore[arg-type]

@@ -173,7 +173,7 @@ def test_changed_runs_are_refused_with_every_difference(
     for difference in (
         "rank: 4 then, 8 now",
         "lora_alpha: 8.0 then, 16.0 now",
-        "data: files, captions, buckets or held-out items are not those of then "
+        "data: files, captions, buckets, repeats or held-out items are not those of then "
         "(bucket 9x64x64, clips 1, held out 0, fps 8 then; bucket 9x64x64, clips 2, held out 0, fps 8 now) (--reset data)",
         "optimizer: 'adam' then, 'adamw' now (--reset optimizer)",
         "seed: 42 then, 7 now (--reset rng)",

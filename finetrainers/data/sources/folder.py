@@ -23,7 +23,7 @@ def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
     """
     media_list, caption_list = root.folder / data.video_column, root.folder / data.caption_column
     if media_list.is_file() and caption_list.is_file():
-        return _read_two_files(media_list, caption_list, found)
+        return _read_two_files(_listed(root, data.video_column), _listed(root, data.caption_column), found)
     if media_list.is_file() or caption_list.is_file():
         there, missing = sorted((media_list, caption_list), key=lambda path: not path.is_file())
         names = [path.name for path in root.folder.iterdir() if path.is_file()]
@@ -33,11 +33,20 @@ def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
         )
     rows = _read_sidecars(root, data, found)
     if not rows and not found.problems:
+        others = f"; {'; '.join(found.warnings)}" if found.warnings else ""
         raise DataError(
             f"no data in {str(root.folder)!r}: neither the text files {data.video_column!r} and "
-            f"{data.caption_column!r} (set by `video_column` and `caption_column`), nor media files with .txt captions"
+            f"{data.caption_column!r} (set by `video_column` and `caption_column`), nor media files with .txt captions{others}"
         )
     return rows
+
+
+def _listed(root: Root, name: str) -> Path:
+    """One of the two text files. A link that leads out would make captions, or messages, of any file."""
+    try:
+        return root.find(name)
+    except PathProblem as error:
+        raise DataError(f"{name} {error}") from error
 
 
 def _read_two_files(media_list: Path, caption_list: Path, found: Findings) -> list[Row]:
@@ -64,7 +73,8 @@ def _read_two_files(media_list: Path, caption_list: Path, found: Findings) -> li
 
 def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
     """Every media file below the root, in order of its path, with its caption in a text file beside it."""
-    names = sorted(_media_files(root, found), key=lambda name: name.split(os.sep))
+    others: list[str] = []
+    names = sorted(_media_files(root, others, found), key=lambda name: name.split(os.sep))
     sharing: dict[str, list[str]] = {}
     rows = []
     for name in names:
@@ -79,6 +89,8 @@ def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
             rows.append(Row("", name, None, refused=refused))
         else:
             rows.append(Row("", name, captions))
+    for name in sorted(name for name in others if name not in sharing):
+        found.note("in the folder, neither media nor a caption of one", shown(name))
     for sidecar, both in sharing.items():
         if len(both) > 1:
             found.note("sharing a caption file", f"{' and '.join(map(shown, both))} ({shown(sidecar)})")
@@ -101,8 +113,9 @@ def _read_caption(root: Root, name: str) -> str:
         raise DataError(f"cannot be read: {error.strerror or error}") from error
 
 
-def _media_files(root: Root, found: Findings) -> Iterator[str]:
-    """Names below the root that look like media; of links to folders, those that lead out of it, if that is allowed."""
+def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str]:
+    """Names below the root that look like media, the others to `others`; links to folders are followed if they lead out of
+    it and that is allowed."""
     top = os.fspath(root.folder)
     walked = {os.path.realpath(top)}
     waiting = [top]
@@ -128,3 +141,5 @@ def _media_files(root: Root, found: Findings) -> Iterator[str]:
                     waiting.append(entry.path)
             elif os.path.splitext(entry.name)[1].lower() in MEDIA_SUFFIXES:
                 yield os.path.relpath(entry.path, top)
+            else:
+                others.append(os.path.relpath(entry.path, top))

@@ -166,7 +166,7 @@ class _Reader:
         if not path:
             return Sample(where, where, refused=f"its column {self.columns.media!r} holds no media")
         if "://" not in path and self.local is not None:
-            return Sample(where, path, captions, extra)  # looked up like any other row's
+            return Sample(where, self.local.relative(path), captions, extra)  # looked up like any other row's
         try:
             stored_at = self._open_place(path)
         except PathProblem as problem:

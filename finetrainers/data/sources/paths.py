@@ -67,6 +67,13 @@ class Root:
                 raise
             raise PathProblem("missing", f"is not a file name: {error}") from error
 
+    def relative(self, path: str) -> str:
+        """A whole path below the root as a name in it, which stays the same when the data set moves; others as they are."""
+        for folder in (os.path.abspath(self._text), self._real):
+            if path.startswith(folder.rstrip(os.sep) + os.sep):
+                return os.path.relpath(path, folder)
+        return path
+
     def is_outside(self, path: str) -> bool:
         """Whether an existing file or folder really lies elsewhere, and may not."""
         return not self.allow_outside and not self._holds(os.path.realpath(path))

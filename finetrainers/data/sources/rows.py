@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,9 @@ from finetrainers.data.fates import Refusal
 from finetrainers.utils.text import plural
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
-VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".gif"})
+VIDEO_SUFFIXES = frozenset({
+    ".mp4", ".mov", ".m4v", ".3gp", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv", ".gif",
+})  # fmt: skip
 MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
 
 #: A caption file of more bytes is none; what a text encoder sees of it are a few hundred words.
@@ -87,6 +90,18 @@ def counted(names: Sequence[str], what: str) -> str:
     """`2 items without a caption: a.mp4, b.mp4`, with the first five names."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{plural(len(names), 'item')} {what}: {', '.join(names[:_NAMED])}{more}"
+
+
+def parse_json(text: str, **options: Any) -> Any:
+    """`json.loads`, with one kind of error for all that is malformed.
+
+    Raises:
+        ValueError: it is not JSON, or nested deeper than anybody means it.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def read_text(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import nearest
 
-from .rows import NO_EXTRA, DataError, Findings, Row, read_lines, read_text
+from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, read_lines, read_text
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 
@@ -129,7 +129,7 @@ def _csv_records(path: Path, found: Findings) -> Records:
 
 def _json_records(path: Path, found: Findings) -> Records:
     try:
-        records = json.loads(read_text(path), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        records = parse_json(read_text(path), parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(records, list):
@@ -152,7 +152,7 @@ def _jsonl_records(path: Path, found: Findings) -> Records:
             record, end = decoder.raw_decode(line)
             if end < len(line):
                 raise json.JSONDecodeError("Extra data", line, end)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             found.problem(f"{where} is not JSON: {error}")
             continue
         if isinstance(record, dict):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import glob
 import json
+import lzma
 import os
 import posixpath
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 from finetrainers.config.sections import DataSection
 
 from .captions import captions_of_text
-from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, shown
+from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, parse_json, shown
 from .tables import Columns
 from .unpacked import MediaFolder, Sample
 
@@ -102,7 +104,8 @@ class _Reader:
                     number += 1
                     if number > skip:
                         yield self._sample(archive, key, members)
-        except (tarfile.TarError, EOFError, OSError) as error:
+                _check_end(archive)
+        except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             raise DataError(f"{self.shard}: cannot be read after {number} samples: {error}") from error
 
     def _sample(self, archive: tarfile.TarFile, key: str, members: Mapping[str, tarfile.TarInfo]) -> Sample:
@@ -132,7 +135,7 @@ class _Reader:
         captions: tuple[str, ...] | None = None
         extra: dict[str, Any] = {}
         if "json" in members:
-            record = json.loads(_text(archive, members["json"]))
+            record = parse_json(_text(archive, members["json"]))
             if not isinstance(record, dict):
                 raise ValueError(f"its JSON must be an object, got {type(record).__name__}")
             captions = self.columns.captions_of(record)
@@ -143,17 +146,32 @@ class _Reader:
         return captions, extra
 
 
+def _check_end(archive: tarfile.TarFile) -> None:
+    """Refuse an archive of which only a part was read: `tarfile` takes a damaged header for the end.
+
+    Raises:
+        tarfile.ReadError: there is something else than an end.
+        OSError: the sum at the end of a compressed one is not that of its content.
+    """
+    assert archive.fileobj is not None
+    archive.fileobj.seek(archive.offset)
+    if any(archive.fileobj.read(tarfile.BLOCKSIZE)):
+        raise tarfile.ReadError(f"damaged at byte {archive.offset}")
+    while archive.fileobj.read(1 << 20):
+        pass
+
+
 def _groups(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
     """Neighbouring members of one key (name up to the first dot of its last part), by the rest of their names.
 
-    Members that are refused are a group each.
+    Members that are refused are a group each. Those whose name starts with a dot are passed over, as in folders.
     """
     current: str | None = None
     members: dict[str, tarfile.TarInfo] = {}
     for member in archive:
-        if member.isdir():
-            continue
         folder, base = posixpath.split(member.name)
+        if member.isdir() or base.startswith("."):  # macOS puts `._000.mp4` before `000.mp4`
+            continue
         stem, _, suffix = base.partition(".")
         key = posixpath.join(folder, stem)
         if key != current or _refusal(member) or suffix.lower() in members:

@@ -19,6 +19,8 @@ from typing import IO, Any
 
 from filelock import FileLock
 
+from finetrainers.data.fates import Refusal
+
 from .rows import DataError, Findings, Row
 
 _CHUNK = 1 << 20
@@ -93,7 +95,9 @@ class MediaFolder:
         rows = []
         for sample in known[:limit]:
             if sample.refused is not None:
-                found.note(f"left out, since {sample.refused}", sample.where)
+                kind = sample.refused.partition(" (")[0]  # what stands in brackets may differ with every sample
+                found.note(f"left out, since {kind}", sample.where)
+                rows.append(Row("", sample.where, None, refused=Refusal("skipped", sample.refused)))
                 continue
             stored = None if sample.stored is None else self.directory / sample.stored
             rows.append(Row(sample.where, sample.media, sample.captions, sample.extra or {}, stored))
