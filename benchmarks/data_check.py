@@ -112,7 +112,7 @@ def start(root: Path, *, items: int, repeats: int) -> list[dict[str, float]]:
     make_clip(root / "one.mp4", frames=25, height=32, width=64)
     found = probe(root / "one.mp4")
     memory = ProbeMemory(root / "probes", data)
-    lines = []
+    lines, names = [], []
     for k in range(items):
         name = f"{k // 1000:03d}/{k}.mp4"
         if k % 1000 == 0:  # the others of its folder are names of the same file, as file systems bound those
@@ -121,8 +121,10 @@ def start(root: Path, *, items: int, repeats: int) -> list[dict[str, float]]:
             shutil.copy(root / "one.mp4", first)
         else:
             (data / name).hardlink_to(first)
-        memory.keep(data / name, (data / name).stat(), header=found)
+        names.append(name)
         lines.append(json.dumps({"video": name, "text": f"a pattern that moves, number {k}, " * 4}))
+    for name in names:  # now that no further name of a file changes its times
+        memory.keep(data / name, (data / name).stat(), header=found)
     memory.close()
     (data / "captions.jsonl").write_text("\n".join(lines) + "\n")
     config = root / "start.toml"
