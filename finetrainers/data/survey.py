@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -217,20 +216,18 @@ def _fingerprint(
     verdicts: Sequence[Verdict], clips: Sequence[Clip], datasets: Sequence[Dataset], repeats: Sequence[float]
 ) -> str:
     digest = hashlib.sha256()
-    encode = json.JSONEncoder(check_circular=False).encode
 
-    def add(values: object) -> None:
-        digest.update(encode(values).encode() + b"\n")
+    def add(*values: object) -> None:
+        digest.update(ascii(values).encode() + b"\n")  # the same in every Python, and quicker than JSON
 
-    others = [[clip.index, clip.lower] for clip in clips if clip.lower]
+    others = [(clip.index, clip.lower) for clip in clips if clip.lower]
     if others:
         add(others)
     for v in verdicts:
-        captions = [list(v.captions)] if v.captions else []
-        add([v.name, v.size_bytes, v.caption, v.bucket, v.use, v.examples, *captions])
+        add(v.name, v.size_bytes, v.caption, v.bucket, v.use, v.examples, v.captions)
     for dataset, times in zip(datasets, repeats, strict=True):
         if dataset.name:  # one that has options of its own, which the run's cannot tell
-            add([dataset.name, times, *(getattr(dataset.data, option) for option in CRITICAL)])
+            add(dataset.name, times, *(getattr(dataset.data, option) for option in CRITICAL))
     return digest.hexdigest()
 
 
