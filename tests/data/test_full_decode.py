@@ -46,7 +46,7 @@ def test_a_file_whose_decoder_does_not_end_is_named(
 
 def test_a_disk_that_is_away_is_not_remembered(tmp_path: Path, make_video, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = make_video(tmp_path / "clip.mp4")
-    items = [Item(0, clip, ("x",), "video", "clip.mp4")]
+    items = [Item(0, clip, ("x",), "video", "clip.mp4", state=clip.stat())]
     answers = [Refusal("unreadable", "cannot be read: Input/output error"), Refusal("damaged", "decoding fails")]
 
     def look(effort: Effort) -> Probe | Refusal:
