@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from finetrainers.config.geometry import Geometry
 
@@ -193,6 +194,7 @@ def cover_size(height: int, width: int, bucket_height: int, bucket_width: int) -
     return max(round(height * scale), bucket_height), max(round(width * scale), bucket_width)
 
 
+@lru_cache
 def bucket_text(bucket: Bucket) -> str:
     """As users write it."""
     return "x".join(map(str, bucket))

@@ -16,9 +16,11 @@ from .manifest import Kind
 ReshapeMode = Literal["center", "random", "none"]
 
 
-@dataclass(frozen=True, slots=True)  # slots: sliding windows make many of one file
+@dataclass(slots=True, unsafe_hash=True)  # slots: sliding windows make many of one file
 class Clip:
     """An example: an item that will be trained on, and what is cut from it; with sliding windows one of several of its item.
+
+    Never changed once it is made; not frozen, since making a frozen one takes four times as long, and there may be a million.
 
     Attributes:
         index: place of its item in the data set, or `windows.example_index` of it; random numbers are derived from it.

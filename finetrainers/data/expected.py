@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -50,12 +50,12 @@ def expected_batches(
     counts: dict[Bucket, float] = defaultdict(float)
     varies: dict[Bucket, bool] = defaultdict(bool)
     total = fallen = 0.0
-    for buckets, repeats in clips:
-        total += repeats
+    for (buckets, repeats), alike in Counter(clips).items():
+        total += alike * repeats
         shares = chances(buckets, keep)
-        fallen += repeats * (1.0 - sum(shares))
+        fallen += alike * repeats * (1.0 - sum(shares))
         for bucket, share in zip(buckets, shares, strict=True):
-            counts[bucket] += repeats * share
+            counts[bucket] += alike * repeats * share
             varies[bucket] |= share < 1.0 or repeats != int(repeats)
     shown, left, never = {}, 0.0, []
     for bucket, count in counts.items():

@@ -30,7 +30,7 @@ _TABLES = (".csv", ".json", ".jsonl")
 _IMAGES = tuple(IMAGE_SUFFIXES)
 
 
-@dataclass(slots=True)  # not frozen: as for `Verdict`
+@dataclass(slots=True)  # not frozen: as for `Clip`
 class Item:
     """A media file and its captions; never changed once it is made.
 

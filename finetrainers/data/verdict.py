@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from .buckets import Bucket, cover_size
+from .buckets import Bucket, bucket_text, cover_size
 from .clip import Clip, ReshapeMode
 from .fates import Fate, Mark, Refusal
 from .frames import is_slower
@@ -23,7 +23,7 @@ _DISTORTED = 0.02
 Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
 
 
-@dataclass(slots=True)  # not frozen: that makes it three times as slow to make, which counts with a hundred thousand
+@dataclass(slots=True)  # not frozen: as for `Clip`
 class Verdict:
     """What becomes of one item; never changed once it is given.
 
@@ -80,7 +80,7 @@ class Verdict:
         """The verdict as plain values, one line of `manifest.jsonl`; several captions, data set and columns if there are."""
         values: dict[str, Any] = dict(zip(_NAMES, _values(self), strict=True))
         values["path"] = str(self.path)
-        values["bucket"] = "x".join(map(str, self.bucket)) if self.bucket else None
+        values["bucket"] = bucket_text(self.bucket) if self.bucket else None
         for name in ("captions", "dataset", "extra"):
             if not values[name]:
                 del values[name]
