@@ -16,9 +16,8 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if (
-                not gc.get_freeze_count()
-            ):  # both at once make them old, without a walk, where they are left alone for long
+            if not gc.get_freeze_count():
+                # Both at once make the objects old, without a walk; old ones are left alone for long.
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
