@@ -17,6 +17,7 @@ from .buckets import Bucket
 from .cache import CacheError
 from .clip import Clip
 from .decode import DecodeError
+from .sources.rows import shown
 from .stream import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,9 @@ class Ledger:
             self.known[one.clip.path] = one
             path = str(one.clip.path)
             self.events.append({"kind": "bad_sample", "file": path, "reason": one.reason})
-            logger.warning("%s cannot be used, the next clip of its bucket takes its place: %s", path, one.reason)
+            logger.warning(
+                "%s cannot be used, the next clip of its bucket takes its place: %s", shown(path), one.reason
+            )
         if len(self.known) > self.allowed:
             files = "; ".join(sorted(one.reason for one in self.known.values()))
             raise BadSamplesError(

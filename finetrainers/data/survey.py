@@ -22,7 +22,7 @@ from .manifest import DataError, Reading
 from .placing import Placed, place_items
 from .probing import Effort
 from .reading import labels, media_dir, read_all
-from .sources.rows import counted
+from .sources.rows import counted, shown
 from .verdict import Verdict, give_verdict, is_enlarged
 from .windows import apart, first_of_items, item_of
 
@@ -101,7 +101,9 @@ def _survey(config: TrainConfig, geometry: Geometry, effort: Effort) -> Survey:
         problem = error
     clips, evaluated, repeats = _share_out(datasets, parts, held_out)
     verdicts = tuple(_verdicts(datasets, parts, (*clips, *evaluated), held_out, names, geometry))
-    rejected = [f"{v.name}: {v.reason}{f' ({v.where})' if v.where else ''}" for v in verdicts if v.use == "rejected"]
+    rejected = [
+        f"{shown(v.name)}: {v.reason}{f' ({v.where})' if v.where else ''}" for v in verdicts if v.use == "rejected"
+    ]
     if len(rejected) > data.max_bad_samples:
         allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
         problem = DataError(f"{len(rejected)} of {plural(len(names), 'item')} cannot be used{allowed}", rejected)

@@ -154,3 +154,18 @@ def test_manifest_has_a_line_for_every_item(root: Path, tmp_path: Path) -> None:
 def test_planning_imports_no_torch() -> None:
     code = "import sys, finetrainers.data.plan, finetrainers.data.stream; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_names_in_messages_do_not_act_on_the_terminal(tmp_path: Path, make_video) -> None:
+    evil = "a\x1b[31m\nb.mp4"
+    make_video(tmp_path / evil, frames=17)
+    (tmp_path / evil).with_suffix(".txt").write_text("")
+    (tmp_path / "good.txt").write_text("a clip")
+    make_video(tmp_path / "good.mp4", frames=17)
+    warnings = "".join(plan(tmp_path, **BUCKETS, caption_missing="empty").warnings)
+    assert r"a\x1b[31m\nb.mp4" in warnings
+    assert warnings.isprintable()
+    with pytest.raises(DataError) as caught:
+        plan(tmp_path, **BUCKETS, caption_missing="error")
+    assert r"a\x1b[31m\nb.mp4" in str(caught.value)
+    assert "\x1b" not in str(caught.value)

@@ -87,9 +87,9 @@ def shown(name: str) -> str:
 
 
 def counted(names: Sequence[str], what: str) -> str:
-    """`2 items without a caption: a.mp4, b.mp4`, with the first five names."""
+    """`2 items without a caption: a.mp4, b.mp4`, with the first five names, as `shown`."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{plural(len(names), 'item')} {what}: {', '.join(names[:_NAMED])}{more}"
+    return f"{plural(len(names), 'item')} {what}: {', '.join(map(shown, names[:_NAMED]))}{more}"
 
 
 def parse_json(text: str, **options: Any) -> Any:
