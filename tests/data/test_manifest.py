@@ -180,6 +180,19 @@ def test_what_is_left_alone_in_a_folder_is_said(tmp_path: Path) -> None:
         read_dataset(DataSection(data_root=tmp_path))
 
 
+def test_folders_of_runs_are_no_data(tmp_path: Path) -> None:
+    for name in (
+        *("a.mp4", "a.txt", "config.toml", "manifest.jsonl"),  # those of somebody's data set, at its top
+        *("runs/x/config.toml", "runs/x/manifest.jsonl", "runs/x/samples/step-000001/0.mp4"),
+        *("more/config.toml", "more/b.mp4", "more/b.txt"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("x")
+    found = read_dataset(DataSection(data_root=tmp_path))
+    assert [item.name for item in found.items] == ["a.mp4", "more/b.mp4"]
+    assert found.warnings[0] == "1 item left out, being the folder of a run: runs/x"
+
+
 def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"text files 'video' and 'text'.*nor media files"):
         read_items(DataSection(data_root=tmp_path))

@@ -14,6 +14,9 @@ from .captions import captions_of_text
 from .paths import PathProblem, Root
 from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, read_lines, shown
 
+#: Files that every run writes at its start: its samples, which lie beside them, are no training data.
+_OF_A_RUN = {"config.toml", "manifest.jsonl"}
+
 
 def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
     """Rows of the two text files `video_column` and `caption_column` if they are there, else of all media files.
@@ -125,6 +128,9 @@ def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str
             entries = list(os.scandir(folder))
         except OSError as error:
             found.problem(f"{os.path.relpath(folder, top)}: cannot be listed: {error.strerror or error}")
+            continue
+        if folder != top and {entry.name for entry in entries} >= _OF_A_RUN:
+            found.note("left out, being the folder of a run", shown(os.path.relpath(folder, top)))
             continue
         for entry in entries:
             if entry.name.startswith("."):
