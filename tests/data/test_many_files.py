@@ -34,10 +34,10 @@ def test_what_is_made_without_collections_is_not_walked_afterwards() -> None:
         if phase == "start":
             walked.append(len(gc.get_objects(generation=info["generation"])))
 
-    with no_collections():
-        kept = [[k] for k in range(50_000)]
     gc.callbacks.append(note)
     try:
+        with no_collections():
+            kept = [[k] for k in range(50_000)]
         others = [[k] for k in range(2_000)]  # enough for a collection of what is young
     finally:
         gc.callbacks.remove(note)

@@ -35,13 +35,15 @@ def test_results_come_in_order_from_other_threads_and_not_too_many_ahead(threads
 
 def test_what_is_raised_comes_in_its_turn_and_what_was_asked_for_after_it_is_given_up() -> None:
     asked: list[int] = []
-    failed = threading.Event()
+    failed, told = threading.Event(), threading.Event()
 
     def fetch(number: int) -> int:
         asked.append(number)
         if number == 2:
             failed.set()
             raise KeyError(number)
+        if number == 3:
+            assert told.wait(5)
         return number
 
     found = read_ahead(count(), fetch, threads=1)
@@ -50,5 +52,10 @@ def test_what_is_raised_comes_in_its_turn_and_what_was_asked_for_after_it_is_giv
     assert next(found) == 1
     with pytest.raises(KeyError, match="2"):
         next(found)
+    told.set()
     with pytest.raises(StopIteration):
         next(found)
+    for thread in threading.enumerate():
+        if thread.name.startswith("read-ahead"):
+            thread.join(5)
+    assert 4 not in asked  # which was waiting; 3 may have begun
