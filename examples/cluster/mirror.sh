@@ -59,15 +59,17 @@ case "$action" in
     fi
     ;;
   follow)
-    mkdir -p "$to"
     going=1
     trap 'going=0' TERM
+    mkdir -p "$to"
     while ((going)); do
       copy_run
       prune_copies
-      sleep "${MIRROR_SECONDS:-60}" &
-      pause=$!
-      wait "$pause" || kill "$pause" 2>/dev/null || true
+      # In short sleeps: a signal just before a `wait` for a long one would only be seen after it.
+      next=$((SECONDS + ${MIRROR_SECONDS:-60}))
+      while ((going && SECONDS < next)); do
+        sleep 0.5 || true
+      done
     done
     copy_run # what the run wrote at its end
     prune_copies
