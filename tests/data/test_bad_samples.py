@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from one_of import OneOf
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection
@@ -35,22 +36,6 @@ from finetrainers.models.spec import Conditions
 
 def clip(index: int, bucket: tuple[int, int, int] = (9, 32, 48), path: Path | None = None) -> Clip:
     return Clip(index, path or Path(f"{index}.mp4"), f"caption {index}", "video", bucket, 8.0, 20, 8.0, 48, 32)
-
-
-class OneProcess:
-    """The only process of a run."""
-
-    rank, world_size, device = 0, 1, torch.device("cpu")
-
-    def max_on_host(self, values: Sequence[int]) -> list[int]:
-        return list(values)
-
-    def gather_objects(self, items: list[Any]) -> list[Any]:
-        return items
-
-    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
-        if error is not None:
-            raise error
 
 
 def test_the_next_of_the_bucket_takes_the_place() -> None:
@@ -88,7 +73,7 @@ def test_one_failure_is_no_bad_sample() -> None:
 
 
 def test_the_ledger_counts_each_clip_once_and_has_a_limit() -> None:
-    ledger = Ledger(parallel=OneProcess(), share=0.01, num_files=250)
+    ledger = Ledger(parallel=OneOf(), share=0.01, num_files=250)
     bad = [BadSample(clip(k), f"cannot decode {k}.mp4") for k in range(3)]
     ledger.agree([], None)
     ledger.agree(bad[:1], None)
@@ -100,8 +85,8 @@ def test_the_ledger_counts_each_clip_once_and_has_a_limit() -> None:
         ledger.agree(bad, None)
     with pytest.raises(KeyError):
         ledger.agree([], KeyError("whatever"))
-    assert Ledger(parallel=OneProcess(), share=0.01, num_files=5).allowed == 1
-    assert Ledger(parallel=OneProcess(), share=0.0, num_files=500).allowed == 0
+    assert Ledger(parallel=OneOf(), share=0.01, num_files=5).allowed == 1
+    assert Ledger(parallel=OneOf(), share=0.0, num_files=500).allowed == 0
 
 
 def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tmp_path: Path) -> None:
@@ -130,7 +115,7 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
         model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3
     )
     spec: Any = type("Spec", (), {"first_frame": "none"})
-    source = BatchSource(plan, config, spec=spec, parallel=OneProcess())
+    source = BatchSource(plan, config, spec=spec, parallel=OneOf())
     source._fetch, source._encoder = fetch, lambda raw, dropout=True: raw  # type: ignore[assignment]
     steps, seen = source.steps(0), []
     for _ in range(4):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from one_of import OneOf
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.geometry import Geometry
@@ -215,22 +216,6 @@ def test_the_pixels_are_those_frames(make_video: Callable[..., Path], tmp_path: 
 # ---- latents ---------------------------------------------------------------------------------------------------------
 
 
-class Alone:
-    """The only process of a run."""
-
-    rank, world_size, device = 0, 1, torch.device("cpu")
-
-    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
-        if error is not None:
-            raise error
-
-    def max_on_host(self, values: list[int]) -> list[int]:
-        return values
-
-    def gather_objects(self, items: list) -> list:
-        return items
-
-
 def source(family: str, repo: Path, root: Path, output: Path, *, precompute: bool, **data: object) -> BatchSource:
     config = TrainConfig(
         model=ModelSection(
@@ -247,7 +232,7 @@ def source(family: str, repo: Path, root: Path, output: Path, *, precompute: boo
     found = get_family(family)
     spec = found.load(config.model)
     made = BatchSource(
-        plan_dataset(config, found.geometry_of(config.model)), config, spec=spec, parallel=Alone()  # type: ignore[arg-type]
+        plan_dataset(config, found.geometry_of(config.model)), config, spec=spec, parallel=OneOf()  # type: ignore[arg-type]
     )  # fmt: skip
     made.take_text_encoders(spec.load_text_encoders())
     made.take_vae(spec.load_vae())

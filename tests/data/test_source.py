@@ -7,31 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from one_of import OneOf
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection, RunSection, TrainingSection
 from finetrainers.data.plan import plan_dataset
 from finetrainers.data.source import BatchSource, open_source
 from finetrainers.models.registry import get_family
-
-
-class OneOf:
-    """A stand-in for the processes of a run."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
-        if error is not None:
-            raise error
-
-    def max_on_host(self, values: list[int]) -> list[int]:
-        return values
-
-    def gather_objects(self, items: list) -> list:
-        return items
 
 
 @pytest.fixture

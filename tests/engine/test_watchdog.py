@@ -17,7 +17,7 @@ import ctypes, sys, threading, time
 from pathlib import Path
 from finetrainers.engine import watchdog
 watchdog._BACKSTOP_S = 0.5
-dog = watchdog.Watchdog(Path(sys.argv[1]), rank=3, limits={"step": 0.5, "checkpoint": None, "sampling": 0.5})
+dog = watchdog.Watchdog(Path(sys.argv[1]), rank=3, limits={"step": 0.5, "checkpoint": None, "sampling": 1.5})
 def other_thread():
     time.sleep(60)
 def hanging_step():
@@ -25,9 +25,9 @@ def hanging_step():
 with dog.running():
     for _ in range(4):
         dog.enter("sampling")
-        time.sleep(0.2)
+        time.sleep(0.5)
     dog.enter("checkpoint")
-    time.sleep(1.2)
+    time.sleep(1.7)
     threading.Thread(target=other_thread, daemon=True).start()
     dog.enter("step")
     hanging_step()
@@ -51,12 +51,12 @@ _BESIDE = """
 import sys, threading, time
 from pathlib import Path
 from finetrainers.engine.watchdog import Watchdog
-dog = Watchdog(Path(sys.argv[1]), rank=3, limits={"step": 60, "checkpoint": 0.5})
+dog = Watchdog(Path(sys.argv[1]), rank=3, limits={"step": 60, "checkpoint": 1.5})
 def save(seconds):
     with dog.beside("checkpoint"):
         time.sleep(seconds)
 with dog.running():
-    for seconds in (0.3, 0.3, 30):
+    for seconds in (0.8, 0.8, 30):
         thread = threading.Thread(target=save, args=(seconds,))
         thread.start()
         while thread.is_alive():
@@ -70,7 +70,7 @@ def test_a_thread_has_a_clock_of_its_own(tmp_path: Path, python: Python) -> None
     done = python("-c", _BESIDE, str(tmp_path / "hangs"))
     assert done.wait(25) == exit_codes.HUNG, done.stderr
     stacks = (tmp_path / "hangs" / "rank-3.txt").read_text()
-    assert "the section 'checkpoint' took longer than its limit of 0.5 s (--checkpoint_timeout)" in stacks
+    assert "the section 'checkpoint' took longer than its limit of 1.5 s (--checkpoint_timeout)" in stacks
     assert "in save" in stacks
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -94,9 +93,7 @@ def test_seed_changes_weights_only_and_leaves_the_global_generator_alone(tmp_pat
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    start = time.perf_counter()
     tiny.build_ltx_video(tmp_path / "other", seed=1)
-    assert time.perf_counter() - start < 2.0
     assert torch.equal(torch.rand(3), expected)
     ours, other = digest(tiny_repo("ltx_video")), digest(tmp_path / "other")
     changed = {name for name in ours if ours[name] != other[name]}

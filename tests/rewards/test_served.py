@@ -373,7 +373,7 @@ def test_a_server_that_comes_up_late_is_found() -> None:
     found: list[Tensor] = []
 
     def ask() -> None:
-        served = ServedReward.at(f"http://127.0.0.1:{port}")(retries=20, pause=0.02)
+        served = ServedReward.at(f"http://127.0.0.1:{port}")(retries=8, pause=0.05)
         found.append(served.score(clips(1), [""], fps=8.0)["score"])
 
     thread = threading.Thread(target=ask)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from one_of import OneOf
 from torch import Tensor, nn
 
 from finetrainers.config.rewards import RewardEntry, parse_reward
@@ -85,19 +86,6 @@ class Source:
         return (pixels * 255).round() / 255
 
 
-class Alone:
-    """The processes of a run that has one."""
-
-    rank, world_size, device = 0, 1, torch.device("cpu")
-
-    def gather_objects(self, items: list[Any]) -> list[Any]:
-        return items
-
-    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
-        if error is not None:
-            raise error
-
-
 def signed_brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """Wanted: bright clips of some prompts and dark ones of others, so that no drift can score."""
     sign = torch.tensor([1.0 if "bright" in prompt else -1.0 for prompt in prompts])
@@ -146,7 +134,7 @@ def make_collector(
         vae_stats=SimpleNamespace(),  # type: ignore[arg-type]
         panel=RewardPanel([RewardEntry(**parse_reward(text)) for text in reward]),
         comparison=Comparison(mode="group_std", combination="sum", eps=1e-4, clip=5.0, best_of_n=best_of_n),
-        parallel=parallel or Alone(),
+        parallel=parallel or OneOf(),
         seed=0,
         num_generations=generations,
         batch_size=batch_size,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from policies import Alone, flow, make_collector, network, vp
+from one_of import OneOf
+from policies import flow, make_collector, network, vp
 from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import log_density, transition_mean
@@ -173,13 +174,11 @@ def test_one_rollout_is_gone_before_the_next_is_made() -> None:
     assert len(living) == 3
 
 
-class Rank(Alone):
+class Rank(OneOf):
     """One of two ranks that run one after the other; what the other said is kept."""
 
-    world_size = 2
-
     def __init__(self, rank: int, said: list[list[Any]]) -> None:
-        self.rank = rank
+        super().__init__(rank, 2)
         self.said = said
 
     def gather_objects(self, items: list[Any]) -> list[Any]:

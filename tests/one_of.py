@@ -1,0 +1,27 @@
+"""A stand-in for the processes of a run, where one process plays a rank and the others say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class OneOf:
+    """Rank `rank` of `world_size`; by default the only process."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
+        if error is not None:
+            raise error
+
+    def max_on_host(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def gather_objects(self, items: list[Any]) -> list[Any]:
+        return items
