@@ -30,8 +30,9 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 import torch  # noqa: E402
 
 from finetrainers.demo.rewarded import reward_config  # noqa: E402
+from finetrainers.engine.assemble import assemble  # noqa: E402
 from finetrainers.engine.preflight import preflight  # noqa: E402
-from finetrainers.engine.run import assemble, make_parallel  # noqa: E402
+from finetrainers.engine.processes import make_parallel  # noqa: E402
 from finetrainers.engine.trainer import Trainer  # noqa: E402
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars  # noqa: E402
 

@@ -38,9 +38,11 @@ from torch import Tensor, nn  # noqa: E402
 from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.config.root import TrainConfig  # noqa: E402
 from finetrainers.demo.small_ltx import build_small_ltx  # noqa: E402
+from finetrainers.engine.assemble import assemble  # noqa: E402
 from finetrainers.engine.callbacks.base import Callback  # noqa: E402
+from finetrainers.engine.load_transformer import load_trainable_transformer, trainable_dtype  # noqa: E402
 from finetrainers.engine.preflight import preflight  # noqa: E402
-from finetrainers.engine.run import assemble, load_trainable_transformer, make_parallel, trainable_dtype  # noqa: E402
+from finetrainers.engine.processes import make_parallel  # noqa: E402
 from finetrainers.engine.trainer import Trainer  # noqa: E402
 from finetrainers.methods.base import standard_normal  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402

@@ -18,9 +18,10 @@ from finetrainers.utils.faults import arm_faults
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.text import file_size
 
+from .assemble import check_geometry
 from .plan_report import dry_run_report, print_line, print_start
 from .preflight import Preflight, preflight
-from .run import check_geometry, make_parallel
+from .processes import make_parallel
 
 
 def prepare(checked: Preflight) -> Mapping[str, Encoded]:

@@ -29,7 +29,7 @@ from finetrainers.engine.run import run
 from finetrainers.engine.trainer import Trainer
 from finetrainers.utils.packaged import model_path
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 ASKED, OTHERS = new_captions(16), other_captions(16)
 FULL_LR, FULL_STEPS = 9e-4, 120  # it learns faster than a LoRA

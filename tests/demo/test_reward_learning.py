@@ -17,7 +17,7 @@ from finetrainers.demo.rewarded import reward_config, rewarded
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "window-full": (7, {"training_type": "full-finetune", "rank": None, "lora_alpha": None, "lr": 8e-4}),

@@ -25,8 +25,9 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.data.plan import DatasetPlan
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.engine.continuation import begin
+from finetrainers.engine.load_transformer import load_trainable_transformer, trainable_dtype
 from finetrainers.engine.preflight import Preflight
-from finetrainers.engine.run import load_trainable_transformer, make_parallel, trainable_dtype
+from finetrainers.engine.processes import make_parallel
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.trainable import attach, trainable_parameters
 from finetrainers.engine.trainer import Trainer

@@ -17,7 +17,7 @@ import pytest
 from finetrainers.utils.video import write_mp4
 
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
-TIMEOUT_S = 180
+TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ from finetrainers.engine.run import train
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("rank.py")
-TIMEOUT_S = 180
+TIMEOUT_S = 300
 #: Five clips, so that steps span epochs and batches differ in size; dropout, so that its masks must not go by rank.
 SFT = {
     "batch_size": 2,

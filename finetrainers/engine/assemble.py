@@ -1,0 +1,168 @@
+"""From a checked configuration to a trainer: the three loading phases."""
+
+from __future__ import annotations
+
+from diffusers.training_utils import free_memory
+from torch import nn
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.window_checks import window_problems
+from finetrainers.methods.base import MethodParts
+from finetrainers.methods.registry import WorkPlan, load_method, open_work
+from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.optim.ema import EMA
+from finetrainers.optim.factory import create_optimizer
+from finetrainers.optim.schedules import lr_from, lr_schedule
+from finetrainers.parallel.engine import Parallel
+
+from .callbacks.build import make_callbacks
+from .callbacks.prompts import encode_prompts
+from .callbacks.validation import EncodedPrompt
+from .load_transformer import load_trainable_transformer, trainable_dtype
+from .plan_report import print_line, print_start
+from .preflight import Preflight
+from .restore import check_restorable, restore
+from .run_dir import RunDirectory
+from .trainable import trainable_parameters
+from .trainer import Trainer
+
+
+def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
+    """Load everything in three phases and build the trainer, resumed if asked."""
+    config, plan, start = checked.config, checked.plan, checked.start
+    print_start(checked, parallel)
+    check_restorable(start, parallel)
+    spec = checked.family.load(config.model)
+    scheduler = spec.load_scheduler()
+    process = spec.process(scheduler)
+    weights_dtype = trainable_dtype(config)
+    first_frame_p = first_frame_probability(config, spec)
+    asked = config.data.first_frame_conditioning_p is not None
+    if parallel.is_main and first_frame_p > 0 and not asked and plan.noun == "clip":
+        print_line(f"note: {first_frame_p:.0%} of samples see their clean first frame (--first_frame_conditioning_p)")
+    compute_dtype = parallel.compute_dtype(
+        weights_dtype if config.training.training_type == "full-finetune" else DTYPES[config.model.transformer_dtype]
+    )
+    source = open_work(plan, config, spec=spec, parallel=parallel, course=start.course)
+
+    # Phase 1: text. With precomputation, each phase's networks are gone before the next phase loads its own.
+    prompts: list[EncodedPrompt] = []
+    negative = None
+    if checked.prompts or not source.recall_texts():
+        with parallel.together("loading the text encoders"):
+            encoders = spec.load_text_encoders().to(parallel.device)
+            prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
+        source.take_text_encoders(encoders)
+        del encoders
+        free_memory()
+
+    # Phase 2: the VAE.
+    with parallel.together("loading the VAE"):
+        vae = spec.load_vae().to(parallel.device)
+        vae_stats = spec.vae_stats(vae)
+        geometry = spec.geometry(vae, spec.transformer_on_meta())
+        check_geometry(plan, config, geometry)
+    kept_vae = source.take_vae(vae)
+    del vae
+    free_memory()
+
+    # Phase 3: the transformer.
+    lr = config.optimizer.lr * lr_scale(config, parallel)
+    transformer, optimizer = parallel.prepare(
+        lambda: load_trainable_transformer(checked, spec, weights_dtype),
+        lambda parameters: create_optimizer(
+            parameters,
+            config=config.optimizer,
+            lr=lr,
+            device_type=parallel.device.type,
+            stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+        ),
+        blocks=spec.blocks,
+    )
+    method = load_method(config.training.method).create(
+        MethodParts(
+            config=config,
+            spec=spec,
+            process=process,
+            scheduler=scheduler,
+            geometry=geometry,
+            vae_stats=vae_stats,
+            first_frame_p=first_frame_p,
+            source=source,
+            parallel=parallel,
+            network=parallel.unwrap(transformer),
+        )
+    )
+    begun = start.schedule_start
+    total_steps = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
+    trainer = Trainer(
+        config=config,
+        spec=spec,
+        method=method,
+        parallel=parallel,
+        transformer=transformer,
+        optimizer=optimizer,
+        lr_at=lr_from(lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - begun)), begun),
+        total_steps=total_steps,
+        run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
+        carried=start.refreshed(config).carried(),
+        ema=make_ema(config, parallel.unwrap(transformer)),
+    )
+    trainer.callbacks = make_callbacks(
+        checked, parallel, method=method, source=source, scheduler=scheduler, prompts=prompts, negative=negative,
+        load_vae=spec.load_vae if kept_vae is None else lambda: kept_vae,
+    )  # fmt: skip
+    restore(trainer, start)
+    trainer.run_dir.start(config, resumed_step=trainer.step)
+    if start.rows:
+        trainer.run_dir.event(
+            "origin", step=trainer.step, **{part.replace(" ", "_"): text for part, text in start.rows if part != "step"}
+        )
+    if parallel.is_main:
+        plan.write(trainer.run_dir.root / "manifest.jsonl")
+    return trainer
+
+
+def check_geometry(plan: WorkPlan, config: TrainConfig, geometry: Geometry) -> None:
+    """Sizes against the loaded model, which for hub models is known only now.
+
+    Raises:
+        ConfigError: a size does not fit.
+    """
+    option = "--rollout_size" if config.training.method == "grpo" else "--video_resolution_buckets"
+    problems = [
+        Problem(option, f"{'x'.join(map(str, size))}: {problem}")
+        for size in plan.buckets
+        for problem in geometry.problems(*size)
+    ]
+    problems += [Problem(f"--{option}", problem) for option, problem in window_problems(config.data, geometry)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def first_frame_probability(config: TrainConfig, spec: ModelSpec) -> float:
+    """How often training shows the clean first frame: as asked, else as the model was trained."""
+    if spec.first_frame == "none":
+        return 0.0
+    asked = config.data.first_frame_conditioning_p
+    return spec.first_frame_default_p if asked is None else asked
+
+
+def lr_scale(config: TrainConfig, parallel: Parallel) -> int:
+    """Factor of `scale_lr`: the global batch size."""
+    if not config.optimizer.scale_lr:
+        return 1
+    return config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.world_size
+
+
+def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:
+    """The moving average of the trained weights, if asked for."""
+    if not config.training.use_ema:
+        return None
+    return EMA(
+        trainable_parameters(transformer),
+        decay=config.training.ema_decay,
+        update_after_step=config.training.ema_update_after_step,
+    )

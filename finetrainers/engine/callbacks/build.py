@@ -1,0 +1,89 @@
+"""What watches a run, by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count, takewhile
+from typing import Any
+
+from torch import nn
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.engine.preflight import Preflight
+from finetrainers.models.spec import Conditions
+from finetrainers.parallel.engine import Parallel
+
+from .base import Callback
+from .evaluation import EvaluationLoss
+from .metrics import MetricsFile, ProgressLine, Tracker
+from .rewards import MethodEvaluation, RewardFiles
+from .validation import EncodedPrompt, Validation
+
+
+def make_callbacks(
+    checked: Preflight,
+    parallel: Parallel,
+    *,
+    method: Any,
+    source: Any,
+    scheduler: Any,
+    prompts: list[EncodedPrompt],
+    negative: Conditions | None,
+    load_vae: Callable[[], nn.Module],
+) -> list[Callback]:
+    """What watches the run."""
+    config, validation = checked.config, checked.config.validation
+    callbacks: list[Callback] = [MetricsFile(), ProgressLine(enabled=parallel.is_main)]
+    if config.run.report_to != "none":
+        callbacks.append(
+            Tracker(
+                name=config.run.report_to,
+                project=config.run.tracker_name,
+                logging_dir=config.run.logging_dir,
+                enabled=parallel.is_main,
+            )
+        )
+    due = every_n(validation.eval_steps)
+    if config.grpo.reward:
+        callbacks += [RewardFiles(), MethodEvaluation(fps=checked.plan.fps, due=due)]
+    if checked.plan.eval_clips:
+        callbacks.append(
+            EvaluationLoss(
+                loss=method.eval_loss,
+                batches=source.eval_batches,
+                num_levels=validation.eval_num_timesteps,
+                due=due,
+            )
+        )
+    if prompts and negative is not None:
+        callbacks.append(
+            Validation(
+                prompts=prompts,
+                negative=negative,
+                section=validation,
+                frame_rate=validation.validation_frame_rate or checked.geometry.fps,
+                seed=config.training.seed,
+                scheduler=scheduler,
+                load_vae=load_vae,
+                due=validation_schedule(config, source),
+            )
+        )
+    return callbacks
+
+
+def every_n(steps: int | None) -> Callable[[int], bool]:
+    """Whether a step is a multiple; never for None."""
+    return lambda step: steps is not None and step % steps == 0
+
+
+def validation_schedule(config: TrainConfig, source: Any) -> Callable[[int], bool]:
+    """Whether to sample after a step: every N steps, at the ends of every N epochs, and after the last step."""
+    steps, epochs = config.validation.validation_steps, config.validation.validation_epochs
+    total = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
+    at = {total}
+    if steps:
+        at |= set(range(steps, total + 1, steps))
+    if epochs:
+        ends = takewhile(lambda step: step <= total, (source.steps_for_epochs(n) for n in count(epochs, epochs)))
+        at |= set(ends)
+    return at.__contains__

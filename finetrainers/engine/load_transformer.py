@@ -1,0 +1,58 @@
+"""The transformer that is trained: loaded, with adapters, as a run begins or goes on with it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.memory.casting import enable_layerwise_upcasting
+from finetrainers.memory.checkpointing import set_gradient_checkpointing
+from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.utils.faults import fault_point
+
+from .preflight import Preflight
+from .trainable import attach, load_lora_weights, start_from_lora
+
+
+def trainable_dtype(config: TrainConfig) -> torch.dtype:
+    """The dtype in which the transformer is loaded: frozen weights as asked, trained ones in fp32 unless they round."""
+    if config.training.training_type == "lora":
+        return DTYPES[config.model.transformer_dtype]
+    return torch.float32 if config.training.master_weights == "fp32" else torch.bfloat16
+
+
+def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
+    """The transformer with what is trained attached, resumed or initial weights included, ready to be wrapped.
+
+    Raises:
+        ConfigError: a LoRA target matches nothing, or a LoRA to start from does not fit.
+    """
+    fault_point("load")
+    config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
+    if checkpoint is not None and config.training.training_type == "full-finetune":
+        saved = config.model.model_copy(update={"transformer_id": str(checkpoint / "transformer"), "variant": None})
+        transformer = checked.family.load(saved).load_transformer(dtype)
+    else:
+        transformer = spec.load_transformer(dtype)
+    try:
+        attach(transformer, config.training)
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from None
+    if checkpoint is not None and config.training.training_type == "lora":
+        load_lora_weights(checkpoint, transformer)
+    elif checkpoint is None and initial is not None and initial.kind == "lora":
+        try:
+            start_from_lora(initial.path, transformer, spec=spec, training=config.training)
+        except ValueError as error:
+            raise ConfigError([Problem("--init_from", str(error))]) from None
+    if "transformer" in config.model.layerwise_upcasting_modules:
+        enable_layerwise_upcasting(
+            transformer,
+            storage_dtype=DTYPES[config.model.layerwise_upcasting_storage_dtype],
+            compute_dtype=dtype,
+            skip_modules_pattern=config.model.layerwise_upcasting_skip_modules_pattern,
+        )
+    set_gradient_checkpointing(transformer, enabled=config.training.gradient_checkpointing)
+    return transformer
