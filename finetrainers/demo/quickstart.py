@@ -29,7 +29,7 @@ from .results import clear, plot_losses, require_matplotlib
 from .world import MEANING, NEW_WORD, caption, with_new_word
 
 NEW, KNOWN, HELD_OUT = 24, 48, 12
-DEFAULT_STEPS = 220
+DEFAULT_STEPS = 150
 LOOK, COLOUR = MEANING.split()
 _ASKED = 16
 _SHOWN = 4
@@ -127,7 +127,7 @@ def quickstart_config(directory: Path, *, steps: int) -> TrainConfig:
         batch_size=8,
         train_steps=steps,
         optimizer="adamw",
-        lr=3e-3,
+        lr=6e-3,
         lr_scheduler="linear",
         lr_warmup_steps=min(10, steps // 2),
         beta2=0.99,

@@ -129,12 +129,12 @@ def test_full_finetuning_learns_it_too(before: Score, config: Callable[..., Trai
 
 
 def test_stopping_in_the_middle_changes_nothing(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    straight = train(config(tmp_path / "straight", steps=12, checkpointing_steps=6)).directory
-    # As after a kill at step 9: the checkpoint of step 6 is the last, the results are not there.
+    straight = train(config(tmp_path / "straight", steps=6, checkpointing_steps=3)).directory
+    # As after a kill at step 5: the checkpoint of step 3 is the last, the results are not there.
     (tmp_path / "resumed" / "checkpoints").mkdir(parents=True)
-    (straight / "checkpoints" / "step-6").rename(tmp_path / "resumed" / "checkpoints" / "step-6")
+    (straight / "checkpoints" / "step-3").rename(tmp_path / "resumed" / "checkpoints" / "step-3")
     resumed = train(
-        config(tmp_path / "resumed", steps=12, checkpointing_steps=6, resume_from_checkpoint="latest")
+        config(tmp_path / "resumed", steps=6, checkpointing_steps=3, resume_from_checkpoint="latest")
     ).directory
     a, b = (load_file(run / "pytorch_lora_weights.safetensors") for run in (straight, resumed))
     assert a.keys() == b.keys()

@@ -58,7 +58,7 @@ def nft(model: nn.Module, *rewards: str) -> NFT:
 def test_policy_gradients_learn(kernel: str, eta: float, process: Any) -> None:
     model = network()
     method = grpo("policies:signed_brightness", kernel=kernel, eta=eta, make_process=process)
-    assert gain(train(method, model, rollouts=30)) > 0.15
+    assert gain(train(method, model, rollouts=20)) > 0.15
 
 
 def test_full_trajectories_learn() -> None:
