@@ -7,6 +7,10 @@ import gc
 from collections.abc import Iterator
 
 
+#: Of fewer new objects a walk is over in a millisecond, and counting what an application has frozen takes longer.
+_FEW = 10_000
+
+
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
     """While millions of objects are made that are all kept: collections walk them again and again, and find nothing."""
@@ -16,7 +20,7 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():
+            if gc.get_count()[0] > _FEW and not gc.get_freeze_count():
                 # Both at once make the objects old, without a walk; old ones are left alone for long.
                 gc.freeze()
                 gc.unfreeze()
