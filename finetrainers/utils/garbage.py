@@ -6,7 +6,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-
 #: Of fewer new objects a walk is over in a millisecond, and counting what an application has frozen takes longer.
 _FEW = 10_000
 
