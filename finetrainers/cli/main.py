@@ -23,7 +23,7 @@ from .plot import add_plot
 from .serve_reward import add_serve_reward
 
 _EPILOG = """examples:
-  finetrainers quickstart                         teach the embedded model a new look, on any CPU, in 90 seconds
+  finetrainers quickstart                         teach the embedded model a new look, on any CPU, in two minutes
   finetrainers demo reward DIR                    teach it a taste by reward finetuning, likewise
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
   finetrainers train --config run.toml --dry_run  check everything, print the plan, stop
@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     quickstart.add_argument("directory", type=Path, nargs="?", default=Path("quickstart"), help="where everything goes")
     quickstart.add_argument(
-        "--steps", type=positive_integer, default=None, help="optimizer steps [a good number for 90 seconds]"
+        "--steps", type=positive_integer, default=None, help="optimizer steps [a good number for two minutes]"
     )
     quickstart.set_defaults(run=_quickstart)
 
