@@ -439,6 +439,18 @@ def test_mirror_copies_whole_checkpoints_and_prunes_after_them(stage: Stage, tmp
     assert not (tmp_path / "new").exists()
 
 
+def test_a_mirror_that_is_ended_while_it_copies_does_not_wait_for_its_next_round(stage: Stage, tmp_path: Path) -> None:
+    (stage.folder / "bin" / "cp").write_text(f'#!/bin/bash\nkill -TERM "$PPID"\nexec {shutil.which("cp")} "$@"\n')
+    (stage.folder / "bin" / "cp").chmod(0o755)
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "events.jsonl").write_text("one\n")
+    done = stage.run(
+        "bash", CLUSTER / "mirror.sh", "follow", tmp_path / "a run", tmp_path / "copy", MIRROR_SECONDS="600"
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "copy" / "events.jsonl").read_text() == "one\n"
+
+
 # ---- Docker ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@
 # A run directory cannot lie in the mount itself: a checkpoint is published by renaming a directory, and records grow by
 # appending, which mounts of object stores do not do, or not reliably. Here only whole checkpoints are copied, each
 # with its manifest last, so a copy that was cut off counts as damaged and the one before it is continued from.
+#
+# Setting: MIRROR_SECONDS, whole seconds between two rounds of copies (60).
 set -euo pipefail
 shopt -s nullglob
 
@@ -65,7 +67,7 @@ case "$action" in
     while ((going)); do
       copy_run
       prune_copies
-      # In short sleeps: a signal just before a `wait` for a long one would only be seen after it.
+      # In short sleeps: a signal during the copies, or just before a long wait, would only be seen after the wait.
       next=$((SECONDS + ${MIRROR_SECONDS:-60}))
       while ((going && SECONDS < next)); do
         sleep 0.5 || true

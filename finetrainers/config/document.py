@@ -24,15 +24,14 @@ exit code 2. The resolved configuration of a run is `config.toml` in its directo
 
 ```toml
 output_dir = "runs/my-lora"
-
-[model]
-model_name = "ltx_video"
-pretrained_model_name_or_path = "Lightricks/LTX-Video"
+train_steps = 1000
 
 [data]
 data_root = "clips"
 video_resolution_buckets = ["49x512x768"]
 ```
+
+Whole files are in `examples/`.
 
 `finetrainers schema > finetrainers.schema.json` writes a JSON schema with which editors check and complete such files.
 How options differ from the tools that first used these names: [compatibility](compatibility.md). With `--method grpo`, flags

@@ -105,8 +105,11 @@ def _survey(config: TrainConfig, geometry: Geometry, effort: Effort) -> Survey:
         f"{shown(v.name)}: {v.reason}{f' ({v.where})' if v.where else ''}" for v in verdicts if v.use == "rejected"
     ]
     if len(rejected) > data.max_bad_samples:
-        allowed = f" and `max_bad_samples` allows {data.max_bad_samples}"
-        problem = DataError(f"{len(rejected)} of {plural(len(names), 'item')} cannot be used{allowed}", rejected)
+        problem = DataError(
+            f"{len(rejected)} of {plural(len(names), 'item')} cannot be used and `max_bad_samples` allows "
+            f"{data.max_bad_samples}; repair or remove them, or leave them out with --max_bad_samples {len(rejected)}",
+            rejected,
+        )
     expected = expected_batches(
         [(clip.buckets, clip.repeats) for clip in clips],
         config,

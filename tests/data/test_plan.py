@@ -99,7 +99,9 @@ def test_too_short_clips_are_an_error_or_a_named_warning(root: Path) -> None:
 def test_unreadable_files_carry_their_reason(root: Path) -> None:
     (root / "bad.mp4").write_text("text")
     (root / "bad.txt").write_text("a caption")
-    with pytest.raises(DataError, match=r"1 of 5 items cannot be used.*\n.*bad\.mp4: cannot read the video"):
+    with pytest.raises(
+        DataError, match=r"1 of 5 items cannot be used.*--max_bad_samples 1\n.*bad\.mp4: cannot read the video"
+    ):
         plan(root, **BUCKETS)
 
 
