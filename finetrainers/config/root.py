@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -61,6 +62,22 @@ class TrainConfig(Section):
     def flat(self) -> dict[str, Any]:
         """All options by flat name, in schema order."""
         return {name: self.get(name) for name in fields()}
+
+    def __repr_name__(self) -> str:
+        return "TrainConfig.from_flat"
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """The options that differ from their defaults, so that the text can be read; `flat` gives all."""
+        return changed_options(self).items()
+
+
+def changed_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that differ from their defaults, by flat name in schema order, as plain values.
+
+    Plain means as TOML has them (`"49x512x768"`, paths as text), so `TrainConfig.from_flat` takes them. Secrets are masked.
+    """
+    plain = config.model_dump(mode="json")
+    return {name: plain[section][name] for name, (section, _) in fields().items() if config.changed(name)}
 
 
 @cache

@@ -10,7 +10,7 @@ from finetrainers.config.document import configuration_page, json_schema
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import dump_toml, load_config
-from finetrainers.config.root import fields
+from finetrainers.config.root import TrainConfig, changed_options, fields
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -114,6 +114,25 @@ def test_toml_round_trip_keeps_every_option_and_no_secret(tmp_path):
     }
     assert not again.changed("rank")
     assert again.changed("lr")
+
+
+def test_changed_options_are_those_that_differ_from_the_defaults_as_plain_values():
+    config = load_config(**BASE, video_resolution_buckets=["17x64x96"], rank=64, lr=3e-5, hub_token="secret")
+    assert changed_options(config) == {
+        **BASE, "video_resolution_buckets": ["17x64x96"], "lr": 3e-5, "hub_token": "**********",
+    }  # fmt: skip
+    assert list(changed_options(config))[:3] == list(BASE)
+
+
+def test_repr_shows_what_differs_from_the_defaults_and_evaluates_to_the_configuration():
+    config = load_config(**BASE, video_resolution_buckets=["17x64x96"], output_dir="runs/a", target_fps=8)
+    assert repr(config) == (
+        "TrainConfig.from_flat(model_name='ltx_video', pretrained_model_name_or_path='repo', data_root='clips', "
+        "video_resolution_buckets=['17x64x96'], target_fps=8.0, output_dir='runs/a')"
+    )
+    assert eval(repr(config), {"TrainConfig": TrainConfig}) == config
+    assert "secret" not in repr(load_config(**BASE, hub_token="secret"))
+    assert len(config.flat()) == len(fields())
 
 
 def test_config_is_frozen():
