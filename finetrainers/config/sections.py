@@ -441,7 +441,7 @@ class RunSection(Section):
     logging_dir: str = Field("logs", description="Trackers' folder below `output_dir`.")
     report_to: Literal["none", "tensorboard", "wandb", "trackio"] = Field("none", description="Experiment tracker.")
     tracker_name: str = Field("finetrainers", description="Project name at the tracker.")
-    logging_steps: int = Field(1, ge=1, description="Log metrics every N optimizer steps.")
+    logging_steps: int = Field(1, ge=1, description="Log metrics every N optimizer steps, as means over them.")
     push_to_hub: bool = Field(False, description="Upload the result when training ends.")
     hub_token: SecretStr | None = Field(None, description="Hub token; default: the one you logged in with.")
     hub_model_id: str | None = Field(None, description="Hub repository; default: the name of `output_dir`.")

@@ -28,6 +28,7 @@ from .control import Requests
 from .guards.all import Guards
 from .guards.dry import run_dry_batches, wants_dry_batches
 from .guards.rollback import go_back
+from .interval import Interval
 from .run_dir import RunDirectory
 from .watchdog import Watchdog
 
@@ -99,8 +100,12 @@ class Trainer:
     def run(self) -> None:
         """Train from the current step to the last, then save; or until a stop is asked for, which `stopped_by` names."""
         self.transformer.train()
-        with self.requests.watched(), self.watchdog.running(), self.saving.running():
-            self._run()
+        try:
+            with self.requests.watched(), self.watchdog.running(), self.saving.running():
+                self._run()
+        finally:
+            for callback in self.callbacks:
+                callback.on_stop(self)
 
     def _run(self) -> None:
         if self.step < self.total_steps and wants_dry_batches(self.config.training.dry_batches, self.parallel):
@@ -116,16 +121,17 @@ class Trainer:
     def _run_until_back(self) -> None:
         """Train until the end, or a stop, or until the run has gone back to an earlier step."""
         remaining = self.total_steps - self.step
-        busy, started = 0.0, time.perf_counter()
+        interval = Interval(every=self.config.run.logging_steps, summaries=self.method.summaries)
+        started = time.perf_counter()
         for step in islice(self.method.steps(self.step + self.guards.data_ahead, self.transformer), remaining):
             record = self.train_step(step)
             del step  # the method needs the room for the next one
             if record is None:
                 return
-            busy += time.perf_counter() - started  # fetching and stepping, without saving and sampling
+            # Of fetching and stepping, without saving and sampling.
+            interval.add(record, seconds=time.perf_counter() - started)
             if self.step % self.config.run.logging_steps == 0 or self.step == self.total_steps:
-                self.log({**record, "lr": self.lr_at(self.step - 1), **self._times(busy)})
-                busy = 0.0
+                self._log_interval(interval)
             self.requests.poll()
             self.saving.poll()
             self._save_if_due()  # before sampling, say, runs out of memory
@@ -135,13 +141,15 @@ class Trainer:
             self.watchdog.enter("step")
             started = time.perf_counter()
 
-    def _times(self, busy: float) -> Record:
-        """Seconds of a step since the last record, of which `busy` went by; of saving; and of waiting for a slow rank."""
-        steps = self._steps_since_log()
-        blocked = {"checkpoint_s": self._blocked} if self._blocked else {}
-        self._blocked = 0.0
-        pace = self.guards.pace.look(self.step, steps=steps, step_s=busy / steps)
-        return {"step_s": busy / steps, **blocked, **pace}
+    def _log_interval(self, interval: Interval) -> None:
+        """Log the steps since the last record, with the seconds that saving took and those of waiting for a slow rank."""
+        steps = interval.steps
+        record = interval.take()
+        record["lr"] = self.lr_at(self.step - 1)
+        if self._blocked:
+            record["checkpoint_s"] = self._blocked
+            self._blocked = 0.0
+        self.log({**record, **self.guards.pace.look(self.step, steps=steps, step_s=record["step_s"])})
 
     def train_step(self, step: Step[Any]) -> dict[str, float] | None:
         """One optimizer step; its metrics, over all ranks. One that is empty only counts. None: the run has gone back."""
@@ -244,10 +252,6 @@ class Trainer:
         """Tell the callbacks that the results, or the checkpoint of a run that was stopped, are on disk."""
         for callback in self.callbacks:
             callback.on_end(self)
-
-    def _steps_since_log(self) -> int:
-        every = self.config.run.logging_steps
-        return min(self.steps_done_here, (self.step - 1) % every + 1)
 
     def _is_checkpoint_step(self) -> bool:
         every = self.config.training.checkpointing_steps

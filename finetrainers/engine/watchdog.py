@@ -36,6 +36,7 @@ class Watchdog:
         """
         self.file = directory / f"rank-{rank}.txt"
         self.limits = dict(limits)
+        self.section: str | None = None  # the one that was entered last
         self._changed = threading.Condition()
         self._clocks: dict[str, tuple[float, str]] = {}  # by thread: when its section must be over, and its name
         self._running = False
@@ -74,6 +75,7 @@ class Watchdog:
             KeyError: there is no such section.
         """
         self._set("main", section)
+        self.section = section
 
     @contextlib.contextmanager
     def beside(self, section: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ S = TypeVar("S", bound="Step[Any]")
 
 #: Named scalars of one micro-batch, on the device until they are logged; they add up over a step's micro-batches.
 Metrics = Mapping[str, Tensor]
+
+#: How the numbers of several steps become the one of a record.
+Summary = Literal["mean", "last", "min", "max"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,16 @@ class Step(Sequence[T]):
 
 
 class Method(Protocol):
-    """One training algorithm. The trainer asks for the micro-batches of a step and for the loss of each."""
+    """One training algorithm. The trainer asks for the micro-batches of a step and for the loss of each.
+
+    Attributes:
+        headline: the numbers that say how training goes, most important first; a name that ends in `/` stands for all that
+            begin so.
+        summaries: how numbers of several steps become one, where not by their mean; names as in `headline`.
+    """
+
+    headline: tuple[str, ...]
+    summaries: Mapping[str, Summary]
 
     @classmethod
     def create(cls, parts: MethodParts) -> Method:

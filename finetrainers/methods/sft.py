@@ -20,11 +20,14 @@ from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.models.spec import Batch, ModelSpec, VAEStats
 from finetrainers.utils.seeding import derive_seed, generator
 
-from .base import MethodParts, Metrics, Step, standard_normal
+from .base import MethodParts, Metrics, Step, Summary, standard_normal
 
 
 class SFT:
     """Supervised finetuning of any registered model."""
+
+    headline = ("loss", "eval_loss")
+    summaries: Mapping[str, Summary] = {"bad_samples": "last"}
 
     def __init__(
         self,

@@ -32,5 +32,8 @@ class Callback:
     def on_back(self, trainer: Trainer) -> None:
         """After the run has gone back to an earlier step, and metrics.jsonl with it."""
 
+    def on_stop(self, trainer: Trainer) -> None:
+        """After the last step of this process, or when an exception ends the training."""
+
     def on_end(self, trainer: Trainer) -> None:
         """After the last step, when the results are on disk; or when the run was stopped, with a checkpoint."""

@@ -15,7 +15,8 @@ from finetrainers.parallel.engine import Parallel
 
 from .base import Callback
 from .evaluation import EvaluationLoss
-from .metrics import MetricsFile, ProgressLine, Tracker
+from .metrics import MetricsFile, Tracker
+from .progress import ProgressLine
 from .rewards import MethodEvaluation, RewardFiles
 from .validation import EncodedPrompt, Validation
 
@@ -33,7 +34,7 @@ def make_callbacks(
 ) -> list[Callback]:
     """What watches the run."""
     config, validation = checked.config, checked.config.validation
-    callbacks: list[Callback] = [MetricsFile(), ProgressLine(enabled=parallel.is_main)]
+    callbacks: list[Callback] = [MetricsFile(), ProgressLine(enabled=parallel.is_main, headline=method.headline)]
     if config.run.report_to != "none":
         callbacks.append(
             Tracker(

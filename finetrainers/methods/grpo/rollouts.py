@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from finetrainers.methods.base import Evaluation, Step
+from finetrainers.methods.base import Evaluation, Step, Summary
 
 from .batches import Part, parts_of_updates
 from .collect import Collected, Collector
@@ -23,6 +23,14 @@ T = TypeVar("T")
 
 class RolloutMethod(ABC, Generic[T]):
     """A method that trains on clips which the network has just sampled."""
+
+    headline = ("reward/", "kl", "eval_reward/")
+    summaries: Mapping[str, Summary] = {
+        "rollout": "last",
+        "reward_min/": "min",
+        "reward_max/": "max",
+        "ratio_error": "max",
+    }
 
     def __init__(
         self, *, collector: Collector, evaluation: PromptEvaluation | None, updates: int, repeats: int, seed: int
