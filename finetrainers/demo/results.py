@@ -44,7 +44,7 @@ def require_matplotlib() -> None:
         ConfigError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise ConfigError([Problem("matplotlib", "is not installed; pip install 'finetrainers[demo]'")])
+        raise ConfigError([Problem("matplotlib", "is not installed; pip install matplotlib")])
 
 
 def plot_losses(metrics: Path, picture: Path) -> None:

@@ -54,10 +54,14 @@ widget:
 
 ## Use
 
+```bash
+pip install torch "diffusers>=0.39" transformers accelerate peft sentencepiece protobuf av
+```
+
 ```python
 import torch
 from diffusers import {{ pipeline }}{% if own_transformer or not is_lora %}, {{ transformer }}{% endif %}
-from diffusers.utils import export_to_video{% if needs_image %}, load_image{% endif %}
+from diffusers.utils import encode_video{% if needs_image %}, load_image{% endif %}
 {%- if packaged %}
 from finetrainers import model_path
 {%- endif %}
@@ -80,7 +84,7 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, transformer=transformer, torch
     height={{ size[1] }},
     width={{ size[2] }},
 ).frames[0]
-export_to_video(video, "video.mp4", fps={{ fps }})
+encode_video(video, fps={{ fps }}, output_path="video.mp4")
 ```
 
 ## Training

@@ -21,7 +21,6 @@ class Recipe:
         arguments: the class's keyword arguments besides parameters and learning rate.
         state_bytes: optimizer state per trainable fp32 weight, in bytes, for large matrices.
         reads: the options among beta1, beta2, beta3 and epsilon that `arguments` uses.
-        extra: the pip extra that installs the library; None where finetrainers always has it.
         stochastic: `module:Class` of the variant that rounds bf16 weights stochastically, or None.
         matrices_only: whether every parameter must have two dimensions.
         fused: whether the class has a fused CUDA step.
@@ -34,7 +33,6 @@ class Recipe:
     arguments: Callable[[OptimizerSection], Arguments]
     state_bytes: float
     reads: frozenset[str]
-    extra: str | None = None
     stochastic: str | None = None
     matrices_only: bool = False
     fused: bool = False
@@ -57,7 +55,7 @@ def missing_library(name: str, recipe: Recipe) -> str:
     """The message for an optimizer whose package is not installed."""
     return (
         f"optimizer {name!r} needs the package {recipe.library!r}, which is not installed; "
-        f"run `pip install finetrainers[{recipe.extra or 'optimizers'}]`"
+        f"run `pip install {recipe.library.replace('_', '-')}`"
     )
 
 
@@ -104,10 +102,10 @@ RECIPES: dict[str, Recipe] = {
     "adafactor": Recipe("torch.optim:Adafactor", _adafactor, 0, frozenset()),
     "muon": Recipe("torch.optim:Muon", _muon, 4, frozenset({"beta1"}), matrices_only=True),
     "prodigy": Recipe(
-        "prodigyopt:Prodigy", _prodigy, 16, _ADAM | {"beta3"}, extra="optimizers", needs_positive_lr=True
+        "prodigyopt:Prodigy", _prodigy, 16, _ADAM | {"beta3"}, needs_positive_lr=True
     ),
     "came": Recipe(
-        "came_pytorch:CAME", _came, 4, _BETAS | {"beta3"}, extra="optimizers",
+        "came_pytorch:CAME", _came, 4, _BETAS | {"beta3"},
         needs_positive_lr=True, keeps_fp32_state=True,
     ),
     "lion": Recipe("bitsandbytes.optim:Lion", _lion, 4, _BETAS),
@@ -128,7 +126,7 @@ RECIPES: dict[str, Recipe] = {
         "torchao.optim:AdamWFp8", _adam, 2 + 8 / 256, _ADAM, stochastic="torchao.optim:AdamWFp8"
     ),
     "adamw-deepspeed-cpu": Recipe(
-        "deepspeed.ops.adam:DeepSpeedCPUAdam", _deepspeed_cpu, 8, _ADAM, extra="deepspeed",
+        "deepspeed.ops.adam:DeepSpeedCPUAdam", _deepspeed_cpu, 8, _ADAM,
         on_host=True, keeps_fp32_state=True,
     ),
 }  # fmt: skip

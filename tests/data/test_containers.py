@@ -210,7 +210,7 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert "pip install 'finetrainers[datasets]'" in result.stdout
+    assert "pip install datasets" in result.stdout
     assert "LOADED False" in result.stdout
 
 

@@ -278,3 +278,12 @@ def test_sizes_page_matches_the_registry() -> None:
         assert geometry.temporal == int(temporal)
         assert geometry.size_multiple == int(multiple)
         assert geometry.num_tokens(49, 512, 768) == int(tokens)
+
+
+def test_no_install_line_names_a_package_of_this_name() -> None:
+    """The package index has another program under the name finetrainers; messages and pages name what is missing, or the checkout."""
+    texts = [*PAGES, *ROOT.glob("finetrainers/**/*.py"), *ROOT.glob("examples/**/*.*")]
+    lines = [line for path in texts if path.is_file() for line in path.read_text(encoding="utf-8").splitlines()]
+    installs = [line.partition("pip install")[2] for line in lines if "pip install" in line]
+    assert len(installs) >= 10
+    assert [line for line in installs if "finetrainers" in line] == []

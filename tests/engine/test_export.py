@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import av
 import pytest
 import yaml
+from PIL import Image
 
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import ValidationPrompt
@@ -72,6 +74,23 @@ def test_the_cards_code_is_python_and_fits_what_was_trained(tmp_path, training_t
     code = card.split("```python")[1].split("```")[0]
     compile(code, "card", "exec")
     assert expected in code
+
+
+@pytest.mark.parametrize(("family", "version", "training_type"), [
+    ("ltx_video", None, "lora"),
+    ("hunyuan_video", None, "full-finetune"),
+    ("cogvideox", "i2v", "lora"),
+])  # fmt: skip
+def test_the_cards_code_runs(options, run, tmp_path, monkeypatch, family, version, training_type):
+    """As pasted, but for the device: from the weights in the run directory to an mp4 file."""
+    done = run(**options(family, version=version, training_type=training_type, train_steps=1))
+    code = (done.root / "README.md").read_text().split("```python")[1].split("```")[0]
+    assert 'pipe.to("cuda")' in code
+    Image.new("RGB", (64, 64), (200, 90, 30)).save(tmp_path / "first_frame.png")
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace('"cuda"', '"cpu"').replace("width=64,", "width=64, num_inference_steps=2,"), {})
+    with av.open(str(tmp_path / "video.mp4")) as video:
+        assert len(list(video.decode(video=0))) == 9
 
 
 def test_push_uploads_results_and_nothing_else(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def test_stochastic_rounding_passes() -> None:
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None if name == "came_pytorch" else object())
-    assert "pip install finetrainers[optimizers]" in problems(optimizer="came")[0][0]
+    assert "pip install came-pytorch" in problems(optimizer="came")[0][0]
     assert problems(optimizer="adamw")[0] == []
 
 

@@ -42,9 +42,7 @@ def read_hub(data: DataSection, root: Root, media: MediaFolder, found: Findings)
     try:
         import datasets
     except ImportError as error:
-        raise DataError(
-            "this data set needs the library `datasets`; install it with: pip install 'finetrainers[datasets]'"
-        ) from error
+        raise DataError("this data set needs the library `datasets`; install it with: pip install datasets") from error
     columns = Columns(data)
     try:
         table = _open(datasets, data)

@@ -42,10 +42,10 @@ class _Optional:
 # Found by comparing every codec at random frame numbers. decord gives other frames after a seek in HEVC, and in
 # MPEG-4 with B-frames.
 _OPTIONAL: dict[str, _Optional] = {
-    "decord": _Optional(("h264", "vp8", "vp9", "mjpeg"), "pip install 'finetrainers[decord]'"),
+    "decord": _Optional(("h264", "vp8", "vp9", "mjpeg"), "pip install decord"),
     "torchcodec": _Optional(
         ("h264", "hevc", "av1", "libdav1d", "vp8", "vp9", "mpeg4", "mjpeg"),
-        "pip install 'finetrainers[torchcodec]' in the version that belongs to the installed torch, and FFmpeg's shared "
+        "pip install torchcodec in the version that belongs to the installed torch, and FFmpeg's shared "
         "libraries (4 to 8), which it does not bring",
     ),
 }
