@@ -447,6 +447,11 @@ class RunSection(Section):
     hub_model_id: str | None = Field(None, description="Hub repository; default: the name of `output_dir`.")
     allow_tf32: bool = Field(False, description="TF32 matrix products on CUDA.")
     nccl_timeout: int = Field(600, ge=1, description="Seconds until a stuck collective fails the run.")
+    idle_timeout: int = Field(
+        86400,
+        ge=1,
+        description="Seconds that a process with nothing to do waits for those that load, encode, sample, score or save.",
+    )
     step_timeout: int | None = Field(
         None, ge=1, description="Seconds that a step, its data or rollout included, may take before it counts as hung."
     )

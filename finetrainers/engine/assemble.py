@@ -51,16 +51,16 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     prompts: list[EncodedPrompt] = []
     negative = None
     if checked.prompts or not source.recall_texts():
-        with parallel.together("loading the text encoders"):
-            encoders = spec.load_text_encoders().to(parallel.device)
+        encoders = parallel.in_turns("loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device))
+        with parallel.together("encoding the prompts"):
             prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
         source.take_text_encoders(encoders)
         del encoders
         free_memory()
 
     # Phase 2: the VAE.
-    with parallel.together("loading the VAE"):
-        vae = spec.load_vae().to(parallel.device)
+    vae = parallel.in_turns("loading the VAE", lambda: spec.load_vae().to(parallel.device))
+    with parallel.together("checking the sizes"):
         vae_stats = spec.vae_stats(vae)
         geometry = spec.geometry(vae, spec.transformer_on_meta())
         check_geometry(plan, config, geometry)

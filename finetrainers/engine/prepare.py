@@ -60,12 +60,14 @@ def _encode(checked: Preflight, parallel: Ranks) -> Mapping[str, Encoded]:
     source = open_work(checked.plan, config, spec=spec, parallel=parallel, course=checked.start.course)
     try:
         if not source.recall_texts():
-            encoders = spec.load_text_encoders().to(parallel.device)
+            encoders = parallel.in_turns(
+                "loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device)
+            )
             source.take_text_encoders(encoders)
             del encoders
             free_memory()
         if source.encodes_clips:
-            vae = spec.load_vae().to(parallel.device)
+            vae = parallel.in_turns("loading the VAE", lambda: spec.load_vae().to(parallel.device))
             check_geometry(checked.plan, config, spec.geometry(vae, spec.transformer_on_meta()))
             source.take_vae(vae)
             del vae

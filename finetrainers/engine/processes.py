@@ -11,6 +11,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.parallel.engine import Parallel
 from finetrainers.parallel.launched import open_parallel
+from finetrainers.utils.device import device_problem
 
 from .guards.memory import refusal
 
@@ -19,8 +20,11 @@ def make_parallel(config: TrainConfig) -> Parallel:
     """Join the other processes, and check what depends on the device.
 
     Raises:
-        ConfigError: options that this device cannot serve.
+        ConfigError: options that this device cannot serve, or a GPU that torch cannot use.
     """
+    unusable = device_problem()
+    if unusable is not None:
+        raise ConfigError([Problem("GPU", unusable)])
     torch.backends.cuda.matmul.allow_tf32 = config.run.allow_tf32
     torch.backends.cudnn.allow_tf32 = config.run.allow_tf32
     parallel = open_parallel(
@@ -33,6 +37,7 @@ def make_parallel(config: TrainConfig) -> Parallel:
         batch_size=config.dataloader.batch_size,
         max_grad_norm=config.optimizer.max_grad_norm,
         timeout_s=config.run.nccl_timeout,
+        idle_timeout_s=config.run.idle_timeout,
     )
     problems = list(_problems(config, parallel))
     if problems:
@@ -69,6 +74,13 @@ def _problems(config: TrainConfig, parallel: Parallel) -> Iterator[Problem]:
     if training.method == "grpo" and sharded and config.grpo.rl_algorithm == "nft":
         message = "the sampling policy is swapped in as whole weights, and this engine splits them; use DDP"
         yield Problem("--rl_algorithm nft", message)
+    samples = config.validation
+    if samples.enable_model_cpu_offload and samples.validation_prompts and (sharded or deepspeed):
+        message = (
+            "it moves whole weights between GPU and host, and this engine keeps parts of them, or copies, of its own; use "
+            "DDP, or leave it out: --enable_tiling lets decoding take less"
+        )
+        yield Problem("--enable_model_cpu_offload", message)
     if config.model.layerwise_upcasting_modules and sharded:
         message = "8-bit storage changes weights in place, and this engine splits them; use DDP or DeepSpeed ZeRO-2"
         yield Problem("--layerwise_upcasting_modules", message)

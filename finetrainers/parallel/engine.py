@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, parse_flag_from_env
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
@@ -56,6 +56,7 @@ class Parallel(Ranks):
         batch_size: int,
         max_grad_norm: float,
         timeout_s: int,
+        idle_timeout_s: int,
     ) -> None:
         """Args:
         mixed_precision: `no`, `fp16`, `bf16`; None leaves it to the launcher, and to the fallback without one.
@@ -64,6 +65,7 @@ class Parallel(Ranks):
         batch_size: samples per micro-batch, which DeepSpeed wants to know.
         max_grad_norm: gradient norm to clip to; 0 for none.
         timeout_s: seconds until a stuck collective fails.
+        idle_timeout_s: seconds that ranks with nothing to do wait for those that load, encode, sample, score or save.
         """
         self.accumulation = accumulation
         self.batch_size = batch_size
@@ -71,12 +73,15 @@ class Parallel(Ranks):
         self._parameters: list[nn.Parameter] = []
         if mixed_precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ:
             mixed_precision = fallback_precision
-        on_cpu = not (torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()))
         timeout = timedelta(seconds=timeout_s)
         # Accelerate keeps its state in the process; an earlier run's must not decide over this one.
         GradientState._reset_state()
         AcceleratorState._reset_state(reset_partial_state=True)
-        super().__init__(self._join(mixed_precision, on_cpu=on_cpu, timeout=timeout), timeout=timeout)
+        super().__init__(
+            self._join(mixed_precision, on_cpu=trains_on_cpu(), timeout=timeout),
+            timeout=timeout,
+            idle_timeout=timedelta(seconds=idle_timeout_s),
+        )
         world_size = launched_processes()
         if self.accelerator.num_processes != world_size:
             raise RuntimeError(
@@ -125,6 +130,8 @@ class Parallel(Ranks):
     ) -> tuple[nn.Module, Any]:
         """Load and wrap a network, and the optimizer over its trainable weights. Every rank must call it.
 
+        The processes of a machine load one after another (`in_turns`), each until its network has left host memory.
+
         Args:
             load: gives the network, on the CPU, with what is trained requiring gradients.
             make_optimizer: builds it over weights.
@@ -133,8 +140,13 @@ class Parallel(Ranks):
         Raises:
             RuntimeError: loading failed on another rank.
         """
-        with self.together("loading the network"):
-            model = load()
+        model = self.in_turns("loading the network", lambda: load().to(self.device))
+        return self._wrap(model, make_optimizer)
+
+    def _wrap(
+        self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> tuple[nn.Module, Any]:
+        with self.together("making the optimizer"):
             optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         model, prepared = self.accelerator.prepare(model, optimizer)
         free_group_last(model)
@@ -223,6 +235,12 @@ class Parallel(Ranks):
             raise ValueError(
                 f"{directory} was saved under DeepSpeed, and nothing else reads its optimizer state; continue with it"
             )
+
+
+def trains_on_cpu() -> bool:
+    """Whether there is no GPU that torch can use, or accelerate is told to leave it alone."""
+    has_gpu = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+    return not has_gpu or parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def _whole(norm: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.utils.launch import launched_local_rank
 
 from .engine import Parallel
 from .launched import Sharding, hidden_fsdp
@@ -94,25 +93,14 @@ class FSDP(Parallel):
         *,
         blocks: Sequence[str] = (),
     ) -> tuple[nn.Module, Any]:
-        """See `Parallel`. Processes of one machine load one after another, so that it holds one whole network at a time."""
-        mine = launched_local_rank()
-        with self.together("loading the network"):
-            error: Exception | None = None
-            for turn in range(max(self.gather_objects([mine])) + 1):
-                if turn == mine:
-                    try:
-                        model = load()
-                        self._split(model, blocks)
-                    except Exception as caught:
-                        error = caught  # the others take their turns all the same: most errors are everybody's
-                self.barrier()
-            if error is not None:
-                raise error
+        model = self.in_turns("loading the network", lambda: self._split(load(), blocks))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        return model, self.accelerator.prepare_optimizer(make_optimizer(self._parameters))
+        with self.together("making the optimizer"):
+            optimizer = make_optimizer(self._parameters)
+        return model, self.accelerator.prepare_optimizer(optimizer)
 
-    def _split(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        """Split a network in place, block by block; nothing here waits for another rank.
+    def _split(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
+        """The network, split in place, block by block; nothing here waits for another rank.
 
         A block is recomputed (gradient checkpointing, set before), compiled, and split, from the inside out: what is
         compiled never gathers weights.
@@ -133,6 +121,7 @@ class FSDP(Parallel):
         fully_shard(model, mp_policy=self._precision(output_dtype=torch.float32), **arguments)
         if computed != torch.float32:
             model.forward = self.accelerator.autocast()(model.forward)  # type: ignore[method-assign]
+        return model
 
     def _precision(self, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
         """Weights are gathered in the computing dtype, kept and updated in their own; gradients are summed in fp32."""

@@ -4,33 +4,48 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
+
+from finetrainers.utils.launch import launched_local_rank
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Ranks:
-    """The processes of a run. Each of the methods below must be called by all of them."""
+    """The processes of a run. Each of the methods below must be called by all of them.
 
-    def __init__(self, accelerator: Accelerator, *, timeout: timedelta) -> None:
+    Tensors of the device go through the default process group (NCCL on GPUs). Everything else goes through two gloo
+    groups, from host to host. One has the time-out of the default group, and is for what a step agrees on. The other has a
+    long time-out, and is for places that ranks reach at very different times: one that has nothing to save, to sample or to
+    encode waits there for those that have. NCCL would count that as a hang, and abort all of them.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, timeout: timedelta, idle_timeout: timedelta) -> None:
         """Args:
         accelerator: has joined the other processes.
-        timeout: after which a stuck collective fails.
+        timeout: after which a stuck collective of a step fails.
+        idle_timeout: after which a rank that waits for others which load, encode, sample, score or save fails.
+
+        Raises:
+            RuntimeError: the machines do not reach each other by the addresses that gloo has chosen.
         """
         self.accelerator = accelerator
-        self._timeout = timeout
-        self._host_group: dist.ProcessGroup | None = None
         self.waited_s = 0.0  # in messages between the hosts
+        self._step_group: dist.ProcessGroup | None = None
+        self._idle_group: dist.ProcessGroup | None = None
+        if self.world_size > 1:
+            # At the start, where a wrong address shows at once, and no rank is late.
+            self._step_group, self._idle_group = _host_group(timeout), _host_group(idle_timeout)
 
     @property
     def rank(self) -> int:
@@ -53,8 +68,9 @@ class Ranks:
         return self.accelerator.device
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.accelerator.wait_for_everyone()
+        """Wait on the host for all ranks, for up to `idle_timeout`; what the device does is not waited for."""
+        if self._idle_group is not None:
+            dist.barrier(group=self._idle_group)
 
     def mean(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         """Averages over ranks, as numbers: the one place where a step waits for the device."""
@@ -70,13 +86,11 @@ class Ranks:
 
     def max_on_host(self, values: Sequence[int]) -> list[int]:
         """Element-wise maximum over ranks, between the hosts: no device is waited for."""
-        if self.world_size == 1:
+        if self._step_group is None:
             return list(values)
-        if self._host_group is None:
-            self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
         agreed = torch.tensor(values)
         started = time.perf_counter()
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._host_group)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._step_group)
         self.waited_s += time.perf_counter() - started
         return agreed.tolist()
 
@@ -86,12 +100,20 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def gather_objects(self, items: list[T]) -> list[T]:
-        """All ranks' lists, joined in rank order."""
-        return gather_object(items)
+        """All ranks' lists, joined in rank order; waits for all of them, for up to `idle_timeout`."""
+        if self._idle_group is None:
+            return list(items)
+        lists: list[Any] = [None] * self.world_size
+        dist.all_gather_object(lists, items, group=self._idle_group)
+        return list(chain.from_iterable(lists))
 
     def same_on_all(self, value: T) -> T:
-        """Rank 0's value on every rank."""
-        return broadcast_object_list([value])[0]
+        """Rank 0's value on every rank; waits for it, for up to `idle_timeout`."""
+        if self._idle_group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._idle_group)
+        return values[0]
 
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
         """Turn a failure on one rank into a failure on all, so that none waits for ever.
@@ -123,6 +145,42 @@ class Ranks:
             error = caught
         self.raise_if_any_failed(error, what)
 
+    def in_turns(self, what: str, load: Callable[[], T]) -> T:
+        """`load()`, on one process of each machine after another, so that its memory holds one copy on the way to a GPU.
+
+        Raises:
+            RuntimeError: it failed on another rank; on the rank where it fails, the error itself.
+        """
+        mine = launched_local_rank()
+        with self.together(what):
+            error: Exception | None = None
+            for turn in range(max(self.gather_objects([mine])) + 1):
+                if turn == mine:
+                    try:
+                        loaded = load()
+                    except Exception as caught:
+                        error = caught  # the others take their turns all the same: most errors are everybody's
+                self.barrier()
+            if error is not None:
+                raise error
+        return loaded
+
     def close(self) -> None:
         """Leave the process group."""
         self.accelerator.end_training()
+
+
+def _host_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of all ranks.
+
+    Raises:
+        RuntimeError: they do not reach each other, with the way out.
+    """
+    try:
+        return dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the processes do not reach each other by gloo, between their hosts: {error}. It takes the address that the "
+            "host's name resolves to, on some machines 127.0.1.1, which others cannot reach: name the network interface "
+            "with GLOO_SOCKET_IFNAME (`ip -brief address` lists them) on every machine"
+        ) from error

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, parse_flag_from_env
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -47,6 +47,9 @@ class ZeRO(Parallel):
         if "LOCAL_RANK" not in os.environ:
             message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
             raise ConfigError([Problem("--deepspeed", message)])
+        if parse_flag_from_env("ACCELERATE_USE_CPU"):
+            message = "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed sees by itself that there is no GPU"
+            raise ConfigError([Problem("ACCELERATE_USE_CPU", message)])
         super().__init__(**arguments)
         if not self._plugin.zero_stage:
             message = "ZeRO stage 0 splits nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
@@ -108,7 +111,9 @@ class ZeRO(Parallel):
         *,
         blocks: Sequence[str] = (),
     ) -> tuple[nn.Module, Any]:
-        model, _ = super().prepare(load, make_optimizer, blocks=blocks)
+        with self.together("loading the network"):
+            model = load()  # DeepSpeed takes it from host memory, on all ranks together
+        model, _ = self._wrap(model, make_optimizer)
         return model, EngineOptimizer(self._engine)
 
     def begin_step(self, num_micro_batches: int) -> None:

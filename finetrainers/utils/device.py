@@ -6,13 +6,45 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+#: One of them is there where an NVIDIA driver is loaded: on Linux, in containers, under WSL2.
+_SIGNS_OF_A_DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+
 
 def likely_device_type() -> str:
-    """`cuda` where an NVIDIA driver and a torch build that can use it are present, else `cpu`."""
+    """`cuda` where an NVIDIA driver and a torch build that can use it are present, and nothing hides the GPU; else `cpu`.
+
+    Whoever joins the processes compares it with what torch finds (`device_problem`).
+    """
     try:
         can_use_cuda = "+cpu" not in version("torch")
     except PackageNotFoundError:
         can_use_cuda = False
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    has_driver = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not _told_to_use_the_cpu()
+    has_driver = any(Path(sign).exists() for sign in _SIGNS_OF_A_DRIVER)
     return "cuda" if can_use_cuda and visible and has_driver else "cpu"
+
+
+def device_problem() -> str | None:
+    """Why torch cannot use a GPU that seems to be there, and the way out; None if it can, or there is none.
+
+    Training would otherwise begin on the CPU, a thousand times slower, and one line of its output would say so.
+    """
+    import torch
+
+    if likely_device_type() != "cuda" or torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+        reason = "it finds no device"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split(". ", 1)[0].rstrip(".")
+    return (
+        f"this machine has an NVIDIA driver, but torch {torch.__version__} cannot use a GPU: {reason}. Update the driver, or "
+        "install a torch build for the driver's CUDA version (`nvidia-smi` names it); to train on the CPU all the same, set "
+        "ACCELERATE_USE_CPU=true"
+    )
+
+
+def _told_to_use_the_cpu() -> bool:
+    """Whether accelerate's switch is set, in any way that accelerate reads."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")

@@ -34,6 +34,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parallel]:
             "batch_size": 1,
             "max_grad_norm": 1.0,
             "timeout_s": 60,
+            "idle_timeout_s": 60,
         }
         return Parallel(**{**arguments, **changes})
 
@@ -176,7 +177,7 @@ def test_fsdp_steps_as_the_network_alone_does(sync_each_batch: bool, monkeypatch
     try:
         parallel = FSDP(
             sharding=Sharding(sync_each_batch=sync_each_batch), mixed_precision="no", fallback_precision="no",
-            accumulation=1, batch_size=1, max_grad_norm=0.1, timeout_s=60,
+            accumulation=1, batch_size=1, max_grad_norm=0.1, timeout_s=60, idle_timeout_s=60,
         )  # fmt: skip
         model, stepped = parallel.prepare(lambda: split, lambda ps: torch.optim.AdamW(ps, lr=0.1), blocks=["blocks"])
         assert all(block._compiled_call_impl is not None for block in split.blocks)

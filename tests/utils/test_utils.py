@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetrainers.utils import files
-from finetrainers.utils.device import likely_device_type
+from finetrainers.utils import device, files
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import nearest, plural
 from finetrainers.utils.video import contact_sheet, slug, write_mp4
@@ -76,6 +75,41 @@ def test_contact_sheet_shows_first_and_last_frame():
     assert sheet[40, -10, 0] == 160
 
 
-def test_device_guess_never_promises_cuda_that_is_hidden(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert likely_device_type() == "cpu"
+@pytest.mark.parametrize(
+    ("build", "signs", "environment", "expected"),
+    [
+        ("2.13.0", ["/dev/nvidiactl"], {}, "cuda"),
+        ("2.13.0+cu130", ["/dev/dxg"], {}, "cuda"),  # WSL2 has no other sign
+        ("2.13.0", [], {}, "cpu"),
+        ("2.13.0+cpu", ["/dev/nvidiactl"], {}, "cpu"),
+        ("2.13.0", ["/dev/nvidiactl"], {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
+        ("2.13.0", ["/dev/nvidiactl"], {"CUDA_VISIBLE_DEVICES": "0"}, "cuda"),
+        ("2.13.0", ["/dev/nvidiactl"], {"ACCELERATE_USE_CPU": "True"}, "cpu"),
+    ],
+)
+def test_the_guess_of_the_device(build, signs, environment, expected, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device, "version", lambda _: build)
+    monkeypatch.setattr(device.Path, "exists", lambda path: str(path) in signs)
+    assert device.likely_device_type() == expected
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
+    """With a driver that is too old, say, torch says that there is no GPU, and a run would be one on the CPU."""
+
+    def refuse():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
+
+    monkeypatch.setattr(device, "likely_device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    problem = device.device_problem()
+    assert "cannot use a GPU: The NVIDIA driver on your system is too old (found version 11040). Update" in problem
+    assert "ACCELERATE_USE_CPU=true" in problem
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device.device_problem() is None
+    monkeypatch.setattr(device, "likely_device_type", lambda: "cpu")
+    assert device.device_problem() is None

@@ -1,0 +1,84 @@
+"""How processes wait for each other: two real ones over gloo."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from real_process import Python
+
+from finetrainers.parallel import ranks
+
+#: The step's time-out is one second; rank 0 keeps rank 1 waiting for longer, in every way that there is.
+IDLE = """
+import json, sys, time
+from pathlib import Path
+from finetrainers.parallel.engine import Parallel
+
+def slow(value, seconds=1.15):
+    time.sleep(seconds if parallel.is_main else 0)
+    return value
+
+def load():
+    begun = time.monotonic()
+    time.sleep(0.3)
+    return [begun, time.monotonic()]
+
+parallel = Parallel(
+    mixed_precision="no", fallback_precision="no", accumulation=1, batch_size=1, max_grad_norm=0.0, timeout_s=1,
+    idle_timeout_s=30,
+)
+found = {"objects": parallel.gather_objects([parallel.rank]), "same": parallel.same_on_all(slow(parallel.rank))}
+slow(None)
+parallel.barrier()
+with parallel.together("saving"):
+    slow(None)
+found["turns"] = parallel.gather_objects([parallel.in_turns("loading", load)])
+
+def fail_on_rank_0():
+    if parallel.is_main:
+        raise KeyError("no such part")
+
+try:
+    parallel.in_turns("loading the VAE", fail_on_rank_0)
+except Exception as error:
+    found["failed"] = repr(error)
+found["agreed"] = parallel.max_on_host([parallel.rank])
+slow(None, seconds=1.6)
+try:
+    parallel.max_on_host([0])
+    found["hang"] = "unseen"
+except RuntimeError as error:
+    found["hang"] = "seen"
+(Path(sys.argv[1]) / f"{parallel.rank}.json").write_text(json.dumps(found))
+"""
+
+
+def test_idle_ranks_wait_longer_than_a_step_may_take(python: Python, tmp_path: Path) -> None:
+    """A rank that has nothing to do outlives the time-out of collectives; within a step the time-out counts."""
+    started = python.ranks(2, "-c", IDLE, str(tmp_path))
+    for process in started:
+        assert process.wait() == 0, process.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    for found in (first, second):
+        assert found["objects"] == [0, 1]
+        assert found["same"] == 0
+        assert found["agreed"] == [1]
+        (_, end), (begin, _) = sorted(found["turns"])
+        assert begin >= end  # one at a time
+    assert first["failed"] == "KeyError('no such part')"
+    assert "loading the VAE failed on another rank: rank 0: 'no such part'" in second["failed"]
+    assert second["hang"] == "seen"
+
+
+def test_machines_that_do_not_reach_each_other_are_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with Connect timeout [127.0.1.1]:4711")
+
+    monkeypatch.setattr(dist, "new_group", fail)
+    with pytest.raises(RuntimeError, match=r"127\.0\.1\.1\]:4711.*GLOO_SOCKET_IFNAME"):
+        ranks._host_group(timedelta(seconds=1))
