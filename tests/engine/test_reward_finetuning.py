@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -256,6 +258,35 @@ def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]],
     assert "did you mean 'brightness'" in said
     assert "none.txt" in said
     assert "num_generations" in said
+
+
+def test_a_checkpoint_with_a_multistep_solver(
+    options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its levels start a little below 1, where the noise of `flow` has no limit; `--shift` is its `flow_shift`."""
+    from finetrainers.methods.grpo.rollout import Sampler
+    from finetrainers.models.ltx_video import LTXVideoSpec
+
+    given = options(train_steps=1, shift=5.0, window_size=0)
+    repo = shutil.copytree(given["pretrained_model_name_or_path"], tmp_path / "model")
+    solvers = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    diffusers.UniPCMultistepScheduler(**solvers).save_pretrained(repo / "scheduler")
+    seen, rollout = [], Sampler.rollout
+    monkeypatch.setattr(Sampler, "rollout", lambda self, *a, **o: seen.append((self.times, rollout(self, *a, **o))) or seen[-1][1])  # fmt: skip
+    train(load_config(**given | {"pretrained_model_name_or_path": str(repo)}))
+    times, (clean, _) = seen[0]
+    t = torch.linspace(1, 0, 6)[:-1]
+    torch.testing.assert_close(times, 5 * t / (1 + 4 * t), rtol=1e-5, atol=0)
+    assert clean.std() < 5
+    assert records(tmp_path / "run")[0]["grad_norm"] < 1e3
+
+    def load(self: LTXVideoSpec) -> None:
+        raise AssertionError("a weight is loaded")
+
+    monkeypatch.setattr(LTXVideoSpec, "load_text_encoders", load)
+    diffusers.DPMSolverMultistepScheduler(**solvers).save_pretrained(repo / "scheduler")  # from 0.999 on
+    with pytest.raises(ConfigError, match=r"--sampler: does not go .* adds noise of std .*use a lower --eta"):
+        train(load_config(**given | {"pretrained_model_name_or_path": str(repo), "output_dir": str(tmp_path / "no")}))
 
 
 @pytest.mark.parametrize(("limit", "stays"), [(2**28, True), (1, False)])
