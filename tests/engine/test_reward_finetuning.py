@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine.preflight import preflight
-from finetrainers.engine.run import train
+from finetrainers.engine.run import run
+from finetrainers.engine.training import train
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "window": {"best_of_n": 2, "kl_coef": 0.1},
@@ -86,7 +87,7 @@ def curve(directory: str | Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 def test_every_family_trains(family: str, training_type: str, options: Callable[..., dict[str, Any]]) -> None:
     given = options(family, training_type=training_type, lr=1e-3)
-    trainer = train(load_config(**given))
+    trainer = run(preflight(load_config(**given)))
     assert trainer is not None
     found = records(given["output_dir"])
     assert [r["step"] for r in found] == [1, 2]
@@ -165,8 +166,8 @@ def test_resuming_changes_nothing(
     a, b = (load_file(tmp_path / run / "pytorch_lora_weights.safetensors") for run in ("straight", "resumed"))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
-    for run in ("straight", "resumed"):
-        assert len((tmp_path / run / "rewards" / "brightness.txt").read_text().splitlines()) == 2
+    for name in ("straight", "resumed"):
+        assert len((tmp_path / name / "rewards" / "brightness.txt").read_text().splitlines()) == 2
     assert len(list((tmp_path / "straight" / "samples" / "step-000004").glob("*.mp4"))) == 1
 
 
@@ -239,7 +240,7 @@ def test_a_dry_run_tells_of_prompts_and_rollouts(
         "updates_per_rollout": 2,
         "batch_size": 2,
     }
-    assert train(load_config(**options(**changes, dry_run=True))) is None
+    assert train(load_config(**options(**changes, dry_run=True))).weights is None
     printed = capsys.readouterr().out
     assert (
         "2 steps of 2 clips over all processes (rollouts of 2 prompts x 4 clips, of which 2 are trained on, 2 steps"

@@ -21,9 +21,9 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import control
 from finetrainers.engine.resume import list_checkpoints
-from finetrainers.engine.run import train
 from finetrainers.engine.stopping import SIGNALS
 from finetrainers.engine.trainer import Trainer
+from finetrainers.engine.training import train
 from finetrainers.utils import exit_codes
 
 ROOT = Path(__file__).parents[2]
