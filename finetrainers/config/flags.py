@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from finetrainers.utils.text import nearest
 
-from .aliases import REFUSED, SWITCHES, foreign_names
+from .aliases import REFUSED, SWITCHES, WITHOUT_EFFECT, foreign_names
 from .errors import ConfigError, Problem
 from .load import Source, build_config, file_source
 from .load_variants import LOAD_VARIANTS
@@ -99,7 +99,7 @@ def make_parser(prog: str, *, description: str | None = None) -> argparse.Argume
         parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **switch)
     for name in foreign_names():
         shape: dict[str, Any] = {"nargs": "?", "const": True} if name in SWITCHES else {}
-        if name in REFUSED:
+        if name in REFUSED or name in WITHOUT_EFFECT:
             shape = {"nargs": "*"}
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **shape)
     return parser

@@ -13,9 +13,11 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from published import DANCEGRPO
 from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
+from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
@@ -250,6 +252,27 @@ def test_a_dry_run_tells_of_prompts_and_rollouts(
         assert text in printed
     assert "data\n" not in printed
     assert not (tmp_path / "run").exists()
+
+
+def test_dancegrpos_published_command_passes_a_dry_run(
+    tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Word for word, on 32 processes; the names of the method and of the family stand in its script's name."""
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "HunyuanVideo").symlink_to(tiny_repo("hunyuan_video"))
+    encoded = tmp_path / "data" / "rl_embeddings"
+    for folder in ("prompt_embed", "prompt_attention_mask"):
+        (encoded / folder).mkdir(parents=True)
+        (encoded / folder / "0.pt").touch()
+    entry = {"caption": "a cat", "prompt_embed_path": "0.pt", "prompt_attention_mask": "0.pt"}
+    (encoded / "videos2caption.json").write_text(json.dumps([entry]))
+    config, _ = parse_flags(["--method", "grpo", "--model_name", "hunyuan_video", "--dry_run", *DANCEGRPO])
+    assert config is not None
+    assert train(config) is None
+    printed = capsys.readouterr().out
+    assert "404 steps of 128 clips over all processes (rollouts of 32 prompts x 24 clips, of which 8" in printed
 
 
 def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
