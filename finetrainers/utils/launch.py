@@ -3,6 +3,42 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+_COUNTS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": -1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
+_PRECISIONS = ("no", "fp16", "bf16")
+
+
+def launch_problems(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """What is wrong with the variables that a launcher sets, each with its name: they may be left from something else."""
+    found = []
+    numbers: dict[str, int] = {}
+    for name, least in _COUNTS.items():
+        try:
+            numbers[name] = int(environment.get(name) or least)
+        except ValueError:
+            numbers[name] = least - 1
+        if numbers[name] < least:
+            message = (
+                f"must be a whole number of at least {least}, got {environment[name]!r}; unset it, or launch again"
+            )
+            found.append((name, message))
+    if not found:
+        if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+            found.append(("RANK", f"{numbers['RANK']} is none of {numbers['WORLD_SIZE']} processes (WORLD_SIZE)"))
+        elif numbers["WORLD_SIZE"] > 1 or numbers["LOCAL_RANK"] >= 0:
+            missing = [n for n in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(n)]
+            if missing:
+                told = "WORLD_SIZE" if numbers["WORLD_SIZE"] > 1 else "LOCAL_RANK"
+                message = (
+                    f"says that a launcher started this process, and {', '.join(missing)} is not set; start it by "
+                )
+                found.append((told, f"{message}`accelerate launch` or `torchrun`, or unset {told}"))
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in _PRECISIONS:
+        message = f"must be one of {', '.join(_PRECISIONS)}, got {precision!r}; it comes from the launcher's file"
+        found.append(("ACCELERATE_MIXED_PRECISION", message))
+    return found
 
 
 def launched_processes() -> int:

@@ -1,0 +1,48 @@
+"""What launchers say in the environment, and what cannot be right."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetrainers.utils.launch import launch_problems
+
+TORCHRUN = {
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {}, TORCHRUN, TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": ""}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, {"LOCAL_RANK": "-1"},
+    ],
+)  # fmt: skip
+def test_what_launchers_set_is_right(environment):
+    assert launch_problems(environment) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "said"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE", "must be a whole number of at least 1, got 'abc'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE", "at least 1, got '0'"),
+        (TORCHRUN | {"RANK": "one"}, "RANK", "at least 0, got 'one'"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT", "whole number"),
+        ({"RANK": "1"}, "RANK", "1 is none of 1 processes"),
+        (TORCHRUN | {"RANK": "2"}, "RANK", "2 is none of 2 processes"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE", "MASTER_ADDR, MASTER_PORT is not set; start it by `accelerate launch`"),
+        ({"ACCELERATE_MIXED_PRECISION": "bogus"}, "ACCELERATE_MIXED_PRECISION", "one of no, fp16, bf16, got 'bogus'"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION", "got 'fp8'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_right_is_named(environment, name, said):
+    [(found, message)] = launch_problems(environment)
+    assert found == name
+    assert said in message
