@@ -215,7 +215,7 @@ def test_errors_need_no_torch(tmp_path: Path, tiny_repo: Callable[..., Path]) ->
     model = ["--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video"))]
     (tmp_path / "empty").mkdir()
     cases = {
-        "did you mean 'batch_size'": [*model, "--batch_sise", "2"],
+        "did you mean --batch_size": [*model, "--batch_sise", "2"],
         "50 frames is not 8*k+1": [*model, "--data_root", "empty", "--video_resolution_buckets", "50x64x64"],
         "no data": [*model, "--data_root", "empty"],
         "is not a folder": [*model, "--data_root", "missing"],

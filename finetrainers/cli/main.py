@@ -12,7 +12,7 @@ from pathlib import Path
 from finetrainers import __version__
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils import exit_codes
-from finetrainers.utils.launch import launched_rank
+from finetrainers.utils.launch import launch_problems, launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 
 from .cache import add_cache
@@ -72,6 +72,8 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
 
     configure_logging()
     yield_idle_threads()
+    if _launched_wrongly():
+        return exit_codes.CONFIGURATION
     try:
         config, list_models = parse_flags(argv, prog=prog)
         if list_models or config is None:
@@ -98,6 +100,8 @@ def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") 
 
     configure_logging()
     yield_idle_threads()
+    if _launched_wrongly():
+        return exit_codes.CONFIGURATION
     try:
         config, list_models = parse_flags(argv, prog=prog, description=_PREPARE)
         if list_models or config is None:
@@ -118,6 +122,14 @@ def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") 
             print(f"error: {_with_the_rest(error, preparing=True)}", file=sys.stderr)
         return exit_codes.CONFIGURATION
     return exit_codes.DONE
+
+
+def _launched_wrongly() -> bool:
+    """Whether the launcher's variables cannot be right, which is said; nothing else can be found out then."""
+    problems = [Problem(name, message) for name, message in launch_problems()]
+    if problems:
+        print(f"error: {ConfigError(problems, of='this environment')}", file=sys.stderr)
+    return bool(problems)
 
 
 def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigError:

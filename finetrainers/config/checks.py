@@ -12,6 +12,7 @@ from .geometry import Geometry
 from .grpo_checks import check_grpo, check_no_grpo
 from .prompts import ValidationPrompt
 from .root import TrainConfig
+from .values import check_hub_id
 from .window_checks import slice_problem, window_problems, window_warnings
 
 _FLOW_OPTIONS = (
@@ -68,6 +69,7 @@ def check_config(
     _check_training(config, found)
     _check_parallel(config, found)
     _check_validation(config, family, prompts, found)
+    _check_run(config, found)
     if config.training.method == "grpo":
         if family.first_frame == "channels":
             found.error("method", "this checkpoint animates an image, and prompts bring none; use a text-to-video one")
@@ -227,6 +229,17 @@ def _check_validation(
         found.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
     if family.first_frame == "none" and conditioned:
         found.error("validation_images", f"this {family.name} takes no first frame; remove the images and videos")
+
+
+def _check_run(config: TrainConfig, found: Findings) -> None:
+    run = config.run
+    if run.push_to_hub and run.hub_model_id is None:
+        try:
+            check_hub_id(run.output_dir.resolve().name)
+        except ValueError as error:
+            found.error("hub_model_id", f"the name of --output_dir is no name for the hub: {error}")
+    elif run.hub_model_id is not None and not run.push_to_hub:
+        found.warnings.append("--hub_model_id names the result, which is uploaded only with --push_to_hub")
 
 
 def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> None:

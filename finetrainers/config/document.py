@@ -21,6 +21,7 @@ level, or in its section's table), and a keyword of `finetrainers.load_config`. 
 the defaults. Lists are separated by spaces on the command line; switches have a `--no-` form that overrides a file.
 Unknown names, impossible values and impossible combinations are refused together, before any weight is loaded, with
 exit code 2. The resolved configuration of a run is `config.toml` in its directory, and can be given to `--config`.
+Numbers are finite, and at most 1e12 where no bound is given. Paths may begin with `~`.
 
 ```toml
 output_dir = "runs/my-lora"
@@ -84,11 +85,21 @@ def _kind(annotation: Any) -> str:
     return {int: "integer", float: "number", Path: "path", RewardEntry: "reward"}.get(annotation, "text")
 
 
+def _constraints(annotation: Any) -> list[Any]:
+    """What stands in `Annotated` of one value: directly, or beside `None`."""
+    if get_origin(annotation) is Annotated:
+        found = [part for item in get_args(annotation)[1:] for part in getattr(item, "metadata", [item])]
+        return [*_constraints(get_args(annotation)[0]), *found]
+    if get_origin(annotation) in (Union, UnionType):
+        return [part for argument in get_args(annotation) for part in _constraints(argument)]
+    return []
+
+
 def _bounds(field: FieldInfo) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     found = [
         f"{sign} {getattr(item, key):g}"
-        for item in field.metadata
+        for item in (*field.metadata, *_constraints(field.annotation))
         for key, sign in signs.items()
         if getattr(item, key, None) is not None
     ]

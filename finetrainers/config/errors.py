@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from finetrainers.utils.text import nearest, quoted, shortened
+
+#: What pydantic's kinds of errors are called here, where its own words are a programmer's.
+_WORDS = {
+    "float_parsing": "not a number",
+    "float_type": "not a number",
+    "int_parsing": "not a whole number",
+    "int_parsing_size": "not a number of reasonable size",
+    "int_type": "not a whole number",
+    "int_from_float": "not a whole number",
+    "finite_number": "not a finite number",
+    "bool_parsing": "neither true nor false",
+    "bool_type": "neither true nor false",
+    "string_type": "not text",
+    "path_type": "not a path",
+    "list_type": "not a list",
+}
 
 
 @dataclass(frozen=True)
@@ -14,10 +33,12 @@ class Problem:
     Attributes:
         where: the flag, or `file:line`, that has to change.
         message: what is wrong, with the value, and how to mend it.
+        about: flat names of the options that were probably meant: what depends on them cannot be judged.
     """
 
     where: str
     message: str
+    about: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message
@@ -26,15 +47,48 @@ class Problem:
 class ConfigError(ValueError):
     """A configuration cannot be run; `problems` lists all the reasons."""
 
-    def __init__(self, problems: Sequence[Problem], *, rest: Any = None, wrong: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        *,
+        rest: Any = None,
+        wrong: Collection[str] = (),
+        of: str = "this configuration",
+    ) -> None:
         """Args:
         problems: the reasons.
         rest: the configuration without its wrong options, so that rules between the others can be checked too.
         wrong: flat names of the options that `rest` lacks.
+        of: what has the problems.
         """
         self.problems = list(problems)
         self.rest = rest
         self.wrong = frozenset(wrong)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        super().__init__(f"{count} with this configuration:\n{lines}")
+        super().__init__(f"{count} with {of}:\n{lines}")
+
+
+def value_message(entry: Mapping[str, Any], *, secret: bool = False, synonyms: Mapping[str, str] | None = None) -> str:
+    """What is wrong with a value, in one sentence.
+
+    Args:
+        entry: one of `pydantic.ValidationError.errors()`.
+        secret: whether the value must not be shown.
+        synonyms: what other programs call values that are allowed, in lower case.
+    """
+    kind, message, value = entry["type"], entry["msg"].removeprefix("Value error, "), entry["input"]
+    if kind == "value_error":
+        return message
+    if secret:
+        return f"{_WORDS.get(kind) or message[0].lower() + message[1:]} (its value is not shown)"
+    shown = quoted(value) if isinstance(value, str) else shortened(repr(value))
+    if kind == "literal_error":
+        valid = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
+        meant = (synonyms or {}).get(str(value).lower())
+        hint = f"; did you mean {meant!r}?" if meant else nearest(str(value), valid, listed=0)
+        return f"unknown value {shown}{hint}{'' if hint else ';'} {'Valid' if hint else 'valid'}: {', '.join(valid)}"
+    if kind in _WORDS:
+        forms = {"path_type": "a text in quotes", "string_type": "a text in quotes", "list_type": 'a list: ["..."]'}
+        return f"{_WORDS[kind]}, got {shown}{f'; in a file, write {forms[kind]}' if kind in forms else ''}"
+    return f"{message[0].lower() + message[1:]}, got {shown}"

@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic.fields import FieldInfo
 
-from finetrainers.utils.text import nearest
-
-from .aliases import REFUSED, SWITCHES, WITHOUT_EFFECT, foreign_names
+from .aliases import REFUSED, SWITCHES, foreign_names
 from .errors import ConfigError, Problem
 from .load import Source, build_config, file_source
 from .load_variants import LOAD_VARIANTS
+from .names import INSTEAD, SAME, unknown_option
 from .root import TrainConfig, fields
 
 
@@ -93,16 +92,44 @@ def make_parser(prog: str, *, description: str | None = None) -> argparse.Argume
             if is_list(field):
                 options["nargs"] = "*"
         groups[section].add_argument(f"--{name}", **options)
-    for name in LOAD_VARIANTS:
-        switch: dict[str, Any] = {"nargs": "?", "const": True} if name == "start_from_scratch" else {}
-        flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **switch)
-    for name in foreign_names():
-        shape: dict[str, Any] = {"nargs": "?", "const": True} if name in SWITCHES else {}
-        if name in REFUSED or name in WITHOUT_EFFECT:
-            shape = {"nargs": "*"}
+    for name, shape in _other_flags().items():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **shape)
     return parser
+
+
+def _other_flags() -> dict[str, dict[str, Any]]:
+    """Names of other programs, and what `add_argument` has to know of each."""
+    alone: dict[str, Any] = {"nargs": "?", "const": True}
+    any_number: dict[str, Any] = {"nargs": "*"}
+    found = dict.fromkeys(INSTEAD, any_number)
+    for name in foreign_names():
+        found[name] = any_number if name in REFUSED else alone if name in SWITCHES else {}
+    for name, option in SAME.items():
+        field = fields()[option][1]
+        found[name] = alone if is_switch(field) else any_number if is_list(field) else {}
+    for name in LOAD_VARIANTS:
+        found[name] = alone if name == "start_from_scratch" else {}
+    return found
+
+
+def underscored(argument: str) -> str:
+    """A flag as it is written here: `--data-root=x` is `--data_root=x`; what is no flag stays."""
+    flag, equals, value = argument.partition("=")
+    if not flag.startswith("--") or flag == "--":
+        return argument
+    name = flag[2:].replace("-", "_")
+    switch = fields().get(name.removeprefix("no_"))
+    if name.startswith("no_") and switch is not None and is_switch(switch[1]):
+        name = f"no-{name[3:]}"
+    return f"--{name}{equals}{value}"
+
+
+def is_secret(argument: str) -> bool:
+    """Whether an argument is a flag whose value nobody may read: of the hub or of a tracker."""
+    name = underscored(argument).partition("=")[0].removeprefix("--")
+    return argument.startswith("--") and (
+        SAME.get(name, name) == "hub_token" or name.endswith(("api_key", "wandb_key"))
+    )
 
 
 def parse_flags(
@@ -115,13 +142,14 @@ def parse_flags(
         SystemExit: after `--help`.
     """
     parser = make_parser(prog, description=description)
-    namespace, unknown = parser.parse_known_args(list(argv))
+    namespace, unknown = parser.parse_known_args([underscored(argument) for argument in argv])
     values = vars(namespace)
     config_path = values.pop("config")
     values.pop("local_rank")
     if values.pop("list_models"):
         return None, True
-    problems = [_unknown(argument) for argument in unknown if argument.startswith("--")]
+    flags = [argument.partition("=")[0] for argument in unknown if argument.startswith("--")]
+    problems = [unknown_option(flag[2:].removeprefix("no-"), flag) for flag in flags]
     stray = [argument for argument in unknown if not argument.startswith("--")]
     if stray and not problems:
         problems.append(Problem("command line", f"unexpected {' '.join(map(repr, stray))}; values follow their flag"))
@@ -133,8 +161,3 @@ def parse_flags(
             raise ConfigError([*problems, *error.problems]) from None
     sources.append(Source(values, lambda name: f"--{name}", problems))
     return build_config(sources), False
-
-
-def _unknown(argument: str) -> Problem:
-    flag = argument.split("=", 1)[0]
-    return Problem(flag, f"unknown flag{nearest(flag.lstrip('-').removeprefix('no-'), fields())}")

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from .base import Section
 from .rewards import Reward
-from .sections import Section
 from .values import VideoBucket, parse_numbers
 
 PresetName = Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "flash"]
@@ -40,9 +40,12 @@ class GRPOSection(Section):
     )
 
     rollout_size: VideoBucket | None = Field(None, description="FxHxW of sampled clips, frames x height x width.")
-    prompts_per_step: int = Field(4, ge=1, description="Prompts of a rollout, over all processes.")
+    prompts_per_step: int = Field(4, ge=1, le=100_000, description="Prompts of a rollout, over all processes.")
     num_generations: int = Field(
-        8, ge=1, description="Clips per prompt, which are compared with each other; more make a steadier gradient."
+        8,
+        ge=1,
+        le=100_000,
+        description="Clips per prompt, which are compared with each other; more make a steadier gradient.",
     )
     best_of_n: int | None = Field(
         None, ge=2, description="Train only on the N/2 best and the N/2 worst clips of each prompt; default: on all."
@@ -53,6 +56,7 @@ class GRPOSection(Section):
     sampling_steps: int = Field(
         10,
         ge=2,
+        le=10_000,
         description="Denoising steps of a rollout, fewer than for samples to be looked at, since clips need only be good enough "
         "to be compared; the last is never trained.",
     )
@@ -65,14 +69,21 @@ class GRPOSection(Section):
         None, ge=0, description="Amount of noise; default: 0.7 for `flow` and `cps`, 0.25 for `dance`, 0.3 for `ddim`."
     )
     shift: float | None = Field(
-        None, gt=0, description="Shift of the sampler's noise levels (flow matching); default: the checkpoint's."
+        None,
+        gt=0,
+        le=1000,
+        description="Shift of the sampler's noise levels (flow matching); default: the checkpoint's.",
     )
     rollout_guidance: float | None = Field(
-        None, ge=0, description="Guidance that the network takes as an input, where it does; default: its pipeline's."
+        None,
+        ge=0,
+        le=1000,
+        description="Guidance that the network takes as an input, where it does; default: its pipeline's.",
     )
     rollout_cfg: float = Field(
         1.0,
         ge=1,
+        le=1000,
         description="Classifier-free guidance, sampled and trained with both branches at twice the time; 1: off.",
     )
     init_same_noise: bool = Field(
@@ -118,10 +129,10 @@ class GRPOSection(Section):
         0, ge=0, le=1, description="0: the deviation is that of these clips; 1: an estimate from them, as of a sample."
     )
     advantage_clip: float = Field(5.0, gt=0, description="Largest advantage, up and down.")
-    reward_combination: Literal["sum", "separate", "weighted", "gdpo"] = Field(
+    reward_combination: Literal["sum", "weighted", "gdpo"] = Field(
         "sum",
-        description="Several rewards: `sum` of their weighted advantages; `separate` clipped losses, summed (DanceGRPO); "
-        "advantages of the `weighted` sum of scores (Flow-GRPO); or `gdpo`, advantages summed and normalised again.",
+        description="Several rewards: sum their weighted advantages, sum the weighted scores first, or sum advantages and "
+        "normalise again over the rollout (GDPO).",
     )
     ratio_norm: bool = Field(False, description="Centre and scale ratios alike at all noise levels (GRPO-Guard).")
     step_weight: Literal["none", "flash", "noise"] = Field(
@@ -130,10 +141,8 @@ class GRPOSection(Section):
     kl_coef: float = Field(
         0.0, ge=0, description="Weight of the distance from the model before training, against reward hacking; 0: none."
     )
-    kl_space: Literal["velocity", "mean", "rate"] = Field(
-        "velocity",
-        description="That distance: of predictions, of the means of steps (their KL divergence; low noise counts most), or "
-        "`rate`, that divergence times the step's length (Flow-GRPO).",
+    kl_space: Literal["velocity", "mean"] = Field(
+        "velocity", description="That distance: of predictions, or of the means of steps (low noise then counts most)."
     )
 
     nft_beta: float = Field(1.0, gt=0, description="How far good and bad policies lie from the old one; 1 or 0.1.")
@@ -145,7 +154,7 @@ class GRPOSection(Section):
         description="The policy that samples trails the trained one; its decay at a step is min(uphold, (step - flat) * "
         "rate), given as flat, rate and uphold, or `flat:rate:uphold`.",
     )
-    nft_timesteps: int = Field(8, ge=1, description="Noise levels at which each clip is trained.")
+    nft_timesteps: int = Field(8, ge=1, le=10_000, description="Noise levels at which each clip is trained.")
 
     trajectory_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="How sampled latents are rounded and kept until they are trained."
@@ -154,6 +163,7 @@ class GRPOSection(Section):
     reward_fps: float | None = Field(
         None,
         gt=0,
+        le=1000,
         description="Frame rate at which clips are scored, which changes scores that sample frames; default: the model's.",
     )
     reward_on_error: Literal["raise", "mask"] = Field(

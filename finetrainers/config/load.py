@@ -7,20 +7,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from finetrainers.utils.text import nearest
 
 from .aliases import is_foreign as is_alias
 from .aliases import note, translate
 from .diffusion_pipe import Key, is_diffusion_pipe, translate_document
-from .errors import ConfigError, Problem
+from .errors import ConfigError, Problem, value_message
 from .load_variants import LOAD_VARIANTS, translate_load_variants
+from .names import VALUES, is_known, translate_names, unknown_option
 from .presets import fill_preset
 from .root import TrainConfig, fields
+from .values import check_place
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -56,13 +58,7 @@ def file_source(path: Path) -> Source:
     Raises:
         ConfigError: the file is missing or is not TOML.
     """
-    if not path.is_file():
-        raise ConfigError([Problem("--config", f"no such file: {path}")])
-    text = path.read_text(encoding="utf-8-sig")
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([Problem(str(path), f"not valid TOML: {error}")]) from error
+    text, document = _read(path)
 
     def place(table: str, name: str) -> str:
         return f"{path}:{_line_of(text, name, table or None)}"
@@ -82,8 +78,9 @@ def file_source(path: Path) -> Source:
 
     def take(name: str, value: Any, section: str | None) -> None:
         where = f"{path}:{_line_of(text, name, section)}"
+        name = name.replace("-", "_")
         if name not in known and not is_foreign(name):
-            problems.append(Problem(where, f"unknown option {name!r}{nearest(name, known)}"))
+            problems.append(unknown_option(name, where))
         elif name in known and section not in (None, known[name][0]):
             problems.append(Problem(where, f"{name!r} belongs in [{known[name][0]}], not in [{section}]"))
         elif name in values:
@@ -91,21 +88,53 @@ def file_source(path: Path) -> Source:
         else:
             values[name] = value
 
-    for key, value in document.items():
-        if key in sections and isinstance(value, dict):
+    for entry, value in document.items():
+        if entry in sections and isinstance(value, dict):
             for name, inner in value.items():
-                take(name, inner, key)
+                take(name, inner, entry)
         elif isinstance(value, dict):
-            where = f"{path}:{_line_of(text, None, key)}"
-            problems.append(Problem(where, f"unknown table [{key}]{nearest(key, sections)}"))
+            where = f"{path}:{_line_of(text, None, entry)}"
+            problems.append(Problem(where, f"unknown table [{entry}]{nearest(entry, sections)}"))
         else:
-            take(key, value, None)
+            take(entry, value, None)
     return Source(values, lambda name: place(*places[name]) if name in places else place("", name), problems)
 
 
 def is_foreign(name: str) -> bool:
     """Whether it is another program's name of one of our options."""
-    return is_alias(name) or name in LOAD_VARIANTS
+    return is_alias(name) or is_known(name) or name in LOAD_VARIANTS
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a TOML file, and what it says.
+
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
+    try:
+        path = Path(check_place(str(path)))
+        content = path.read_bytes()
+    except ValueError as error:
+        raise ConfigError([Problem("--config", str(error))]) from None
+    except FileNotFoundError:
+        raise ConfigError([Problem("--config", f"no such file: {path}")]) from None
+    except OSError as error:
+        raise ConfigError([Problem("--config", f"{path} cannot be read: {error.strerror}")]) from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        kind = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError([Problem(f"{path}:{line}", f"the file is {kind}; save it as UTF-8 text")]) from None
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = f"not valid TOML: {error}"
+        if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
+            message = "is JSON, and config files are TOML: `rank = 64` and so on, see docs/configuration.md"
+        elif path.suffix.lower() in (".yaml", ".yml") or re.match(r"(\s*#.*\n|---\s*\n)*\s*\w+:\s", text):
+            message = "is YAML, and config files are TOML: `rank = 64` instead of `rank: 64`, see docs/configuration.md"
+        raise ConfigError([Problem(str(path), message)]) from None
 
 
 def _line_of(text: str, name: str | None, section: str | None) -> int:
@@ -117,7 +146,7 @@ def _line_of(text: str, name: str | None, section: str | None) -> int:
             if name is None and header[1] == section:
                 return number
             inside = section is None or header[1] == section
-        elif name is not None and inside and re.match(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=", line):
+        elif name is not None and inside and re.match(rf"\s*[\"']?{name.replace('_', '[-_]')}[\"']?\s*=", line):
             return number
     return 1
 
@@ -132,20 +161,25 @@ def build_config(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> T
     problems: list[Problem] = []
     merged: dict[str, Any] = {}
     where: dict[str, str] = {}
-    for item in sources:
-        source = item if isinstance(item, Source) else Source(item[1], lambda name: name)
-        problems.extend(source.problems)
-        for name, value in source.values.items():
-            if name not in known and not is_foreign(name):
-                problems.append(Problem(source.where(name), f"unknown option {name!r}{nearest(name, known)}"))
-                continue
-            merged[name] = value
-            where[name] = source.where(name)
+    read = [item if isinstance(item, Source) else Source(item[1], lambda name: name) for item in sources]
+    method = next((source.values["method"] for source in reversed(read) if "method" in source.values), None)
+    for source in read:
+        problems += source.problems
+        unknown = [name for name in source.values if name not in known and not is_foreign(name)]
+        problems += [unknown_option(name, source.where(name)) for name in unknown]
+        values = {name: value for name, value in source.values.items() if name not in unknown}
+        places = {name: source.where(name) for name in values}
+        misnamed, taken = translate_names(values, places, others=is_alias if method == "grpo" else None)
+        problems += misnamed
+        if taken:
+            note(taken)
+        merged |= values
+        where |= places
 
-    problems.extend(translate_load_variants(merged, where))
+    problems += translate_load_variants(merged, where)
     translated = translate(merged, where)
-    problems.extend(translated.problems)
-    lost = [*_lost(sources), *translated.lost]
+    problems += translated.problems
+    lost = [*(name for problem in problems for name in problem.about), *translated.lost]
     fill_preset(merged)
 
     nested: dict[str, dict[str, Any]] = {"model": {}}
@@ -170,31 +204,17 @@ def _without(nested: Mapping[str, Mapping[str, Any]], wrong: Mapping[str, Proble
         return None
 
 
-def _lost(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Options that the user probably meant by names that do not exist: what hangs on them cannot be judged."""
-    meant = []
-    for item in sources:
-        for problem in item.problems if isinstance(item, Source) else ():
-            meant += re.findall(r"did you mean '(\w+)'", problem.message)
-    return meant
-
-
 def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Problem]:
     """pydantic's errors by option, each as a problem that names the option, its value and what is allowed."""
     found: dict[str, Problem] = {}
+    known = fields()
     for entry in error.errors():
         name = str(entry["loc"][1]) if len(entry["loc"]) > 1 else str(entry["loc"][0])
         if entry["type"] == "missing":
-            found[name] = Problem(f"--{name}", f"is required: {fields()[name][1].description}")
+            found[name] = Problem(f"--{name}", f"is required: {known[name][1].description}")
             continue
-        message = entry["msg"].removeprefix("Value error, ")
-        message = message[0].lower() + message[1:] if not message.startswith(("'", '"')) else message
-        value = entry["input"]
-        hint = '; in a file, write a list: ["..."]' if entry["type"] == "list_type" else ""
-        if entry["type"] == "literal_error" and isinstance(value, str):
-            hint = nearest(value, re.findall(r"'([^']*)'", entry["ctx"]["expected"]))
-        if entry["type"] != "value_error":
-            message = f"{message}, got {value!r}{hint}"
+        secret = name in known and SecretStr in get_args(known[name][1].annotation)
+        message = value_message(entry, secret=secret, synonyms=VALUES.get(name))
         place = where.get(name, f"--{name}")
         found.setdefault(name, Problem(place, message if place.endswith(name) else f"{name}: {message}"))
     return found

@@ -5,27 +5,25 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+
+from .base import Section
 
 _REWARD = re.compile(r"^(?P<name>[^=,\s]+)(=(?P<weight>[^,]*))?(,(?P<options>.*))?$")
 _OWN = ("mean", "std", "every", "batch_size")
 
 
-class RewardEntry(BaseModel):
+class RewardEntry(Section):
     """One reward of a run.
 
     `NAME` is a registered reward (`brightness`), one head of a reward that has several (`videoalign.vq`), a Python
     callable (`module:function`) or a server (`http://host:port`).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     name: str = Field(description="Registered name, `name.head`, `module:function`, or `http://host:port`.")
-    weight: float = Field(1.0, allow_inf_nan=False, description="Share in the advantage; 0 only logs it.")
-    mean: float | None = Field(
-        None, allow_inf_nan=False, description="Normalised score is (raw - mean) / std; default: the reward's own."
-    )
-    std: float | None = Field(None, gt=0, allow_inf_nan=False, description="See `mean`.")
+    weight: float = Field(1.0, description="Share in the advantage; 0 only logs it.")
+    mean: float | None = Field(None, description="Normalised score is (raw - mean) / std; default: the reward's own.")
+    std: float | None = Field(None, gt=0, description="See `mean`.")
     every: int = Field(1, ge=1, description="Score only in every N-th rollout.")
     batch_size: int | None = Field(None, ge=1, description="Clips scored at once; default: the reward's own.")
     options: dict[str, str] = Field({}, description="What the reward itself takes: `path`, `device`, ...")

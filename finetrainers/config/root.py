@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from .base import Section
 from .grpo import GRPOSection
 from .parallel import ParallelSection
 from .sections import (
@@ -18,7 +19,6 @@ from .sections import (
     ModelSection,
     OptimizerSection,
     RunSection,
-    Section,
     TrainingSection,
     ValidationSection,
 )

@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import Field, SecretStr
 
-from .values import BucketShare, BucketSize, ImageBucket, Resolution, VideoBucket
+from .base import Section
+from .values import BucketShare, BucketSize, Expression, HubId, ImageBucket, Place, Resolution, Seconds, VideoBucket
 
 DType = Literal["fp32", "bf16", "fp16", "float8_e4m3fn", "float8_e5m2"]
 OptimizerName = Literal[
@@ -28,28 +29,22 @@ EpochEnd = Literal["keep", "drop", "pad", "wrap"]
 Reset = Literal["data", "optimizer", "scheduler", "rng", "ema", "step"]
 
 
-class Section(BaseModel):
-    """A group of options; unknown keys are errors and values never change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
 class ModelSection(Section):
     """Which checkpoint is finetuned, and how its parts are loaded."""
 
     model_name: str = Field(description="Model family: see `--list_models`.")
-    pretrained_model_name_or_path: str = Field(
+    pretrained_model_name_or_path: Place = Field(
         description="Hub id or local directory of the base model, in diffusers layout; `demo://NAME` is a packaged one."
     )
     revision: str | None = Field(None, description="Git revision of the hub repository.")
     variant: str | None = Field(None, description="Weight file variant, for example `fp16`.")
     cache_dir: Path | None = Field(None, description="Where downloads from the hub are kept.")
-    tokenizer_id: str | None = Field(None, description="Replacement for the tokenizer: hub id or directory.")
-    tokenizer_2_id: str | None = Field(None, description="Replacement for the second tokenizer.")
-    text_encoder_id: str | None = Field(None, description="Replacement for the text encoder.")
-    text_encoder_2_id: str | None = Field(None, description="Replacement for the second text encoder.")
-    transformer_id: str | None = Field(None, description="Replacement for the transformer.")
-    vae_id: str | None = Field(None, description="Replacement for the VAE.")
+    tokenizer_id: Place | None = Field(None, description="Replacement for the tokenizer: hub id or directory.")
+    tokenizer_2_id: Place | None = Field(None, description="Replacement for the second tokenizer.")
+    text_encoder_id: Place | None = Field(None, description="Replacement for the text encoder.")
+    text_encoder_2_id: Place | None = Field(None, description="Replacement for the second text encoder.")
+    transformer_id: Place | None = Field(None, description="Replacement for the transformer.")
+    vae_id: Place | None = Field(None, description="Replacement for the VAE.")
     text_encoder_dtype: DType = Field("bf16", description="Weight dtype of the text encoder.")
     text_encoder_2_dtype: DType = Field("bf16", description="Weight dtype of the second text encoder.")
     text_encoder_3_dtype: DType | None = Field(
@@ -68,7 +63,7 @@ class ModelSection(Section):
     layerwise_upcasting_storage_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = Field(
         "float8_e4m3fn", description="Storage dtype for layerwise upcasting."
     )
-    layerwise_upcasting_skip_modules_pattern: list[str] = Field(
+    layerwise_upcasting_skip_modules_pattern: list[Expression] = Field(
         default=["patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm"],
         description="Regular expressions of module names that layerwise upcasting leaves alone.",
     )  # fmt: skip
@@ -90,7 +85,7 @@ class DataSection(Section):
         description="TOML file of several data sets with options of their own, in place of `data_root` and `dataset_file`; "
         "data set files of diffusion-pipe are read too.",
     )
-    hf_dataset: str | None = Field(
+    hf_dataset: Place | None = Field(
         None,
         description="What the library `datasets` is to load: a data set of the hub, a folder, or `videofolder` or `imagefolder` "
         "with `data_root`.",
@@ -140,15 +135,12 @@ class DataSection(Section):
         default=[],
         description="Lengths in frames that go with `resolutions`; default: chosen from the clips. Images are always 1.",
     )
-    min_ar: float = Field(
-        0.5, gt=0, allow_inf_nan=False, description="Narrowest aspect ratio of `resolutions`, width / height."
-    )
-    max_ar: float = Field(
-        2.0, gt=0, allow_inf_nan=False, description="Widest aspect ratio of `resolutions`, width / height."
-    )
+    min_ar: float = Field(0.5, gt=0, le=100, description="Narrowest aspect ratio of `resolutions`, width / height.")
+    max_ar: float = Field(2.0, gt=0, le=100, description="Widest aspect ratio of `resolutions`, width / height.")
     num_ar_buckets: int = Field(
         7,
         ge=0,
+        le=100,
         description="How many aspect ratios from `min_ar` to `max_ar`, evenly spaced as factors; 0: only the shapes that "
         "`resolutions` give themselves.",
     )
@@ -188,7 +180,7 @@ class DataSection(Section):
         "precomputation, but the first latent is then another kind of latent.",
     )
     target_fps: float | None = Field(
-        None, gt=0, description="Frame rate that clips are resampled to; default: the model's own rate."
+        None, gt=0, le=1000, description="Frame rate that clips are resampled to; default: the model's own rate."
     )
     caption_dropout_p: float = Field(0.0, ge=0, le=1, description="Probability, per sample, of dropping the caption.")
     caption_dropout_technique: Literal["empty", "zero"] = Field(
@@ -245,7 +237,7 @@ class DataSection(Section):
 class DataloaderSection(Section):
     """How batches are put together."""
 
-    batch_size: int = Field(1, ge=1, description="Clips per device and micro-step.")
+    batch_size: int = Field(1, ge=1, le=100_000, description="Clips per device and micro-step.")
     bucket_batch_sizes: list[BucketSize] = Field(
         default=[],
         description="Batch sizes of single buckets, as `49x512x768=1 1x512x768=8`; the others have `batch_size`.",
@@ -258,9 +250,10 @@ class DataloaderSection(Section):
     dataloader_num_workers: int = Field(
         0,
         ge=0,
+        le=1024,
         description="Processes that decode; 0 decodes in the main process. A cache is read ahead by so many threads, at least one.",
     )
-    dataloader_timeout: int = Field(
+    dataloader_timeout: Seconds = Field(
         300,
         ge=0,
         description="Seconds that a step may wait for workers before they count as hung and are started again; 0: for ever.",
@@ -281,17 +274,21 @@ class DiffusionSection(Section):
         None, ge=2, description="Token count with `flow_max_shift`; default: the checkpoint's scheduler, else 4096."
     )
     flow_base_shift: float | None = Field(
-        None, description="mu at `flow_base_seq_len`; default: the checkpoint's scheduler, else 0.5."
+        None, ge=-20, le=20, description="mu at `flow_base_seq_len`; default: the checkpoint's scheduler, else 0.5."
     )
     flow_max_shift: float | None = Field(
-        None, description="mu at `flow_max_seq_len`; default: the checkpoint's scheduler, else 1.15."
+        None, ge=-20, le=20, description="mu at `flow_max_seq_len`; default: the checkpoint's scheduler, else 1.15."
     )
-    flow_shift: float = Field(1.0, gt=0, description="Static shift s of training noise levels: s*x / (1 + (s-1)*x).")
+    flow_shift: float = Field(
+        1.0, gt=0, le=1000, description="Static shift s of training noise levels: s*x / (1 + (s-1)*x)."
+    )
     flow_weighting_scheme: Literal["none", "uniform", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = Field(
         "none", description="How noise levels are drawn (logit_normal, mode) or weighted (sigma_sqrt, cosmap)."
     )
-    flow_logit_mean: float = Field(0.0, description="Mean of logit_normal; positive means more noise (SD3 paper).")
-    flow_logit_std: float = Field(1.0, gt=0, description="Standard deviation of logit_normal.")
+    flow_logit_mean: float = Field(
+        0.0, ge=-20, le=20, description="Mean of logit_normal; positive means more noise (SD3 paper)."
+    )
+    flow_logit_std: float = Field(1.0, gt=0, le=20, description="Standard deviation of logit_normal.")
     flow_mode_scale: float = Field(1.29, ge=-1, le=1.75, description="Scale s of the `mode` distribution (SD3 paper).")
     loss_weight_max: float = Field(10.0, gt=0, description="Upper bound of the loss weight of any sample.")
 
@@ -313,16 +310,17 @@ class TrainingSection(Section):
     )
     train_epochs: int = Field(1, ge=1, description="Passes over the data, when `train_steps` is not given.")
     train_steps: int | None = Field(None, ge=1, description="Optimizer steps; overrides `train_epochs`.")
-    rank: int = Field(64, ge=1, description="Rank of the LoRA.")
-    lora_alpha: float = Field(64, gt=0, description="LoRA alpha; the update is scaled by alpha / rank.")
-    target_modules: list[str] = Field(
+    rank: int = Field(64, ge=1, le=16384, description="Rank of the LoRA.")
+    lora_alpha: float = Field(64, gt=0, le=1e6, description="LoRA alpha; the update is scaled by alpha / rank.")
+    target_modules: list[Expression] = Field(
         default=["to_k", "to_q", "to_v", "to_out.0"],
+        min_length=1,
         description="LoRA targets: module name suffixes, or one regular expression over full names.",
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA's input.")
     use_rslora: bool = Field(False, description="Rank-stabilised LoRA: scale by alpha / sqrt(rank).")
     use_dora: bool = Field(False, description="DoRA: weight-decomposed LoRA.")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="Micro-steps per optimizer step.")
+    gradient_accumulation_steps: int = Field(1, ge=1, le=100_000, description="Micro-steps per optimizer step.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
     checkpointing_steps: int = Field(
         500, ge=0, description="Save the whole training state every N optimizer steps; 0: only at the end."
@@ -335,7 +333,7 @@ class TrainingSection(Section):
         description="Write checkpoints while training goes on, which then waits only for a copy of what is saved. Costs "
         "host memory for that copy: trained weights, optimizer, averages (on GPUs pinned, up to twice their size).",
     )
-    resume_from_checkpoint: str | None = Field(
+    resume_from_checkpoint: Place | None = Field(
         None,
         description="Continue from `latest`, a step number, or a checkpoint directory; `auto`: from the newest whole "
         "checkpoint of `output_dir`, or start if there is none.",
@@ -345,7 +343,7 @@ class TrainingSection(Section):
         description="What a resumed run begins anew: order of the data, optimizer state, learning rate schedule, random "
         "numbers (another `seed`), moving average, step counter (and with it data and schedule).",
     )
-    init_from: str | None = Field(
+    init_from: Place | None = Field(
         None,
         description="Start from these weights alone: a checkpoint, a run directory, a diffusers folder, a LoRA file or folder.",
     )
@@ -364,7 +362,7 @@ class TrainingSection(Section):
         ge=0,
         description="Report a loss or gradient norm so many standard deviations above its recent mean; 0: never.",
     )
-    spike_window: int = Field(128, ge=8, description="How many steps `spike_sigma` compares with.")
+    spike_window: int = Field(128, ge=8, le=100_000, description="How many steps `spike_sigma` compares with.")
     oom_retry: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Make a step that runs out of memory again in smaller micro-batches, with the same gradient. Under DDP, "
@@ -384,19 +382,19 @@ class OptimizerSection(Section):
 
     optimizer: OptimizerName = Field("adam", description="Optimizer; see `docs/optimizers.md`.")
     use_8bit_bnb: bool = Field(False, description="Use bitsandbytes' 8-bit variant of `adam` or `adamw`.")
-    lr: float = Field(1e-4, ge=0, description="Learning rate.")
+    lr: float = Field(1e-4, ge=0, le=100, description="Learning rate.")
     scale_lr: bool = Field(False, description="Multiply `lr` by accumulation x batch size x number of processes.")
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = Field("constant", description="Learning rate schedule, over optimizer steps.")
     lr_warmup_steps: int = Field(500, ge=0, description="Linear warm-up, in optimizer steps (not for `constant`).")
     lr_num_cycles: int = Field(1, ge=1, description="Cycles of `cosine_with_restarts`.")
-    lr_power: float = Field(1.0, gt=0, description="Power of `polynomial`.")
+    lr_power: float = Field(1.0, gt=0, le=100, description="Power of `polynomial`.")
     beta1: float = Field(0.9, ge=0, lt=1, description="First-moment decay.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Second-moment decay.")
     beta3: float | None = Field(None, ge=0, lt=1, description="Third decay, of `prodigy` and `came`.")
-    weight_decay: float = Field(1e-4, ge=0, description="Weight decay.")
-    epsilon: float = Field(1e-8, gt=0, description="Epsilon of the Adam family.")
+    weight_decay: float = Field(1e-4, ge=0, le=1000, description="Weight decay.")
+    epsilon: float = Field(1e-8, gt=0, le=1, description="Epsilon of the Adam family.")
     max_grad_norm: float = Field(1.0, ge=0, description="Clip the gradient norm, once per optimizer step; 0: never.")
     use_cpu_offload_optimizer: bool = Field(
         False, description="Keep optimizer state and its step on the CPU (torchao; CUDA or XPU only, no clipping)."
@@ -419,15 +417,15 @@ class ValidationSection(Section):
         None, description="Local video of each prompt, joined by the separator; its first frame conditions."
     )
     validation_separator: str = Field(":::", min_length=1, description="What separates validation entries.")
-    num_validation_videos: int = Field(1, ge=1, description="Videos per prompt.")
+    num_validation_videos: int = Field(1, ge=1, le=1000, description="Videos per prompt.")
     validation_epochs: int | None = Field(None, ge=1, description="Sample every N epochs.")
     validation_steps: int | None = Field(None, ge=1, description="Sample every N optimizer steps.")
     validation_frame_rate: float | None = Field(
-        None, gt=0, description="Frame rate of samples; default: the model's own rate."
+        None, gt=0, le=1000, description="Frame rate of samples; default: the model's own rate."
     )
-    validation_inference_steps: int = Field(50, ge=1, description="Denoising steps of a sample.")
+    validation_inference_steps: int = Field(50, ge=1, le=10_000, description="Denoising steps of a sample.")
     validation_guidance_scale: float | None = Field(
-        None, ge=0, description="Guidance of a sample; default: the pipeline's own."
+        None, ge=0, le=1000, description="Guidance of a sample; default: the pipeline's own."
     )
     enable_model_cpu_offload: bool = Field(False, description="Sample with parts offloaded to the CPU (CUDA).")
     eval_steps: int | None = Field(None, ge=1, description="Evaluation loss every N optimizer steps.")
@@ -444,17 +442,17 @@ class RunSection(Section):
     logging_steps: int = Field(1, ge=1, description="Log metrics every N optimizer steps, as means over them.")
     push_to_hub: bool = Field(False, description="Upload the result when training ends.")
     hub_token: SecretStr | None = Field(None, description="Hub token; default: the one you logged in with.")
-    hub_model_id: str | None = Field(None, description="Hub repository; default: the name of `output_dir`.")
+    hub_model_id: HubId | None = Field(None, description="Hub repository; default: the name of `output_dir`.")
     allow_tf32: bool = Field(False, description="TF32 matrix products on CUDA.")
-    nccl_timeout: int = Field(600, ge=1, description="Seconds until a stuck collective fails the run.")
-    idle_timeout: int = Field(
+    nccl_timeout: Seconds = Field(600, ge=1, description="Seconds until a stuck collective fails the run.")
+    idle_timeout: Seconds = Field(
         86400,
         ge=1,
         description="Seconds that a process with nothing to do waits for those that load, encode, sample, score or save.",
     )
-    step_timeout: int | None = Field(
+    step_timeout: Seconds | None = Field(
         None, ge=1, description="Seconds that a step, its data or rollout included, may take before it counts as hung."
     )
-    checkpoint_timeout: int | None = Field(None, ge=1, description="The same for writing a checkpoint.")
-    sampling_timeout: int | None = Field(None, ge=1, description="The same for validation samples and evaluation.")
+    checkpoint_timeout: Seconds | None = Field(None, ge=1, description="The same for writing a checkpoint.")
+    sampling_timeout: Seconds | None = Field(None, ge=1, description="The same for validation samples and evaluation.")
     dry_run: bool = Field(False, description="Check everything, print the plan, and stop before training.")

@@ -1,11 +1,13 @@
-"""The small value types of the configuration: buckets and rows of numbers, and the text forms users write."""
+"""The small value types of the configuration: buckets, rows of numbers, places, and the text forms users write."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
+
+from .base import expand_home
 
 _BUCKET = re.compile(r"^(\d+)x(\d+)x(\d+)$")
 _IMAGE_BUCKET = re.compile(r"^(\d+)x(\d+)$")
@@ -77,6 +79,47 @@ def parse_numbers(value: Any) -> Any:
     return value.split(":") if isinstance(value, str) else value
 
 
+def check_place(text: str) -> str:
+    """A hub id, `demo://NAME` or path that is not empty, with `~` expanded.
+
+    Raises:
+        ValueError: it is empty, or no path can be like this.
+    """
+    if not text.strip():
+        raise ValueError("is empty; give a hub id or a path")
+    return expand_home(text)
+
+
+def check_expression(text: str) -> str:
+    """The text, which is a regular expression (names of modules are).
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not text:
+        raise ValueError("is empty; give the name of a module, or a regular expression")
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
+def check_hub_id(text: str) -> str:
+    """The text, which is a name that the hub takes for a repository.
+
+    Raises:
+        ValueError: it is none.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(text)
+    except HFValidationError as error:
+        raise ValueError(f"{str(error).rstrip('.')}; write NAME or NAMESPACE/NAME") from None
+    return text
+
+
 def _joined(value: tuple[int, ...]) -> str:
     return "x".join(str(part) for part in value)
 
@@ -92,6 +135,14 @@ def _assigned(value: tuple[tuple[int, int, int], int | float]) -> str:
 _ASSIGNMENT = WithJsonSchema({"type": "string", "pattern": r"^(\d+x)?\d+x\d+=.+$"})
 
 
+#: A hub id or a path.
+Place = Annotated[str, AfterValidator(check_place)]
+#: A regular expression.
+Expression = Annotated[str, AfterValidator(check_expression)]
+#: A repository of the hub.
+HubId = Annotated[str, AfterValidator(check_hub_id)]
+#: A time limit; timers overflow at very long ones.
+Seconds = Annotated[int, Field(le=10_000_000)]
 VideoBucket = Annotated[
     tuple[int, int, int],
     BeforeValidator(parse_video_bucket),

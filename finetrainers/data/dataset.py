@@ -14,9 +14,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from finetrainers.config.base import Section
 from finetrainers.config.data_checks import bucket_problems, bucket_warnings, check_source
-from finetrainers.config.sections import DataSection, Section
-from finetrainers.utils.text import nearest, plural
+from finetrainers.config.errors import value_message
+from finetrainers.config.names import INSTEAD, meant_by
+from finetrainers.config.sections import DataSection
+from finetrainers.utils.text import plural
 
 from .diffusion_pipe import Translated, translate
 from .sources.rows import DataError
@@ -143,7 +146,9 @@ def _dataset(
         elif isinstance(value, dict):
             mine.append(told(key, "is an unknown table"))
         else:
-            mine.append(told(key, f"is no option of a data set{nearest(key, _KEYS)}"))
+            meant = meant_by(key, _KEYS)
+            hint = f"; {INSTEAD[key]}" if key in INSTEAD else f"; did you mean {meant!r}?" if meant else ""
+            mine.append(told(key, f"is no option of a data set{hint}"))
     share, options = (_checked(section, made.options, told, mine) for section in (_Share, DataSection))
     if "weight" in share and "num_repeats" in share:
         mine.append(f"{where}: weight and num_repeats both say how often it comes; give one of them")
@@ -182,11 +187,8 @@ def _checked(section: type[Section], given: Mapping[str, Any], told: Any, proble
         wrong = set()
         for entry in error.errors():
             key = str(entry["loc"][0])
-            message = entry["msg"].removeprefix("Value error, ")
             wrong.add(key)
-            problems.append(
-                told(key, message if entry["type"] == "value_error" else f"{message}, got {entry['input']!r}")
-            )
+            problems.append(told(key, value_message(entry)))
         return _checked(section, {key: value for key, value in values.items() if key not in wrong}, told, problems)
     return {key: getattr(made, key) for key in values}
 

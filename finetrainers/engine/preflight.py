@@ -19,7 +19,7 @@ from finetrainers.optim.rules import optimizer_problems
 from finetrainers.rewards.registry import reward_problems
 from finetrainers.utils import faults
 from finetrainers.utils.device import likely_device_type
-from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.launch import launch_problems, launched_processes
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest
 
@@ -29,6 +29,8 @@ from .resume import Found, find_checkpoint, scan_checkpoints
 
 _MODEL_PLACES = ("pretrained_model_name_or_path", "transformer_id", "vae_id", "text_encoder_id", "text_encoder_2_id",
                  "tokenizer_id", "tokenizer_2_id")  # fmt: skip
+#: Folders that a run makes if they are not there.
+_FOLDERS = ("output_dir", "precompute_dir", "probe_dir", "cache_dir")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ def preflight(config: TrainConfig, *, preparing: bool = False, planner: Planner 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    problems: list[Problem] = []
+    problems = [Problem(name, message) for name, message in launch_problems()]
+    if problems:  # the number of processes decides over the rest
+        raise ConfigError(problems)
     try:
         family = get_family(config.model.model_name)
     except KeyError as error:
@@ -207,7 +211,14 @@ def _check_paths(config: TrainConfig) -> list[Problem]:
                 problems.append(Problem(f"--{option}", str(error)))
         elif value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
             problems.append(Problem(f"--{option}", f"no such directory: {value}"))
-    output = config.run.output_dir
-    if output.exists() and not output.is_dir():
-        problems.append(Problem("--output_dir", f"{output} is a file; give a directory"))
+    for option in _FOLDERS:
+        folder = config.get(option)
+        if folder is not None and (file := _file_on_the_way(folder)) is not None:
+            problems.append(Problem(f"--{option}", f"{file} is a file; give a directory"))
     return problems
+
+
+def _file_on_the_way(folder: Path) -> Path | None:
+    """What is no directory of a path that is to be made as one."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    return there if there is not None and not there.is_dir() else None

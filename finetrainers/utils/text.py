@@ -6,13 +6,24 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """A clause to append to an error: the nearest valid name, else the list of them if it is short."""
+def nearest(name: str, valid: Iterable[str], *, listed: int = 12) -> str:
+    """A clause to append to an error: the nearest valid name, whatever its case, else the list of at most `listed`."""
     names = sorted(valid)
-    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    by_lower_case = {one.lower(): one for one in names}
+    close = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
     if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; valid: {', '.join(names)}" if len(names) <= 12 else ""
+        return f"; did you mean {by_lower_case[close[0]]!r}?"
+    return f"; valid: {', '.join(names)}" if len(names) <= listed else ""
+
+
+def shortened(text: str, limit: int = 100) -> str:
+    """The text, or its beginning and how long it is."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def quoted(text: str) -> str:
+    """A value as the user wrote it, in quotes: backslashes of Windows paths stay single, and no control character remains."""
+    return shortened(f"'{printable(text)}'")
 
 
 def file_size(count: float) -> str:

@@ -67,7 +67,7 @@ def test_config_errors_exit_with_2_before_torch_is_imported(tmp_path, tiny_repo)
     clip_folder.mkdir()
     base = ["train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video"))]
     cases = {
-        ("--batch_siz", "2"): "did you mean 'batch_size'?",
+        ("--batch_siz", "2"): "did you mean --batch_size?",
         ("--data_root", str(clip_folder), "--video_resolution_buckets", "10x64x64"): "10 frames is not 8*k+1",
         ("--data_root", str(tmp_path / "none")): "none",
         ("--config", str(tmp_path / "none.toml")): "no such file",
@@ -97,7 +97,7 @@ def test_wrong_values_and_wrong_combinations_are_reported_together(tmp_path, tin
     shown = capsys.readouterr().err
     assert shown.startswith("error: 6 problems")
     for expected in (
-        "greater than or equal to 1, got '0'", "did you mean 'optimizer'?", "set --eval_num_items",
+        "greater than or equal to 1, got '0'", "did you mean --optimizer?", "set --eval_num_items",
         "10 frames is not 8*k+1", "did you mean 'cosine'?", "captions",
     ):  # fmt: skip
         assert expected in shown
@@ -131,3 +131,51 @@ def test_module_entry_point():
     result = run("--version")
     assert result.returncode == 0
     assert result.stdout.strip() == f"finetrainers {__version__}"
+
+
+def test_what_a_launcher_left_behind_is_a_clear_error(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    for command in ("train", "prepare"):
+        assert main([command, "--model_name", "ltx_video", "--bestofn", "3", "--method", "grpo"]) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith("error: 1 problem with this environment:\n  - WORLD_SIZE: must be a whole number")
+
+
+@pytest.mark.parametrize("option", ["output_dir", "precompute_dir", "probe_dir", "cache_dir"])
+def test_folders_that_are_files_are_refused_before_anything_is_loaded(option, tmp_path, tiny_repo, capsys):
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        arguments = [
+            "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video")),
+            "--data_root", str(tmp_path / "clips"), f"--{option}", str(place),
+        ]  # fmt: skip
+        assert train_command(arguments, prog="train.py") == 2
+        assert f"--{option}: {tmp_path / 'file'} is a file; give a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"learning_rate: 1e-4\nrank: 8\n", "is YAML, and config files are TOML"),
+        (b'{"rank": 8}', "is JSON, and config files are TOML"),
+        ("rank = 8\nid_token = 'caf\u00e9'\n".encode("latin-1"), ":2: the file is not UTF-8; save it as UTF-8 text"),
+        ("rank = 8\n".encode("utf-16"), "the file is UTF-16; save it as UTF-8 text"),
+        (b"rank = \n", "not valid TOML"),
+    ],
+)
+def test_config_files_of_another_kind_are_refused(content, said, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_bytes(content)
+    assert train_command(["--config", str(file)], prog="train.py") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_config_files_that_cannot_be_read_are_refused(tmp_path, capsys):
+    for path, said in (
+        (tmp_path, "cannot be read: Is a directory"),
+        (tmp_path / ("x" * 300), "too long"),
+        ("a\0b", "NUL"),
+    ):
+        assert train_command(["--config", str(path)], prog="train.py") == 2
+        assert said in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_flags_files_and_dumps_agree(tmp_path: Path) -> None:
         ({"bucket_keep": ["49x512x768"]}, "'49x512x768' is not BUCKET=VALUE, for example 49x512x768=2"),
         ({"bucket_keep": ["49x512x768=1.5"]}, "less than or equal to 1"),
         ({"bucket_keep": ["49x512x768=0"]}, "greater than 0"),
-        ({"bucket_batch_sizes": ["49x512x768=half"]}, "valid integer"),
+        ({"bucket_batch_sizes": ["49x512x768=half"]}, "not a whole number"),
         ({"bucket_batch_sizes": ["49x512x768=0"]}, "greater than or equal to 1"),
         ({"epoch_end": "dropp"}, "did you mean 'drop'"),
     ],

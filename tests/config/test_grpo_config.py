@@ -49,7 +49,7 @@ def test_rows_of_numbers_have_several_forms(value):
         ({"window_range": [0.1]}, "window_range"),
         ({"window_range": "0.1:0.2:0.3"}, "window_range"),
         ({"window_range": [0.1, 1.2]}, "less than or equal to 1"),
-        ({"window_range": ["a", "b"]}, "valid number"),
+        ({"window_range": ["a", "b"]}, "not a number"),
         ({"nft_decay": "0:1"}, "nft_decay"),
         ({"rollout_size": "49x512"}, "FRAMESxHEIGHTxWIDTH"),
         ({"reward": "brightness"}, 'write a list: ["..."]'),

@@ -171,9 +171,9 @@ def test_everything_that_is_wrong_is_told_at_once(place: Path) -> None:
     for expected in (
         "at the top: targt_fps: is no option of a data set; did you mean 'target_fps'?",
         "at the top: max_bad_samples: is the same for all data sets; make it an option of the run",
-        "[[dataset]] 1: frame_selection: Input should be 'head', 'middle', 'random', 'uniform' or 'chunk', got 'last'",
-        "[[dataset]] 1: num_repeats: Input should be greater than 0, got 0",
-        "[[dataset]] 1: max_ar: Input should be greater than 0, got 0",
+        "[[dataset]] 1: frame_selection: unknown value 'last'; valid: head, middle, random, uniform, chunk",
+        "[[dataset]] 1: num_repeats: input should be greater than 0, got 0",
+        "[[dataset]] 1: max_ar: input should be greater than 0, got 0",
         "[[dataset]] 2 (second): data_roots: is no option of a data set; did you mean 'data_root'?",
         "[[dataset]] 2 (second): weight and num_repeats both say how often it comes; give one of them",
         "[[dataset]] 2 (second): more: is an unknown table",

@@ -1,0 +1,83 @@
+"""The base of all groups of options: rules that hold for every option, so that none has to state them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationInfo, field_validator
+
+#: Largest number of any option that has no smaller bound; sizes computed from it still fit into 64 bits.
+LARGEST = 1e12
+#: Limits of common file systems, in bytes.
+_NAME_BYTES, _PATH_BYTES = 255, 4096
+
+
+class Section(BaseModel):
+    """A group of options; unknown keys are errors and values never change after loading.
+
+    Numbers are finite and at most `LARGEST` either way, and `true` is none. Text can be written to files as UTF-8. Paths
+    can exist, and `~` in them is the home directory. A field may ask for more, or say `allow_inf_nan=True`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _every_option(cls, given: Any, handler: ModelWrapValidatorHandler[Any], info: ValidationInfo) -> Any:
+        value = handler(given)
+        numbers = [one for one in _flat(value) if isinstance(one, (int, float)) and not isinstance(one, bool)]
+        if numbers and any(isinstance(one, bool) for one in _flat(given)):
+            raise ValueError(f"not a number, got {str(given).lower()}")
+        for number in numbers:
+            if abs(number) > LARGEST and number not in (float("inf"), float("-inf")):
+                raise ValueError(f"must be at most {LARGEST:g}, got {number:g}")
+        for text in _flat(value):
+            if isinstance(text, (str, Path)):
+                check_text(str(text))
+        if isinstance(value, Path):
+            if str(given) == "":
+                raise ValueError("is empty; give a path, or leave the option out")
+            return Path(expand_home(str(value)))
+        return value
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """The value itself, or what a list or tuple holds, at any depth."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError for text that cannot be written to a file."""
+    if "\0" in text:
+        raise ValueError(f"holds a NUL character: {text[:80]!r}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"is not UTF-8 text: {text[:80]!r}") from None
+
+
+def expand_home(path: str) -> str:
+    """The path with `~` expanded.
+
+    Raises:
+        ValueError: no file can have this path.
+    """
+    if path.startswith("~"):
+        try:
+            path = str(Path(path).expanduser())
+        except RuntimeError:
+            raise ValueError(f"no home directory is known for {path.partition('/')[0]}; write the path out") from None
+    check_text(path)
+    longest = max((len(part.encode("utf-8")) for part in path.split("/")), default=0)
+    if longest > _NAME_BYTES or len(path.encode("utf-8")) > _PATH_BYTES:
+        raise ValueError(
+            f"is too long for a path: a name may have {_NAME_BYTES} bytes and all of it {_PATH_BYTES}, got "
+            f"{longest} and {len(path.encode('utf-8'))}"
+        )
+    return path

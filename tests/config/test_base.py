@@ -1,0 +1,147 @@
+"""Rules that hold for every option, whatever its section: numbers, text and paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import Field, ValidationError
+
+from finetrainers.config.base import Section
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.flags import is_list
+from finetrainers.config.load import load_config
+from finetrainers.config.root import fields
+from finetrainers.data.dataset import read_datasets
+from finetrainers.data.manifest import DataError
+
+BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
+
+
+def problem(**options: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(**{**BASE, **options})
+    [found] = error.value.problems
+    return str(found)
+
+
+def kinds(annotation: Any) -> set[Any]:
+    """The types that stand anywhere in an annotation."""
+    return {annotation}.union(*(kinds(argument) for argument in get_args(annotation)))
+
+
+NUMBERS = [
+    name for name, (_, field) in fields().items() if kinds(field.annotation) & {int, float} and not is_list(field)
+]
+PATHS = [name for name, (_, field) in fields().items() if Path in kinds(field.annotation)]
+
+
+def test_there_are_many_of_each():
+    assert len(NUMBERS) > 80
+    assert len(PATHS) >= 8
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if "size" not in name or name.endswith("_size")])
+def test_no_number_is_infinite_nan_huge_or_true(name):
+    if name == "rollout_size":  # three numbers
+        return
+    for value in (float("inf"), float("nan"), "inf", 10**19, 1e38, "1" * 30, True):
+        assert name in problem(**{name: value})
+
+
+def test_numbers_in_lists_follow_the_same_rules():
+    assert "at most 1e+12" in problem(video_resolution_buckets=["99999999999999999999x64x64"])
+    assert "not a number, got [true, false]" in problem(window_range=[True, False])
+    assert "finite" in problem(nft_decay=["0", "nan", "0.5"])
+    assert "finite" in problem(reward=["brightness=inf"])
+    assert "not a number" in problem(reward=[{"name": "brightness", "batch_size": True}])
+
+
+def test_a_section_may_say_otherwise():
+    class Own(Section):
+        open: float = Field(1.0, allow_inf_nan=True)
+        bound: float = 1.0
+
+    assert Own(open=float("inf")).open == float("inf")
+    with pytest.raises(ValidationError):
+        Own(bound=float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lr": "1e-4x"}, "lr: not a number, got '1e-4x'"),
+        ({"lr": 1e3}, "less than or equal to 100"),
+        ({"rank": "many"}, "rank: not a whole number, got 'many'"),
+        ({"rank": 10**9}, "less than or equal to 16384"),
+        ({"nccl_timeout": 10**15}, "less than or equal to 10000000"),
+        ({"step_timeout": 10**15}, "less than or equal to 10000000"),
+        ({"num_ar_buckets": 10**8}, "less than or equal to 100"),
+        ({"dataloader_num_workers": 10**6}, "less than or equal to 1024"),
+        ({"batch_size": True}, "batch_size: not a number, got true"),
+        ({"pin_memory": "perhaps"}, "pin_memory: neither true nor false, got 'perhaps'"),
+        ({"id_token": 5}, "not text, got 5; in a file, write a text in quotes"),
+        ({"target_modules": "to_q"}, "not a list, got 'to_q'; in a file, write a list"),
+        ({"rank": "x" * 5000}, "... (5002 characters)"),
+        ({"output_dir": r"C:\new folder\run" + "\0"}, "holds a NUL character"),
+    ],
+)
+def test_wrong_values_are_explained(options, expected):
+    assert expected in problem(**options)
+    assert len(problem(**options)) < 400
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_can_exist(name, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert "NUL" in problem(**{name: "a\0b"})
+    assert "is too long for a path" in problem(**{name: "x" * 256})
+    assert "is too long for a path" in problem(**{name: "abc/" * 1100})
+    assert "is not UTF-8 text" in problem(**{name: "caf\udce9"})
+    assert "is empty" in problem(**{name: ""})
+    assert "no home directory is known for ~nobody-of-this-name" in problem(**{name: "~nobody-of-this-name/x"})
+    assert load_config(**{**BASE, name: "~/x"}).get(name) == Path("/home/somebody/x")
+
+
+@pytest.mark.parametrize(
+    "name", ["pretrained_model_name_or_path", "transformer_id", "init_from", "resume_from_checkpoint"]
+)
+def test_places_that_may_be_hub_ids_follow_the_rules_of_paths(name, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert "is empty; give a hub id or a path" in problem(**{name: " "})
+    assert "is too long for a path" in problem(**{name: "x" * 256})
+    assert load_config(**{**BASE, name: "~/x"}).get(name) == "/home/somebody/x"
+    assert load_config(**{**BASE, name: "owner/name"}).get(name) == "owner/name"
+
+
+@pytest.mark.parametrize("option", ["target_modules", "layerwise_upcasting_skip_modules_pattern"])
+def test_regular_expressions_are_compiled(option):
+    assert "'to_(k' is no regular expression: missing )" in problem(**{option: ["to_(k"]})
+    assert "is empty" in problem(**{option: [""]})
+    assert load_config(**BASE, **{option: [r"blocks\.\d+\.to_[qk]"]}).get(option) == [r"blocks\.\d+\.to_[qk]"]
+
+
+def test_something_is_adapted():
+    assert "at least 1 item" in problem(target_modules=[])
+
+
+@pytest.mark.parametrize("name", ["../../x y", "a/b/c", "-x", "a--b", "x.git", "n" * 97])
+def test_hub_repositories_have_names_that_the_hub_takes(name):
+    assert "write NAME or NAMESPACE/NAME" in problem(hub_model_id=name)
+    assert load_config(**BASE, hub_model_id="me/my-lora").run.hub_model_id == "me/my-lora"
+
+
+def test_data_set_files_follow_the_rules_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    file = tmp_path / "sets.toml"
+    file.write_text('[[dataset]]\ndata_root = "~/a"\nmax_items = true\ntarget_fps = inf\n')
+    config = load_config(model_name="m", pretrained_model_name_or_path="repo", dataset=file)
+    with pytest.raises(DataError) as error:
+        read_datasets(config.data)
+    assert [text.rsplit(": ", 1)[1] for text in error.value.problems] == [
+        "not a number, got true",
+        "not a finite number, got inf",
+    ]
+    file.write_text('[[dataset]]\ndata_root = "~/a"\n')
+    assert read_datasets(config.data)[0].data.data_root == Path("/home/somebody/a")

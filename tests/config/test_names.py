@@ -1,0 +1,171 @@
+"""What other trainers call options: accepted where it means the same, else refused with what to use instead."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from finetrainers.config import aliases
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.flags import choices, is_secret, parse_flags
+from finetrainers.config.load import load_config
+from finetrainers.config.load_variants import LOAD_VARIANTS
+from finetrainers.config.names import INSTEAD, SAME, VALUES, unknown_option
+from finetrainers.config.root import fields
+from finetrainers.engine.run_dir import without_secrets
+
+BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
+FLAGS = [part for name, value in BASE.items() for part in (f"--{name}", value)]
+
+
+def problems(*flags: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        parse_flags([*FLAGS, *flags])
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_the_tables_name_options_that_exist_and_no_name_twice():
+    assert not SAME.keys() & INSTEAD.keys()
+    assert not (SAME.keys() | INSTEAD.keys()) & (fields().keys() | LOAD_VARIANTS.keys())
+    assert set(SAME.values()) <= fields().keys()
+    for sentence in INSTEAD.values():
+        assert set(re.findall(r"--(\w+)", sentence)) <= {*fields(), "config"}, sentence
+    for option, values in VALUES.items():
+        assert set(values.values()) <= set(choices(fields()[option][1].annotation))
+    assert len(SAME) + len(INSTEAD) > 200
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "expected"),
+    [
+        (["--lora_rank", "8"], "rank", 8),
+        (["--lora-rank=8"], "rank", 8),
+        (["--network_dim", "8", "--network_alpha", "4"], "lora_alpha", 4.0),
+        (["--learning_rate", "3e-4"], "lr", 3e-4),
+        (["--max_train_steps", "7"], "train_steps", 7),
+        (["--train_batch_size", "2"], "batch_size", 2),
+        (["--num_train_epochs", "2"], "train_epochs", 2),
+        (["--trigger_word", "sks"], "id_token", "sks"),
+        (["--enable_gradient_checkpointing"], "gradient_checkpointing", True),
+        (["--use_8bit_adam"], "use_8bit_bnb", True),
+        (["--lora_target_modules", "to_q", "to_k"], "target_modules", ["to_q", "to_k"]),
+        (["--resume", "latest"], "resume_from_checkpoint", "latest"),
+        (["--no-pin-memory"], "pin_memory", False),
+        (["--no_pin_memory"], "pin_memory", False),
+    ],
+)
+def test_names_that_mean_the_same_are_accepted(given, option, expected):
+    config, _ = parse_flags([*FLAGS, *given])
+    assert config.get(option) == expected
+
+
+def test_what_is_accepted_is_said_once(caplog, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nnetwork-dim = 8\n")
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config, _ = parse_flags([*FLAGS, "--config", str(file), "--learning_rate", "1e-3", "--max_steps", "5"])
+    assert (config.training.rank, config.optimizer.lr, config.training.train_steps) == (8, 1e-3, 5)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"names of other trainers: network_dim ({file}:2) as rank; with network_dim alone sd-scripts has an alpha of 1, "
+        "here it is --lora_alpha 64",
+        "names of other trainers: --learning_rate as --lr, --max_steps as --train_steps",
+    ]
+
+
+def test_flags_win_over_the_file_by_whatever_name(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("learning_rate = 1e-3\nrank = 4\n")
+    config, _ = parse_flags([*FLAGS, "--config", str(file), "--lr", "2e-3", "--lora_rank", "8"])
+    assert (config.optimizer.lr, config.training.rank) == (2e-3, 8)
+
+
+def test_two_names_of_one_option_in_one_place_contradict_each_other():
+    assert problems("--lr", "1e-3", "--learning_rate", "1e-4") == [
+        "--learning_rate: learning_rate and lr (--lr) set the same; give one of them"
+    ]
+
+
+def test_with_reward_finetuning_the_same_words_have_another_meaning(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = {"model_name": "m", "pretrained_model_name_or_path": "repo", "max_train_steps": 3, "train_batch_size": 2}
+    config = load_config(**options, method="grpo", updates_per_rollout=4, learning_rate=1e-5, lora_rank=8)
+    assert (config.training.train_steps, config.grpo.prompts_per_step) == (12, 4)
+    assert (config.dataloader.batch_size, config.optimizer.lr, config.training.rank) == (1, 1e-5, 8)
+    config = load_config(**options)
+    assert (config.training.train_steps, config.dataloader.batch_size) == (3, 2)
+    shared = [name for name in SAME if aliases.is_foreign(name)]
+    assert {"learning_rate", "train_batch_size", "max_train_steps", "num_train_epochs"} <= set(shared)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--width", "512"], "--width: unknown flag; sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH"),
+        (["--instance_prompt", "a cat"], "--instance_prompt: unknown flag; every clip has a caption of its own"),
+        (["--caption_ext", ".txt"], "--caption_ext: unknown flag; captions are .txt files"),
+        (["--blocks_to_swap=20"], "--blocks_to_swap: unknown flag; blocks are not swapped"),
+        (["--cache_latents"], "--cache_latents: unknown flag; --precompute_conditions"),
+        (["--xformers"], "--xformers: unknown flag; attention is PyTorch's own"),
+        (["--optimizer_args", "weight_decay=0.1", "betas=0.9,0.99"], "--optimizer_args: unknown flag; use --beta1"),
+        (["--optimizer", "adamw8bit"], "unknown value 'adamw8bit'; did you mean 'adamw-bnb-8bit'? Valid: adam, adamw,"),
+        (["--optimizer", "PagedAdamW8bit"], "did you mean 'adamw-bnb-8bit-paged'?"),
+        (["--optimizer_type", "AdamW"], "did you mean 'adamw'?"),
+        (["--training_type", "full"], "did you mean 'full-finetune'?"),
+        (["--mixed_precision", "bfloat16"], "did you mean 'bf16'?"),
+    ],
+)
+def test_other_names_say_what_to_do_instead(given, expected):
+    [problem] = problems(*given)
+    assert expected in problem
+
+
+def test_a_file_says_the_same(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("\nwidth = 512\n[training]\nrnk = 3\n")
+    assert sorted(problems("--config", str(file))) == [
+        f"{file}:2: unknown option 'width'; {INSTEAD['width']}",
+        f"{file}:4: unknown option 'rnk'; did you mean 'rank'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rnk", "rank"), ("batch_siz", "batch_size"), ("learning_rat", "lr"), ("lora_rnk", "rank"), ("optimize", "optimizer"),
+        ("video_resolution_bucket", "video_resolution_buckets"),
+    ],
+)  # fmt: skip
+def test_slips_of_the_pen_are_recognised(name, meant):
+    assert unknown_option(name, f"--{name}").message == f"unknown flag; did you mean --{meant}?"
+
+
+@pytest.mark.parametrize(
+    "name", ["caption_ex", "max_item_count", "prompt_strength", "sampler_name", "noise", "foo", "lora_scale"]
+)
+def test_names_that_are_like_none_get_no_hint(name):
+    problem = unknown_option(name, f"--{name}")
+    assert "did you mean" not in problem.message
+    assert problem.about == ()
+
+
+def test_options_that_were_meant_are_not_missed_too():
+    with pytest.raises(ConfigError) as error:
+        load_config(model_name="m", pretrained_model_name_or_path="repo", train_data_dir="clips", batchsize=2)
+    assert {"data_root", "batch_size"} <= error.value.wrong
+
+
+@pytest.mark.parametrize("flag", ["--hub_token", "--hub-token", "--hf_token", "--wandb_api_key", "--wandb-api-key"])
+def test_no_secret_is_written_down_whatever_it_is_called(flag):
+    assert is_secret(flag)
+    assert without_secrets(["train", flag, "abc", "--rank", "4"]) == ["train", flag, "***", "--rank", "4"]
+    assert without_secrets(["train", f"{flag}=abc"]) == ["train", f"{flag}=***"]
+    assert not is_secret("--id_token")
+
+
+def test_a_secret_of_the_wrong_type_is_not_shown(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text("hub_token = 123456\n")
+    assert problems("--config", str(file)) == [f"{file}:1: hub_token: not text (its value is not shown)"]
