@@ -14,7 +14,7 @@ from finetrainers.config.load import NOT_DUMPED
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.data.course import Course
 from finetrainers.methods.registry import WorkPlan
-from finetrainers.models.registry import noise_process_of, transformer_digest
+from finetrainers.models.registry import noise_process_of, text_encoders_digest, transformer_digest, vae_digest
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 
@@ -32,7 +32,16 @@ CRITICAL_OPTIONS: dict[str, str | None] = {
     **{name: "rng" for name, (section, _) in fields().items() if section == "diffusion"},
 }  # fmt: skip
 #: What else must be the same: facts about the model and the data, which are not options.
-_FACTS: dict[str, str | None] = {"base": None, "noise_process": None, "data": "data"}
+_FACTS: dict[str, str | None] = {
+    "base": None, "noise_process": None, "vae": "data", "text_encoders": "data", "data": "data",
+}  # fmt: skip
+#: Those that are known only where the model's files are on disk, and what to say if they differ.
+_MODEL_FACTS = {
+    "base": "the transformer's weights are not those of then (--pretrained_model_name_or_path, --init_from, --transformer_id)",
+    "noise_process": None,
+    "vae": "the VAE is not that of then (--pretrained_model_name_or_path, --vae_id)",
+    "text_encoders": "the text encoders or tokenizers are not those of then (--pretrained_model_name_or_path, --text_encoder_id, --tokenizer_id)",
+}
 #: Options whose change needs no mention: places, records, and what is said in words of its own.
 _UNMENTIONED = (*NOT_DUMPED, "init_from", "output_dir", "logging_dir", "data_root", "dataset_file", "dataset", "cache_dir", "precompute_dir",
                 "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name",
@@ -135,6 +144,8 @@ def _model_facts(config: TrainConfig) -> dict[str, Any]:
     return {
         "base": transformer_digest(config.model) if needs_base(config) else None,
         "noise_process": noise_process_of(config.model),
+        "vae": vae_digest(config.model),
+        "text_encoders": text_encoders_digest(config.model),
     }
 
 
@@ -263,11 +274,11 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: WorkPlan)
         then = saved.get(name, _default(name))
         if name not in allowed or then == value:
             continue
-        if name in ("base", "noise_process") and None in (saved.get(name), value):
-            continue  # not known on one of the machines
+        if name in _MODEL_FACTS and None in (saved.get(name), value):
+            continue  # not known on one of the machines, or younger than the checkpoint
         text = f"{name}: {then!r} then, {value!r} now"
-        if name == "base":
-            text = "base: the transformer's weights are not those of then (--pretrained_model_name_or_path, --init_from, --transformer_id)"
+        if said := _MODEL_FACTS.get(name):
+            text = f"{name}: {said}"
         elif name == "data":
             text = f"data: {plan.fingerprint_of} are not those of then{_tables(saved.get('data_table'), now['data_table'])}"
         found.append(Change(name, text, allowed[name]))

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 _ENDS = 1 << 16  # bytes at both ends of a weight file that name it
+#: A file of weights, with its variant, if any: `fp16` of `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`.
+_WEIGHTS = re.compile(
+    r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+?))?(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
+)
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -164,26 +168,47 @@ def noise_process_of(config: ModelSection) -> str | None:
 
 
 def transformer_digest(config: ModelSection) -> str | None:
-    """A short name of the configured transformer's weights, wherever they lie; None where they are not all on disk.
+    """A short name of the configured transformer's weights, wherever they lie; None where they are not all on disk."""
+    return _weights_digest(config, "transformer")
 
-    Made of the files' names and sizes and of their first and last bytes: training or converting changes those.
-    """
-    place = _component_file(config, "transformer", config.transformer_id, "config.json")
-    if place is None:
+
+def vae_digest(config: ModelSection) -> str | None:
+    """The same of the VAE, and of its configuration."""
+    return _digest_of([_settings_digest(config, "vae"), _weights_digest(config, "vae")])
+
+
+def text_encoders_digest(config: ModelSection) -> str | None:
+    """The same of all text encoders, with their tokenizers."""
+    found: list[str | None] = []
+    for part in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        folder = _part_folder(config, part)
+        if folder is not None:
+            found += [_settings_digest(config, part), _weights_digest(config, part)]
+    for part in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        folder = _part_folder(config, part)
+        if folder is not None:
+            found.append(_files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]))
+    return _digest_of(found)
+
+
+def _weights_digest(config: ModelSection, part: str) -> str | None:
+    """Of a part's weight files; None where they are not all on disk."""
+    folder = _part_folder(config, part)
+    if folder is None:
         return None
-    folder = place.parent
-    variant = None if config.transformer_id else config.variant
+    variant = None if getattr(config, f"{part}_id", None) else config.variant
     files = [
-        path
-        for path in sorted(folder.glob("diffusion_pytorch_model*"))
-        if path.suffix in (".safetensors", ".bin") and _variant_of(path.name) == variant
+        path for path in sorted(folder.iterdir()) if (match := _WEIGHTS.fullmatch(path.name)) and match[1] == variant
     ]
-    for index in folder.glob("diffusion_pytorch_model*.index.json"):
+    for index in folder.glob("*.index.json"):
         listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if not all((folder / name).is_file() for name in listed):
             return None
-    if not files:
-        return None
+    return _files_digest(files) if files else None
+
+
+def _files_digest(files: Sequence[Path]) -> str:
+    """Of the files' names and sizes and of their first and last bytes: training or converting weights changes those."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -194,10 +219,30 @@ def transformer_digest(config: ModelSection) -> str | None:
     return digest.hexdigest()[:12]
 
 
-def _variant_of(name: str) -> str | None:
-    """`fp16` of `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`."""
-    match = re.match(r"diffusion_pytorch_model\.([\w]+?)(?:-\d+-of-\d+)?\.(?:safetensors|bin)$", name)
-    return match[1] if match else None
+def _settings_digest(config: ModelSection, part: str) -> str | None:
+    """Of what a part's config.json says, but for where it came from and which version wrote it."""
+    settings = _component_config(config, part, getattr(config, f"{part}_id", None))
+    if settings is None:
+        return None
+    kept = {name: value for name, value in settings.items() if name[:1] != "_" and name != "transformers_version"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _digest_of(parts: Sequence[str | None]) -> str | None:
+    """One name for several; None where one is not known, or there are none."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not known:
+        return None
+    return hashlib.sha256(" ".join(known).encode()).hexdigest()[:12]
+
+
+def _part_folder(config: ModelSection, part: str) -> Path | None:
+    """Where a part lies on this disk; asks no hub."""
+    for name in ("config.json", "tokenizer_config.json"):
+        path = _component_file(config, part, getattr(config, f"{part}_id", None), name)
+        if path is not None:
+            return path.parent
+    return None
 
 
 _FAMILIES: dict[str, Family] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
@@ -238,3 +239,41 @@ def test_another_engines_optimizer_is_refused_and_ranks_must_agree(
 def raise_error(error: Exception | None, what: str) -> None:
     if error is not None:
         raise error
+
+
+def test_encoders_that_have_changed_are_named(
+    options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Latents and texts of another VAE and other encoders are other data, which `--reset data` allows."""
+    values = options(train_steps=2, checkpointing_steps=1)
+    model = tmp_path / "model"
+    shutil.copytree(values["pretrained_model_name_or_path"], model)
+    values |= {"pretrained_model_name_or_path": str(model), "resume_from_checkpoint": "1"}
+    run(**{**values, "resume_from_checkpoint": None})
+
+    def change(part: str, name: str) -> None:
+        tensors = load_file(model / part / name)
+        save_file(
+            {key: tensor * 1.01 for key, tensor in tensors.items()}, model / part / name, metadata={"format": "pt"}
+        )
+
+    preflight(load_config(**values))
+    (weights,) = (path.name for path in (model / "vae").glob("*.safetensors"))
+    change("vae", weights)
+    with pytest.raises(ConfigError, match=r"vae: the VAE is not that of then .*\(--reset data\)") as refusal:
+        preflight(load_config(**values))
+    assert "text_encoders" not in str(refusal.value)
+    settings = json.loads((model / "text_encoder" / "config.json").read_text())
+    (model / "text_encoder" / "config.json").write_text(json.dumps({**settings, "layer_norm_epsilon": 1e-3}))
+    with pytest.raises(ConfigError, match=r"text_encoders: the text encoders or tokenizers are not those of then"):
+        preflight(load_config(**values))
+    preflight(load_config(**values, reset=["data"]))
+    # A checkpoint that is older than the fact, and a model that is moved.
+    state_file = tmp_path / "run" / "checkpoints" / "step-1" / "state.json"
+    state = json.loads(state_file.read_text())
+    state["critical"] = {k: v for k, v in state["critical"].items() if k not in ("vae", "text_encoders")}
+    state_file.write_text(json.dumps(state))
+    (state_file.parent / "manifest.json").unlink()
+    write_manifest(state_file.parent, facts={})
+    model.rename(tmp_path / "moved")
+    preflight(load_config(**{**values, "pretrained_model_name_or_path": str(tmp_path / "moved")}))
