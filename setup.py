@@ -39,7 +39,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["finetrainers", "finetrainers.*"]),
-    package_data={"finetrainers": ["demo/weights/*/*", "demo/weights/*/*/*", "data/*.html"]},
+    package_data={"finetrainers": ["py.typed", "demo/weights/*/*", "demo/weights/*/*/*", "data/*.html"]},
     install_requires=[
         "torch>=2.6",
         "diffusers>=0.37",

@@ -10,26 +10,35 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+#: Where each public name is defined; only `Trainer` needs torch there.
 _PUBLIC = {
-    "TrainConfig": "finetrainers.config.root",
-    "load_config": "finetrainers.config.load",
+    "Callback": "finetrainers.engine.callbacks.base",
     "ConfigError": "finetrainers.config.errors",
-    "train": "finetrainers.engine.run",
-    "Trainer": "finetrainers.engine.trainer",
     "Family": "finetrainers.models.registry",
-    "register_model": "finetrainers.models.registry",
+    "TrainConfig": "finetrainers.config.root",
+    "TrainResult": "finetrainers.engine.training",
+    "Trainer": "finetrainers.engine.trainer",
+    "check": "finetrainers.engine.check",
+    "load_config": "finetrainers.config.load",
     "model_path": "finetrainers.utils.packaged",
     "register_method": "finetrainers.methods.registry",
+    "register_model": "finetrainers.models.registry",
+    "register_reward": "finetrainers.rewards.registry",
+    "train": "finetrainers.engine.training",
 }
 __all__ = [
+    "Callback",
     "ConfigError",
     "Family",
     "TrainConfig",
+    "TrainResult",
     "Trainer",
+    "check",
     "load_config",
     "model_path",
     "register_method",
     "register_model",
+    "register_reward",
     "train",
 ]
 
@@ -37,10 +46,13 @@ if TYPE_CHECKING:
     from .config.errors import ConfigError
     from .config.load import load_config
     from .config.root import TrainConfig
-    from .engine.run import train
+    from .engine.callbacks.base import Callback
+    from .engine.check import check
     from .engine.trainer import Trainer
+    from .engine.training import TrainResult, train
     from .methods.registry import register_method
     from .models.registry import Family, register_model
+    from .rewards.registry import register_reward
     from .utils.packaged import model_path
 
 
@@ -51,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return [*__all__, "__version__"]

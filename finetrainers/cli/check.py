@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
@@ -90,7 +89,7 @@ def check_command(argv: Sequence[str]) -> int:
 def _check(config: TrainConfig, own: argparse.Namespace) -> int:
     from finetrainers.data.page import make_page
     from finetrainers.data.probing import Effort
-    from finetrainers.data.report import make_report
+    from finetrainers.engine.check import examine
 
     with _bars() as bars:
         progress = _Shown(bars)
@@ -101,10 +100,9 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
             jobs=own.jobs,
             progress=progress,
         )
-        survey, problems = _survey(config, effort)
-        if survey is None:
+        report, problems = examine(config, effort)
+        if report is None:
             raise ConfigError(problems)
-        report = make_report(survey, config, decoded=effort.decode)
         page = make_page(report, jobs=own.jobs, progress=progress) if own.html else None
     _print(report)
     if own.json is not None:
@@ -136,36 +134,6 @@ def _check_places(own: argparse.Namespace) -> None:
             problems.append(Problem(option, f"{file}: {error.strerror or error}"))
     if problems:
         raise ConfigError(problems)
-
-
-def _survey(config: TrainConfig, effort: Any) -> tuple[Any, list[Problem]]:
-    """What was found (None where the configuration hinders it), and what is wrong with the configuration."""
-    from finetrainers.data.plan import plan_clips, plan_of
-    from finetrainers.data.survey import Survey, survey_dataset
-    from finetrainers.engine.preflight import preflight
-    from finetrainers.methods.registry import plan_work
-
-    survey: Survey | None = None
-
-    def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> Any:
-        nonlocal survey
-        if not config.data.is_named:
-            return plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
-        if sizes_are_wrong:
-            return plan_clips(config, geometry, sizes_are_wrong=True)
-        survey = survey_dataset(config, geometry, effort=effort)
-        return plan_of(survey, config)
-
-    problems: list[Problem] = []
-    try:
-        preflight(config, planner=planner)
-    except ConfigError as error:
-        # Nothing is written to the run's folder; and what is wrong with items is in the survey.
-        ours = ("--output_dir", "--resume_from_checkpoint", *(("data",) if survey is not None else ()))
-        problems = [problem for problem in error.problems if problem.where not in ours]
-    if survey is None and not problems:
-        problems = [Problem("data", "no clips to check: give --data_root or --dataset_file")]
-    return survey, problems
 
 
 class _Rate(TextColumn):

@@ -1,7 +1,8 @@
 """DanceGRPO's names of options, so that its commands run here: what each becomes, or why it cannot.
 
-They count for `--method grpo` only. Names that both programs have are ours, with our meaning; the one exception is
-`gradient_accumulation_steps`, which counts clips there, and here has no other meaning with this method.
+They count for `--method grpo` only. Names that both programs have are ours, with our meaning, but for two:
+`gradient_accumulation_steps` counts clips there, and here has no other meaning with this method; and `checkpointing_steps` counts
+rollouts if the length of the run does (`max_train_steps`).
 """
 
 from __future__ import annotations
@@ -54,21 +55,24 @@ COMPUTED: dict[str, str | None] = {
     "master_weight_type": "master_weights",
     "train_sp_batch_size": None,
 }
-#: Names that do nothing there, or whose work is another's here: what to use instead.
+#: Names that its published commands have and it never reads (`model_type` chooses a loader): what does it here.
+WITHOUT_EFFECT = {
+    "model_type": "--model_name (there it chooses how weights are loaded)",
+    "num_frames": "--t, or --rollout_size FxHxW",
+    "group_frame": "every clip has the --rollout_size",
+    "group_resolution": "every clip has the --rollout_size",
+    "precondition_outputs": "it follows from the model",
+    "ema_start_step": "--use_ema, --ema_update_after_step",
+    "validation_prompt_dir": "--eval_prompts, --validation_prompts",
+    "uncond_prompt_dir": "the empty prompt is encoded where it is needed",
+    "validation_sampling_steps": "--validation_inference_steps",
+    "log_validation": "--validation_prompts with --validation_steps",
+    "checkpoints_total_limit": "--checkpointing_limit",
+    "num_train_epochs": "--max_train_steps, or --train_steps",
+}
+#: Names whose work is another's here: what to use instead.
 REFUSED = {
-    "model_type": "the family is named by --model_name",
-    "num_frames": "read by nobody in DanceGRPO; frames are the first number of --rollout_size FxHxW",
-    "group_frame": "read by nobody in DanceGRPO; every clip of a run has the --rollout_size",
-    "group_resolution": "read by nobody in DanceGRPO; every clip of a run has the --rollout_size",
-    "precondition_outputs": "read by nobody in DanceGRPO; how the output is read follows from the model, remove it",
-    "ema_start_step": "read by nobody in DanceGRPO, which has no moving average; use --use_ema and --ema_update_after_step",
-    "validation_prompt_dir": "read by nobody in DanceGRPO; use --eval_prompts FILE, or --validation_prompts for samples",
-    "uncond_prompt_dir": "read by nobody in DanceGRPO; the empty prompt is encoded where it is needed, remove it",
-    "validation_sampling_steps": "read by nobody in DanceGRPO; use --validation_inference_steps",
-    "log_validation": "read by nobody in DanceGRPO; --validation_steps with --validation_prompts samples during training",
-    "checkpoints_total_limit": "read by nobody in DanceGRPO, which keeps all; --checkpointing_limit keeps the newest N",
     "resume_from_lora_checkpoint": "read by nobody in DanceGRPO; --resume_from_checkpoint continues a run, LoRA or not",
-    "num_train_epochs": "overwritten in DanceGRPO; the length of a run is --train_steps",
     "fsdp_sharding_startegy": "use --fsdp full or --fsdp hybrid",
 }
 #: Names that may stand alone on the command line.
@@ -84,12 +88,12 @@ _VIDEOALIGN = Path("videoalign_ckpt")
 
 def is_foreign(name: str) -> bool:
     """Whether it is one of DanceGRPO's names that is not ours too."""
-    return name in RENAMED or name in COMPUTED or name in REFUSED
+    return name in RENAMED or name in COMPUTED or name in WITHOUT_EFFECT or name in REFUSED
 
 
 def foreign_names() -> list[str]:
     """All of them."""
-    return [*RENAMED, *COMPUTED, *REFUSED]
+    return [*RENAMED, *COMPUTED, *WITHOUT_EFFECT, *REFUSED]
 
 
 def ours(name: str) -> str | None:
@@ -129,10 +133,13 @@ class Translation:
     where: MutableMapping[str, str]
     problems: list[Problem] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    _told: list[str] = field(default_factory=list)  # names of DanceGRPO's algorithm
 
     def run(self) -> None:
         """Translate everything."""
-        self._say_what_else_they_mean()
+        self._told = [name for name in _TELLING if name in self.options]
+        self._preset()
+        self._without_effect()
         for name, sentence in REFUSED.items():
             if name in self.options:
                 self.refuse(name, sentence)
@@ -198,13 +205,35 @@ class Translation:
 
     # ---- one group of names after the other --------------------------------------------------------------------
 
-    def _say_what_else_they_mean(self) -> None:
-        told = [self.where[name] for name in _TELLING if name in self.options]
-        if told and not any(self.options.get(name) for name in ("grpo_preset", "sampler", "rl_algorithm")):
+    def _preset(self) -> None:
+        """DanceGRPO's algorithm, where only its own names are used and no other is named."""
+        if not self._told:
+            return
+        places = ", ".join(self.where[name] for name in self._told)
+        for other in ("grpo_preset", "rl_algorithm"):
+            named = self.options.get(other)
+            if named not in (None, "dancegrpo", "grpo"):
+                note(f"{places}: DanceGRPO's names, but the algorithm is that of --{other} {named}")
+                return
+        if self.options.get("grpo_preset") is None:
+            self.put("grpo_preset", "dancegrpo", self._told)
             note(
-                f"{', '.join(told)}: DanceGRPO's names, but the sampler and the trained steps are this program's "
-                "defaults; --grpo_preset dancegrpo gives those of DanceGRPO"
+                f"{places}: DanceGRPO's names, so --grpo_preset dancegrpo sets what is not given (sampler, trained steps, clip "
+                "range, optimizer); name another preset for another algorithm"
             )
+
+    def _without_effect(self) -> None:
+        """Say once which names do nothing, there and here, and what would."""
+        found = {name: text for name, text in WITHOUT_EFFECT.items() if name in self.options}
+        if self._told and "validation_steps" in self.options and not self.options.get("validation_prompts"):
+            found["validation_steps"] = "--validation_prompts with --validation_steps"
+        for name in found:
+            del self.options[name]
+        if found:
+            width = max(len(self.where[name]) for name in found)
+            lines = [f"  {self.where[name]:<{width}}  {text}" for name, text in found.items()]
+            head = "flags of DanceGRPO's scripts that its trainer never reads have no effect here either; instead use"
+            note("\n".join([head, *lines]))
 
     def _same_place(self, name: str) -> None:
         """A part that lies where the rest of the model does needs no option."""
@@ -269,13 +298,14 @@ class Translation:
                 "less memory and more time"
             )
         if self.read("use_cpu_offload", bool):
-            if launched_processes() == 1:
+            if self.options.get("fsdp") is not None:
+                self.put("fsdp_cpu_offload", True, ["use_cpu_offload"])
+            elif launched_processes() == 1:
                 self.put("use_cpu_offload_optimizer", True, ["use_cpu_offload"])
             else:
                 self.refuse(
                     "use_cpu_offload",
-                    "torchao's is for one process; with several use --deepspeed --zero_offload, or --fsdp full "
-                    "--fsdp_cpu_offload",
+                    "torchao's is for one process; with several add --fsdp full, or use --deepspeed --zero_offload instead",
                 )
 
     def _seed(self) -> None:
@@ -310,19 +340,33 @@ class Translation:
         elif kept is not None:
             self.put("best_of_n", kept // (batch or 1), ["bestofn"])
         self._accumulation(processes)
-        rollouts = self.read("max_train_steps", int)
-        updates = self.count("updates_per_rollout")
+        self._length()
+
+    def _length(self) -> None:
+        """Rollouts, of which each is one or more optimizer steps here."""
+        rollouts, updates = self.read("max_train_steps", int), self.count("updates_per_rollout")
         if rollouts is None:
             return
         if updates is None:
-            self.lost.append("train_steps")
-        else:
-            self.put("train_steps", rollouts * updates, ["max_train_steps"])
+            self.lost += ["train_steps", "checkpointing_steps"]
+            return
+        self.put("train_steps", rollouts * updates, ["max_train_steps"])
+        said = [f"{self.where['max_train_steps']} {rollouts}"]
+        becomes = [f"--train_steps {rollouts * updates}"]
+        every = _integer(self.options.get("checkpointing_steps"))
+        if every is not None:
+            self.options["checkpointing_steps"] = every * updates
+            said.append(f"{self.where['checkpointing_steps']} {every}")
+            becomes.append(f"--checkpointing_steps {every * updates}")
+        if updates > 1:
+            counts = "counts" if len(said) == 1 else "count"
+            note(f"{' and '.join(said)} {counts} rollouts, of {updates} optimizer steps each: {', '.join(becomes)}")
 
     def _accumulation(self, processes: int) -> None:
-        """Clips per optimizer step; 1 is our default, and so no question."""
+        """Clips per optimizer step. 1 is our default, and so no question, but among names of theirs alone."""
         name = "gradient_accumulation_steps"
-        if name not in self.options or self.options[name] in (1, "1", None):
+        given = self.options.get(name)
+        if given is None or (given in (1, "1") and (not self._told or "updates_per_rollout" in self.options)):
             return
         clips = self.read(name, int)
         prompts, kept = self.count("prompts_per_step"), self.count("best_of_n") or self.count("num_generations")
@@ -340,6 +384,13 @@ class Translation:
             self.lost.append("updates_per_rollout")
             return
         self.put("updates_per_rollout", math.ceil(share / clips), [name])
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return TypeAdapter(int).validate_python(value)
+    except ValidationError:
+        return None
 
 
 def note(text: str) -> None:

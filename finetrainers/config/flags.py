@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic.fields import FieldInfo
 
-from .aliases import REFUSED, SWITCHES, foreign_names
+from .aliases import REFUSED, SWITCHES, WITHOUT_EFFECT, foreign_names
 from .errors import ConfigError, Problem
 from .load import Source, build_config, file_source
 from .load_variants import LOAD_VARIANTS
@@ -103,7 +103,7 @@ def _other_flags() -> dict[str, dict[str, Any]]:
     any_number: dict[str, Any] = {"nargs": "*"}
     found = dict.fromkeys(INSTEAD, any_number)
     for name in foreign_names():
-        found[name] = any_number if name in REFUSED else alone if name in SWITCHES else {}
+        found[name] = any_number if name in REFUSED or name in WITHOUT_EFFECT else alone if name in SWITCHES else {}
     for name, option in SAME.items():
         field = fields()[option][1]
         found[name] = alone if is_switch(field) else any_number if is_list(field) else {}

@@ -129,10 +129,10 @@ class GRPOSection(Section):
         0, ge=0, le=1, description="0: the deviation is that of these clips; 1: an estimate from them, as of a sample."
     )
     advantage_clip: float = Field(5.0, gt=0, description="Largest advantage, up and down.")
-    reward_combination: Literal["sum", "weighted", "gdpo"] = Field(
+    reward_combination: Literal["sum", "separate", "weighted", "gdpo"] = Field(
         "sum",
-        description="Several rewards: sum their weighted advantages, sum the weighted scores first, or sum advantages and "
-        "normalise again over the rollout (GDPO).",
+        description="Several rewards: `sum` of their weighted advantages; `separate` clipped losses, summed (DanceGRPO); "
+        "advantages of the `weighted` sum of scores (Flow-GRPO); or `gdpo`, advantages summed and normalised again.",
     )
     ratio_norm: bool = Field(False, description="Centre and scale ratios alike at all noise levels (GRPO-Guard).")
     step_weight: Literal["none", "flash", "noise"] = Field(
@@ -141,8 +141,10 @@ class GRPOSection(Section):
     kl_coef: float = Field(
         0.0, ge=0, description="Weight of the distance from the model before training, against reward hacking; 0: none."
     )
-    kl_space: Literal["velocity", "mean"] = Field(
-        "velocity", description="That distance: of predictions, or of the means of steps (low noise then counts most)."
+    kl_space: Literal["velocity", "mean", "rate"] = Field(
+        "velocity",
+        description="That distance: of predictions, of the means of steps (their KL divergence; low noise counts most), or "
+        "`rate`, that divergence times the step's length (Flow-GRPO).",
     )
 
     nft_beta: float = Field(1.0, gt=0, description="How far good and bad policies lie from the old one; 1 or 0.1.")

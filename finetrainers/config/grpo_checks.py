@@ -206,6 +206,10 @@ def _check_nft(config: TrainConfig, found: Findings) -> None:
         )
     if section.sampler not in (None, "ode"):
         found.error("sampler", f"{section.sampler} adds noise, and nft samples without; use ode or leave it out")
+    if section.reward_combination == "separate":
+        found.warnings.append(
+            "--reward_combination separate is `sum` with --rl_algorithm nft, whose loss is not clipped"
+        )
     uphold = section.nft_decay[2]
     if uphold >= 1:
         found.error("nft_decay", f"uphold {uphold:g}: the policy that samples would stand still; use less than 1")

@@ -97,6 +97,7 @@ _DANCE_CODE = "video trainer"
 _MIX_SCRIPT = "launch script, 4 nodes x 8 GPUs"
 _FLOW_BASE = "`config/base.py`"
 _FLOW_CODE = "`train_sd3.py`"
+_FLOW_SCORES = "`rewards.py`: `avg`, the sum of weighted scores"
 _FAST = "`config/grpo.py`, `geneval_sd3_fast_nocfg`"
 _NFT = "`config/nft.py`, `sd3_geneval`"
 _NFT_CODE = "`train_nft_sd3.py`"
@@ -116,8 +117,8 @@ PRESETS: dict[str, Preset] = {
             **_from(f"{_DANCE_SCRIPT}: 8 kept clips, 4 a step", updates_per_rollout=2),
             **_from(f"{_DANCE_CODE}, fixed in the code", clip_range=1e-4, advantage_clip=5.0, advantage_eps=1e-8),
             **_from(f"{_DANCE_CODE}: `torch.std`", advantage_correction=1),
-            **_from(_DANCE_CODE, advantage="group_std", reward_combination="sum", kl_coef=0.0, optimizer="adamw",
-                    beta2=0.999),
+            **_from(_DANCE_CODE, advantage="group_std", kl_coef=0.0, optimizer="adamw", beta2=0.999),
+            **_from(f"{_DANCE_CODE}: a clipped loss for each", reward_combination="separate"),
             **_from(_DANCE_SCRIPT, weight_decay=1e-4, max_grad_norm=1.0),
             **_from(f"{_DANCE_SCRIPT}: with a warm-up of 0", lr_scheduler="constant"),
         },
@@ -138,8 +139,9 @@ PRESETS: dict[str, Preset] = {
                     updates_per_rollout=2, init_same_noise=False, kl_coef=0.04, advantage="global_std", use_ema=True),
             **_from(_FLOW_BASE, eta=0.7, clip_range=1e-4, advantage_clip=5.0, optimizer="adamw", beta2=0.999,
                     weight_decay=1e-4, max_grad_norm=1.0),
-            **_from(_FLOW_CODE, rl_algorithm="grpo", sampler="flow", window_size=0, kl_space="mean",
-                    lr_scheduler="constant"),
+            **_from(_FLOW_CODE, rl_algorithm="grpo", sampler="flow", window_size=0, lr_scheduler="constant"),
+            **_from(f"{_FLOW_CODE}: divided by the squared noise rate", kl_space="rate"),
+            **_from(_FLOW_SCORES, reward_combination="weighted"),
             **_from("`stat_tracking.py`", advantage_eps=1e-4),
             **_from(f"{_FLOW_CODE} {_EMA}", ema_decay=0.987),
         },
@@ -148,7 +150,6 @@ PRESETS: dict[str, Preset] = {
             "of the checkpoint: images of 512x512, classifier-free guidance 4.5 (`rollout_cfg`);",
             "`kl_coef` is 0.04 for GenEval and OCR, 0.01 for PickScore, 0.004 for its video trainer;",
             "`timestep_fraction` 0.99 leaves out the last step, which is never trained here;",
-            "their KL is divided by the squared noise rate without the step's length;",
             "evaluation takes 40 steps; nothing is published for full finetuning.",
         ),
     ),
@@ -163,6 +164,7 @@ PRESETS: dict[str, Preset] = {
             **_from(_FLOW_BASE, init_same_noise=False, advantage_clip=5.0, optimizer="adamw", beta2=0.999,
                     weight_decay=1e-4, max_grad_norm=1.0),
             **_from(_FLOW_CODE, rl_algorithm="grpo", lr_scheduler="constant"),
+            **_from(_FLOW_SCORES, reward_combination="weighted"),
             **_from("`stat_tracking.py`", advantage_eps=1e-4),
             **_from(f"{_FLOW_CODE} {_EMA}", ema_decay=0.987),
         },
@@ -207,6 +209,7 @@ PRESETS: dict[str, Preset] = {
             **_from("`config/base.py`", advantage="global_std", advantage_clip=5.0, optimizer="adamw", beta2=0.999,
                     weight_decay=1e-4, max_grad_norm=1.0, use_ema=True),
             **_from(_NFT_CODE, init_same_noise=False, ema_decay=0.9, lr_scheduler="constant"),
+            **_from(_FLOW_SCORES, reward_combination="weighted"),
             **_from("`stat_tracking.py`", advantage_eps=1e-4),
         },
         lora={**_from("`config/base.py`", lr=3e-4), **_from(_NFT_CODE, rank=32, lora_alpha=64)},
@@ -231,6 +234,7 @@ PRESETS: dict[str, Preset] = {
             **_from("its noise rate, sigma itself, is 0.98 to 0.77 at these steps", sampler="dance", eta=0.9),
             **_from("`config/base.py`", advantage_clip=5.0, optimizer="adamw", beta2=0.999, weight_decay=1e-4,
                     max_grad_norm=1.0),
+            **_from(_FLOW_SCORES, reward_combination="weighted"),
             **_from("`stat_tracking.py`", advantage_eps=1e-4),
             **_from(f"{_FLASH_CODE} {_EMA}", ema_decay=0.987),
         },

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.files import read_jsonl
 
 _MARKER = ".finetrainers-demo"
 
@@ -76,7 +76,7 @@ def _plot(metrics: Path, picture: Path, curves: Mapping[str, tuple[str, str]], *
     """
     from matplotlib.figure import Figure
 
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    records, _ = read_jsonl(metrics)
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
     for name, (label, style) in curves.items():

@@ -10,6 +10,8 @@ flow matching (a = 1 - s) and variance preserving (a^2 + s^2 = 1) share all of t
     dance   std = eta sqrt(-dr)                                                     (DanceGRPO)
     flow    std = eta sqrt(r / (1 - r)) sqrt(-dr), r = 1 as the level after it      (Flow-GRPO)
 
+A level above 1 - 1e-5 counts as 1 there: multistep solvers start at 0.999999, where that rate would be in the hundreds.
+
 The last two are Euler-Maruyama steps of the reverse SDE of rectified flow, with noise rate g = std / sqrt(-dr) and
 c_e = r' + g^2 dr / (2 r). They are published for rectified flow only; a process with other coefficients is brought to it
 by x / (a + s), r = s / (a + s), and back.
@@ -27,6 +29,11 @@ from torch import Tensor
 from .process import Process, expand
 
 Kernel = Literal["flow", "dance", "cps", "ddim", "ode"]
+
+#: Levels above this are pure noise: the gap is what solvers leave so as not to take the logarithm of 0.
+_PURE_NOISE = 1 - 1e-5
+#: Latents have a deviation of about 1, so a step that adds twice that is a mistake, and makes clips explode.
+_LARGEST_STD = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +66,11 @@ def transitions(kernel: Kernel, alpha: Tensor, sigma: Tensor, *, eta: float) -> 
         eta: amount of noise, in the kernel's own units; 0 gives the deterministic step.
 
     Raises:
-        ValueError: the levels do not fall, or eta is more than the kernel can take.
+        ValueError: the levels do not fall, or eta is more than the kernel can take, or than these levels can.
     """
     ratio = sigma / (alpha + sigma)
-    if not bool((ratio[1:] < ratio[:-1]).all()):
-        raise ValueError(f"noise levels must fall, got {[round(r, 6) for r in ratio.tolist()]}")
+    if not bool((ratio[1:] < ratio[:-1]).all()) or float(ratio[0]) > 1:
+        raise ValueError(f"noise levels must fall, from at most 1, got {[round(r, 6) for r in ratio.tolist()]}")
     if kernel in ("cps", "ddim") and not 0 <= eta <= 1:
         raise ValueError(f"eta of {kernel!r} lies in [0, 1], got {eta}")
     a, s, r = alpha[:-1], sigma[:-1], ratio[:-1]
@@ -72,7 +79,7 @@ def transitions(kernel: Kernel, alpha: Tensor, sigma: Tensor, *, eta: float) -> 
     scale = next_a + next_s
     if kernel in ("dance", "flow"):
         # At pure noise Flow-GRPO's rate is infinite; the reference takes the level of the next step there.
-        below_one = torch.where(r < 1, r, next_r)
+        below_one = torch.where(r < _PURE_NOISE, r, next_r)
         rate = torch.full_like(r, eta) if kernel == "dance" else eta * torch.sqrt(r / (1 - below_one))
         std = scale * rate * torch.sqrt(fall)
         eps = next_s - scale * rate**2 * fall / (2 * r)
@@ -84,7 +91,30 @@ def transitions(kernel: Kernel, alpha: Tensor, sigma: Tensor, *, eta: float) -> 
         # Exactly s' where there is no noise, without the rounding of a square and its root.
         eps = torch.where(std > 0, torch.sqrt((next_s**2 - std**2).clamp_min(0)), next_s)
     std[-1], eps[-1] = 0.0, next_s[-1]
+    _check_std(kernel, std, sigma, eta=eta)
     return Transitions(x0=next_a.clone(), eps=eps, std=std)
+
+
+def step_lengths(alpha: Tensor, sigma: Tensor) -> Tensor:
+    """Fall of the noise level r = s / (a + s) at every step, `[S]`, given levels `[S + 1]`."""
+    ratio = sigma / (alpha + sigma)
+    return ratio[:-1] - ratio[1:]
+
+
+def _check_std(kernel: Kernel, std: Tensor, sigma: Tensor, *, eta: float) -> None:
+    """Refuse noise that no clip survives.
+
+    Raises:
+        ValueError: a step's std is negative, above 2, or not a number.
+    """
+    wrong = (~((std >= 0) & (std <= _LARGEST_STD))).nonzero().flatten().tolist()
+    if wrong:
+        step = wrong[0]
+        raise ValueError(
+            f"sampler {kernel!r} with eta {eta:g} adds noise of std {float(std[step]):.4g} at step {step + 1} of {len(std)} "
+            f"(noise level {float(sigma[step]):.6g} to {float(sigma[step + 1]):.6g}); latents have a std of about 1, so at most "
+            f"{_LARGEST_STD:g} makes sense: use a lower --eta, another --sampler, or more --sampling_steps"
+        )
 
 
 def only(stochastic: Transitions, deterministic: Transitions, steps: Tensor) -> Transitions:

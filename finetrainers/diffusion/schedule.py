@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float 
         ValueError: a shift for a process that has none.
     """
     config = dict(scheduler.config)
-    is_flow = hasattr(scheduler, "sigmas") and "use_dynamic_shifting" in config
-    if not is_flow:
+    # Multistep solvers serve both kinds of process, and say which; the others have a shift if they are of flow matching.
+    if not config.get("use_flow_sigmas", "shift" in config):
         if shift is not None:
             raise ValueError(
                 f"{type(scheduler).__name__} is no flow-matching scheduler, so shift {shift:g} means nothing"
@@ -37,16 +38,23 @@ def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float 
         fresh.set_timesteps(steps)
         return fresh.timesteps.clone()
     # As arguments: in the config, values that were defaults when it was made count as not given.
-    own = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
+    own: dict[str, Any] = {}
+    if shift is not None:
+        # Multistep solvers name it `flow_shift`.
+        own = {"shift": shift, "flow_shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
+        own = {name: value for name, value in own.items() if name in config}
     fresh = type(scheduler).from_config(config, **own)
-    mu = None
-    if fresh.config["use_dynamic_shifting"]:
-        mu = resolution_mu(
+    arguments: dict[str, Any] = {}
+    if fresh.config.get("use_dynamic_shifting"):
+        arguments["mu"] = resolution_mu(
             num_tokens,
             base_len=config["base_image_seq_len"],
             max_len=config["max_image_seq_len"],
             base_shift=config["base_shift"],
             max_shift=config["max_shift"],
         )
-    fresh.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    if "sigmas" in inspect.signature(fresh.set_timesteps).parameters:
+        fresh.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **arguments)
+    else:  # it has its own equal parts
+        fresh.set_timesteps(steps, **arguments)
     return fresh.sigmas[:-1].to(torch.float32).clone()

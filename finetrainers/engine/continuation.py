@@ -19,7 +19,7 @@ from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 
 from .initial_weights import InitialWeights, find_initial_weights, lora_differences, lora_facts, read_header
-from .manifest import read_manifest
+from .manifest import is_sealed, read_manifest
 from .resume import read_state, scan_checkpoints
 from .run_dir import package_versions
 
@@ -401,6 +401,10 @@ def _warnings(
              if name in saved and saved[name] != version]  # fmt: skip
     if other:
         found.append(f"the checkpoint was saved with other packages, so numbers may differ: {'; '.join(other)}")
+    if not is_sealed(manifest):
+        found.append(
+            "the checkpoint's manifest has no checksum of its own (it is of an earlier version): damage to it would not be seen"
+        )
     then, now = before.stretches[-1], course.stretches[-1]
     if (
         plan.cut_in_batches

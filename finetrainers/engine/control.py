@@ -31,11 +31,15 @@ class ControlFiles:
     def __init__(self, root: Path) -> None:
         self.folder = root / "control"
         self._unknown: set[str] = set()
+        self._stuck: set[str] = set()  # taken, and cannot be removed
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """The folder exists within the block. What lay there before was meant for an earlier process, and goes."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("%s is no folder (%s): this run takes no commands by file", self.folder, error.strerror)
         self._drop("left from an earlier run")
         try:
             yield
@@ -49,18 +53,27 @@ class ControlFiles:
             logger.warning("%s was %s and is removed", self.folder / command, why)
 
     def take(self) -> set[str]:
-        """The commands that are there, and remove them. A folder that is gone holds none."""
+        """The commands that are there, and remove them. A folder that is gone, or cannot be read, holds none."""
         try:
             present = {path.name for path in self.folder.iterdir()}
-        except FileNotFoundError:
+        except OSError:
             return set()
+        self._stuck &= present
         for name in sorted(present - set(COMMANDS) - self._unknown):
             logger.warning("%s is not a command; there are %s", self.folder / name, ", ".join(COMMANDS))
         self._unknown = present - set(COMMANDS)
-        found = present & set(COMMANDS)
+        found = (present & set(COMMANDS)) - self._stuck
         for command in found:
-            (self.folder / command).unlink(missing_ok=True)
+            self._remove(self.folder / command)
         return found
+
+    def _remove(self, path: Path) -> None:
+        """Remove a command, which may be a folder by mistake. One that stays there is not taken a second time."""
+        try:
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        except OSError as error:
+            self._stuck.add(path.name)
+            logger.warning("%s is taken as a command, and cannot be removed (%s)", path, error.strerror)
 
 
 class Requests:

@@ -1,8 +1,13 @@
-"""One run per output directory: a second one is refused, and told who has it."""
+"""One run per output directory: a second one is refused, and told who has it.
+
+Two locks of the kernel (flock), held for as long as the process lives, however it dies: on the file `.lock`, and on the directory
+itself, so that removing the file lets nobody in. Where directories cannot be locked (NFS), the file's lock is the only one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -19,7 +24,7 @@ from finetrainers.utils.files import write_json_atomic
 if TYPE_CHECKING:
     from finetrainers.parallel.engine import Parallel
 
-#: Locked by the kernel (flock) for as long as the process lives, however it dies; stays behind, which means nothing.
+#: Stays behind, which means nothing.
 _LOCK = ".lock"
 #: Who has the lock, for the message.
 _HOLDER = ".lock-holder.json"
@@ -32,35 +37,66 @@ def exclusive(output_dir: Path, parallel: Parallel) -> Iterator[None]:
     Raises:
         ConfigError: another run uses it, or it cannot be written to; on every rank.
     """
-    lock = FileLock(output_dir / _LOCK)
-    problem = None
-    if parallel.is_main:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-        except Timeout:
-            problem = f"{output_dir} is in use by {_holder(output_dir)}; wait for it, stop it, or give another one"
-        except OSError as error:
-            problem = f"cannot write to {output_dir}: {error.strerror or error}"
-    problem = parallel.same_on_all(problem)
-    if problem is not None:
-        raise ConfigError([Problem("--output_dir", problem)])
-    try:
+    with contextlib.ExitStack() as locks:
+        problem = None
         if parallel.is_main:
-            started = time.strftime("%Y-%m-%d %H:%M:%S")
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-            write_json_atomic(output_dir / _HOLDER, holder)
+            try:
+                output_dir.mkdir(parents=True, exist_ok=True)
+                locks.enter_context(FileLock(output_dir / _LOCK).acquire(timeout=0))
+                locks.enter_context(_directory_locked(output_dir))
+                locks.enter_context(_named(output_dir))
+            except (Timeout, BlockingIOError):
+                problem = f"{output_dir} is in use by {_holder(output_dir)}; wait for it, stop it, or give another one"
+            except OSError as error:
+                problem = f"cannot write to {output_dir}: {error.strerror or error}{_which(error, output_dir)}"
+        problem = parallel.same_on_all(problem)
+        if problem is not None:
+            raise ConfigError([Problem("--output_dir", problem)])
+        yield
+
+
+@contextlib.contextmanager
+def _directory_locked(directory: Path) -> Iterator[None]:
+    """Within the block, the directory is locked, where its file system can do that.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # NFS wants a file that is open for writing, other file systems have no such locks
         yield
     finally:
-        if parallel.is_main:
-            (output_dir / _HOLDER).unlink(missing_ok=True)
-            lock.release()
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _named(output_dir: Path) -> Iterator[None]:
+    """Within the block, who has the lock is written down."""
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+    write_json_atomic(output_dir / _HOLDER, holder)
+    try:
+        yield
+    finally:
+        (output_dir / _HOLDER).unlink(missing_ok=True)
+
+
+def _which(error: OSError, output_dir: Path) -> str:
+    """The file that an error is about, if it is not the directory itself."""
+    return "" if error.filename in (None, str(output_dir)) else f" ({error.filename})"
 
 
 def _holder(output_dir: Path) -> str:
     """The run that has the lock, in words."""
     try:
-        found = json.loads((output_dir / _HOLDER).read_text(encoding="utf-8"))
-    except FileNotFoundError:  # it has the lock and is about to write its name, or about to go
+        found = json.loads((output_dir / _HOLDER).read_bytes())
+        return f"another run (process {found['pid']} on {found['host']}, started {found['started']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        # It has the lock and is about to write its name, or about to go; or the file is damaged.
         return "another run"
-    return f"another run (process {found['pid']} on {found['host']}, started {found['started']})"

@@ -1,6 +1,6 @@
 """A checkpoint's manifest: every file with its size and SHA-256, so that damage is found before anything is loaded.
 
-Imports no torch.
+It has a checksum of its own text, too, so that damage to the manifest itself is found. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,12 +9,21 @@ import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from finetrainers.utils.files import fsync_dir, write_json_atomic
+from finetrainers.utils.files import fsync_dir, not_a_file, write_text_atomic
 
 MANIFEST = "manifest.json"
+#: The SHA-256 of the manifest's own text, in which it reads `_BLANK`.
+_OWN = "manifest_sha256"
+_BLANK = "0" * 64
+#: What manifests say that were written before they had a checksum of their own.
+_BEFORE = {"format", "step", "saved_at", "packages", "config", "data", "tracker_run", "files"}
+#: What is only told, and must not keep a run from being continued.
+_INFORMATIVE: dict[str, type | tuple[type, ...]] = {"packages": dict, "config": dict, "saved_at": (int, float)}
+#: Without it there is nothing to continue.
+_STATE = "state.json"
 _CHUNK = 1 << 22
 
 
@@ -30,7 +39,8 @@ def write_manifest(directory: Path, *, facts: Mapping[str, Any]) -> None:
         name: {"size": (directory / name).stat().st_size, "sha256": digest}
         for name, digest in _digests(directory, names).items()
     }
-    write_json_atomic(directory / MANIFEST, {**facts, "files": files})
+    text = json.dumps({**facts, "files": files, _OWN: _BLANK}, indent=2, sort_keys=True, default=str) + "\n"
+    write_text_atomic(directory / MANIFEST, text.replace(_BLANK, hashlib.sha256(text.encode()).hexdigest()))
     fsync_dir(directory)
 
 
@@ -38,21 +48,64 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
-        ValueError: there is none, or it is none.
+        ValueError: there is none, or it is none, or it is not what was written.
     """
+    path = directory / MANIFEST
     try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        for entry in manifest["files"].values():
-            int(entry["size"]), str(entry["sha256"])
+        wrong_kind = not_a_file(path.lstat().st_mode)
+        if wrong_kind is not None:
+            raise ValueError(f"{MANIFEST} {wrong_kind}")
+        return parse_manifest(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing: not written to the end, or by an earlier version") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+
+
+def parse_manifest(content: bytes) -> dict[str, Any]:
+    """The manifest with this content.
+
+    Raises:
+        ValueError: it is none, or not what was written.
+    """
+    try:
+        manifest = json.loads(content)
+        for name, entry in manifest["files"].items():
+            int(entry["size"]), str(entry["sha256"])
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"{name!r} leads out of the checkpoint")
+        _check_own(manifest, content)
+        for name, kind in _INFORMATIVE.items():  # of manifests without a checksum
+            if name in manifest and not isinstance(manifest[name], kind):
+                del manifest[name]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
     return manifest
 
 
+def is_sealed(manifest: Mapping[str, Any]) -> bool:
+    """Whether damage to the manifest itself would have been found: earlier versions wrote none of its own checksum."""
+    return _OWN in manifest
+
+
+def _check_own(manifest: Mapping[str, Any], content: bytes) -> None:
+    """Compare the manifest's text with its checksum, and look for what every manifest has.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    if not is_sealed(manifest):
+        unknown = sorted(manifest.keys() - _BEFORE)
+        if unknown:
+            raise ValueError(f"it has no checksum of its own, and {unknown[0]!r} is not known")
+    elif hashlib.sha256(content.replace(manifest[_OWN].encode(), _BLANK.encode())).hexdigest() != manifest[_OWN]:
+        raise ValueError("it is not what was saved: its own SHA-256 differs")
+    if _STATE not in manifest["files"]:
+        raise ValueError(f"it does not list {_STATE}")
+
+
 def damage(directory: Path, *, contents: bool) -> str | None:
     """What is wrong with a checkpoint's files, naming the first; None if nothing is.
+
+    Links, pipes and devices count as damage, and are not read.
 
     Args:
         directory: the checkpoint.
@@ -63,22 +116,35 @@ def damage(directory: Path, *, contents: bool) -> str | None:
     except (ValueError, OSError) as error:
         return str(error)
     for name, expected in files.items():
-        try:
-            size = (directory / name).stat().st_size
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if size != expected["size"]:
-            return f"{name} has {size} bytes instead of {expected['size']}"
+        found = _look_at(directory, name, size=expected["size"])
+        if found is not None:
+            return found
     if not contents:
         return None
     try:
-        found = _digests(directory, list(files))
+        digests = _digests(directory, list(files))
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    changed = [name for name, expected in files.items() if found[name] != expected["sha256"]]
+    changed = [name for name, expected in files.items() if digests[name] != expected["sha256"]]
     return f"{changed[0]} is not what was saved: its SHA-256 differs" if changed else None
+
+
+def _look_at(directory: Path, name: str, *, size: int) -> str | None:
+    """What is wrong with a file, or with a folder on the way to it, without reading it."""
+    *folders, _ = PurePosixPath(name).parents  # the file's own first, the checkpoint's last
+    try:
+        for folder in folders:
+            if (directory / folder).is_symlink():
+                return f"{folder} is a link"
+        stat = (directory / name).lstat()
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    kind = not_a_file(stat.st_mode)
+    if kind is not None:
+        return f"{name} {kind}"
+    return None if stat.st_size == size else f"{name} has {stat.st_size} bytes instead of {size}"
 
 
 def total_size(manifest: Mapping[str, Any]) -> int:

@@ -54,14 +54,17 @@ def scan_checkpoints(output_dir: Path) -> list[Found]:
         return []
     by_step: dict[int, Path] = {}
     for path in root.iterdir():
-        match = _STEP_DIR.match(path.name)
-        if match is None:
-            continue
-        step = int(match["step"] or match["replaced"])
+        step = step_of(path)
         # One that was being replaced when its process died counts only if the new one is not there.
-        if match["step"] or step not in by_step:
+        if step is not None and (step not in by_step or not path.name.endswith(REPLACED)):
             by_step[step] = path
     return [_look_at(step, path) for step, path in sorted(by_step.items())]
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint's directory by its name, also of one that was being replaced; None for anything else."""
+    match = _STEP_DIR.match(path.name)
+    return None if match is None else int(match["step"] or match["replaced"])
 
 
 def _look_at(step: int, path: Path) -> Found:

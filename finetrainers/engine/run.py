@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
-from finetrainers.config.root import TrainConfig
 from finetrainers.utils.faults import arm_faults, fault_point
 from finetrainers.utils.launch import launched_rank
 
 from .assemble import assemble
+from .callbacks.base import Callback
 from .export import export
 from .lock import exclusive
 from .plan_report import dry_run_report, print_results, print_stopped
@@ -18,21 +19,13 @@ from .resume import scan_checkpoints
 from .trainer import Trainer
 
 
-def train(config: TrainConfig) -> Trainer | None:
-    """Check a configuration and train; the finished trainer, or None for a dry run.
-
-    Raises:
-        ConfigError: the configuration cannot run; all reasons at once.
-    """
-    return run(preflight(config))
-
-
-def run(checked: Preflight, *, handle_signals: bool = False) -> Trainer | None:
+def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence[Callback] = ()) -> Trainer | None:
     """Train a checked configuration; the trainer, finished or stopped, or None for a dry run.
 
     Args:
         checked: what to train.
         handle_signals: whether a signal (`stopping.SIGNALS`) stops the run with a checkpoint; only in the main thread.
+        callbacks: what watches the run besides its own, after these.
     """
     config = checked.config
     if config.run.dry_run:
@@ -51,6 +44,7 @@ def run(checked: Preflight, *, handle_signals: bool = False) -> Trainer | None:
             if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
                 checked = preflight(config)
             trainer = assemble(checked, parallel)
+            trainer.callbacks.extend(callbacks)
             # Until here a signal ends the process as always: there is nothing to save yet.
             with trainer.requests.signals.listening() if handle_signals else contextlib.nullcontext():
                 trainer.run()

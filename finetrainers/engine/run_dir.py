@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +18,11 @@ from typing import Any
 from finetrainers.config.flags import is_secret
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.files import append_jsonl, write_json_atomic, write_text_atomic
+from finetrainers.utils.files import append_jsonl, read_jsonl, write_json_atomic, write_text_atomic
+
+from .resume import checkpoints_dir, step_of
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = ("finetrainers", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "deepspeed",
              "bitsandbytes", "torchao")  # fmt: skip
@@ -31,6 +37,7 @@ class RunDirectory:
         self.tracker_run: str | None = None  # the tracker's own name for this run, once it has one
         self.metrics_file = root / "metrics.jsonl"
         self.events_file = root / "events.jsonl"
+        self._lost: set[Path] = set()  # records that could not be written
 
     def start(self, config: TrainConfig, *, resumed_step: int) -> None:
         """Write the resolved configuration and the environment; drop metrics of steps that will be redone."""
@@ -50,41 +57,75 @@ class RunDirectory:
         self._set_aside_later_than(step)
 
     def _keep_metrics(self, step: int) -> None:
-        """Drop what was measured after a step; all of it where there is none."""
-        if self.metrics_file.is_file():
-            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
-            if lines and not _is_json(lines[-1]):  # cut off by a full disk
-                del lines[-1]
-            kept = [line for line in lines if json.loads(line)["step"] <= step] if step else []
-            write_text_atomic(self.metrics_file, "".join(line + "\n" for line in kept))
+        """Drop what was measured after a step; all of it where there is none. Lines that are no records are put aside."""
+        if not self.metrics_file.exists():
+            return
+        with self.recording(self.metrics_file):
+            records, damaged = read_jsonl(self.metrics_file)
+            whole = [record for record in records if _has_step(record)]
+            damaged += [json.dumps(record).encode() for record in records if not _has_step(record)]
+            if damaged:
+                aside = self.metrics_file.with_name(f"{self.metrics_file.name}.damaged")
+                with open(aside, "ab") as file:
+                    file.writelines(line + b"\n" for line in damaged)
+                logger.warning("%d damaged lines of %s are put aside in %s", len(damaged), self.metrics_file, aside)
+            kept = [record for record in whole if step and record["step"] <= step]
+            write_text_atomic(self.metrics_file, "".join(json.dumps(record) + "\n" for record in kept))
 
     def _set_aside_later_than(self, step: int) -> None:
         """Rename checkpoints and samples of later steps: they belong to a continuation that is being replaced."""
+        found = [(path, step_of(path)) for path in sorted(checkpoints_dir(self.root).glob("*"))]
+        for path in sorted((self.root / "samples").glob("step-*")):
+            number = path.name.removeprefix("step-")
+            found.append((path, int(number) if number.isdigit() else None))
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        for folder in (self.root / "checkpoints", self.root / "samples"):
-            for path in sorted(folder.glob("step-*")):
-                if path.name.removeprefix("step-").isdigit() and int(path.name.removeprefix("step-")) > step:
-                    aside = path.with_name(f"replaced-{stamp}-{path.name}")
-                    path.rename(aside)
-                    self.event("set_aside", path=str(aside))
+        for path, place in found:
+            if place is not None and place > step:
+                aside = _unused(path.with_name(f"replaced-{stamp}-{path.name.lstrip('.')}"))
+                path.rename(aside)
+                self.event("set_aside", path=str(aside))
+
+    @contextlib.contextmanager
+    def recording(self, path: Path) -> Iterator[None]:
+        """Within the block, an error of the disk costs this file's records, not the run; a warning says so once.
+
+        Raises:
+            FileNotFoundError: the folder is gone, and there is nowhere to save to either.
+        """
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if path not in self._lost:
+                self._lost.add(path)
+                logger.warning("%s cannot be written (%s); the run continues without this record", path, error.strerror)
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Append one line of metrics."""
-        if self.writes:
-            append_jsonl(self.metrics_file, record)
+        self._append(self.metrics_file, record)
 
     def event(self, kind: str, **details: Any) -> None:
         """Append something that happened: a start, a checkpoint, a sample, a tracker that failed."""
+        self._append(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
+
+    def _append(self, path: Path, record: dict[str, Any]) -> None:
         if self.writes:
-            append_jsonl(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
+            with self.recording(path):
+                append_jsonl(path, record)
 
 
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return True
+def _has_step(record: dict[str, Any]) -> bool:
+    return isinstance(record.get("step"), int | float)
+
+
+def _unused(path: Path) -> Path:
+    """The path, with a number where something has this name."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
 
 
 def package_versions() -> dict[str, str | None]:

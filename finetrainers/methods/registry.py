@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.course import Course
+from finetrainers.utils.addresses import resolve
 
 _CLIPS_PLAN, _CLIPS_SOURCE = "finetrainers.data.plan:plan_clips", "finetrainers.data.source:open_source"
 
@@ -123,7 +123,7 @@ def method_names() -> list[str]:
 
 def load_method(name: str) -> Any:
     """The class of a method (imports torch)."""
-    return _resolve(_METHODS[name].factory)
+    return resolve(_METHODS[name].factory)
 
 
 def plan_work(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
@@ -132,18 +132,13 @@ def plan_work(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool)
     Raises:
         DataError: what is named cannot be read or used.
     """
-    planner: Planner = _resolve(_METHODS[config.training.method].plan)
+    planner: Planner = resolve(_METHODS[config.training.method].plan)
     return planner(config, geometry, sizes_are_wrong=sizes_are_wrong)
 
 
 def open_work(plan: WorkPlan, config: TrainConfig, *, spec: Any, parallel: Any, course: Course) -> Any:
     """What feeds the configured method (imports torch)."""
-    return _resolve(_METHODS[config.training.method].source)(plan, config, spec=spec, parallel=parallel, course=course)
-
-
-def _resolve(address: str) -> Any:
-    module, _, attribute = address.partition(":")
-    return getattr(import_module(module), attribute)
+    return resolve(_METHODS[config.training.method].source)(plan, config, spec=spec, parallel=parallel, course=course)
 
 
 register_method("sft", "finetrainers.methods.sft:SFT")

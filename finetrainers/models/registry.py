@@ -8,12 +8,12 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
+from finetrainers.utils.addresses import resolve
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import nearest
 
@@ -64,7 +64,7 @@ class Family:
 
     def load(self, config: ModelSection) -> ModelSpec:
         """The family's spec for one checkpoint (imports torch)."""
-        return _resolve(self.spec)(config)
+        return resolve(self.spec)(config)
 
     def geometry_of(self, config: ModelSection) -> Geometry:
         """Size rules of the configured checkpoint where its configs are on disk, else of the published ones."""
@@ -112,11 +112,6 @@ class Family:
                     hf_hub_download(root, f"{part}/config.json", revision=revision, cache_dir=config.cache_dir)
                     fetched = True
         return fetched
-
-
-def _resolve(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    return getattr(import_module(module), attribute)
 
 
 def _component_config(config: ModelSection, part: str, replacement: str | None) -> Json | None:
@@ -284,7 +279,7 @@ def build_tiny(name: str, directory: Path, *, seed: int = 0) -> None:
     family = get_family(name)
     if family.tiny is None:
         raise KeyError(f"model family {name!r} brings no tiny model")
-    _resolve(family.tiny)(directory, seed=seed)
+    resolve(family.tiny)(directory, seed=seed)
 
 
 register_model(Family(

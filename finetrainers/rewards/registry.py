@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from finetrainers.config.rewards import RewardEntry
+from finetrainers.utils.addresses import resolve
 from finetrainers.utils.text import nearest
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _arguments(cls: type[Reward], name: str, options: Mapping[str, str]) -> tupl
 def _import(address: str) -> Any:
     module, _, attribute = address.partition(":")
     try:
-        return getattr(import_module(module), attribute)
+        return resolve(address)
     except ModuleNotFoundError as error:
         raise ValueError(f"reward {address!r}: {error}") from error
     except AttributeError:

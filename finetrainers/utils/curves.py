@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .files import read_jsonl
 
 Records = Sequence[Mapping[str, float]]
 _WINDOW = 10  # records that a moving average covers
@@ -41,7 +42,7 @@ def plot_run(directory: Path) -> Path:
     metrics = directory / "metrics.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{directory} is no run directory: it holds no metrics.jsonl")
-    figure = draw([json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()])
+    figure = draw(read_jsonl(metrics)[0])
     if figure is None:
         raise ValueError(f"{metrics} has no records to draw yet")
     picture = directory / "curves.png"

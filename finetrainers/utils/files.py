@@ -38,9 +38,29 @@ def write_json_lines_atomic(path: Path, values: Iterable[Any]) -> None:
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    """Append one JSON line; a line that was cut off before it stays a line of its own."""
+    with open(path, "a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(record).encode() + b"\n")
+
+
+def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """The JSON objects of a file, a line each, and the lines that are none: cut off, not UTF-8, anything else."""
+    records: list[dict[str, Any]] = []
+    damaged: list[bytes] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            records.append(value)
+        elif line.strip():
+            damaged.append(line)
+    return records, damaged
 
 
 def fsync_tree(root: Path) -> None:
@@ -64,6 +84,7 @@ def fsync_dir(path: Path) -> None:
 
 
 _KINDS = {
+    stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",

@@ -1,10 +1,13 @@
-"""What the commands print besides results: our own messages, and less of other packages' start-up chatter."""
+"""What is printed besides results: our own messages, and less of other packages' start-up chatter."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 
 #: Loggers that announce optional parts which are simply not installed, on every start.
 _CHATTER = (
@@ -26,24 +29,77 @@ def yield_idle_threads() -> None:
 
 def configure_logging() -> None:
     """Set up logging for a command; the level comes from FINETRAINERS_LOG_LEVEL, else INFO."""
-    level = os.environ.get("FINETRAINERS_LOG_LEVEL", "INFO").upper()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("finetrainers").setLevel(level)
-    if level != "DEBUG":
-        for name in _CHATTER:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        # DeepSpeed resets its logger's level on import, but not its filters.
-        logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    logging.getLogger("finetrainers").setLevel(_level())
+    # huggingface_hub prints its warnings itself; the handler above would print each a second time.
+    logging.getLogger("huggingface_hub").propagate = False
+    _quiet_chatter(contextlib.ExitStack())
 
 
 def quiet_progress_bars() -> None:
-    """Switch off model loading bars where nobody watches a terminal."""
-    if sys.stderr.isatty():
+    """For a command: switch off the messages and bars of the libraries that load models, until the process ends."""
+    _quiet_loading(contextlib.ExitStack())
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Within the block libraries show errors only: no optional parts that are missing, deprecations, or loading bars.
+
+    Downloads still show their bars on a terminal. Afterwards levels, filters and bars are as before. Imports transformers
+    and diffusers, since what they say on their import is a part of it. FINETRAINERS_LOG_LEVEL=DEBUG leaves all as it is.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(warnings.catch_warnings())
+        _quiet_chatter(undo)
+        _quiet_loading(undo)
+        yield
+
+
+def _level() -> str:
+    return os.environ.get("FINETRAINERS_LOG_LEVEL", "INFO").upper()
+
+
+def _quiet_chatter(undo: contextlib.ExitStack) -> None:
+    """Switch off what libraries announce on their import; imports none."""
+    if _level() == "DEBUG":
+        return
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.filterwarnings("ignore", module="huggingface_hub")
+    for name in _CHATTER:
+        _raise_level(logging.getLogger(name), undo)
+    # DeepSpeed resets its logger's level on import, but not its filters.
+    deepspeed = logging.getLogger("DeepSpeed")
+    deepspeed.addFilter(_is_news)
+    undo.callback(deepspeed.removeFilter, _is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "Setting accelerator to CPU" not in record.getMessage()
+
+
+def _quiet_loading(undo: contextlib.ExitStack) -> None:
+    """Switch off the messages and bars of the libraries that load models; bars of downloads stay on terminals."""
+    if _level() == "DEBUG":
         return
     import diffusers
     import transformers
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
+    # transformers switches the bars of downloads, too, off and on.
+    downloads = not are_progress_bars_disabled()
+    undo.callback(enable_progress_bars if downloads else disable_progress_bars)
+    for library in (diffusers, transformers):
+        bars = library.utils.logging
+        if bars.is_progress_bar_enabled():
+            bars.disable_progress_bar()
+            undo.callback(bars.enable_progress_bar)
+        if f"{library.__name__.upper()}_VERBOSITY" not in os.environ:
+            _raise_level(logging.getLogger(library.__name__), undo)
+    if downloads and sys.stderr.isatty():
+        enable_progress_bars()
+
+
+def _raise_level(logger: logging.Logger, undo: contextlib.ExitStack) -> None:
+    undo.callback(logger.setLevel, logger.level)
+    logger.setLevel(max(logging.ERROR, logger.level))

@@ -3,29 +3,19 @@
 import logging
 
 import pytest
+from published import DANCEGRPO
 
 from finetrainers.config import aliases
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
+from finetrainers.config.grpo import trained_steps
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.config.names import INSTEAD
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import fields
 
 BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "method": "grpo"}
-FLAGS = ["--model_name", "m", "--pretrained_model_name_or_path", "data/model", "--method", "grpo"]
-
-#: Its launch script, less the flags that are refused.
-_SCRIPT = """
---seed 42 --vae_model_path data/model/ --cache_dir data/.cache --data_json_path data/rl_embeddings/videos2caption.json
---gradient_checkpointing --train_batch_size 1 --sp_size 1 --train_sp_batch_size 1 --dataloader_num_workers 4
---gradient_accumulation_steps 4 --max_train_steps 202 --learning_rate 1e-5 --mixed_precision bf16
---checkpointing_steps 50 --allow_tf32 --cfg 0.0 --output_dir data/outputs/grpo --tracker_project_name grpo
---h 480 --w 480 --t 53 --sampling_steps 16 --eta 0.25 --lr_warmup_steps 0 --fps 8 --sampler_seed 1237
---max_grad_norm 1.0 --weight_decay 0.0001 --num_generations 24 --shift 5 --use_group --use_videoalign
---timestep_fraction 0.6 --use_same_noise --bestofn 8 --vq_coef 1.0 --mq_coef 0.0
-"""
-SCRIPT = _SCRIPT.split()
+FLAGS = ["--model_name", "m", "--pretrained_model_name_or_path", "data/HunyuanVideo", "--method", "grpo"]
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +43,15 @@ def test_no_name_is_ours_too():
     assert set(aliases.foreign_names()) >= aliases.SWITCHES
 
 
-def test_the_published_script(monkeypatch):
+def test_the_published_script(monkeypatch, caplog):
+    """As it stands there, with the two things that its trainer's name says: the method and the model's family."""
     monkeypatch.setenv("WORLD_SIZE", "32")
-    config, _ = parse_flags([*FLAGS, "--grpo_preset", "dancegrpo", "--training_type", "full-finetune", *SCRIPT])
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config, _ = parse_flags([*FLAGS, "--training_type", "full-finetune", *DANCEGRPO])
     expected = {
         "prompts_per_step": 32, "num_generations": 24, "best_of_n": 8, "updates_per_rollout": 2, "train_steps": 404,
-        "checkpointing_steps": 50, "rollout_size": (53, 480, 480), "lr": 1e-5, "seed": 42, "reward_fps": 8.0,
+        "checkpointing_steps": 100, "grpo_preset": "dancegrpo", "window_size": 0, "clip_range": 1e-4,
+        "reward_combination": "separate", "validation_steps": None, "rollout_size": (53, 480, 480), "lr": 1e-5, "seed": 42, "reward_fps": 8.0,
         "init_same_noise": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 1, "vae_id": None,
         "tracker_name": "grpo", "sampler": "dance", "eta": 0.25, "shift": 5.0, "timestep_fraction": 0.6,
     }  # fmt: skip
@@ -68,11 +61,19 @@ def test_the_published_script(monkeypatch):
         RewardEntry(name="videoalign.mq", weight=0.0),
     ]
     assert str(config.grpo.prompts) == "data/rl_embeddings/videos2caption.json"
+    assert trained_steps(config.grpo) == 9
+    said = "\n".join(caplog.messages)
+    assert "--use_videoalign, --vq_coef, --mq_coef: DanceGRPO's names, so --grpo_preset dancegrpo sets" in said
+    assert "--max_train_steps 202 and --checkpointing_steps 50 count rollouts, of 2 optimizer steps each" in said
+    for flag in ("model_type", "validation_prompt_dir", "validation_sampling_steps", "checkpoints_total_limit",
+                 "ema_start_step", "log_validation", "validation_steps"):  # fmt: skip
+        assert f"\n  --{flag} " in said
+    assert len(caplog.messages) == 4  # and the seed of the prompts
 
 
 def test_the_result_survives_the_file_without_the_launcher(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "6")
-    config, _ = parse_flags([*FLAGS, *SCRIPT])
+    config, _ = parse_flags([*FLAGS, *DANCEGRPO])
     monkeypatch.delenv("WORLD_SIZE")
     (tmp_path / "config.toml").write_text(dump_toml(config))
     assert load_config(tmp_path / "config.toml").flat() == config.flat()
@@ -127,16 +128,58 @@ def test_a_preset_yields_to_a_name_of_theirs():
 
 
 @pytest.mark.parametrize(
-    ("kept", "clips", "updates"), [(8, 4, 2), (6, 6, 1), (6, 4, 2), (24, 3, 8), (8, 8, 1), (8, 1, 1)]
+    ("kept", "clips", "updates"), [(8, 4, 2), (6, 6, 1), (6, 4, 2), (24, 3, 8), (8, 8, 1), (8, 1, 8)]
 )
 def test_clips_per_step_become_updates_per_rollout(kept, clips, updates):
-    """ceil(kept / clips); but 1 is our own default, with which nothing is asked for."""
+    """ceil(kept / clips)."""
     config = load(
         train_batch_size=1, num_generations=24, bestofn=kept, gradient_accumulation_steps=clips, max_train_steps=10
     )
     assert config.grpo.updates_per_rollout == updates
     assert config.training.train_steps == 10 * updates
     assert config.training.gradient_accumulation_steps == 1
+
+
+def test_one_clip_per_step_is_asked_for_by_dancegrpos_names_only():
+    """It is our own default, and stands in every file that a run has written."""
+    assert load(gradient_accumulation_steps=1, num_generations=8).grpo.updates_per_rollout == 1
+    assert load(gradient_accumulation_steps=1, updates_per_rollout=2, bestofn=4).grpo.updates_per_rollout == 2
+
+
+def test_rollouts_become_steps_and_checkpoints_with_them(caplog):
+    names = {"bestofn": 8, "num_generations": 8, "gradient_accumulation_steps": 4, "train_batch_size": 1}
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config = load(**names, max_train_steps=10, checkpointing_steps="5")
+    assert (config.training.train_steps, config.training.checkpointing_steps) == (20, 10)
+    assert (
+        "max_train_steps 10 and checkpointing_steps 5 count rollouts, of 2 optimizer steps each: --train_steps 20, "
+        in (caplog.text)
+    )
+    # Where the length is given by our name, steps are steps.
+    config = load(**names, train_steps=10, checkpointing_steps=4)
+    assert (config.training.train_steps, config.training.checkpointing_steps) == (10, 4)
+    assert load(**names, max_train_steps=10, checkpointing_steps=0).training.checkpointing_steps == 0
+    assert "checkpointing_steps: not a whole number" in problems(**names, max_train_steps=1, checkpointing_steps="x")[0]  # fmt: skip
+
+
+def test_dancegrpos_names_choose_its_preset(caplog):
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config = load(bestofn=4, num_generations=8, timestep_fraction=0.5, sampling_steps=12)
+        assert "bestofn: DanceGRPO's names, so --grpo_preset dancegrpo sets what is not given" in caplog.text
+        assert (config.grpo.grpo_preset, config.grpo.sampler, trained_steps(config.grpo)) == ("dancegrpo", "dance", 5)
+        caplog.clear()
+        config = load(use_group=True, sampler="flow", window_size=2)
+        assert (config.grpo.grpo_preset, config.grpo.sampler, config.grpo.window_size) == ("dancegrpo", "flow", 2)
+        assert config.grpo.eta is None
+        caplog.clear()
+        # A preset or an algorithm that is named wins, and the contradiction is said.
+        assert load(bestofn=4, use_group=True, grpo_preset="flow-grpo").grpo.sampler == "flow"
+        assert (
+            "bestofn, use_group: DanceGRPO's names, but the algorithm is that of --grpo_preset flow-grpo" in caplog.text
+        )
+        caplog.clear()
+        assert load(bestofn=4, rl_algorithm="nft").grpo.grpo_preset is None
+        assert "the algorithm is that of --rl_algorithm nft" in caplog.text
 
 
 def test_clips_per_step_are_those_of_a_process(monkeypatch):
@@ -190,12 +233,29 @@ def test_dead_flags_say_what_to_use(name):
     assert [flag for flag in mentioned if flag not in {*fields(), "config_file"}] == []
 
 
-def test_dead_switches_need_no_value():
+@pytest.mark.parametrize("name", aliases.WITHOUT_EFFECT)
+def test_flags_that_nobody_reads_are_named(name, caplog):
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config, _ = parse_flags([*FLAGS, f"--{name}", "1"])
+        assert config == parse_flags(FLAGS)[0]
+    [message] = caplog.messages
+    assert f"\n  --{name}  {aliases.WITHOUT_EFFECT[name]}" in message
+    mentioned = [word.strip(",;").removeprefix("--") for word in message.split() if word.startswith("--")]
+    assert [flag for flag in mentioned if flag not in {*fields(), *aliases.foreign_names()}] == []
+
+
+def test_flags_that_nobody_reads_need_no_value(caplog):
     with pytest.raises(ConfigError) as error:
         parse_flags([*FLAGS, "--log_validation", "--precondition_outputs", "--num_frames", "53", "--rank", "0"])
-    assert [problem.where for problem in error.value.problems] == [
-        "--num_frames", "--precondition_outputs", "--log_validation", "--rank",
-    ]  # fmt: skip
+    assert [problem.where for problem in error.value.problems] == ["--rank"]
+    assert caplog.text.count("\n  --") == 3
+
+
+def test_samples_during_training_are_ours_where_there_are_prompts_for_them():
+    """DanceGRPO never reads `validation_steps`, which its scripts set to 100000000."""
+    assert load(bestofn=4, validation_steps=5).validation.validation_steps is None
+    assert load(bestofn=4, validation_steps=5, validation_prompts="a cat").validation.validation_steps == 5
+    assert load(validation_steps=5).validation.validation_steps == 5
 
 
 def test_switches_take_a_word_too():
@@ -214,6 +274,9 @@ def test_memory_options(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "6")
     [problem] = problems(use_cpu_offload=True)
     assert "--deepspeed --zero_offload" in problem
+    config = load(use_cpu_offload=True, fsdp="full")
+    assert config.parallel.fsdp_cpu_offload
+    assert not config.optimizer.use_cpu_offload_optimizer
 
 
 def test_the_rewards_lie_where_dancegrpo_has_them(tmp_path):
@@ -240,13 +303,11 @@ def test_what_is_not_quite_the_same_is_said_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="finetrainers"):
         load(bestofn=4, selective_checkpointing=0.3, sampler_seed=1, seed=2)
     text = caplog.text
-    assert "bestofn: DanceGRPO's names" in text
-    assert "--grpo_preset dancegrpo" in text
+    assert text.count("bestofn: DanceGRPO's names") == 1
     assert "selective_checkpointing 0.3" in text
     assert "sampler_seed 1" in text
     caplog.clear()
     load(bestofn=4, grpo_preset="dancegrpo")
-    load(bestofn=4, sampler="flow")
     load(learning_rate=1e-5, h=64, w=64, t=9)
     monkeypatch.setenv("RANK", "1")
     load(bestofn=4)

@@ -202,3 +202,35 @@ def test_bad_levels_and_etas_are_refused() -> None:
         transitions("flow", alpha, sigma, eta=0.7)
     with pytest.raises(ValueError, match=r"lies in \[0, 1\]"):
         transitions("ddim", *levels(FlowMatching(), flow_times(4)), eta=1.5)
+
+
+@pytest.mark.parametrize("start", [0.999999, 0.99999501])
+def test_a_first_level_just_below_pure_noise_is_pure_noise(start: float) -> None:
+    """Multistep solvers start at 0.999999; their `flow` steps are those of a schedule that starts at 1."""
+    times = flow_times(10, shift=3.0)
+    wanted = transitions("flow", *levels(FlowMatching(), times), eta=0.7)
+    times[0] = start
+    found = transitions("flow", *levels(FlowMatching(), times), eta=0.7)
+    for a, b in ((found.x0, wanted.x0), (found.eps, wanted.eps), (found.std, wanted.std)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert float(found.std.max()) < 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "eta", "times"),
+    [
+        ("flow", 0.7, torch.tensor([0.9999, 0.7, 0.4])),  # a rate of 70 at the first step
+        ("dance", 4.0, torch.tensor([1.0, 0.7, 0.4])),
+        ("dance", math.nan, torch.tensor([1.0, 0.7, 0.4])),
+        ("dance", -0.3, torch.tensor([1.0, 0.7, 0.4])),
+    ],
+)
+def test_noise_that_no_clip_survives_is_refused(kernel: str, eta: float, times: Tensor) -> None:
+    with pytest.raises(ValueError, match=rf"sampler '{kernel}' with eta .* at step 1 of 3 .*use a lower --eta"):
+        transitions(kernel, *levels(FlowMatching(), times.double()), eta=eta)
+
+
+def test_times_that_are_no_noise_levels_are_refused() -> None:
+    """A scheduler that gives thousandths, say."""
+    with pytest.raises(ValueError, match="from at most 1"):
+        transitions("ode", *levels(FlowMatching(), torch.tensor([1000.0, 500.0])), eta=0.0)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from diffusers import CogVideoXDDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    CogVideoXDDIMScheduler,
+    DEISMultistepScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SASolverScheduler,
+    UniPCMultistepScheduler,
+)
 from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 
 from finetrainers.diffusion.schedule import sampling_times
@@ -34,6 +43,34 @@ def test_a_shift_of_ones_own() -> None:
     found = sampling_times(scheduler, 16, num_tokens=2000, shift=5.0)
     torch.testing.assert_close(found, 5 * t / (1 + 4 * t), rtol=1e-5, atol=0)
     assert scheduler.config.shift == 1.0
+
+
+MULTISTEP = [UniPCMultistepScheduler, DPMSolverMultistepScheduler, DEISMultistepScheduler, SASolverScheduler]
+
+
+@pytest.mark.parametrize("cls", MULTISTEP)
+def test_multistep_solvers_take_a_shift_under_their_name(cls: Any) -> None:
+    """Their option is `flow_shift`; whoever gives none gets the checkpoint's."""
+    options = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    scheduler = cls(**options, flow_shift=3.0)
+    own = cls(**options, flow_shift=5.0)
+    own.set_timesteps(12)
+    t = own.sigmas[:-1].double() if cls is not UniPCMultistepScheduler else None
+    found = sampling_times(scheduler, 12, num_tokens=100, shift=5.0)
+    if t is None:  # it takes levels: those of rectified flow
+        t = torch.linspace(1, 0, 13, dtype=torch.float64)[:-1]
+        t = 5 * t / (1 + 4 * t)
+    torch.testing.assert_close(found.double(), t, rtol=2e-6, atol=0)
+    kept = sampling_times(scheduler, 12, num_tokens=100)
+    assert (kept[1:] < found[1:] - 0.005).all()
+    assert scheduler.config.flow_shift == 3.0
+
+
+def test_a_multistep_solver_of_a_variance_preserving_model_has_no_shift() -> None:
+    scheduler = UniPCMultistepScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
+    assert sampling_times(scheduler, 4, num_tokens=100).tolist() == [999, 749, 499, 249]
+    with pytest.raises(ValueError, match="no flow-matching scheduler"):
+        sampling_times(scheduler, 4, num_tokens=100, shift=3.0)
 
 
 def test_a_variance_preserving_schedulers_timesteps() -> None:

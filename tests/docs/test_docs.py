@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import re
 import shlex
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from snippets import PAGES, ROOT, blocks, logical_lines, page_id
 
 from finetrainers.cli.check import split_arguments
 from finetrainers.cli.main import _parser
@@ -33,8 +33,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/**/README.md")])
 MODEL = {"model_name": "ltx_video", "pretrained_model_name_or_path": "some/model"}
 
 #: All flags of finetrainers 0.0.1, and the one that its earlier commands had.
@@ -69,22 +67,9 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
 }  # fmt: skip
 
 
-def page_id(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def blocks(path: Path, *languages: str) -> Iterator[tuple[int, str]]:
-    """Line number and text of the fenced blocks in the given languages."""
-    pattern = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    text = path.read_text(encoding="utf-8")
-    for match in pattern.finditer(text):
-        if match[1] in languages:
-            yield text.count("\n", 0, match.start()) + 1, match[2]
-
-
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command line of a shell block, without environment, redirection and comments."""
-    for line in text.replace("\\\n", " ").splitlines():
+    for line in logical_lines(text):
         for command in re.split(r"\s&&\s", line):
             words = shlex.split(command, comments=True)
             if ">" in words:
@@ -97,10 +82,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def all_commands() -> list[tuple[str, list[str]]]:
     return [
-        (f"{page_id(page)}:{line}", words)
-        for page in PAGES
-        for line, text in blocks(page, "bash", "sh")
-        for words in commands(text)
+        (block.where, words) for page in PAGES for block in blocks(page, "bash", "sh") for words in commands(block.text)
     ]
 
 
@@ -155,10 +137,10 @@ def check_sizes(config: TrainConfig) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_configuration_files_load(page: Path, tmp_path: Path) -> None:
-    for _, text in blocks(page, "toml"):
-        document = tomllib.loads(text)
+    for block in blocks(page, "toml"):
+        document = tomllib.loads(block.text)
         file = tmp_path / "run.toml"
-        file.write_text(text)
+        file.write_text(block.text)
         if {"dataset", "directory"} & set(document):
             assert read_datasets(DataSection(dataset=file))
             continue
@@ -166,29 +148,24 @@ def test_configuration_files_load(page: Path, tmp_path: Path) -> None:
 
 
 def test_metadata_files_are_read(tmp_path: Path) -> None:
-    shown = [(kind, text) for kind in ("csv", "json", "jsonl") for _, text in blocks(ROOT / "docs" / "data.md", kind)]
+    shown = list(blocks(ROOT / "docs" / "data.md", "csv", "json", "jsonl"))
     assert len(shown) == 3
     for name in ("beach.mp4", "market.mp4"):
         (tmp_path / name).touch()
-    for kind, text in shown:
-        (tmp_path / f"m.{kind}").write_text(text)
-        items = read_items(DataSection(dataset_file=tmp_path / f"m.{kind}"))
+    for block in shown:
+        metadata = tmp_path / f"m.{block.language}"
+        metadata.write_text(block.text)
+        items = read_items(DataSection(dataset_file=metadata))
         assert [(item.path.name, item.caption[:9]) for item in items] == [
             ("beach.mp4", "a woman w"),
             ("market.mp4", "a crowded"),
         ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_python_compiles(page: Path) -> None:
-    for _, text in blocks(page, "python", "py"):
-        ast.parse(text)
-
-
 def test_registering_a_model_works_as_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
-    [(_, text)] = blocks(ROOT / "docs" / "adding-a-model.md", "python")
-    exec(compile(text, "adding-a-model.md", "exec"), {})
+    [block] = blocks(ROOT / "docs" / "adding-a-model.md", "python")
+    exec(compile(block.text, block.where, "exec"), {})
     family = registry.get_family("my_model")
     assert family.read_geometry({}, {}) == family.geometry
     assert family.geometry.problems(49, 512, 768) == []

@@ -16,6 +16,8 @@ import pytest
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
+from finetrainers.demo.data import training_scenes
+from finetrainers.demo.world import caption
 from finetrainers.engine.plan_report import dry_run_report
 from finetrainers.engine.preflight import Preflight, preflight
 from finetrainers.models.registry import families
@@ -195,6 +197,11 @@ def test_prompts_of_examples_are_all_different() -> None:
     assert len(train) == 32
     assert len(held_out) == 12
     assert len({*train, *held_out}) == 44
+
+
+def test_prompts_of_the_demo_are_captions_of_its_world() -> None:
+    """And of combinations that the embedded model was trained on, so that it can learn from its samples."""
+    assert prompts_in("demo_prompts.txt") == [caption(scene, phrasing=i) for i, scene in enumerate(training_scenes(64))]
 
 
 @pytest.mark.parametrize("training_type", TRAINING_TYPES)

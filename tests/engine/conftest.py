@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.run import train
+from finetrainers.engine import run as runs
+from finetrainers.engine.preflight import preflight
 from finetrainers.engine.trainer import Trainer
 from finetrainers.utils.video import write_mp4
 
@@ -119,7 +120,7 @@ def run() -> Callable[..., Run]:
     """`run(**options)`: train in this process."""
 
     def start(**values: Any) -> Run:
-        trainer = train(load_config(**values))
+        trainer = runs.run(preflight(load_config(**values)))
         assert trainer is not None
         return Run(trainer, Path(values["output_dir"]))
 

@@ -25,8 +25,8 @@ from finetrainers.engine.background import BackgroundSave
 from finetrainers.engine.host_copy import host_copy, parts_of, tensors_in
 from finetrainers.engine.manifest import damage, read_manifest
 from finetrainers.engine.resume import list_checkpoints
-from finetrainers.engine.run import train
 from finetrainers.engine.trainer import Trainer
+from finetrainers.engine.training import train
 
 BNB = {"optimizer": "adamw-bnb-8bit", "transformer_dtype": "bf16", "text_encoder_dtype": "bf16"}
 CASES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,8 @@ import torch
 
 from finetrainers.config.load import load_config
 from finetrainers.engine.guards.memory import OutOfMemory, is_out_of_memory
-from finetrainers.engine.run import train
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.run import run as run_checked
 from finetrainers.engine.trainer import Trainer
 from finetrainers.methods.grpo.batches import Part
 from finetrainers.methods.grpo.method import GRPO
@@ -166,7 +167,7 @@ def test_reward_finetuning_in_smaller_micro_batches(
     prompts.write_text("a red ball\na blue cube rolls\n")
 
     def reward_run(name: str, **more: Any) -> Trainer:
-        trainer = train(
+        checked = preflight(
             load_config(
                 method="grpo", model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")),
                 prompts=str(prompts), reward=["brightness"], rollout_size="9x64x64", prompts_per_step=2,
@@ -175,6 +176,7 @@ def test_reward_finetuning_in_smaller_micro_batches(
                 updates_per_rollout=1, max_grad_norm=0, output_dir=str(tmp_path / name), **changes, **more,
             )
         )  # fmt: skip
+        trainer = run_checked(checked)
         assert trainer is not None
         return trainer
 

@@ -17,7 +17,7 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine.initial_weights import find_initial_weights
 from finetrainers.engine.preflight import preflight
-from finetrainers.engine.run import train
+from finetrainers.engine.training import train
 
 LORA = "pytorch_lora_weights.safetensors"
 FULL = {"training_type": "full-finetune"}

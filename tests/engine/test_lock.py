@@ -40,6 +40,12 @@ def test_a_second_run_is_refused_until_the_first_is_gone_however(tmp_path: Path)
         ):
             pass
         assert (tmp_path / "run" / ".lock-holder.json").is_file()  # the refused one did not clear it away
+        # Nor does it help to remove the lock, or to damage what it says.
+        (tmp_path / "run" / ".lock").unlink()
+        for content in (b"{", b"[]", b"\xff", b'{"pid": 3}'):
+            (tmp_path / "run" / ".lock-holder.json").write_bytes(content)
+            with pytest.raises(ConfigError, match="in use by another run; wait"), exclusive(tmp_path / "run", ALONE):
+                pass
     finally:
         holder.kill()
         holder.wait()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine.callbacks.validation import Validation
-from finetrainers.engine.run import train
+from finetrainers.engine.training import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,7 +169,7 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(
     family: str, options: Callable[..., dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = set(tmp_path.rglob("*"))
-    assert train(load_config(**options(family, clips=3), dry_run=True)) is None
+    assert train(load_config(**options(family, clips=3), dry_run=True)).weights is None
     printed = capsys.readouterr().out
     assert "dry run of" in printed
     assert "9x64x64" in printed

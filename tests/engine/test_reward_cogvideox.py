@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.run import train
+from finetrainers.engine.training import train
 
 
 @pytest.mark.timeout(180)

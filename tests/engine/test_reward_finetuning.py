@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+from published import DANCEGRPO
 from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
+from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.engine.preflight import preflight
-from finetrainers.engine.run import train
+from finetrainers.engine.run import run
+from finetrainers.engine.training import train
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "window": {"best_of_n": 2, "kl_coef": 0.1},
@@ -84,7 +89,7 @@ def curve(directory: str | Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 def test_every_family_trains(family: str, training_type: str, options: Callable[..., dict[str, Any]]) -> None:
     given = options(family, training_type=training_type, lr=1e-3)
-    trainer = train(load_config(**given))
+    trainer = run(preflight(load_config(**given)))
     assert trainer is not None
     found = records(given["output_dir"])
     assert [r["step"] for r in found] == [1, 2]
@@ -163,8 +168,8 @@ def test_resuming_changes_nothing(
     a, b = (load_file(tmp_path / run / "pytorch_lora_weights.safetensors") for run in ("straight", "resumed"))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
-    for run in ("straight", "resumed"):
-        assert len((tmp_path / run / "rewards" / "brightness.txt").read_text().splitlines()) == 2
+    for name in ("straight", "resumed"):
+        assert len((tmp_path / name / "rewards" / "brightness.txt").read_text().splitlines()) == 2
     assert len(list((tmp_path / "straight" / "samples" / "step-000004").glob("*.mp4"))) == 1
 
 
@@ -237,7 +242,7 @@ def test_a_dry_run_tells_of_prompts_and_rollouts(
         "updates_per_rollout": 2,
         "batch_size": 2,
     }
-    assert train(load_config(**options(**changes, dry_run=True))) is None
+    assert train(load_config(**options(**changes, dry_run=True))).weights is None
     printed = capsys.readouterr().out
     assert (
         "2 steps of 2 clips over all processes (rollouts of 2 prompts x 4 clips, of which 2 are trained on, 2 steps"
@@ -249,6 +254,27 @@ def test_a_dry_run_tells_of_prompts_and_rollouts(
     assert not (tmp_path / "run").exists()
 
 
+def test_dancegrpos_published_command_passes_a_dry_run(
+    tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Word for word, on 32 processes; the names of the method and of the family stand in its script's name."""
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "HunyuanVideo").symlink_to(tiny_repo("hunyuan_video"))
+    encoded = tmp_path / "data" / "rl_embeddings"
+    for folder in ("prompt_embed", "prompt_attention_mask"):
+        (encoded / folder).mkdir(parents=True)
+        (encoded / folder / "0.pt").touch()
+    entry = {"caption": "a cat", "prompt_embed_path": "0.pt", "prompt_attention_mask": "0.pt"}
+    (encoded / "videos2caption.json").write_text(json.dumps([entry]))
+    config, _ = parse_flags(["--method", "grpo", "--model_name", "hunyuan_video", "--dry_run", *DANCEGRPO])
+    assert config is not None
+    assert train(config) is None
+    printed = capsys.readouterr().out
+    assert "404 steps of 128 clips over all processes (rollouts of 32 prompts x 24 clips, of which 8" in printed
+
+
 def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         preflight(load_config(**options(reward=["brightnes"], prompts=str(tmp_path / "none.txt"), num_generations=1)))
@@ -256,6 +282,35 @@ def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]],
     assert "did you mean 'brightness'" in said
     assert "none.txt" in said
     assert "num_generations" in said
+
+
+def test_a_checkpoint_with_a_multistep_solver(
+    options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its levels start a little below 1, where the noise of `flow` has no limit; `--shift` is its `flow_shift`."""
+    from finetrainers.methods.grpo.rollout import Sampler
+    from finetrainers.models.ltx_video import LTXVideoSpec
+
+    given = options(train_steps=1, shift=5.0, window_size=0)
+    repo = shutil.copytree(given["pretrained_model_name_or_path"], tmp_path / "model")
+    solvers = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    diffusers.UniPCMultistepScheduler(**solvers).save_pretrained(repo / "scheduler")
+    seen, rollout = [], Sampler.rollout
+    monkeypatch.setattr(Sampler, "rollout", lambda self, *a, **o: seen.append((self.times, rollout(self, *a, **o))) or seen[-1][1])  # fmt: skip
+    train(load_config(**given | {"pretrained_model_name_or_path": str(repo)}))
+    times, (clean, _) = seen[0]
+    t = torch.linspace(1, 0, 6)[:-1]
+    torch.testing.assert_close(times, 5 * t / (1 + 4 * t), rtol=1e-5, atol=0)
+    assert clean.std() < 5
+    assert records(tmp_path / "run")[0]["grad_norm"] < 1e3
+
+    def load(self: LTXVideoSpec) -> None:
+        raise AssertionError("a weight is loaded")
+
+    monkeypatch.setattr(LTXVideoSpec, "load_text_encoders", load)
+    diffusers.DPMSolverMultistepScheduler(**solvers).save_pretrained(repo / "scheduler")  # from 0.999 on
+    with pytest.raises(ConfigError, match=r"--sampler: does not go .* adds noise of std .*use a lower --eta"):
+        train(load_config(**given | {"pretrained_model_name_or_path": str(repo), "output_dir": str(tmp_path / "no")}))
 
 
 @pytest.mark.parametrize(("limit", "stays"), [(2**28, True), (1, False)])

@@ -1,8 +1,14 @@
 """The run directory: no secrets, no doubled steps, and what a new continuation replaces is set aside."""
 
 import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
 
 from finetrainers.config.load import load_config
+from finetrainers.engine import publish
+from finetrainers.engine.callbacks.rewards import RewardFiles
 from finetrainers.engine.manifest import write_manifest
 from finetrainers.engine.resume import find_checkpoint
 from finetrainers.engine.run_dir import RunDirectory, without_secrets
@@ -41,6 +47,61 @@ def test_later_checkpoints_and_samples_are_set_aside_when_an_older_step_is_conti
         5,
         6,
     ]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b'{"time": 1.5, "step": 3, "lo', b'{"step": 1, "loss": \xff}', b"[1, 2]", b"17", b'{"loss": 1.0}', b'{"step": "a"}',
+     b"[" * 100_000, b"\x00\x00"],
+)  # fmt: skip
+def test_damaged_records_never_stop_a_resume(damaged, tmp_path, caplog):
+    """They are put aside, wherever they stand; what comes after them is a line of its own."""
+    whole = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([whole[0], damaged, *whole[1:], damaged]))
+    (tmp_path / "events.jsonl").write_bytes(damaged)
+    (tmp_path / "rewards").mkdir()
+    config = load_config(model_name="m", pretrained_model_name_or_path="x", data_root="d")
+    run_dir = RunDirectory(tmp_path, writes=True)
+    run_dir.start(config, resumed_step=3)
+    run_dir.metrics({"step": 4, "loss": 2.0})
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == [*whole[:3], b'{"step": 4, "loss": 2.0}']
+    aside = (tmp_path / "metrics.jsonl.damaged").read_bytes().splitlines()
+    assert [line.replace(b" ", b"") for line in aside] == 2 * [damaged.replace(b" ", b"")]
+    assert "2 damaged lines of" in caplog.text
+    *_, event = (tmp_path / "events.jsonl").read_bytes().splitlines()
+    assert json.loads(event)["event"] == "start"
+    RewardFiles().on_start(SimpleNamespace(run_dir=run_dir))
+
+
+def test_records_that_cannot_be_written_never_stop_a_run(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").mkdir()
+    config = load_config(model_name="m", pretrained_model_name_or_path="x", data_root="d")
+    run_dir = RunDirectory(tmp_path, writes=True)
+    run_dir.start(config, resumed_step=3)
+    for step in (4, 5):
+        run_dir.metrics({"step": step})
+    assert caplog.text.count("metrics.jsonl cannot be written (Is a directory)") == 1
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        run_dir.metrics({"step": 6})
+
+
+def test_an_abandoned_branch_does_not_come_back(tmp_path):
+    """A process that died while it replaced step 12 left it under another name; then step 6 was continued."""
+    for step in (6, 12):
+        folder = publish.reserve(tmp_path / "checkpoints" / f"step-{step}", needed=0)
+        (folder / "state.json").write_text("{}")
+        publish.publish(folder, tmp_path / "checkpoints" / f"step-{step}", facts={"step": step})
+    abandoned = tmp_path / "checkpoints" / ".step-12.replaced"
+    (tmp_path / "checkpoints" / "step-12").rename(abandoned)
+    assert find_checkpoint("latest", tmp_path) == abandoned
+    config = load_config(model_name="m", pretrained_model_name_or_path="x", data_root="d")
+    RunDirectory(tmp_path, writes=True).start(config, resumed_step=6)
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "checkpoints" / "step-6"
+    publish.reserve(tmp_path / "checkpoints" / "step-8", needed=0)  # which clears up
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "checkpoints" / "step-6"
+    aside = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("replaced-")]
+    assert len(aside) == 1
 
 
 def test_step_time_is_that_of_steps_alone(options, run, monkeypatch):

@@ -21,9 +21,9 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import control
 from finetrainers.engine.resume import list_checkpoints
-from finetrainers.engine.run import train
 from finetrainers.engine.stopping import SIGNALS
 from finetrainers.engine.trainer import Trainer
+from finetrainers.engine.training import train
 from finetrainers.utils import exit_codes
 
 ROOT = Path(__file__).parents[2]
@@ -221,6 +221,29 @@ def test_only_commands_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert caplog.text.count("halt is not a command; there are stop, save, sample") == 1
         (files.folder / "halt").unlink()
     assert not files.folder.exists()
+
+
+def test_commands_that_are_folders_and_a_folder_that_is_a_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = control.ControlFiles(tmp_path)
+    with files.watched():
+        (files.folder / "stop").mkdir()
+        (files.folder / "save" / "inner").mkdir(parents=True)
+        assert files.take() == {"stop", "save"}
+        assert files.take() == set(), "a command counts once, also where it cannot be removed"
+        assert caplog.text.count("save is taken as a command, and cannot be removed (") == 1
+        (files.folder / "save" / "inner").rmdir()
+        (files.folder / "save").rmdir()
+        assert files.take() == set()
+        (files.folder / "save").touch()
+        assert files.take() == {"save"}
+    assert not files.folder.exists()
+    files.folder.touch()
+    with files.watched():
+        assert files.take() == set()
+    assert "control is no folder (File exists): this run takes no commands by file" in caplog.text
+    assert files.folder.is_file()
 
 
 def test_exit_codes_are_those_of_the_documentation() -> None:

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import checkpoint
-from finetrainers.engine.run import train
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.run import run
 from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.parallel.engine import Parallel
@@ -70,7 +71,8 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
         checkpoint.save_weights = fail
     seen.clear()
     try:
-        trainer = train(load_config(**options))
+        trainer = run(preflight(load_config(**options)))
+        assert trainer is not None
     except ConfigError as error:
         return {"error": str(error)}
     except Exception as error:

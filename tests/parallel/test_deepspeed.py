@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.run import train
+from finetrainers.engine.training import train
 from finetrainers.methods.sft import SFT
 
 pytestmark = [

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.files import read_jsonl, write_text_atomic
 from finetrainers.utils.video import slug, write_mp4
 
 from .base import Callback, Record
@@ -32,16 +31,18 @@ class RewardFiles(Callback):
         self._last = -1.0
         if not trainer.run_dir.writes:
             return
-        for stale in (trainer.run_dir.root / "rewards").glob("*.txt"):
-            stale.unlink()
-        if not trainer.run_dir.metrics_file.is_file():
-            return
-        found: dict[str, list[str]] = defaultdict(list)
-        for line in trainer.run_dir.metrics_file.read_text(encoding="utf-8").splitlines():
-            for name, value in self._scores(json.loads(line)).items():
-                found[name].append(f"{value:.6g}\n")
-        for name, lines in found.items():
-            write_text_atomic(self._path(trainer, name), "".join(lines))
+        folder = trainer.run_dir.root / "rewards"
+        with trainer.run_dir.recording(folder):
+            for stale in folder.glob("*.txt"):
+                stale.unlink()
+            if not trainer.run_dir.metrics_file.is_file():
+                return
+            found: dict[str, list[str]] = defaultdict(list)
+            for record in read_jsonl(trainer.run_dir.metrics_file)[0]:
+                for name, value in self._scores(record).items():
+                    found[name].append(f"{value:.6g}\n")
+            for name, lines in found.items():
+                write_text_atomic(self._path(trainer, name), "".join(lines))
 
     def on_back(self, trainer: Trainer) -> None:
         self.on_start(trainer)
@@ -51,9 +52,10 @@ class RewardFiles(Callback):
             return
         for name, value in self._scores(record).items():
             path = self._path(trainer, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(f"{value:.6g}\n")
+            with trainer.run_dir.recording(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(f"{value:.6g}\n")
 
     def _scores(self, record: Record) -> Record:
         """Scores of a rollout that has not been written yet."""

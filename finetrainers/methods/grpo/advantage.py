@@ -11,10 +11,12 @@ std_R is taken around the mean of the whole rollout, so that it includes how pro
 standard deviation of a group is that of a population (numpy's, as Flow-GRPO; the group's advantages then have deviation
 1) or, with `correction=1`, the sample estimate (torch's, as DanceGRPO and MixGRPO).
 
-Several rewards k with weights w_k are combined in one of three ways:
+Several rewards k with weights w_k are combined in one of four ways:
 
-    sum          A = sum_k w_k clip(A_k)                               DanceGRPO (VQ and MQ), MixGRPO
-    weighted     r = sum_k w_k r_k, and A from r
+    sum          A = sum_k w_k clip(A_k)                               MixGRPO
+    separate     the same, but each w_k clip(A_k) has a clipped        DanceGRPO (VQ and MQ)
+                 loss of its own, which matters once ratios leave 1
+    weighted     r = sum_k w_k r_k, and A from r                       Flow-GRPO, DiffusionNFT, Flash-GRPO
     gdpo         a = sum_k w_k A_k,  A = a / (std_R(a) + eps)          GDPO (arXiv:2601.05242), Flow-Factory's default
 
 GDPO also subtracts the rollout's mean of a, which is zero already, because every group's is.
@@ -33,7 +35,7 @@ from torch import Tensor
 from finetrainers.utils.text import plural
 
 Mode = Literal["group_std", "global_std", "mean_only"]
-Combination = Literal["sum", "weighted", "gdpo"]
+Combination = Literal["sum", "separate", "weighted", "gdpo"]
 
 _SHOWN = 3  # positions named in an error
 
@@ -44,12 +46,14 @@ class Advantages:
 
     Attributes:
         values: float64, shaped like the scores; exactly 0 for failed clips and for groups that teach nothing.
+        terms: `[P, G, K]` float64, what the values are the sum of: one term each for rewards that are clipped apart.
         group_std: by reward, the population standard deviation within every group, `[P]`; NaN where no clip has a score.
         constant: the groups in which every advantage is exactly 0: no update comes from them.
         failed: how many clips took no part.
     """
 
     values: Tensor
+    terms: Tensor
     group_std: Mapping[str, Tensor]
     constant: tuple[int, ...]
     failed: int
@@ -113,21 +117,29 @@ def compute_advantages(
         return _normalise(values, members, mode=mode, eps=eps, floor=floor, correction=correction)
 
     weighted = {name: values for name, values in table.items() if weights[name]}
+    terms: list[list[float]] = []
     if combination == "weighted":
         result = _clip(normalised(_sum(weighted, weights)), clip)
-    elif combination == "sum":
-        result = _sum({name: _clip(normalised(values), clip) for name, values in weighted.items()}, weights)
+    elif combination in ("sum", "separate"):
+        clipped = {name: _clip(normalised(values), clip) for name, values in weighted.items()}
+        result = _sum(clipped, weights)
+        if combination == "separate":
+            terms = [[weights[name] * value for value in values] for name, values in clipped.items()]
     elif combination == "gdpo":
         total = _sum({name: normalised(values) for name, values in weighted.items()}, weights)
         _, std = _moments([total[i] for group in members for i in group], correction)
         result = _clip([value / (std + eps) if value else 0.0 for value in total], clip)
     else:
-        raise ValueError(f"unknown combination {combination!r}; valid: sum, weighted, gdpo")
+        raise ValueError(f"unknown combination {combination!r}; valid: sum, separate, weighted, gdpo")
+    terms = terms or [result]
     spreads = {name: [_spread(values, group) for group in members] for name, values in table.items()}
     return Advantages(
         values=torch.tensor(result, dtype=torch.float64).view(shape),
+        terms=torch.tensor(terms, dtype=torch.float64).T.reshape(*shape, len(terms)),
         group_std={name: torch.tensor(found, dtype=torch.float64) for name, found in spreads.items()},
-        constant=tuple(prompt for prompt, group in enumerate(members) if not any(result[i] for i in group)),
+        constant=tuple(
+            prompt for prompt, group in enumerate(members) if not any(term[i] for term in terms for i in group)
+        ),
         failed=shape.numel() - sum(map(len, members)),
     )
 

@@ -17,11 +17,7 @@ from finetrainers.rewards.panel import RewardPanel
 from .collect import Collector, Comparison
 from .evaluate import PromptEvaluation
 from .rollout import Sampler
-from .tables import StepTables
-from .windows import Windows
-
-#: Amount of noise when the user does not say, by kernel: published values; see docs/grpo.md.
-DEFAULT_ETA = {"flow": 0.7, "dance": 0.25, "cps": 0.7, "ddim": 0.3, "ode": 0.0}
+from .tables import make_tables
 
 
 def build_collector(parts: MethodParts, *, keep_means: bool = False, stochastic: bool = True) -> Collector:
@@ -34,28 +30,9 @@ def build_collector(parts: MethodParts, *, keep_means: bool = False, stochastic:
     """
     config, section = parts.config, parts.config.grpo
     sampler = build_sampler(parts)
-    kernel = section.sampler or ("flow" if parts.process.is_flow else "ddim")
-    windows = Windows(
-        section.sampling_steps,
-        seed=config.training.seed,
-        size=section.window_size,
-        span=(section.window_range[0], section.window_range[1]),
-        strategy=section.window_strategy,
-        every=section.window_every,
-        stride=section.window_stride,
-        per_prompt=section.window_per_prompt,
-        timestep_fraction=section.timestep_fraction,
-    )
     return Collector(
         sampler=sampler,
-        tables=StepTables(
-            parts.process,
-            sampler.times,
-            kernel=kernel if stochastic else "ode",
-            eta=DEFAULT_ETA[kernel] if section.eta is None else section.eta,
-            windows=windows if stochastic else None,
-            weight=section.step_weight,
-        ),
+        tables=make_tables(config, parts.process, sampler.times, stochastic=stochastic),
         source=parts.source,
         vae_stats=parts.vae_stats,
         panel=RewardPanel(

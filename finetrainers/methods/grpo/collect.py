@@ -42,7 +42,7 @@ class Collected:
         jobs: what the clips are.
         latents: clean latents `[C, T, H, W]` by index, of the clips to train on; of the first one where there are none.
         replays: trained transitions of the same clips; empty without noise.
-        advantages: `[n]` fp32.
+        advantages: `[n, K]` fp32, what a clip's advantage is the sum of; see `Advantages.terms`.
         kept: indices of the clips to train on.
         kept_by_rank: how many each rank has.
         stats: named numbers of the whole rollout, the same on every rank.
@@ -160,7 +160,7 @@ class Collector:
             jobs=jobs,
             latents=dict.fromkeys(range(len(jobs)), torch.zeros(shape, device=device)),
             replays=dict.fromkeys(range(len(jobs)), replay) if len(steps) else {},
-            advantages=torch.zeros(len(jobs)),
+            advantages=torch.zeros(len(jobs), 1),
             kept=range(len(jobs)),
             kept_by_rank=[len(jobs)] * self.parallel.world_size,
             stats={},
@@ -244,7 +244,7 @@ class Collector:
             jobs=jobs,
             latents={i: latents[i].clone() for i in needed},  # they were parts of a batch, which would stay whole
             replays={i: replays[i] for i in needed if replays},
-            advantages=values.flatten()[start : start + share].float(),
+            advantages=found.terms.flatten(0, 1)[start : start + share].float(),
             kept=kept,
             kept_by_rank=counts,
             stats={**stats, "clips_trained": float(sum(counts))},

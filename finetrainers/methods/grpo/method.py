@@ -43,8 +43,9 @@ class Transition:
         before, after: latents on both sides, `[B, C, T, H, W]` fp32.
         time: process time before, `[B]`.
         step: the transition's coefficients, `[B]`.
+        length: fall of the noise level, `[B]`.
         log_old, mean_old: of the policy that sampled it; see `Replay`.
-        advantage: `[B]`.
+        advantage: `[B, K]`; see `Advantages.terms`.
         weight: share of each clip in the step's loss, times its step's weight, `[B]`; 0 for clips that only fill up.
         share: the same without the step's weight, for averages of what is watched.
         conditions, negative: text.
@@ -56,6 +57,7 @@ class Transition:
     after: Tensor
     time: Tensor
     step: Transitions
+    length: Tensor
     log_old: Tensor
     mean_old: Tensor | None
     advantage: Tensor
@@ -90,7 +92,8 @@ class GRPO(RolloutMethod[Transition]):
         updates: optimizer steps per rollout.
         epsilon: clip range of the ratio; None: by the size of a latent.
         ratio_norm: centre and scale the log-ratios of all steps alike (GRPO-Guard).
-        kl_coef, kl_space: weight of the divergence from the reference, and whether of predictions or of means.
+        kl_coef, kl_space: weight of the divergence from the reference, and what of: predictions, means of steps in units
+            of their std (`mean`), or in units of the noise rate (`rate`).
         seed: of the run.
         """
         super().__init__(
@@ -138,6 +141,7 @@ class GRPO(RolloutMethod[Transition]):
             after=torch.stack([r.after[k] for r in replays]).to(device).float(),
             time=self.sampler.time(steps, device),
             step=self.collector.tables.stochastic.at(steps, device),
+            length=self.collector.tables.lengths[steps.cpu()].to(device, torch.float32),
             log_old=torch.stack([r.log_old[k] for r in replays]).to(device),
             mean_old=means,
             advantage=collected.advantages[part.clips].to(device),
@@ -189,7 +193,9 @@ class GRPO(RolloutMethod[Transition]):
             prediction_ref, mean_ref = self._mean(network, batch)
         if self.kl_space == "velocity":
             return velocity_divergence(prediction, prediction_ref)
-        return mean_divergence(mean, mean_ref, batch.step.std)
+        divergence = mean_divergence(mean, mean_ref, batch.step.std)
+        # A step's variance is the squared noise rate times its length, which Flow-GRPO leaves out.
+        return divergence * batch.length if self.kl_space == "rate" else divergence
 
     def _ratio_error_grown(self, batch: Transition, ratio: Tensor) -> Tensor:
         """How much this micro-batch raises the step's largest error of a ratio that must be 1: summed up, that error.

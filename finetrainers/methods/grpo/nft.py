@@ -207,7 +207,7 @@ class NFT(RolloutMethod[Noised]):
             x0=x0,
             x_t=x_t,
             time=time,
-            goodness=(collected.advantages[part.clips].to(device) / self.advantage_clip / 2 + 0.5).clamp(0, 1),
+            goodness=(collected.advantages[part.clips].sum(1).to(device) / self.advantage_clip / 2 + 0.5).clamp(0, 1),
             share=torch.tensor(part.shares, device=device),
             old=old,
             conditions=conditions,

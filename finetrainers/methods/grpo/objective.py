@@ -38,16 +38,22 @@ def clip_range(given: float | None, elements: int) -> float:
 
 
 def clipped_ratio(log_new: Tensor, log_old: Tensor, advantage: Tensor, epsilon: float) -> Clipped:
-    """PPO's objective (Schulman et al. 2017, eq. 7): max(-A r, -A clip(r, 1 - e, 1 + e)) with r = exp(new - old)."""
+    """PPO's objective (Schulman et al. 2017, eq. 7): max(-A r, -A clip(r, 1 - e, 1 + e)) with r = exp(new - old).
+
+    Args:
+        log_new, log_old: log-densities, `[B]`.
+        advantage: `[B, K]`; the objectives of the K terms are summed. A clip counts as clipped if one of them is.
+        epsilon: e.
+    """
     ratio = torch.exp(log_new - log_old)
     held = ratio.clamp(1 - epsilon, 1 + epsilon)
-    loss = torch.maximum(-advantage * ratio, -advantage * held)
+    loss = torch.maximum(-advantage * ratio[:, None], -advantage * held[:, None]).sum(1)
     seen = ratio.detach()
     return Clipped(
         loss=loss,
         ratio=seen,
-        clipped_high=((advantage > 0) & (seen > 1 + epsilon)).float(),
-        clipped_low=((advantage < 0) & (seen < 1 - epsilon)).float(),
+        clipped_high=((advantage > 0).any(1) & (seen > 1 + epsilon)).float(),
+        clipped_low=((advantage < 0).any(1) & (seen < 1 - epsilon)).float(),
     )
 
 

@@ -29,11 +29,13 @@ class PromptPlan:
         prompts: to be trained on.
         eval_prompts: to be evaluated on.
         size: of every clip, frames x height x width.
+        num_tokens: video tokens of a clip, by which some schedules shift noise levels.
     """
 
     prompts: tuple[Prompt, ...]
     eval_prompts: tuple[Prompt, ...]
     size: tuple[int, int, int]
+    num_tokens: int
     fps: float
     fingerprint: str
     warnings: tuple[str, ...] = ()
@@ -107,6 +109,7 @@ def plan_prompts(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bo
         prompts=train.prompts,
         eval_prompts=held.prompts if held else (),
         size=section.rollout_size,
+        num_tokens=geometry.num_tokens(*section.rollout_size),
         fps=section.reward_fps or geometry.fps,
         fingerprint=train.fingerprint,
         warnings=train.warnings + (held.warnings if held else ()),

@@ -23,6 +23,7 @@ from finetrainers.models.spec import Conditions, ModelSpec, TextEncoders, VAESta
 
 from .plan import PromptPlan
 from .prompts import Prompt, PromptOrder
+from .tables import check_noise
 
 #: Bytes of text conditioning that are kept in memory, so that a prompt is not read again for each of its micro-batches.
 _MEMORY = 256 * 2**20
@@ -189,5 +190,10 @@ class PromptSource:
 def open_prompts(
     plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any, course: Course | None = None
 ) -> PromptSource:
-    """The prompts of a run; default: from their beginning."""
+    """The prompts of a run; default: from their beginning.
+
+    Raises:
+        ConfigError: the sampler does not go with the checkpoint's noise levels: found here, before any weight is loaded.
+    """
+    check_noise(config, spec, num_tokens=plan.num_tokens)
     return PromptSource(plan, config, spec=spec, parallel=parallel, course=course)

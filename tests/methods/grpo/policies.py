@@ -53,8 +53,36 @@ class Network(nn.Module):
         return self.outward(self.dropout(h + torch.relu(self.hidden(h))))
 
 
+class _WithAdapter(nn.Module):
+    def __init__(self, base: nn.Conv3d) -> None:
+        super().__init__()
+        self.base, self.adapter, self.is_on = base, nn.Conv3d(base.in_channels, base.out_channels, 1), True
+        nn.init.normal_(self.adapter.weight, std=0.02)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.base(h) + self.adapter(h) if self.is_on else self.base(h)
+
+
+class Adapted(Network):
+    """The same with an adapter on its last layer, which alone is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.outward = _WithAdapter(self.outward)  # type: ignore[assignment]
+        self.config = SimpleNamespace(out_channels=SHAPE[0])
+
+    def disable_adapters(self) -> None:
+        self.outward.is_on = False
+
+    def enable_adapters(self) -> None:
+        self.outward.is_on = True
+
+
 class Spec:
     """What a sampler asks of a model's spec."""
+
+    sampling_guidance = None
 
     def predict(self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: Conditions, meta: VideoMeta) -> Tensor:
         level = t.float() / 1000 if not t.is_floating_point() else t.float()
@@ -63,6 +91,8 @@ class Spec:
 
 class Source:
     """Four prompts, of which the odd ones want darkness."""
+
+    plan = SimpleNamespace(eval_prompts=())
 
     def __init__(self, prompts_per_step: int = 2, seed: int = 0) -> None:
         self.order = PromptOrder(NUM_PROMPTS, prompts_per_step=prompts_per_step, seed=seed)
@@ -90,6 +120,11 @@ def signed_brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """Wanted: bright clips of some prompts and dark ones of others, so that no drift can score."""
     sign = torch.tensor([1.0 if "bright" in prompt else -1.0 for prompt in prompts])
     return sign * (videos.mean(dim=(1, 2, 3, 4)) - 0.5)
+
+
+def contrast_in_percent(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    """On another scale than brightness."""
+    return 100 * videos.std(dim=(1, 2, 3, 4))
 
 
 def shuffled(videos: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -145,10 +180,10 @@ def make_collector(
     )
 
 
-def network(seed: int = 0, **options: Any) -> Network:
+def network(seed: int = 0, *, cls: type[Network] = Network, **options: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Network(**options)
+        return cls(**options)
 
 
 def bright_only(videos: Tensor, prompts: Sequence[str]) -> Tensor:

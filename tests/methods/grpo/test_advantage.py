@@ -14,7 +14,7 @@ from torch import Tensor
 from finetrainers.methods.grpo.advantage import Combination, Mode, best_of_n, compute_advantages
 
 MODES: list[Mode] = ["group_std", "global_std", "mean_only"]
-COMBINATIONS: list[Combination] = ["sum", "weighted", "gdpo"]
+COMBINATIONS: list[Combination] = ["sum", "separate", "weighted", "gdpo"]
 SETTINGS = [(mode, combination) for mode in MODES for combination in COMBINATIONS]
 
 
@@ -164,6 +164,20 @@ def test_combinations_are_those_of_the_formulae(mode: Mode) -> None:
     renormalised = (total - total.mean()) / (total.std() + 1e-4)
     found = combined(scores, "gdpo", mode=mode, clip=1.2)
     np.testing.assert_allclose(found, np.clip(renormalised, -1.2, 1.2), rtol=1e-10)
+
+
+def test_the_terms_of_an_advantage() -> None:
+    """One for each reward whose loss is clipped by itself, else the advantage alone; a group teaches if one term does."""
+    scores = two_rewards(2, 3)
+    scores["b"] = 4 * scores["a"]  # with weights of 1 and -1, advantages that cancel
+    found = {c: compute_advantages(scores, weights={"a": 1.0, "b": -1.0}, combination=c, eps=0.0) for c in COMBINATIONS}
+    each = one(scores["a"], eps=0.0)
+    torch.testing.assert_close(found["separate"].terms, torch.stack([each, -each], dim=-1))
+    assert found["separate"].constant == ()
+    assert found["sum"].values.abs().max() < 1e-12
+    for combination in ("sum", "weighted", "gdpo"):
+        assert torch.equal(found[combination].terms, found[combination].values[..., None])
+    torch.testing.assert_close(found["separate"].values, found["separate"].terms.sum(-1))
 
 
 def test_what_distinguishes_the_combinations() -> None:

@@ -56,7 +56,7 @@ def test_two_updates_of_one_rollout() -> None:
         .view(4, 8)
     )
     advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-8)
-    torch.testing.assert_close(collected.advantages.double(), advantages.flatten(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(collected.advantages.double(), advantages.flatten()[:, None], rtol=1e-4, atol=1e-4)
     for group, row in enumerate(advantages):
         ranked = row.argsort().tolist()
         kept = {8 * group + i for i in (*ranked[:2], *ranked[-2:])}
@@ -75,7 +75,7 @@ def test_two_updates_of_one_rollout() -> None:
             with torch.no_grad():
                 log_old = flux_step(old, batch, sigmas)
             ratio = torch.exp(flux_step(theirs, batch, sigmas) - log_old)
-            advantage = batch.advantage.double().clamp(-5.0, 5.0)
+            advantage = batch.advantage.double().sum(1).clamp(-5.0, 5.0)
             unclipped = -advantage * ratio
             clipped = -advantage * torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
             loss = torch.maximum(unclipped, clipped).sum() / (clips * collector.tables.num_trained)

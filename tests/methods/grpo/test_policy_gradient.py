@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_reinforce(make_process: Any) -> None:
         prediction = method.sampler.predict(model, batch.before, batch.time, batch.conditions, None)
         mean = transition_mean(method.sampler.process, prediction, batch.before, batch.time, batch.step)
         density = torch.distributions.Normal(mean, batch.step.std.view(-1, 1, 1, 1, 1)).log_prob(batch.after)
-        return (batch.advantage * density.flatten(1).mean(1)).sum()
+        return (batch.advantage.sum(1) * density.flatten(1).mean(1)).sum()
 
     expected = gradient(model, -sum(log_likelihood(batch) for batch in batches) / clips)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)

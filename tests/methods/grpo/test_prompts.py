@@ -16,7 +16,7 @@ from finetrainers.data.course import Course
 from finetrainers.data.manifest import DataError
 from finetrainers.methods.grpo.plan import PromptPlan
 from finetrainers.methods.grpo.prompts import Prompt, PromptFile, PromptOrder, clip_generator, read_prompts
-from finetrainers.methods.grpo.source import open_prompts
+from finetrainers.methods.grpo.source import PromptSource
 
 
 def read(folder: Path, name: str, content: str | bytes) -> PromptFile:
@@ -229,10 +229,10 @@ def test_a_source_counts_prompts_from_where_they_were_begun(tmp_path):
         model_name="m", pretrained_model_name_or_path="r", method="grpo", output_dir=str(tmp_path), prompts_per_step=2,
         updates_per_rollout=2, seed=5, batch_size=1,
     )  # fmt: skip
-    plan = PromptPlan(tuple(Prompt(str(i), "") for i in range(5)), (), (9, 64, 64), 8.0, "f")
+    plan = PromptPlan(tuple(Prompt(str(i), "") for i in range(5)), (), (9, 64, 64), 8, 8.0, "f")
     parallel = SimpleNamespace(world_size=1, rank=0)
     begun, later = (
-        open_prompts(plan, config, spec=None, parallel=parallel, course=Course.begin(config, world_size=1, step=step))
+        PromptSource(plan, config, spec=None, parallel=parallel, course=Course.begin(config, world_size=1, step=step))
         for step in (0, 6)
     )
     assert [later.prompts_of(rollout) for rollout in (3, 4, 5)] == [begun.prompts_of(rollout) for rollout in (0, 1, 2)]

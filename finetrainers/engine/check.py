@@ -1,0 +1,62 @@
+"""The check of a data set: what becomes of every item, found out without model weights. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.data.plan import plan_clips, plan_of
+from finetrainers.data.probing import Effort
+from finetrainers.data.report import make_report
+from finetrainers.data.survey import Survey, survey_dataset
+from finetrainers.methods.registry import plan_work
+
+from .preflight import preflight
+
+
+def check(config: TrainConfig, *, decode: bool = False, recall: bool = True, jobs: int | None = None) -> dict[str, Any]:
+    """Say what becomes of every item of the data: its bucket, or why it cannot be used.
+
+    Args:
+        config: from `load_config`; needs a model's name and data.
+        decode: decode every file from end to end, not only its header.
+        recall: use what is remembered of files that were looked at before.
+        jobs: processes that decode; default: one for each processor.
+
+    Returns:
+        The report that `finetrainers check --json` writes: `usable`, `counts`, `buckets`, `items` and more.
+
+    Raises:
+        ConfigError: something else is wrong with the configuration.
+    """
+    report, problems = examine(config, Effort(decode=decode, duplicates=True, recall=recall, jobs=jobs))
+    if report is None or problems:
+        raise ConfigError(problems)
+    return report
+
+
+def examine(config: TrainConfig, effort: Effort) -> tuple[dict[str, Any] | None, list[Problem]]:
+    """The report (None where the configuration leaves nothing to check), and what else is wrong with the configuration."""
+    survey: Survey | None = None
+
+    def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> Any:
+        nonlocal survey
+        if not config.data.is_named:
+            return plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
+        if sizes_are_wrong:
+            return plan_clips(config, geometry, sizes_are_wrong=True)
+        survey = survey_dataset(config, geometry, effort=effort)
+        return plan_of(survey, config)
+
+    problems: list[Problem] = []
+    try:
+        preflight(config, planner=planner)
+    except ConfigError as error:
+        # Nothing is written to the run's folder; and what is wrong with items is in the survey.
+        ours = ("--output_dir", "--resume_from_checkpoint", *(("data",) if survey is not None else ()))
+        problems = [problem for problem in error.problems if problem.where not in ours]
+    if survey is None:
+        return None, problems or [Problem("data", "no clips to check: give --data_root or --dataset_file")]
+    return make_report(survey, config, decoded=effort.decode), problems

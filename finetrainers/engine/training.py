@@ -1,0 +1,120 @@
+"""Training from Python: `train`, and what a run has left. Imports no torch before there is something to load."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.models.registry import get_family
+from finetrainers.utils.logs import quiet_libraries
+from finetrainers.utils.process_state import restored
+
+from .callbacks.base import Callback
+from .lora_layout import LORA_FILE
+from .preflight import preflight
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run has left in its directory, read from there when asked for.
+
+    Attributes:
+        config: the configuration that was trained, `init_from` resolved.
+        step: the last optimizer step; 0 after a dry run.
+        stopped_by: what stopped the run before its last step, with a checkpoint; None: it is finished.
+    """
+
+    config: TrainConfig
+    step: int
+    stopped_by: str | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory, `output_dir`."""
+        return self.config.run.output_dir
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of `metrics.jsonl`, those of steps before a resume included; none after a dry run."""
+        if self.config.run.dry_run:
+            return []
+        lines = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
+    def samples(self) -> list[Path]:
+        """The sampled videos, by step and prompt; none after a dry run."""
+        return [] if self.config.run.dry_run else sorted((self.run_dir / "samples").glob("step-*/*.mp4"))
+
+    @property
+    def weights(self) -> Path | None:
+        """The LoRA file, or the folder of the transformer; None of a run that was stopped, and after a dry run."""
+        if self.config.run.dry_run or self.stopped_by is not None:
+            return None
+        is_lora = self.config.training.training_type == "lora"
+        return self.run_dir / (LORA_FILE if is_lora else "transformer")
+
+    def pipeline(self, device: str | None = None, *, image_to_video: bool = False) -> Any:
+        """diffusers' pipeline of the model with the trained weights, in the dtypes of the configuration.
+
+        Args:
+            device: where to put it; default: on the GPU if there is one, else on the CPU.
+            image_to_video: whether it takes a first frame, for models that can do with and without.
+
+        Raises:
+            ValueError: there are no trained weights: a dry run, or a run that was stopped.
+        """
+        if self.weights is None:
+            why = "a dry run trains nothing" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
+            raise ValueError(f"there are no trained weights in {self.run_dir}: {why}")
+        with quiet_libraries():
+            import torch
+
+            from finetrainers.models.spec import DTYPES
+
+            model, family = self.config.model, get_family(self.config.model.model_name)
+            spec = family.load(model)
+            is_lora = self.weights.is_file()
+            trained = (
+                model if is_lora else model.model_copy(update={"transformer_id": str(self.weights), "variant": None})
+            )
+            pipeline = spec.pipeline(
+                family.load(trained).load_transformer(DTYPES[model.transformer_dtype]),
+                spec.load_vae(),
+                spec.load_scheduler(),
+                spec.load_text_encoders(),
+                image_to_video=image_to_video,
+            )
+            if is_lora:
+                pipeline.load_lora_weights(str(self.weights.parent), weight_name=self.weights.name)
+            return pipeline.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def train(config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> TrainResult:
+    """Check a configuration and train.
+
+    Random generators, precision flags, environment and log levels of the process are afterwards as before.
+
+    Args:
+        config: from `load_config`.
+        callbacks: what watches the run besides the run's own callbacks, after these.
+
+    Raises:
+        ConfigError: the configuration cannot run; all reasons at once.
+    """
+    checked = preflight(config)
+    with restored(), quiet_libraries():
+        from .run import run
+
+        trainer = run(checked, callbacks=callbacks)
+        if trainer is None:
+            return TrainResult(checked.config, step=0)
+        result = TrainResult(trainer.config, step=trainer.step, stopped_by=trainer.stopped_by)
+        del trainer
+        gc.collect()  # networks and callbacks refer to each other, and the caller may want the memory now
+        return result

@@ -1,0 +1,144 @@
+"""Training from Python: what `train` gives back, what may watch it, and that the process is as it was before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import transformers
+from huggingface_hub.utils import are_progress_bars_disabled
+from safetensors.torch import load_file
+
+from finetrainers import Callback, Trainer, load_config, train
+from finetrainers.engine.stopping import SIGNALS
+
+
+class Watcher(Callback):
+    """Notes what it is told, and asks for the end after a step."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+        self.losses: list[float] = []
+        self.told: list[str] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.told.append("start")
+        # What a run may do to its process, as a callback or a library would.
+        os.environ["FINETRAINERS_TEST_LEFT"] = "1"
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(torch.float32)
+        torch.backends.cudnn.benchmark = True
+        logging.getLogger("finetrainers.test").setLevel(logging.DEBUG)
+        np.random.seed(1)
+        random.seed(1)
+
+    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
+        if "loss" in record:
+            self.losses.append(record["loss"])
+        if trainer.step == self.stop_after:
+            trainer.requests.stop = "the watcher"
+
+    def on_end(self, trainer: Trainer) -> None:
+        self.told.append("end")
+
+
+def process_state() -> dict[str, Any]:
+    """What all code of a process shares."""
+    logging.getLogger("finetrainers.test")
+    names = [n for n, logger in logging.Logger.manager.loggerDict.items() if isinstance(logger, logging.Logger)]
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": repr(np.random.get_state()),
+        "python": random.getstate(),
+        "precision": [
+            cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark, cudnn.deterministic, torch.get_float32_matmul_precision(),
+            *(getattr(place, "fp32_precision", None) for place in (torch.backends, matmul, cudnn)),
+        ],
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "environment": dict(os.environ),
+        "levels": {name: (logging.getLogger(name).level, logging.getLogger(name).propagate) for name in names},
+        "root": (logging.root.level, list(logging.root.handlers)),
+        "signals": [signal.getsignal(number) for number in SIGNALS],
+        "warnings": list(warnings.filters),
+        "bars": [
+            diffusers.utils.logging.is_progress_bar_enabled(), transformers.utils.logging.is_progress_bar_enabled(),
+            are_progress_bars_disabled(),
+        ],
+        "directory": Path.cwd(),
+    }  # fmt: skip
+
+
+def test_a_run_gives_back_what_it_left_and_leaves_the_process_as_it_was(
+    options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diffusers.utils.logging.enable_progress_bar()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    watcher = Watcher()
+    values = options(
+        clips=2, train_steps=2, validation_prompts="a cat@@@9x64x64:::b@@@1x64x64", validation_steps=1,
+        validation_inference_steps=2,
+    )  # fmt: skip
+    before = process_state()
+    result = train(load_config(**values), callbacks=[watcher])
+    after = process_state()
+    # Loggers that a library made on its import are its own.
+    after["levels"] = {name: after["levels"][name] for name in before["levels"]}
+    assert {name for name in before if before[name] != after[name]} == set()
+    diffusers.utils.logging.disable_progress_bar()
+
+    assert watcher.told == ["start", "end"]
+    assert watcher.losses == [record["loss"] for record in result.metrics if "loss" in record]
+    assert len(watcher.losses) == 2
+    assert result.step == 2
+    assert result.stopped_by is None
+    assert result.run_dir == Path(values["output_dir"])
+    assert [path.relative_to(result.run_dir / "samples").as_posix() for path in result.samples] == [
+        f"step-{step:06d}/0{prompt}" for step in (1, 2) for prompt in ("0-a-cat-0.mp4", "1-b-0.mp4")
+    ]
+    assert all(path.is_file() for path in result.samples)
+    assert result.weights == result.run_dir / "pytorch_lora_weights.safetensors"
+    pipeline = result.pipeline("cpu")
+    loaded = dict(pipeline.transformer.named_parameters())
+    trained = load_file(result.weights)
+    name = next(name for name in trained if "lora_B" in name)
+    loaded_name = name.removeprefix("transformer.").replace(".weight", ".default_0.weight")
+    assert torch.equal(loaded[loaded_name], trained[name])
+    assert loaded[loaded_name].abs().max() > 0
+    with torch.no_grad():
+        video = pipeline("a cat", num_frames=9, height=64, width=64, num_inference_steps=2, output_type="np").frames
+    assert video.shape == (1, 9, 64, 64, 3)
+
+
+def test_a_callback_stops_a_run_and_full_weights_load(options: Callable[..., dict]) -> None:
+    values = options(training_type="full-finetune", train_steps=2)
+    stopped = train(load_config(**values), callbacks=[Watcher(stop_after=1)])
+    assert (stopped.step, stopped.stopped_by, stopped.weights) == (1, "the watcher", None)
+    with pytest.raises(ValueError, match=r"no trained weights in .*: stopped by the watcher; resume it"):
+        stopped.pipeline()
+    result = train(load_config(**values, resume_from_checkpoint="latest"))
+    assert result.step == 2
+    assert [record["step"] for record in result.metrics] == [1, 2]
+    assert result.weights == result.run_dir / "transformer"
+    trained = load_file(result.weights / "diffusion_pytorch_model.safetensors")
+    loaded = result.pipeline("cpu").transformer.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in trained.items())
+
+
+def test_a_dry_run_has_trained_nothing(options: Callable[..., dict], capsys: pytest.CaptureFixture[str]) -> None:
+    result = train(load_config(**options(), dry_run=True))
+    assert (result.step, result.metrics, result.samples, result.weights) == (0, [], [], None)
+    with pytest.raises(ValueError, match="a dry run trains nothing"):
+        result.pipeline()
