@@ -58,7 +58,7 @@ def preflight(config: TrainConfig, *, preparing: bool = False, planner: Planner 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    problems = [Problem(name, message) for name, message in launch_problems()]
+    problems = [Problem(name, message) for name, message in launch_problems(joining=False)]
     if problems:  # the number of processes decides over the rest
         raise ConfigError(problems)
     try:

@@ -9,8 +9,13 @@ _COUNTS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": -1, "LOCAL_WORLD_SIZE": 1, 
 _PRECISIONS = ("no", "fp16", "bf16")
 
 
-def launch_problems(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
-    """What is wrong with the variables that a launcher sets, each with its name: they may be left from something else."""
+def launch_problems(environment: Mapping[str, str] = os.environ, *, joining: bool = True) -> list[tuple[str, str]]:
+    """What is wrong with the variables that a launcher sets, each with its name: they may be left from something else.
+
+    Args:
+        environment: the variables.
+        joining: whether the processes are to meet, so that they must be told where.
+    """
     found = []
     numbers: dict[str, int] = {}
     for name, least in _COUNTS.items():
@@ -26,7 +31,7 @@ def launch_problems(environment: Mapping[str, str] = os.environ) -> list[tuple[s
     if not found:
         if numbers["RANK"] >= numbers["WORLD_SIZE"]:
             found.append(("RANK", f"{numbers['RANK']} is none of {numbers['WORLD_SIZE']} processes (WORLD_SIZE)"))
-        elif numbers["WORLD_SIZE"] > 1 or numbers["LOCAL_RANK"] >= 0:
+        elif joining and (numbers["WORLD_SIZE"] > 1 or numbers["LOCAL_RANK"] >= 0):
             missing = [n for n in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(n)]
             if missing:
                 told = "WORLD_SIZE" if numbers["WORLD_SIZE"] > 1 else "LOCAL_RANK"
