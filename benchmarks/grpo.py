@@ -34,6 +34,7 @@ from finetrainers.engine.assemble import assemble  # noqa: E402
 from finetrainers.engine.preflight import preflight  # noqa: E402
 from finetrainers.engine.processes import make_parallel  # noqa: E402
 from finetrainers.engine.trainer import Trainer  # noqa: E402
+from finetrainers.engine.watchdog import Watchdog  # noqa: E402
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars  # noqa: E402
 
 #: The default settings should reach the score this much sooner.
@@ -149,7 +150,7 @@ def build(directory: Path, name: str, options: dict[str, Any]) -> Arm:
     """An arm at its first step."""
     config = reward_config(directory / name, steps=10_000, **options)
     parallel = make_parallel(config)
-    trainer = assemble(preflight(config), parallel)
+    trainer = assemble(preflight(config), parallel, Watchdog.of_run(config.run, rank=parallel.rank))
     arm = Arm(trainer, trainer.method.steps(0, trainer.transformer))
     _watch(arm)
     return arm

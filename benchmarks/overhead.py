@@ -44,6 +44,7 @@ from finetrainers.engine.load_transformer import load_trainable_transformer, tra
 from finetrainers.engine.preflight import preflight  # noqa: E402
 from finetrainers.engine.processes import make_parallel  # noqa: E402
 from finetrainers.engine.trainer import Trainer  # noqa: E402
+from finetrainers.engine.watchdog import Watchdog  # noqa: E402
 from finetrainers.methods.base import standard_normal  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.models.spec import Batch, ModelSpec  # noqa: E402
@@ -399,7 +400,7 @@ def compare(
     )  # fmt: skip
     checked = preflight(config)
     parallel = make_parallel(config)
-    trainer = assemble(checked, parallel)
+    trainer = assemble(checked, parallel, Watchdog.of_run(config.run, rank=parallel.rank))
     batches = list(islice(trainer.method.steps(0, trainer.transformer), total + steps))
     if data == "memory":
         trainer.method.batches = InMemory(batches)  # type: ignore[attr-defined]

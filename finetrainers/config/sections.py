@@ -450,9 +450,18 @@ class RunSection(Section):
         ge=1,
         description="Seconds that a process with nothing to do waits for those that load, encode, sample, score or save.",
     )
-    step_timeout: Seconds | None = Field(
-        None, ge=1, description="Seconds that a step, its data or rollout included, may take before it counts as hung."
+    loading_timeout: Seconds | None = Field(
+        None,
+        ge=1,
+        description="Seconds that loading one part of the model, its download included, or uploading the result may take before it counts as hung.",
     )
-    checkpoint_timeout: Seconds | None = Field(None, ge=1, description="The same for writing a checkpoint.")
+    step_timeout: Seconds | None = Field(
+        None,
+        ge=1,
+        description="The same for a step, its data or rollout included, and for each batch that is encoded beforehand.",
+    )
+    checkpoint_timeout: Seconds | None = Field(
+        None, ge=1, description="The same for writing a checkpoint, or the results."
+    )
     sampling_timeout: Seconds | None = Field(None, ge=1, description="The same for validation samples and evaluation.")
     dry_run: bool = Field(False, description="Check everything, print the plan, and stop before training.")

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from finetrainers.utils.alive import beat
+
 from .journal import Journal
 
 _CHUNK = 1 << 20
@@ -69,7 +71,7 @@ class FileDigests:
 
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(read, dict.fromkeys(paths)):
-                pass
+                beat()
 
     def refresh(self) -> None:
         """Take in what others have learnt."""

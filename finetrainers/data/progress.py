@@ -17,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from finetrainers.utils.alive import beat
+
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 10.0
@@ -54,6 +56,7 @@ class Meter:
         return self
 
     def __call__(self, done: int, total: int) -> None:
+        beat()
         if not self.enabled:
             return
         if self.console.is_terminal:

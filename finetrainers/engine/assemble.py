@@ -27,9 +27,10 @@ from .restore import check_restorable, restore
 from .run_dir import RunDirectory
 from .trainable import trainable_parameters
 from .trainer import Trainer
+from .watchdog import Watchdog
 
 
-def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
+def assemble(checked: Preflight, parallel: Parallel, watchdog: Watchdog) -> Trainer:
     """Load everything in three phases and build the trainer, resumed if asked."""
     config, plan, start = checked.config, checked.plan, checked.start
     print_start(checked, parallel)
@@ -52,6 +53,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
     negative = None
     if checked.prompts or not source.recall_texts():
         encoders = parallel.in_turns("loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device))
+        watchdog.enter("encoding")
         with parallel.together("encoding the prompts"):
             prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
         source.take_text_encoders(encoders)
@@ -59,16 +61,19 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         free_memory()
 
     # Phase 2: the VAE.
+    watchdog.enter("loading")
     vae = parallel.in_turns("loading the VAE", lambda: spec.load_vae().to(parallel.device))
     with parallel.together("checking the sizes"):
         vae_stats = spec.vae_stats(vae)
         geometry = spec.geometry(vae, spec.transformer_on_meta())
         check_geometry(plan, config, geometry)
+    watchdog.enter("encoding")
     kept_vae = source.take_vae(vae)
     del vae
     free_memory()
 
     # Phase 3: the transformer.
+    watchdog.enter("loading")
     lr = config.optimizer.lr * lr_scale(config, parallel)
     transformer, optimizer = parallel.prepare(
         lambda: load_trainable_transformer(checked, spec, weights_dtype),
@@ -108,6 +113,7 @@ def assemble(checked: Preflight, parallel: Parallel) -> Trainer:
         total_steps=total_steps,
         run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
         carried=start.refreshed(config).carried(),
+        watchdog=watchdog,
         ema=make_ema(config, parallel.unwrap(transformer)),
     )
     trainer.callbacks = make_callbacks(

@@ -134,7 +134,9 @@ def _write(trainer: Trainer, checked: Preflight, state: dict[str, Tensor]) -> No
     )
     (trainer.run_dir.root / "README.md").write_text(model_card(trainer, checked), encoding="utf-8")
     if config.run.push_to_hub:
+        trainer.watchdog.enter("uploading")
         push(trainer)
+        trainer.watchdog.enter("exporting")
 
 
 def model_card(trainer: Trainer, checked: Preflight) -> str:

@@ -22,6 +22,7 @@ from .assemble import check_geometry
 from .plan_report import dry_run_report, print_line, print_start
 from .preflight import Preflight, preflight
 from .processes import make_parallel
+from .watchdog import Watchdog
 
 
 def prepare(checked: Preflight) -> Mapping[str, Encoded]:
@@ -42,7 +43,9 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
     try:
         arm_faults()
         print_start(checked, parallel)
-        encoded = _encode(checked, parallel)
+        watchdog = Watchdog.of_run(config.run, rank=parallel.rank, directory=cache_directory(config))
+        with watchdog.running():
+            encoded = _encode(checked, parallel, watchdog)
         if parallel.is_main:
             for what, counts in encoded.items():
                 print_line(_summary(what, counts))
@@ -54,8 +57,9 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
     return encoded
 
 
-def _encode(checked: Preflight, parallel: Ranks) -> Mapping[str, Encoded]:
+def _encode(checked: Preflight, parallel: Ranks, watchdog: Watchdog) -> Mapping[str, Encoded]:
     config = checked.config
+    watchdog.enter("loading")
     spec = checked.family.load(config.model)
     source = open_work(checked.plan, config, spec=spec, parallel=parallel, course=checked.start.course)
     try:
@@ -63,12 +67,15 @@ def _encode(checked: Preflight, parallel: Ranks) -> Mapping[str, Encoded]:
             encoders = parallel.in_turns(
                 "loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device)
             )
+            watchdog.enter("encoding")
             source.take_text_encoders(encoders)
             del encoders
             free_memory()
         if source.encodes_clips:
+            watchdog.enter("loading")
             vae = parallel.in_turns("loading the VAE", lambda: spec.load_vae().to(parallel.device))
             check_geometry(checked.plan, config, spec.geometry(vae, spec.transformer_on_meta()))
+            watchdog.enter("encoding")
             source.take_vae(vae)
             del vae
             free_memory()

@@ -17,6 +17,7 @@ from .preflight import Preflight, preflight
 from .processes import make_parallel
 from .resume import scan_checkpoints
 from .trainer import Trainer
+from .watchdog import Watchdog
 
 
 def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence[Callback] = ()) -> Trainer | None:
@@ -37,13 +38,15 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
         checked = preflight(config)
     parallel = make_parallel(config)
     try:
-        with exclusive(config.run.output_dir, parallel):
+        watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
+        with exclusive(config.run.output_dir, parallel), watchdog.running():
+            watchdog.enter("loading")
             arm_faults()
             fault_point("start")
             # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
             if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
                 checked = preflight(config)
-            trainer = assemble(checked, parallel)
+            trainer = assemble(checked, parallel, watchdog)
             trainer.callbacks.extend(callbacks)
             # Until here a signal ends the process as always: there is nothing to save yet.
             with trainer.requests.signals.listening() if handle_signals else contextlib.nullcontext():
@@ -56,6 +59,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
 
 def _conclude(trainer: Trainer, checked: Preflight) -> None:
     """Export the results and close the records; of a run that was stopped, the records only."""
+    trainer.watchdog.enter("exporting")
     if trainer.stopped_by is None:
         export(trainer, checked)
     else:

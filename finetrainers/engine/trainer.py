@@ -51,6 +51,7 @@ class Trainer:
         total_steps: int,
         run_dir: RunDirectory,
         carried: Mapping[str, Any],
+        watchdog: Watchdog,
         ema: EMA | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
@@ -64,6 +65,7 @@ class Trainer:
         total_steps: optimizer steps in all.
         run_dir: where records go.
         carried: what checkpoints keep of how the run began; see `Start.carried`.
+        watchdog: is told which section of the run begins.
         ema: moving average of the trained weights.
         callbacks: watchers, in order.
         """
@@ -85,15 +87,7 @@ class Trainer:
         self.stopped_by: str | None = None
         self.requests = Requests(run_dir=run_dir, parallel=parallel)
         self.guards = Guards(config, parallel=parallel, run_dir=run_dir)
-        self.watchdog = Watchdog(
-            run_dir.root / "hangs",
-            rank=parallel.rank,
-            limits={
-                "step": config.run.step_timeout,
-                "checkpoint": config.run.checkpoint_timeout,
-                "sampling": config.run.sampling_timeout,
-            },
-        )
+        self.watchdog = watchdog
         self.saving = BackgroundSave(parallel=parallel, watchdog=self.watchdog)
         self._blocked = 0.0  # seconds that saving has held training up since the last record
 
@@ -101,7 +95,7 @@ class Trainer:
         """Train from the current step to the last, then save; or until a stop is asked for, which `stopped_by` names."""
         self.transformer.train()
         try:
-            with self.requests.watched(), self.watchdog.running(), self.saving.running():
+            with self.requests.watched(), self.saving.running():
                 self._run()
         finally:
             for callback in self.callbacks:

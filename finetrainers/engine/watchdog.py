@@ -13,10 +13,24 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from finetrainers.config.sections import RunSection
+from finetrainers.utils.alive import heard_by
 from finetrainers.utils.exit_codes import HUNG
 
 logger = logging.getLogger(__name__)
 
+#: Sections of a run, in order, and the options that limit them.
+SECTIONS = {
+    "loading": "loading_timeout",
+    "encoding": "step_timeout",
+    "step": "step_timeout",
+    "checkpoint": "checkpoint_timeout",
+    "sampling": "sampling_timeout",
+    "exporting": "checkpoint_timeout",
+    "uploading": "loading_timeout",
+}
+#: In these, processes have very different amounts to do: the time in which one waits for the others does not count.
+_UNEVEN = ("loading", "encoding", "exporting", "uploading")
 #: How much later the interpreter's own timer strikes, which needs no Python to run. It can only exit with 1.
 _BACKSTOP_S = 10.0
 
@@ -25,7 +39,8 @@ class Watchdog:
     """Ends this process when a section outlasts its limit, and writes down where every thread stood.
 
     Usage: `with watchdog.running(): ... watchdog.enter("step") ...`; entering a section leaves the one before. What runs
-    in a thread beside it has a clock of its own: `with watchdog.beside("checkpoint"): ...`.
+    in a thread beside it has a clock of its own: `with watchdog.beside("checkpoint"): ...`. A sign of life (`utils.alive`)
+    starts the section's clock again: what goes on is not ended, however long it takes.
     """
 
     def __init__(self, directory: Path, *, rank: int, limits: Mapping[str, float | None]) -> None:
@@ -42,6 +57,12 @@ class Watchdog:
         self._running = False
         self._descriptor = -1
 
+    @classmethod
+    def of_run(cls, run: RunSection, *, rank: int, directory: Path | None = None) -> Watchdog:
+        """With the limits that the options set; stacks go to the run directory, if none is given."""
+        limits = {section: getattr(run, option) for section, option in SECTIONS.items()}
+        return cls((directory or run.output_dir) / "hangs", rank=rank, limits=limits)
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Within the block, sections are watched. Without any limit it does nothing."""
@@ -56,7 +77,8 @@ class Watchdog:
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         try:
-            yield
+            with heard_by(self):
+                yield
         finally:
             with self._changed:
                 self._running = False
@@ -76,6 +98,16 @@ class Watchdog:
         """
         self._set("main", section)
         self.section = section
+
+    def beat(self) -> None:
+        """Start the clock of the section in hand again."""
+        if self.section is not None:
+            self._set("main", self.section)
+
+    def pause(self, waiting: bool) -> None:
+        """Stop the clock while this process waits for others, where that says nothing about it."""
+        if self.section in _UNEVEN:
+            self._set("main", None if waiting else self.section)
 
     @contextlib.contextmanager
     def beside(self, section: str) -> Iterator[None]:
@@ -113,7 +145,7 @@ class Watchdog:
 
     def _give_up(self, section: str) -> None:
         limit = self.limits[section]
-        message = f"the section '{section}' took longer than its limit of {limit:g} s (--{section}_timeout)"
+        message = f"the section '{section}' took longer than its limit of {limit:g} s (--{SECTIONS[section]})"
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(self._descriptor, f"{when} {socket.gethostname()} pid {os.getpid()}: {message}\n\n".encode())
         faulthandler.dump_traceback(file=self._descriptor, all_threads=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
+from finetrainers.utils.alive import waiting
 from finetrainers.utils.launch import launched_local_rank
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class Ranks:
     def barrier(self) -> None:
         """Wait on the host for all ranks, for up to `idle_timeout`; what the device does is not waited for."""
         if self._idle_group is not None:
-            dist.barrier(group=self._idle_group)
+            with waiting():
+                dist.barrier(group=self._idle_group)
 
     def mean(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         """Averages over ranks, as numbers: the one place where a step waits for the device."""
@@ -104,7 +106,8 @@ class Ranks:
         if self._idle_group is None:
             return list(items)
         lists: list[Any] = [None] * self.world_size
-        dist.all_gather_object(lists, items, group=self._idle_group)
+        with waiting():
+            dist.all_gather_object(lists, items, group=self._idle_group)
         return list(chain.from_iterable(lists))
 
     def same_on_all(self, value: T) -> T:
@@ -112,7 +115,8 @@ class Ranks:
         if self._idle_group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._idle_group)
+        with waiting():
+            dist.broadcast_object_list(values, src=0, group=self._idle_group)
         return values[0]
 
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:

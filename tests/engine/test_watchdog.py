@@ -74,8 +74,38 @@ def test_a_thread_has_a_clock_of_its_own(tmp_path: Path, python: Python) -> None
     assert "in save" in stacks
 
 
+_ALIVE = """
+import sys, time
+from pathlib import Path
+from finetrainers.data.progress import Meter
+from finetrainers.engine.watchdog import Watchdog
+from finetrainers.utils.alive import waiting
+dog = Watchdog(Path(sys.argv[1]), rank=3, limits={"loading": 0.6, "encoding": 0.6, "step": 0.6})
+with dog.running():
+    dog.enter("encoding")
+    with Meter("encoded", "clips", enabled=False) as meter:
+        for done in range(8):
+            time.sleep(0.2)
+            meter(done, 8)
+    dog.enter("loading")
+    with waiting():  # for others, which load in their turns
+        time.sleep(1)
+    print("alive", flush=True)
+    dog.enter("step")
+    with waiting():  # nobody is to be waited for that long within a step
+        time.sleep(30)
+"""
+
+
+def test_what_goes_on_and_what_waits_its_turn_is_not_ended(tmp_path: Path, python: Python) -> None:
+    done = python("-c", _ALIVE, str(tmp_path / "hangs"))
+    assert done.wait(25) == exit_codes.HUNG, done.stderr
+    assert done.stdout == "alive\n"
+    assert "the section 'step' took longer" in done.stderr
+
+
 def test_a_run_in_time_leaves_nothing(options: Callable[..., dict], run: Callable[..., Any]) -> None:
-    limits = {"step_timeout": 60, "checkpoint_timeout": 60, "sampling_timeout": 60}
+    limits = {"loading_timeout": 60, "step_timeout": 60, "checkpoint_timeout": 60, "sampling_timeout": 60}
     done = run(**options(train_steps=2, checkpointing_steps=1, async_checkpointing=True, **limits))
     assert not (done.root / "hangs").exists()
 

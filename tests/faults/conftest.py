@@ -65,7 +65,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_repo: Callable[..., Pat
             "lr": 1e-2, "train_steps": STEPS, "checkpointing_steps": 1, "checkpointing_limit": 2, **changes,
         }  # fmt: skip
         return ["train", *(word for name, value in values.items() if value is not None
-                for word in (f"--{name}", str(value)))]  # fmt: skip
+                for word in ((f"--{name}",) if value is True else (f"--{name}", str(value))))]  # fmt: skip
 
     return build
 

@@ -28,3 +28,20 @@ def test_a_section_that_hangs_is_ended(
     done = train(resume=True, train_steps=3)
     assert done.wait() == 0, done.stderr
     assert files.checkpoints == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("fault", "limit", "section", "place", "changes"),
+    [
+        ("hang@load", "loading_timeout", "loading", "in load_trainable_transformer", {}),
+        ("hang@precompute:3", "step_timeout", "encoding", "in precompute_text", {"precompute_conditions": True}),
+        ("hang@export", "checkpoint_timeout", "exporting", "in export", {"train_steps": 1}),
+    ],
+)
+def test_what_hangs_before_the_first_step_or_after_the_last_is_ended(
+    fault: str, limit: str, section: str, place: str, changes: dict[str, Any], train: Callable[..., Any], files: Any
+) -> None:
+    hanging = train(fault, **{limit: 2}, **changes)
+    assert hanging.wait() == exit_codes.HUNG, hanging.stderr
+    assert f"the section '{section}' took longer than its limit of 2 s (--{limit})" in hanging.stderr
+    assert place in (files.root / "hangs" / "rank-0.txt").read_text()
