@@ -35,6 +35,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from finetrainers.utils.faults import fault_point
+from finetrainers.utils.files import open_regular
 
 from .journal import Journal
 
@@ -265,7 +266,7 @@ def read_entry(path: Path, *, note_use: bool = True) -> dict[str, Tensor]:
         ValueError: it is damaged; the message says how.
         FileNotFoundError: it is not there.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         data = file.read()
         used = os.fstat(file.fileno()).st_mtime
     try:
@@ -298,7 +299,7 @@ def read_about(path: Path) -> dict[str, str]:
     Raises:
         ValueError: the header is damaged.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         start = file.read(8)
         if len(start) < 8:
             raise ValueError("it has no header")

@@ -12,7 +12,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeAlias
 
-import av
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,9 @@ from torch import Tensor
 from .buckets import cover_size
 from .clip import Clip
 from .frames import select_frames
-from .media import IMAGE_ERRORS, open_image
+from .media import open_image
 from .video.backends import open_video
-from .video.reader import DecodeError
+from .video.reader import DecodeError, decoding
 from .video.timeline import shown_at
 
 __all__ = ["DecodeError", "load_clip", "read_frames", "read_image", "resize"]
@@ -55,7 +54,7 @@ def read_frames(
     wanted = sorted(set(indices))
     frames: dict[int, Tensor] = {}
     try:
-        with closing(open_video(path, backend)) as video:
+        with decoding(path), closing(open_video(path, backend)) as video:
             for number, pixels in video.frames(wanted):
                 frame = resize(torch.from_numpy(np.ascontiguousarray(pixels)), height, width)
                 frames[number] = _crop(frame, box)
@@ -77,14 +76,11 @@ def read_image(path: Path, *, height: int, width: int) -> Tensor:
     Raises:
         DecodeError: the file cannot be read.
     """
-    try:
-        with open_image(path) as image:
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # 16 bits, of which PIL would make white where they are above 255
-                upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
-            pixels = np.array(upright.convert("RGB"))
-    except IMAGE_ERRORS as error:
-        raise DecodeError(f"cannot decode {path}: {error}") from error
+    with decoding(path), open_image(path) as image:
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I"):  # 16 bits, of which PIL would make white where they are above 255
+            upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
+        pixels = np.array(upright.convert("RGB"))
     return resize(torch.from_numpy(pixels), height, width)[None]
 
 
@@ -149,10 +145,8 @@ def _times(clip: Clip) -> list[float]:
     Raises:
         DecodeError: the file does not say, or has other frames than when the run was planned.
     """
-    try:
+    with decoding(clip.path):
         times = shown_at(clip.path)
-    except (av.FFmpegError, OSError, ValueError) as error:
-        raise DecodeError(f"cannot read the frame times of {clip.path}: {error}") from error
     if len(times) < clip.num_frames:
         raise DecodeError(f"{clip.path} ends early: it has {len(times)} frames, and had {clip.num_frames}")
     return times

@@ -6,9 +6,10 @@ import io
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import av
 import numpy as np
@@ -16,7 +17,9 @@ from PIL import Image, ImageOps
 
 from .fates import Refusal
 from .manifest import Kind
-from .media import IMAGE_ERRORS, open_container, open_image
+from .media import frames_of, open_container, open_image, reason_of, video_stream
+
+R = TypeVar("R")
 
 #: Memory that a file's decoding may ask for, beyond what the process has when it starts.
 MEMORY_BYTES = 4 << 30
@@ -24,6 +27,13 @@ MEMORY_BYTES = 4 << 30
 _BLACK = 24  # of 255: limited range has its black at 16
 _STILL = 1.5  # grey levels, on average, between the first frame and any other: what encoding alone may change
 _STEP = 8  # pixels looked at: every eighth of every eighth row
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A task without a result: it failed, or its process was lost. `how` says it in words, after "the decoder"."""
+
+    how: str
 
 
 def serve(pipe: Connection, function: Callable[..., Any]) -> None:
@@ -36,7 +46,17 @@ def serve(pipe: Connection, function: Callable[..., Any]) -> None:
             arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(function(*arguments))
+        pipe.send(answer(function, arguments))
+
+
+def answer(function: Callable[..., R], arguments: tuple[Any, ...]) -> R | Lost:
+    """What a function gives for a file, or what it fails with."""
+    try:
+        return function(*arguments)
+    except MemoryError:
+        return Lost(f"asked for more than {MEMORY_BYTES >> 30} GiB")
+    except Exception as error:
+        return Lost(f"failed: {reason_of(error)}")
 
 
 def _bound_memory() -> None:
@@ -55,18 +75,17 @@ def _bound_memory() -> None:
 
 def decode_task(path: str, kind: Kind, declared: int) -> Refusal | tuple[str, ...]:
     """Decode a file from end to end: why it cannot be used, or what is remarkable (`black`, `still`)."""
-    try:
-        return _decode_image(path) if kind == "image" else _decode_video(path, declared)
-    except MemoryError:
-        return Refusal("decoder_failed", f"decoding takes more than {MEMORY_BYTES >> 30} GiB")
+    return _decode_image(path) if kind == "image" else _decode_video(path, declared)
 
 
 def _decode_image(path: str) -> Refusal | tuple[str, ...]:
     try:
         with open_image(path) as image:
             grey = np.asarray(image.convert("L"))[::_STEP, ::_STEP]
-    except IMAGE_ERRORS as error:
-        return Refusal("damaged", f"the image cannot be decoded: {error}")
+    except MemoryError:
+        raise
+    except Exception as error:
+        return _refusal(error, f"the image cannot be decoded: {reason_of(error)}")
     return ("black",) if grey.mean() < _BLACK else ()
 
 
@@ -76,9 +95,9 @@ def _decode_video(path: str, declared: int) -> Refusal | tuple[str, ...]:
     black, still = True, True
     try:
         with open_container(Path(path)) as container:
-            stream = container.streams.video[0]
+            stream = video_stream(container)
             stream.thread_type = "NONE"  # as many processes as processors run at once
-            for frame in container.decode(stream):
+            for frame in frames_of(container, stream):
                 count += 1
                 broken += frame.is_corrupt
                 grey = _grey(frame) if black or still else None
@@ -88,13 +107,10 @@ def _decode_video(path: str, declared: int) -> Refusal | tuple[str, ...]:
                 first = grey if first is None else first
                 black = black and float(grey.mean()) < _BLACK
                 still = still and grey.shape == first.shape and float(np.abs(grey - first).mean()) < _STILL
-    except av.FFmpegError as error:
-        if "memory" in str(error.strerror).lower():
-            raise MemoryError from error
-        what = error.strerror or error
-        return Refusal("damaged", f"decoding fails after frame {count} of {declared}: {what}")
-    except OSError as error:
-        return Refusal("unreadable", f"cannot be read: {error.strerror or error}")
+    except MemoryError:  # FFmpeg's is one
+        raise
+    except Exception as error:
+        return _refusal(error, f"decoding fails after frame {count} of {declared}: {reason_of(error)}")
     if broken:
         return Refusal("damaged", f"{broken} of {count} frames are broken")
     if count < declared:
@@ -102,21 +118,25 @@ def _decode_video(path: str, declared: int) -> Refusal | tuple[str, ...]:
     return tuple(name for name, holds in (("black", black), ("still", still and not black and count > 1)) if holds)
 
 
+def _refusal(error: Exception, what: str) -> Refusal:
+    """A disk or a network that is away is not damage."""
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, av.FFmpegError):
+        return Refusal("unreadable", f"cannot be read: {reason_of(error)}")
+    return Refusal("damaged", what)
+
+
 def _grey(frame: av.VideoFrame) -> np.ndarray | None:
     """Some pixels of a frame's brightness plane; None where pixels are laid out in another way than the usual."""
     if not frame.format.name.startswith(("yuv4", "yuvj4", "nv12", "gray8")) or "le" in frame.format.name[-4:]:
         return None
     plane = frame.planes[0]
-    rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)
+    rows = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)
     return rows[: frame.height : _STEP, : frame.width : _STEP].astype(np.float32)
 
 
 def thumbnail_task(path: str, kind: Kind, height: int) -> bytes | None:
     """First, middle and last picture of a file side by side, as WebP; one of an image; None where there is none."""
-    try:
-        pictures = [_small(p, height) for p in (_picture(path) if kind == "image" else _pictures(path))]
-    except (av.FFmpegError, MemoryError, *IMAGE_ERRORS):
-        return None
+    pictures = [_small(p, height) for p in (_picture(path) if kind == "image" else _pictures(path))]
     if not pictures:
         return None
     strip = Image.new("RGB", (sum(p.width for p in pictures) + 2 * (len(pictures) - 1), height))
@@ -138,9 +158,9 @@ def _picture(path: str) -> Iterator[Image.Image]:
 def _pictures(path: str) -> Iterator[Image.Image]:
     """The first frame, and the key frames before the middle and the end where they can be reached, else the last."""
     with open_container(Path(path)) as container:
-        stream = container.streams.video[0]
+        stream = video_stream(container)
         stream.thread_type = "NONE"
-        first = next(container.decode(stream), None)
+        first = next(frames_of(container, stream), None)
         if first is None:
             return
         yield _upright(first)
@@ -153,7 +173,7 @@ def _pictures(path: str) -> Iterator[Image.Image]:
                 container.seek(begin + int(duration * share) - 1, stream=stream)
             wanted = begin + duration * share * 0.98
             shown = None
-            for number, frame in enumerate(container.decode(stream)):
+            for number, frame in enumerate(frames_of(container, stream)):
                 shown = frame
                 if number >= _FOLLOWED or (frame.pts is not None and frame.pts >= wanted):
                     break

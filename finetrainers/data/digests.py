@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.utils.alive import beat
+from finetrainers.utils.files import open_regular
 
 from .journal import Journal
 
@@ -90,7 +91,7 @@ class FileDigests:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
     except OSError as error:  # what a disk fails with while it is read names no file

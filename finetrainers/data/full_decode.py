@@ -10,13 +10,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .decode_worker import decode_task, serve
+from .decode_worker import Lost, decode_task, serve
 from .fates import Refusal
 from .manifest import Kind
 from .probe import Probe
@@ -27,13 +26,6 @@ R = TypeVar("R")
 _PATIENCE_S = 60.0
 _SLOW = 20e6
 _STARTING_S = 60.0
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A process that was lost while it worked on a task, in words."""
-
-    how: str
 
 
 def decode_files(

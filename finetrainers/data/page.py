@@ -9,9 +9,9 @@ from typing import Any
 
 import jinja2
 
-from .decode_worker import thumbnail_task
+from .decode_worker import Lost, thumbnail_task
 from .fates import MEANINGS
-from .full_decode import Lost, isolated
+from .full_decode import isolated
 from .probing import Progress
 
 _HEIGHT = 72  # of a thumbnail, in pixels

@@ -23,8 +23,9 @@ from typing import IO, Any, NamedTuple
 
 import av
 
-from .fates import FATES, Refusal
+from .fates import FATES, MARKS, Refusal
 from .probe import PROBE_VERSION, Probe
+from .sources.rows import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,8 @@ def _read(path: Path) -> Iterator[tuple[str, Record]]:
     for value in _values(lines):
         try:
             name, size, mtime_ns, ctime_ns, header, full, digest = value
-            yield name, Record(size, mtime_ns, ctime_ns, _header(header), _full(full), digest)
+            if isinstance(name, str) and isinstance(digest, (str, type(None))):
+                yield name, Record(size, mtime_ns, ctime_ns, _header(header), _full(full), digest)
         except (ValueError, TypeError, KeyError):
             continue
 
@@ -189,7 +191,7 @@ def _read(path: Path) -> Iterator[tuple[str, Record]]:
 def _values(lines: list[str]) -> Iterable[Any]:
     """The JSON values of lines, all read in one go where every line is whole; None for what is no JSON."""
     try:
-        values = json.loads(f"[{','.join(lines)}]")
+        values = parse_json(f"[{','.join(lines)}]")
     except ValueError:
         return map(_value, lines)
     return values if len(values) == len(lines) else map(_value, lines)
@@ -197,7 +199,7 @@ def _values(lines: list[str]) -> Iterable[Any]:
 
 def _value(line: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:
         return None
 
@@ -214,18 +216,27 @@ def _line(name: str, record: Record) -> str:
 def _header(value: Any) -> Probe | Refusal | None:
     if value is None:
         return None
-    return _refusal(*value) if len(value) == 2 else Probe(*value)
+    if len(value) == 2:
+        return _refusal(*value)
+    if [type(one) for one in value] != _PROBE:
+        raise TypeError(f"no probe: {value}")
+    return Probe(*value)
+
+
+_PROBE = [int, float, int, int, float, bool]
 
 
 def _full(value: Any) -> Refusal | tuple[str, ...] | None:
     if isinstance(value, dict):
         return _refusal(value["fate"], value["reason"])
+    if value is not None and not set(value) <= set(MARKS):
+        raise ValueError(f"no such marks: {value}")
     return None if value is None else tuple(value)
 
 
 def _refusal(fate: Any, reason: str) -> Refusal:
-    if fate not in FATES:
-        raise ValueError(f"no such fate: {fate}")
+    if fate not in FATES or not isinstance(reason, str):
+        raise ValueError(f"no such refusal: {fate}, {reason}")
     return Refusal(fate, reason)
 
 

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from finetrainers.utils.files import open_regular
+
 from .fates import Refusal
 from .full_decode import decode_files
 from .manifest import Item
-from .probe import Probe, ProbeError, probe
+from .media import MediaError
+from .probe import Probe, probe
 from .probe_memory import ProbeMemory, Record
 
 logger = logging.getLogger(__name__)
@@ -128,7 +131,7 @@ def _headers(
         assert item.state is not None
         try:
             answer: Probe | Refusal = probe(item.path, kind=item.kind)
-        except ProbeError as error:
+        except MediaError as error:
             answer = error.refusal
             if not error.lasting:
                 return answer
@@ -219,7 +222,7 @@ def _contents(
 def _digest(path: Path) -> str:
     """Digest of a file's content."""
     digest = hashlib.blake2b(digest_size=20)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_READ):
             digest.update(chunk)
     return digest.hexdigest()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _readable = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
@@ -81,6 +82,23 @@ def fsync_dir(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. A pipe would wait for somebody to write into it, and a device may never end.
+
+    Raises:
+        OSError: it is something else, or cannot be opened.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # regular files do not know it
+        if (why := not_a_file(os.fstat(descriptor).st_mode)) is not None:
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, why, name)
+        return descriptor
+
+    return open(path, "rb", opener=opener)
 
 
 _KINDS = {

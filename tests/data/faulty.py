@@ -93,8 +93,11 @@ def _video(
     pictures: list[np.ndarray] | None = None,
     times: list[int] | None = None,
     seed: int = 0,
+    title: str = "",
 ) -> Path:
     with av.open(str(path), "w", options={"movflags": "faststart"} if faststart else {}) as container:
+        if title:
+            container.metadata["title"] = title
         stream = container.add_stream(codec, rate=fps, options={"bf": "0", "g": "4"} if codec == "libx264" else {})
         stream.width, stream.height, stream.pix_fmt = width, height, pix_fmt
         if rotation:
@@ -207,6 +210,43 @@ def _leading(path: Path) -> None:
     _video(path, seed=4)
 
 
+def _latin_title(path: Path, codec: str = "libx264") -> None:
+    """A good clip whose title is not UTF-8."""
+    content = _video(
+        path, codec=codec, title="caf\u00e9 \u00e9t\u00e9", seed=len(path.suffix) + ord(path.suffix[1])
+    ).read_bytes()
+    title = "caf\u00e9 \u00e9t\u00e9".encode()
+    assert title in content
+    path.write_bytes(content.replace(title, "caf\u00e9 \u00e9t\u00e9".encode("latin-1") + b"   "))
+
+
+for _suffix in (".mp4", ".mkv", ".flv", ".avi"):
+    _fault(f"latin title{_suffix}", size=(32, 48))(_latin_title)
+
+
+@_fault("late stream.flv", size=(32, 48))
+def _late_stream(path: Path) -> None:
+    """The last packet is of a stream that nobody has declared: sound of another codec."""
+    with av.open(str(path), "w") as container:
+        video, sound = container.add_stream("flv", rate=8), container.add_stream("aac", rate=48000, layout="mono")
+        video.width, video.height, video.pix_fmt = 48, 32, "yuv420p"
+        for picture in _pictures(20, 32, 48, seed=7):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(video.encode())
+        for _ in range(120):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.rate = 48000
+            container.mux(sound.encode(frame))
+        container.mux(sound.encode())
+    content = bytearray(path.read_bytes())
+    place, last = 13, 0  # after the header; each packet is a kind, a length, a time, data, and the length of all that
+    while place < len(content):
+        last = place if content[place] == 8 else last
+        place += 15 + int.from_bytes(content[place + 1 : place + 4], "big")
+    content[last + 11] = 0x5F
+    path.write_bytes(content)
+
+
 # What is no file, or none that should be opened.
 
 
@@ -243,7 +283,7 @@ def _text(path: Path) -> None:
     path.write_text("not a video at all\n" * 50)
 
 
-@_fault("playlist.mp4", fate="unreadable", reason="cannot read the video")
+@_fault("playlist.mp4", fate="unreadable", reason="it names other files")
 def _playlist(path: Path) -> None:
     """FFmpeg would play the files that such a text names."""
     path.write_text("ffconcat version 1.0\nfile rotated.mp4\n")
@@ -280,6 +320,43 @@ def _no_rate(path: Path) -> None:
         content[table + 16 + 8 * k : table + 20 + 8 * k] = bytes(4)
     header = content.find(b"mdhd")
     content[header + 20 : header + 24] = bytes(4)  # the duration
+    path.write_bytes(content)
+
+
+@_fault("one time.mp4", fate="no_rate", reason="frames are shown at one time")
+def _one_time(path: Path) -> None:
+    content = bytearray(_video(path).read_bytes())
+    table = content.find(b"stts")
+    for k in range(struct.unpack(">I", content[table + 8 : table + 12])[0]):
+        content[table + 16 + 8 * k : table + 20 + 8 * k] = bytes(4)
+    path.write_bytes(content)
+
+
+@_fault("absurd rate.mp4", fate="no_rate", reason="its header says 12800 frames per second, over the limit of 1000")
+def _absurd_rate(path: Path) -> None:
+    content = bytearray(_video(path, fps=25).read_bytes())
+    table = content.find(b"stts")
+    content[table + 16 : table + 20] = (1).to_bytes(4, "big")
+    path.write_bytes(content)
+
+
+@_fault("unknown codec.mp4", fate="unreadable", reason="its codec is unknown to FFmpeg")
+def _unknown_codec(path: Path) -> None:
+    path.write_bytes(_video(path).read_bytes().replace(b"avc1", b"zzzz"))
+
+
+@_fault("long index.mp4", fate="damaged", reason="its index lists 400001 frames in")
+def _long_index(path: Path) -> None:
+    """A few kilobytes that declare hundreds of thousands of frames, which would be a list of as many objects."""
+    with av.open(str(path), "w", options={"movflags": "frag_keyframe+empty_moov+default_base_moof"}) as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height = 48, 32
+        for picture in _pictures(1, 32, 48):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    content = bytearray(path.read_bytes())
+    frames = content.find(b"mdat") - 16  # the number of frames in it, before three other numbers
+    content[frames : frames + 4] = (400_001).to_bytes(4, "big")
     path.write_bytes(content)
 
 

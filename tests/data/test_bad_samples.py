@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,27 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
     [event] = [event for _, events in seen for event in events]
     assert event["kind"] == "bad_sample"
     assert event["file"].endswith("2.mp4")
+
+
+def test_a_pipe_in_the_place_of_a_file_hangs_nothing(make_video: Callable[..., Path], tmp_path: Path) -> None:
+    """Opening one waits for somebody to write into it, here for ever."""
+    clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, width=64)) for k in range(2)]
+    clips[1].path.unlink()
+    os.mkfifo(clips[1].path)
+    has_decord = importlib.util.find_spec("decord") is not None
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(20)
+    try:
+        for backend in ("pyav", *(["decord"] if has_decord else [])):
+            stream = BatchStream([replace(one, backend=backend) for one in clips], batch_size=2, seed=7)
+            [raw] = next(iterate_steps(stream, DecodeFetch(7, Substitutes(stream.clips))))
+            [bad] = raw.bad
+            assert bad.reason == f"cannot decode {clips[1].path}: is not a regular file but a named pipe"
+        with pytest.raises(OSError, match=r"not a regular file but a named pipe.*1\.mp4"):
+            FileDigests(tmp_path / "d").of(clips[1].path)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], tmp_path: Path) -> None:

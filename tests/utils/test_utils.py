@@ -113,3 +113,14 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
     assert device.device_problem() is None
     monkeypatch.setattr(device, "likely_device_type", lambda: "cpu")
     assert device.device_problem() is None
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    with files.open_regular(tmp_path / "file") as file:
+        assert file.read() == b"content"
+    os.mkfifo(tmp_path / "pipe")
+    for name, kind in (("pipe", "a named pipe"), ("/dev/zero", "a device"), (".", "a folder")):
+        with pytest.raises(OSError, match=f"not a regular file but {kind}") as raised:
+            files.open_regular(tmp_path / name)
+        assert raised.value.filename == str(tmp_path / name)

@@ -15,9 +15,10 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from filelock import FileLock
+from pydantic import ConfigDict, TypeAdapter
 
 from finetrainers.data.fates import Refusal
 
@@ -26,6 +27,10 @@ from .rows import DataError, Findings, Row
 _CHUNK = 1 << 20
 #: What a disk is to have left: full disks break whatever else writes there.
 _RESERVE = 256 << 20
+
+
+#: The last line of a journal that has all of its container.
+_COMPLETE = b'{"complete": true}'
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Sample:
         refused: why it is none, if it is none.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     where: str
     media: str
     captions: tuple[str, ...] | None = None
@@ -53,6 +60,9 @@ class Sample:
     def line(self) -> str:
         """One line of the journal."""
         return json.dumps({name: value for name, value in self.__dict__.items() if value is not None}) + "\n"
+
+
+_SAMPLE = TypeAdapter(Sample)
 
 
 class MediaFolder:
@@ -91,7 +101,7 @@ class MediaFolder:
                         if len(known) == limit:
                             break
                     else:
-                        file.write('{"complete": true}\n')
+                        file.write(f"{_COMPLETE.decode()}\n")
         rows = []
         for sample in known[:limit]:
             if sample.refused is not None:
@@ -143,7 +153,7 @@ class MediaFolder:
             )
 
     def _read(self, journal: Path) -> tuple[list[Sample], bool]:
-        """What the journal has, and whether that is all; it ends where a file is not there any more, or a line is cut."""
+        """What the journal has, and whether that is all; it ends where a file is not there any more, or a line is damaged."""
         known: list[Sample] = []
         complete, size = False, 0
         try:
@@ -151,13 +161,10 @@ class MediaFolder:
         except FileNotFoundError:
             return [], False
         for line in lines:
-            record = json.loads(line)
-            if record.get("complete"):
-                complete = True
+            if complete := line == _COMPLETE:
                 break
-            captions = record.get("captions")
-            sample = Sample(**{**record, "captions": None if captions is None else tuple(captions)})
-            if sample.stored is not None and not _is_whole(self.directory / sample.stored, sample.size):
+            sample = _sample_of(line)
+            if sample is None or not (sample.stored is None or _is_whole(self.directory / sample.stored, sample.size)):
                 break
             known.append(sample)
             size += len(line) + 1
@@ -166,9 +173,17 @@ class MediaFolder:
         return known, complete
 
 
+def _sample_of(line: bytes) -> Sample | None:
+    """The sample of a line that `Sample.line` has written; None where a disk or a kill has made something else of it."""
+    try:
+        return _SAMPLE.validate_json(line)
+    except ValueError:
+        return None
+
+
 def _is_whole(path: Path, size: int | None) -> bool:
     try:
         state = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in the name
         return False
     return stat.S_ISREG(state.st_mode) and size in (None, state.st_size)

@@ -6,16 +6,16 @@ Imports neither torch nor a backend before one is asked for.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import av
 import numpy as np
 
-from finetrainers.data.media import open_container
+from finetrainers.data.media import open_container, packets_of, require_file, video_stream
 
-from .reader import DecodeError, VideoReader
+from .reader import DecodeError, VideoReader, decoding
 
 #: A backend that decodes.
 Backend = Literal["pyav", "decord", "torchcodec"]
@@ -70,11 +70,8 @@ def backend_problem(option: str) -> str | None:
 
 
 def open_video(path: Path, backend: str = _DEFAULT) -> VideoReader:
-    """Open a video.
-
-    Raises:
-        DecodeError: it cannot be opened.
-    """
+    """Open a video, to be used within `decoding`."""
+    require_file(path)  # not every backend asks
     return _reader_class(backend)(path)
 
 
@@ -87,8 +84,8 @@ def reason_against(path: Path, backend: str) -> str | None:
     if backend == _DEFAULT:
         return None
     try:
-        with open_container(path) as container:
-            stream = container.streams.video[0]
+        with decoding(path), open_container(path) as container:
+            stream = video_stream(container)
             context, codec = stream.codec_context, stream.codec_context.name
             if not container.format.name.startswith(_CONTAINERS):
                 return f"container {container.format.name}"
@@ -100,7 +97,7 @@ def reason_against(path: Path, backend: str) -> str | None:
                 return f"odd size {stream.width}x{stream.height} with halved colour"
             if context.field_order > 1:
                 return "interlaced"
-            for packet in container.demux(stream):
+            for packet in packets_of(container, stream):
                 if packet.is_discard:
                     return "an edit list hides frames"
                 if (
@@ -110,13 +107,11 @@ def reason_against(path: Path, backend: str) -> str | None:
                     and not _has_idr(bytes(packet), context.extradata)
                 ):
                     return "key frames that refer to earlier frames"
-        ours, theirs = open_video(path), open_video(path, backend)
-        if theirs.num_frames != ours.num_frames:
-            return f"{theirs.num_frames} frames instead of {ours.num_frames}"
-        pictures = [next((picture for _, picture in reader.frames([0])), None) for reader in (ours, theirs)]
-        ours.close()
-        theirs.close()
-    except (av.FFmpegError, OSError, DecodeError):
+        with decoding(path), closing(open_video(path)) as ours, closing(open_video(path, backend)) as theirs:
+            if theirs.num_frames != ours.num_frames:
+                return f"{theirs.num_frames} frames instead of {ours.num_frames}"
+            pictures = [next((picture for _, picture in reader.frames([0])), None) for reader in (ours, theirs)]
+    except DecodeError:
         return "its first frame cannot be decoded"
     if pictures[0] is None or pictures[1] is None or not np.array_equal(pictures[0], pictures[1]):
         return "another first frame"

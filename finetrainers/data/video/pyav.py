@@ -11,9 +11,8 @@ import numpy as np
 from av.video.frame import PictureType
 from av.video.reformatter import VideoReformatter
 
-from finetrainers.data.media import open_container
+from finetrainers.data.media import MediaError, frames_of, open_container, packets_of, video_stream
 
-from .reader import DecodeError
 from .timeline import Timeline, timeline_from_index, timeline_from_packets
 
 # Fewer frames than this are decoded rather than jumped over: a jump empties the decoder, and often lands before the
@@ -32,14 +31,8 @@ class PyavReader:
         """See `VideoReader`."""
         self.path = path
         self._to_rgb = VideoReformatter()  # one for all frames: each sets up a scaler and its threads, 2 ms
-        try:
-            self._container = open_container(path)
-        except (av.FFmpegError, OSError) as error:
-            raise _failed(path, error) from error
-        if not self._container.streams.video:
-            self._container.close()
-            raise DecodeError(f"cannot decode {path}: no video stream")
-        self._stream = self._container.streams.video[0]
+        self._container = open_container(path)
+        self._stream = video_stream(self._container)
         # One thread per slice only: frame threads read ahead of what is wanted, in every loader worker at once. The decoder of
         # H.264 does not say which frames are damaged when it has threads, and pictures mostly are one slice there.
         self._stream.thread_type = "NONE" if self._stream.codec_context.name == "h264" else "SLICE"
@@ -48,17 +41,14 @@ class PyavReader:
     def num_frames(self) -> int:
         """See `VideoReader`; the file is read once."""
         with open_container(self.path) as container:
-            packets = container.demux(container.streams.video[0])
+            packets = packets_of(container, video_stream(container))
             return sum(1 for packet in packets if packet.size and not packet.is_discard)
 
     def frames(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """See `VideoReader`."""
-        try:
-            for number, frame in self._wanted(numbers):
-                pixels = self._to_rgb.reformat(frame, format="rgb24").to_ndarray()
-                yield number, np.rot90(pixels, k=round(frame.rotation / 90))
-        except (av.FFmpegError, OSError) as error:
-            raise _failed(self.path, error) from error
+        for number, frame in self._wanted(numbers):
+            pixels = self._to_rgb.reformat(frame, format="rgb24").to_ndarray()
+            yield number, np.rot90(pixels, k=round(frame.rotation / 90))
 
     def close(self) -> None:
         """See `VideoReader`."""
@@ -80,7 +70,7 @@ class PyavReader:
             yield from self._along(timeline, numbers, is_complete=True)
         else:
             self._stream.codec_context.skip_frame = "DEFAULT"
-            yield from self._pick(enumerate(self._container.decode(self._stream)), numbers)
+            yield from self._pick(enumerate(frames_of(self._container, self._stream)), numbers)
 
     def _along(
         self, timeline: Timeline, numbers: Sequence[int], *, is_complete: bool
@@ -117,7 +107,7 @@ class PyavReader:
         """
         context = self._stream.codec_context
         can_skip = context.name in _CAN_SKIP
-        for packet in self._container.demux(self._stream):
+        for packet in packets_of(self._container, self._stream):
             # Frames that no other frame refers to are decoded only if they are wanted.
             skip = can_skip and packet.pts is not None and packet.pts not in wanted
             context.skip_frame = "NONREF" if skip else "DEFAULT"
@@ -134,7 +124,7 @@ class PyavReader:
         """Of numbered frames those wanted; takes none after the last.
 
         Raises:
-            DecodeError: a frame on the way is damaged. FFmpeg mends it with what was there before and goes on, and later frames
+            MediaError: a frame on the way is damaged. FFmpeg mends it with what was there before and goes on, and later frames
                 refer to it without being marked themselves.
         """
         left = iter(numbers)
@@ -144,7 +134,7 @@ class PyavReader:
             if frame is None:
                 return
             if frame.is_corrupt:
-                raise DecodeError(f"cannot decode {self.path}: frame {number} is damaged")
+                raise MediaError("damaged", f"frame {number} is damaged")
             if number == wanted:
                 yield number, frame
                 wanted = next(left, None)
@@ -157,7 +147,3 @@ class _UnknownTime(Exception):
 def _passed_over(numbers: Sequence[int]) -> int:
     """How many frames that are not wanted come before the last wanted one."""
     return numbers[-1] + 1 - len(numbers) if numbers else 0
-
-
-def _failed(path: Path, error: Exception) -> DecodeError:
-    return DecodeError(f"cannot decode {path}: {getattr(error, 'strerror', None) or error}")

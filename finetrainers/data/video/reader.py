@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
+from finetrainers.data.media import is_out_of_memory, reason_of
 
 
 class DecodeError(ValueError):
     """A media file whose frames cannot be decoded; the message names the file."""
 
 
+@contextmanager
+def decoding(path: Path) -> Iterator[None]:
+    """Whatever goes wrong in the block is a `DecodeError` that names the file; only not a lack of memory."""
+    try:
+        yield
+    except DecodeError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise DecodeError(f"cannot decode {path}: {reason_of(error)}") from error
+
+
 class VideoReader(Protocol):
-    """One open video. Every backend gives the same pixels for the same numbers."""
+    """One open video. Every backend gives the same pixels for the same numbers.
+
+    What is wrong with the file is any exception that the library raises; see `decoding`.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open a video.
-
-        Raises:
-            DecodeError: the file cannot be opened, or has no video stream.
-        """
+        """Open a video."""
         ...
 
     @property
@@ -38,9 +53,6 @@ class VideoReader(Protocol):
         Yields:
             The number and the frame, upright RGB `[H, W, 3]` uint8, as large as it is stored. Ends early where the
             file does.
-
-        Raises:
-            DecodeError: the file is damaged.
         """
         ...
 

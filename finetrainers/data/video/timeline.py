@@ -9,7 +9,9 @@ from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
-from finetrainers.data.media import open_container
+import av
+
+from finetrainers.data.media import MediaError, open_container, packets_of, video_stream
 
 #: Frames count as evenly spaced if each is within this share of a period of its place. Clocks of containers are coarse
 #: (1 ms in Matroska, 1/600 s on phones), and so are declared rates.
@@ -50,19 +52,21 @@ def timeline_from_index(path: Path) -> Timeline | None:
     packets tell. So only the beginning of the file is read, however long it is.
     """
     with open_container(path) as container:
-        stream = container.streams.video[0]
-        entries = list(getattr(stream, "index_entries", ()))  # older PyAV has no access to the index
+        stream = video_stream(container)
+        entries = index_of(container, stream)
         if len(entries) < max(stream.frames, 2) or stream.frames == 0 or any(entry.is_discard for entry in entries):
             return None
         step = entries[1].timestamp - entries[0].timestamp
         if step <= 0 or any(b.timestamp - a.timestamp != step for a, b in pairwise(entries)):
             return None
         opening = []
-        for packet in container.demux(stream):
+        for packet in packets_of(container, stream):
             if packet.pts is not None:
                 opening.append(packet.pts)
             if len(opening) > _MOST_REORDERED:
                 break
+        if not opening:
+            return None
         keys = [place for place, entry in enumerate(entries) if entry.is_keyframe]
     first = min(opening)
     return Timeline(range(first, first + step * len(entries), step), keys)
@@ -71,9 +75,11 @@ def timeline_from_index(path: Path) -> Timeline | None:
 def timeline_from_packets(path: Path) -> Timeline | None:
     """The timeline of any file, which is read once; None if the container does not give every frame its own time."""
     with open_container(path) as container:
-        stream = container.streams.video[0]
+        stream = video_stream(container)
         packets = [
-            (packet.pts, packet.is_keyframe, packet.is_discard) for packet in container.demux(stream) if packet.size
+            (packet.pts, packet.is_keyframe, packet.is_discard)
+            for packet in packets_of(container, stream)
+            if packet.size
         ]
     times = display_times([time for time, _, discarded in packets if not discarded])
     if times is None:
@@ -81,6 +87,18 @@ def timeline_from_packets(path: Path) -> Timeline | None:
     # Of an edited clip, the first key frame may come before anything is shown.
     keys = {bisect_left(times, time) for time, is_key, _ in packets if is_key and time is not None}
     return Timeline(times, sorted(keys))
+
+
+def index_of(container: av.container.InputContainer, stream: av.VideoStream) -> list[av.index.IndexEntry]:
+    """What a container's index says of a stream's frames; empty where it has none.
+
+    Raises:
+        MediaError: it lists more frames than the file has bytes. A few bytes can declare 100 million.
+    """
+    entries = getattr(stream, "index_entries", ())  # older PyAV has no access to the index
+    if len(entries) > container.size:
+        raise MediaError("damaged", f"its index lists {len(entries)} frames in {container.size} bytes")
+    return list(entries)
 
 
 def display_times(times: Sequence[int | None]) -> list[int] | None:
@@ -99,7 +117,7 @@ def shown_at(path: Path) -> list[float]:
     if timeline is None:
         raise ValueError(f"{path} does not say when its frames are shown")
     with open_container(path) as container:
-        tick = container.streams.video[0].time_base
+        tick = video_stream(container).time_base
     assert tick is not None
     return [float((time - timeline.times[0]) * tick) for time in timeline.times]
 
@@ -110,7 +128,7 @@ def steady_rate(times: Sequence[int], *, tick: Fraction, declared: float) -> flo
     It is the declared one if the times are those of that rate. Otherwise it is their mean: a header's average may count
     a last frame of another duration.
     """
-    rates = (declared, mean_rate(times, tick=tick)) if len(times) > 1 else (declared,)
+    rates = (declared, mean_rate(times, tick=tick)) if times[-1] > times[0] else (declared,)
     return next((rate for rate in rates if _is_even(times, float(tick) * rate)), None)
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import decord
 import numpy as np
 
-from .reader import DecodeError
-
 _AT_ONCE = 8  # full-size frames held at a time
 
 
@@ -18,11 +16,7 @@ class DecordReader:
 
     def __init__(self, path: Path) -> None:
         """See `VideoReader`."""
-        self.path = path
-        try:
-            self._reader = decord.VideoReader(str(path), num_threads=1)
-        except (decord.DECORDError, RuntimeError) as error:
-            raise _failed(path, error) from error
+        self._reader = decord.VideoReader(str(path), num_threads=1)
 
     @property
     def num_frames(self) -> int:
@@ -34,17 +28,8 @@ class DecordReader:
         there = [number for number in numbers if number < len(self._reader)]
         for start in range(0, len(there), _AT_ONCE):
             some = there[start : start + _AT_ONCE]
-            try:
-                pictures = self._reader.get_batch(some).asnumpy()
-            except (decord.DECORDError, RuntimeError) as error:
-                raise _failed(self.path, error) from error
-            yield from zip(some, pictures, strict=True)
+            yield from zip(some, self._reader.get_batch(some).asnumpy(), strict=True)
 
     def close(self) -> None:
         """See `VideoReader`."""
         del self._reader
-
-
-def _failed(path: Path, error: Exception) -> DecodeError:
-    lines = str(error).strip().splitlines()
-    return DecodeError(f"cannot decode {path}: decord says: {lines[0] if lines else type(error).__name__}")

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 from torchcodec.decoders import VideoDecoder
 
-from .reader import DecodeError
-
 _AT_ONCE = 8  # full-size frames held at a time
 
 
@@ -18,12 +16,8 @@ class TorchcodecReader:
 
     def __init__(self, path: Path) -> None:
         """See `VideoReader`."""
-        self.path = path
-        try:
-            # "exact" reads the file once, so that numbers are right at variable frame rates too.
-            self._decoder = VideoDecoder(str(path), dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
-        except (ValueError, RuntimeError) as error:
-            raise _failed(path, error) from error
+        # "exact" reads the file once, so that numbers are right at variable frame rates too.
+        self._decoder = VideoDecoder(str(path), dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
 
     @property
     def num_frames(self) -> int:
@@ -35,17 +29,8 @@ class TorchcodecReader:
         there = [number for number in numbers if number < len(self._decoder)]
         for start in range(0, len(there), _AT_ONCE):
             some = there[start : start + _AT_ONCE]
-            try:
-                pictures = self._decoder.get_frames_at(some).data.numpy()
-            except (ValueError, RuntimeError) as error:
-                raise _failed(self.path, error) from error
-            yield from zip(some, pictures, strict=True)
+            yield from zip(some, self._decoder.get_frames_at(some).data.numpy(), strict=True)
 
     def close(self) -> None:
         """See `VideoReader`."""
         del self._decoder
-
-
-def _failed(path: Path, error: Exception) -> DecodeError:
-    lines = str(error).strip().splitlines()
-    return DecodeError(f"cannot decode {path}: torchcodec says: {lines[0] if lines else type(error).__name__}")
