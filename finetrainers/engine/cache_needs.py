@@ -32,7 +32,7 @@ def needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
     keys: set[str] = set()
     digests = FileDigests(directory / "digests")
     for path in configs:
-        checked = preflight(for_preparing(load_config(path)), preparing=True)
+        checked = preflight(for_preparing(load_config(path)), preparing=True, weights=False)
         config, plan = checked.config, checked.plan
         texts = recall_models(directory, config.model, "text")
         if isinstance(plan, PromptPlan):

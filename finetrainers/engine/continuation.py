@@ -18,7 +18,7 @@ from finetrainers.models.registry import noise_process_of, text_encoders_digest,
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 
-from .initial_weights import InitialWeights, find_initial_weights, lora_differences, lora_facts, read_header
+from .initial_weights import InitialWeights, find_initial_weights, lora_differences, lora_facts, read_lora_header
 from .manifest import is_sealed, read_manifest
 from .resume import read_state, scan_checkpoints
 from .run_dir import package_versions
@@ -198,7 +198,7 @@ def check_initial(initial: InitialWeights, config: TrainConfig) -> None:
         if given is not None and Path(given).resolve() != initial.path.resolve():
             raise ValueError(f"{initial.path} would take the place of --transformer_id {given}; give one of them")
     elif config.training.training_type == "lora":
-        differences = lora_differences(lora_facts(*read_header(initial.path)), config.training)
+        differences = lora_differences(lora_facts(*read_lora_header(initial.path)), config.training)
         if differences:
             raise ValueError(
                 f"{initial.path} does not fit this run's adapter: {'; '.join(differences)}. Set the options as in the file"

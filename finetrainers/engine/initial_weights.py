@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
-
 from finetrainers.config.sections import TrainingSection
+from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import plural
 
@@ -123,26 +122,22 @@ def _lora(given: str, path: Path) -> InitialWeights:
         raise ValueError(
             f"{path} is not a safetensors file; pickles (.bin, .ckpt, .pt, .pth) are not loaded, convert it first"
         )
-    shapes, _ = read_header(path)
+    shapes, _ = read_lora_header(path)
     if not any(_LORA_NAME.search(name) for name in shapes):
         raise ValueError(f"{path} holds no LoRA; a whole transformer is given as a folder in diffusers layout")
     return InitialWeights(given, "lora", path)
 
 
-def read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, Any]]:
+def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[str, Any]]:
     """Shapes by name, and the PEFT settings of a transformer's adapter if the file has them.
 
     Raises:
-        ValueError: it is no safetensors file.
+        ValueError: it is no whole safetensors file.
     """
-    try:
-        with safe_open(path, framework="np") as file:
-            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-            stored = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from None
+    header = read_header(path)
+    stored = json.loads(header.metadata.get("lora_adapter_metadata", "{}"))
     prefix = "transformer."
-    return shapes, {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+    return header.shapes, {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
 
 
 def lora_facts(shapes: Mapping[str, Iterable[int]], settings: Mapping[str, Any]) -> LoraFacts:

@@ -12,7 +12,7 @@ from finetrainers.memory.checkpointing import set_gradient_checkpointing
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.utils.faults import fault_point
 
-from .preflight import Preflight
+from .preflight import Preflight, named_as_given
 from .trainable import attach, load_lora_weights, start_from_lora
 
 
@@ -35,7 +35,10 @@ def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch
         saved = config.model.model_copy(update={"transformer_id": str(checkpoint / "transformer"), "variant": None})
         transformer = checked.family.load(saved).load_transformer(dtype)
     else:
-        transformer = spec.load_transformer(dtype)
+        try:
+            transformer = spec.load_transformer(dtype)
+        except ConfigError as error:
+            raise ConfigError(named_as_given(error.problems, initial)) from error
     try:
         attach(transformer, config.training)
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from finetrainers.config.checks import FamilyFacts, check_config
@@ -47,12 +47,15 @@ class Preflight:
     found: list[Found] = field(default_factory=list)  # the checkpoints among which it has chosen
 
 
-def preflight(config: TrainConfig, *, preparing: bool = False, planner: Planner = plan_work) -> Preflight:
+def preflight(
+    config: TrainConfig, *, preparing: bool = False, weights: bool = True, planner: Planner = plan_work
+) -> Preflight:
     """Check a configuration against its model's rules and its data.
 
     Args:
         config: what to check.
         preparing: nothing will be trained, so earlier checkpoints in the output directory are not in the way.
+        weights: whether weights will be loaded, so that their files are examined.
         planner: what finds out what the run will work on.
 
     Raises:
@@ -81,9 +84,8 @@ def preflight(config: TrainConfig, *, preparing: bool = False, planner: Planner 
     config = _with_base(config, initial)
     problems += _check_paths(config)
     wrong_place = any(problem.where.removeprefix("--") in _MODEL_PLACES for problem in problems)
-    mismatch = None if wrong_place else family.mismatch(config.model)
-    if mismatch is not None:
-        problems.append(Problem("--model_name", mismatch))
+    model_problems = [] if wrong_place else family.problems(config.model, weights=weights)
+    problems += named_as_given(model_problems, initial)
     if config.training.method not in method_names():
         problems.append(
             Problem(
@@ -97,12 +99,11 @@ def preflight(config: TrainConfig, *, preparing: bool = False, planner: Planner 
         problems += error.problems
         prompts = []
     problems += _check_media(prompts)
-    readable = not wrong_place and mismatch is None  # else its rules are those of the published checkpoints
+    readable = not wrong_place and not model_problems  # else its rules are those of the published checkpoints
     geometry = family.geometry_of(config.model) if readable else family.geometry
     first_frame = family.first_frame_of(config.model) if readable else "unknown"
-    facts = FamilyFacts(
-        family.name, family.is_flow, family.num_text_encoders, first_frame, family.takes_guidance(config.model)
-    )
+    takes_guidance = not readable or family.takes_guidance(config.model)
+    facts = FamilyFacts(family.name, family.is_flow, family.num_text_encoders, first_frame, takes_guidance)
     found = check_config(config, family=facts, geometry=geometry, prompts=prompts)
     problems += found.errors
 
@@ -140,8 +141,10 @@ def preflight(config: TrainConfig, *, preparing: bool = False, planner: Planner 
         except DataError as error:
             problems.append(Problem("data", str(error)))
     start = None
-    if plan is not None and not any(
-        problem.where in ("--init_from", "--resume_from_checkpoint") for problem in problems
+    if (
+        plan is not None
+        and not model_problems
+        and not any(problem.where in ("--init_from", "--resume_from_checkpoint") for problem in problems)
     ):
         try:
             start = _start(config, plan, checkpoint, initial)
@@ -151,6 +154,18 @@ def preflight(config: TrainConfig, *, preparing: bool = False, planner: Planner 
         raise ConfigError(problems)
     warnings = [*found.warnings, *optimizer_warnings, *fault_warnings, *plan.warnings, *start.warnings]
     return Preflight(config, family, geometry, prompts, plan, start, warnings, found_checkpoints)
+
+
+def weights_examined(checked: Preflight) -> Preflight:
+    """A configuration whose model's weight files hold what its networks need, by their headers; the first step that needs torch.
+
+    Raises:
+        ConfigError: tensors are missing, or of other shapes.
+    """
+    problems, warnings = checked.family.load(checked.config.model).examine()
+    if problems:
+        raise ConfigError(named_as_given(problems, checked.start.initial))
+    return replace(checked, warnings=[*checked.warnings, *warnings])
 
 
 def for_preparing(config: TrainConfig) -> TrainConfig:
@@ -175,6 +190,13 @@ def _start(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial
     if checkpoint is None:
         return begin(config, plan, initial=initial, world_size=world_size)
     return go_on(config, plan, checkpoint, initial=initial, world_size=world_size)
+
+
+def named_as_given(problems: list[Problem], initial: InitialWeights | None) -> list[Problem]:
+    """What is wrong with a model, under the option that was given: a transformer may have come from `--init_from`."""
+    if initial is None or initial.kind != "full":
+        return problems
+    return [Problem("--init_from", p.message) if p.where == "--transformer_id" else p for p in problems]
 
 
 def _check_faults() -> tuple[list[Problem], list[str]]:

@@ -20,7 +20,7 @@ from finetrainers.utils.text import file_size
 
 from .assemble import check_geometry
 from .plan_report import dry_run_report, print_line, print_start
-from .preflight import Preflight, preflight
+from .preflight import Preflight, preflight, weights_examined
 from .processes import make_parallel
 from .watchdog import Watchdog
 
@@ -34,10 +34,11 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
     config = checked.config
     if config.run.dry_run:
         if launched_rank() == 0:
-            dry_run_report(checked)
+            dry_run_report(weights_examined(checked))
         return {}
     if checked.family.fetch_configs(config.model):
         checked = preflight(config, preparing=True)
+    checked = weights_examined(checked)
     started = time.monotonic()
     parallel = make_parallel(config)
     try:

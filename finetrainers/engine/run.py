@@ -13,7 +13,7 @@ from .callbacks.base import Callback
 from .export import export
 from .lock import exclusive
 from .plan_report import dry_run_report, print_results, print_stopped
-from .preflight import Preflight, preflight
+from .preflight import Preflight, preflight, weights_examined
 from .processes import make_parallel
 from .resume import scan_checkpoints
 from .trainer import Trainer
@@ -31,11 +31,12 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
     config = checked.config
     if config.run.dry_run:
         if launched_rank() == 0:
-            dry_run_report(checked)
+            dry_run_report(weights_examined(checked))
         return None
     # What a hub model looks like is known for certain only from its own config files.
     if checked.family.fetch_configs(config.model):
         checked = preflight(config)
+    checked = weights_examined(checked)
     parallel = make_parallel(config)
     try:
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
@@ -45,7 +46,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             fault_point("start")
             # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
             if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
-                checked = preflight(config)
+                checked = weights_examined(preflight(config))
             trainer = assemble(checked, parallel, watchdog)
             trainer.callbacks.extend(callbacks)
             # Until here a signal ends the process as always: there is nothing to save yet.

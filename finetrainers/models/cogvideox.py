@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import (
@@ -38,6 +38,11 @@ class CogVideoXSpec(ModelSpec):
     """
 
     name = "cogvideox"
+    networks: ClassVar = {
+        "text_encoder": T5EncoderModel,
+        "vae": AutoencoderKLCogVideoX,
+        "transformer": CogVideoXTransformer3DModel,
+    }
 
     # ---- the checkpoint's configs ------------------------------------------------------------------------------
 
@@ -263,15 +268,12 @@ def _takes_first_frame(config: Mapping[str, Any]) -> bool:
     """Whether a transformer takes the first frame on extra channels.
 
     Raises:
-        ValueError: it takes other channels than the pipelines give.
+        ValueError: it is of a kind that is not trained here.
     """
-    inputs, latents = config.get("in_channels", 16), config.get("out_channels", 16)
-    if inputs not in (latents, 2 * latents):
-        raise ValueError(
-            f"a cogvideox transformer with {inputs} input channels for {latents} latent channels is not known; "
-            f"text-to-video checkpoints have {latents}, image-to-video ones {2 * latents}"
-        )
-    return inputs == 2 * latents
+    unknown = geometries.cogvideox_unknown(dict(config))
+    if unknown is not None:
+        raise ValueError(unknown)
+    return geometries.cogvideox_first_frame(dict(config)) == "channels"
 
 
 def _check_size(config: Any, frames: int, height: int, width: int, *, spatial: int) -> None:

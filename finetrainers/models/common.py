@@ -16,14 +16,17 @@ import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.hooks import apply_layerwise_casting
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.packaged import model_path
 
+from .files import file_problems
 from .hub_help import hub_help
 from .spec import DTYPES, TextEncoders
+from .weights import check_loaded
 
 T = TypeVar("T")
 
@@ -63,7 +66,7 @@ def load_part(
             place["revision"] = config.revision
         try:
             return load(root, cache_dir=cache_dir, **place, **arguments)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             errors.append(error)
     tried = " nor from ".join(f"{root!r}{f' (subfolder {sub!r})' if sub else ''}" for root, sub in places)
     how = f"--{part}_id" if replacement else "--pretrained_model_name_or_path"
@@ -83,11 +86,7 @@ def _places(config: ModelSection, part: str, replacement: str | None) -> list[tu
     if replacement is None:
         root = model_path(config.pretrained_model_name_or_path)
         if Path(root).is_dir() and not (Path(root) / part).is_dir():
-            there = ", ".join(sorted(p.name for p in Path(root).iterdir())[:12]) or "nothing"
-            raise ValueError(
-                f"{root} has no {part} folder (it holds: {there}). "
-                "--pretrained_model_name_or_path takes a repository in diffusers layout."
-            )
+            raise ConfigError(file_problems(config, [part]))
         return [(root, part)]
     replacement = model_path(replacement)
     if Path(replacement).is_dir():
@@ -98,26 +97,14 @@ def _places(config: ModelSection, part: str, replacement: str | None) -> list[tu
 def load_encoder(cls: Any, config: ModelSection, part: str, *, dtype: str, replacement: str | None = None) -> nn.Module:
     """A frozen text encoder (a transformers class), in eval mode, in the dtype of that name."""
     target = DTYPES[dtype]
-    model = load_part(
-        cls.from_pretrained,
-        config,
-        part,
-        replacement=replacement,
-        arguments={"dtype": _loadable(target), **_variant(config, replacement)},
-    )
+    model = _load_network(cls, config, part, {"dtype": _loadable(target)}, replacement=replacement)
     return _frozen(model, target)
 
 
 def load_vae(cls: Any, config: ModelSection) -> nn.Module:
     """The frozen VAE, in eval mode, in `vae_dtype`, with slicing and tiling as configured."""
     target = DTYPES[config.vae_dtype]
-    vae = load_part(
-        cls.from_pretrained,
-        config,
-        "vae",
-        replacement=config.vae_id,
-        arguments={"torch_dtype": _loadable(target), **_variant(config, config.vae_id)},
-    )
+    vae: Any = _load_network(cls, config, "vae", {"torch_dtype": _loadable(target)}, replacement=config.vae_id)
     if config.enable_slicing:
         vae.enable_slicing()
     if config.enable_tiling:
@@ -127,13 +114,7 @@ def load_vae(cls: Any, config: ModelSection) -> nn.Module:
 
 def load_transformer(cls: Any, config: ModelSection, dtype: torch.dtype) -> nn.Module:
     """The transformer, in eval mode; what of it is trained is the caller's business."""
-    return load_part(
-        cls.from_pretrained,
-        config,
-        "transformer",
-        replacement=config.transformer_id,
-        arguments={"torch_dtype": dtype, **_variant(config, config.transformer_id)},
-    )
+    return _load_network(cls, config, "transformer", {"torch_dtype": dtype}, replacement=config.transformer_id)
 
 
 def transformer_on_meta(cls: Any, config: ModelSection) -> nn.Module:
@@ -194,12 +175,28 @@ def save_lora(
     )
 
 
+def _load_network(
+    cls: Any, config: ModelSection, part: str, arguments: Mapping[str, Any], *, replacement: str | None
+) -> nn.Module:
+    """A network with all of its weights, which are numbers; from safetensors alone."""
+    network, info = load_part(
+        cls.from_pretrained,
+        config,
+        part,
+        replacement=replacement,
+        arguments={
+            **arguments,
+            **({} if replacement or config.variant is None else {"variant": config.variant}),
+            "use_safetensors": True,
+            "output_loading_info": True,
+        },
+    )
+    check_loaded(network, info, part=part, config=config)
+    return network
+
+
 def _loadable(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype in _FLOAT8 else dtype
-
-
-def _variant(config: ModelSection, replacement: str | None) -> dict[str, str]:
-    return {} if replacement or config.variant is None else {"variant": config.variant}
 
 
 def _frozen(model: Any, dtype: torch.dtype) -> nn.Module:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
@@ -40,6 +40,12 @@ class HunyuanVideoSpec(ModelSpec):
     """
 
     name = "hunyuan_video"
+    networks: ClassVar = {
+        "text_encoder": LlamaModel,
+        "text_encoder_2": CLIPTextModel,
+        "vae": AutoencoderKLHunyuanVideo,
+        "transformer": HunyuanVideoTransformer3DModel,
+    }
     pipeline_class = "HunyuanVideoPipeline"
     blocks = ("transformer_blocks", "single_transformer_blocks")
     sampling_guidance = 6.0  # the default of the pipeline's `guidance_scale`
@@ -230,13 +236,9 @@ class HunyuanVideoSpec(ModelSpec):
 
 
 def _refuse_image_to_video(transformer: Any) -> None:
-    config = transformer.config
-    if config.image_condition_type is not None or config.in_channels != config.out_channels:
-        raise ValueError(
-            "this is an image-to-video transformer (image_condition_type "
-            f"{config.image_condition_type!r}, {config.in_channels} input channels for {config.out_channels} output "
-            "channels); hunyuan_video trains text-to-video checkpoints such as hunyuanvideo-community/HunyuanVideo"
-        )
+    unknown = geometries.hunyuan_video_unknown(dict(transformer.config))
+    if unknown is not None:
+        raise ValueError(unknown)
 
 
 # ---- attention without masks -----------------------------------------------------------------------------------------

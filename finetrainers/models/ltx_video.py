@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline, LTXPipeline, LTXVideoTransformer3DModel
@@ -39,6 +39,11 @@ class LTXVideoSpec(ModelSpec):
     """
 
     name = "ltx_video"
+    networks: ClassVar = {
+        "text_encoder": T5EncoderModel,
+        "vae": AutoencoderKLLTXVideo,
+        "transformer": LTXVideoTransformer3DModel,
+    }
     pipeline_class = "LTXPipeline"
     first_frame = "tokens"
     first_frame_default_p = 0.1

@@ -6,11 +6,12 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.addresses import resolve
@@ -18,17 +19,28 @@ from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import nearest
 
 from . import geometries
+from .files import (
+    cached_file,
+    component_file,
+    file_problems,
+    folder_on_disk,
+    is_hub_id,
+    option_of,
+    parts_of,
+    read_json,
+    replacement_of,
+)
 
 if TYPE_CHECKING:
     from .spec import ModelSpec
 
 Json = dict[str, Any]
+_MODEL_INDEX = "model_index.json"
 _ENDS = 1 << 16  # bytes at both ends of a weight file that name it
 #: A file of weights, with its variant, if any: `fp16` of `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`.
 _WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+?))?(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
 )
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,9 @@ class Family:
         read_first_frame: the same from a checkpoint's `transformer/config.json`, where checkpoints differ.
         read_takes_guidance: whether the network takes guidance as an input, from a checkpoint's
             `transformer/config.json`; None: none of the family's does.
+        read_unknown: why a checkpoint is of a kind that the family cannot train, from its `transformer/config.json`.
+        vae: name of its VAE's class, as checkpoints' configs state it; None: any.
+        pipelines: names of the pipelines that its checkpoints are made for, as `model_index.json` states them; none: any.
         tiny: `module:function` that builds a complete tiny random repository, or None.
     """
 
@@ -60,6 +75,9 @@ class Family:
     first_frame: str = "none"
     read_first_frame: Callable[[Json], str] | None = None
     read_takes_guidance: Callable[[Json], bool] | None = None
+    read_unknown: Callable[[Json], str | None] | None = None
+    vae: str | None = None
+    pipelines: tuple[str, ...] = ()
     tiny: str | None = None
 
     def load(self, config: ModelSection) -> ModelSpec:
@@ -68,97 +86,110 @@ class Family:
 
     def geometry_of(self, config: ModelSection) -> Geometry:
         """Size rules of the configured checkpoint where its configs are on disk, else of the published ones."""
-        vae = _component_config(config, "vae", config.vae_id)
-        transformer = _component_config(config, "transformer", config.transformer_id)
+        vae = _component_config(config, "vae")
+        transformer = _component_config(config, "transformer")
         if vae is None or transformer is None:
             return self.geometry
         return self.read_geometry(vae, transformer)
 
-    def mismatch(self, config: ModelSection) -> str | None:
-        """Why the configured checkpoint is none of this family, with the way out, where its config is on disk."""
-        transformer = _component_config(config, "transformer", config.transformer_id) or {}
-        found = transformer.get("_class_name", self.transformer)
-        if found == self.transformer:
+    def problems(self, config: ModelSection, *, weights: bool = True) -> list[Problem]:
+        """Everything that is wrong with the configured checkpoint, as far as the files on disk tell without being loaded.
+
+        Args:
+            config: names it.
+            weights: whether weight files are examined too.
+        """
+        problems = file_problems(config, parts_of(self.num_text_encoders), weights=weights)
+        # Files that cannot be read say nothing about the family.
+        return problems or list(self._mismatches(config))
+
+    def _mismatches(self, config: ModelSection) -> Iterator[Problem]:
+        """Why the checkpoint is none that this family trains, each with the way out."""
+        vae, transformer = (_component_config(config, part) or {} for part in ("vae", "transformer"))
+        for part, read, expected in (("vae", vae, self.vae), ("transformer", transformer, self.transformer)):
+            found = read.get("_class_name", expected)
+            if expected is not None and found != expected:
+                others = [name for name, family in _FAMILIES.items() if found in (family.transformer, family.vae)]
+                way_out = f"use --model_name {others[0]}" if others else "which no model family here has"
+                place = replacement_of(config, part) or config.pretrained_model_name_or_path
+                message = f"{place} holds a {found}, and {self.name} is a {expected}; {way_out}"
+                yield Problem("--model_name" if part == "transformer" else option_of(config, part), message)
+        if transformer.get("_class_name", self.transformer) != self.transformer:
+            return
+        pipeline = self._pipeline_of(config)
+        if self.pipelines and pipeline not in (None, *self.pipelines):
+            yield Problem(
+                "--pretrained_model_name_or_path",
+                f"{config.pretrained_model_name_or_path} is made for {pipeline}, and {self.name} trains checkpoints of "
+                f"{' or '.join(self.pipelines)}; if its transformer is such a one, name it with --transformer_id",
+            )
+        elif self.read_unknown is not None and (unknown := self.read_unknown(transformer)) is not None:
+            yield Problem(option_of(config, "transformer"), unknown)
+        latents, given = transformer.get("out_channels"), vae.get("latent_channels")
+        if latents is not None and given is not None and latents != given:
+            message = (
+                f"the VAE gives {given} channels, and the transformer predicts {latents}; they do not belong together"
+            )
+            yield Problem(option_of(config, "vae"), message)
+
+    def _pipeline_of(self, config: ModelSection) -> str | None:
+        """The pipeline that the transformer's repository names; None where it names none."""
+        if config.transformer_id:
             return None
-        others = [name for name, family in _FAMILIES.items() if family.transformer == found]
-        way_out = f"use --model_name {others[0]}" if others else "which no model family here has"
-        place = config.transformer_id or config.pretrained_model_name_or_path
-        return f"{place} holds a {found}, and {self.name} is a {self.transformer}; {way_out}"
+        root = model_path(config.pretrained_model_name_or_path)
+        index: Path | None = Path(root) / _MODEL_INDEX
+        if is_hub_id(root):
+            index = cached_file(root, _MODEL_INDEX, config, config.revision)
+        if index is None or not index.is_file():
+            return None
+        with contextlib.suppress(ValueError):  # nothing else is read from it
+            return read_json(index).get("_class_name")
+        return None
 
     def first_frame_of(self, config: ModelSection) -> str:
         """How the configured checkpoint takes a first frame; "unknown" where that depends on a config not on disk."""
         if self.read_first_frame is None:
             return self.first_frame
-        transformer = _component_config(config, "transformer", config.transformer_id)
+        transformer = _component_config(config, "transformer")
         return "unknown" if transformer is None else self.read_first_frame(transformer)
 
     def takes_guidance(self, config: ModelSection) -> bool:
         """Whether the configured checkpoint's network takes guidance as an input; yes, where its config is not on disk."""
         if self.read_takes_guidance is None:
             return False
-        transformer = _component_config(config, "transformer", config.transformer_id)
+        transformer = _component_config(config, "transformer")
         return transformer is None or self.read_takes_guidance(transformer)
 
     def fetch_configs(self, config: ModelSection) -> bool:
         """Bring a hub model's configs onto this disk, and say whether any is new; loading will say why one is not."""
         from huggingface_hub import hf_hub_download
 
+        wanted = [(part, f"{part}/config.json", replacement_of(config, part)) for part in ("vae", "transformer")]
+        missing = [(name, replacement) for part, name, replacement in wanted if _component_config(config, part) is None]
+        if missing and config.transformer_id is None:
+            missing.append((_MODEL_INDEX, None))
         fetched = False
-        for part, replacement in (("vae", config.vae_id), ("transformer", config.transformer_id)):
-            if _component_config(config, part, replacement) is None:
-                root = model_path(replacement or config.pretrained_model_name_or_path)
-                revision = None if replacement else config.revision
-                with contextlib.suppress(OSError, ValueError):
-                    hf_hub_download(root, f"{part}/config.json", revision=revision, cache_dir=config.cache_dir)
-                    fetched = True
+        for name, replacement in missing:
+            root = model_path(replacement or config.pretrained_model_name_or_path)
+            revision = None if replacement else config.revision
+            with contextlib.suppress(OSError, ValueError):
+                hf_hub_download(root, name, revision=revision, cache_dir=config.cache_dir)
+                fetched = True
         return fetched
 
 
-def _component_config(config: ModelSection, part: str, replacement: str | None) -> Json | None:
-    """The part's config.json if it is on disk, hub cache included; a replacement may be the part's folder itself."""
-    path = _component_file(config, part, replacement, "config.json")
-    return None if path is None else json.loads(path.read_text(encoding="utf-8"))
-
-
-def _component_file(config: ModelSection, part: str, replacement: str | None, name: str) -> Path | None:
-    """A file of a part if it is on disk; see `_component_config`."""
-    root = model_path(replacement or config.pretrained_model_name_or_path)
-    candidates = [Path(root) / part / name]
-    if replacement:
-        candidates.append(Path(root) / name)
-    if _HUB_ID.fullmatch(str(root)) and not Path(root).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        revision = None if replacement else config.revision
-        cached = try_to_load_from_cache(root, f"{part}/{name}", cache_dir=config.cache_dir, revision=revision)
-        if isinstance(cached, str):
-            candidates.append(Path(cached))
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def part_folder(config: ModelSection, part: str) -> Path | None:
-    """Where the files of a part lie that loading it would read, a hub model's newest ones included; None: not on this disk."""
-    replacement = getattr(config, f"{part}_id", None)
-    root = model_path(replacement or config.pretrained_model_name_or_path)
-    for name in ("config.json", "tokenizer_config.json"):
-        if _HUB_ID.fullmatch(str(root)) and not Path(root).is_dir():
-            from huggingface_hub import hf_hub_download
-
-            revision = None if replacement else config.revision
-            with contextlib.suppress(OSError, ValueError):  # asks the hub what is newest, unless it is offline
-                hf_hub_download(root, f"{part}/{name}", revision=revision, cache_dir=config.cache_dir)
-        path = _component_file(config, part, replacement, name)
-        if path is not None:
-            return path.parent
-    return None
+def _component_config(config: ModelSection, part: str) -> Json | None:
+    """The part's config.json if it is on disk, hub cache included."""
+    path = component_file(config, part, "config.json")
+    return None if path is None else read_json(path)
 
 
 def noise_process_of(config: ModelSection) -> str | None:
     """Scheduler class and prediction type of the configured checkpoint; None where they are not on disk."""
-    path = _component_file(config, "scheduler", None, "scheduler_config.json")
+    path = component_file(config, "scheduler", "scheduler_config.json")
     if path is None:
         return None
-    scheduler = json.loads(path.read_text(encoding="utf-8"))
+    scheduler = read_json(path)
     return " ".join(str(scheduler[key]) for key in ("_class_name", "prediction_type") if key in scheduler)
 
 
@@ -176,11 +207,11 @@ def text_encoders_digest(config: ModelSection) -> str | None:
     """The same of all text encoders, with their tokenizers."""
     found: list[str | None] = []
     for part in ("text_encoder", "text_encoder_2", "text_encoder_3"):
-        folder = _part_folder(config, part)
+        folder = folder_on_disk(config, part)
         if folder is not None:
             found += [_settings_digest(config, part), _weights_digest(config, part)]
     for part in ("tokenizer", "tokenizer_2", "tokenizer_3"):
-        folder = _part_folder(config, part)
+        folder = folder_on_disk(config, part)
         if folder is not None:
             found.append(_files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]))
     return _digest_of(found)
@@ -188,15 +219,15 @@ def text_encoders_digest(config: ModelSection) -> str | None:
 
 def _weights_digest(config: ModelSection, part: str) -> str | None:
     """Of a part's weight files; None where they are not all on disk."""
-    folder = _part_folder(config, part)
+    folder = folder_on_disk(config, part)
     if folder is None:
         return None
-    variant = None if getattr(config, f"{part}_id", None) else config.variant
+    variant = None if replacement_of(config, part) else config.variant
     files = [
         path for path in sorted(folder.iterdir()) if (match := _WEIGHTS.fullmatch(path.name)) and match[1] == variant
     ]
     for index in folder.glob("*.index.json"):
-        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        listed = set(read_json(index)["weight_map"].values())
         if not all((folder / name).is_file() for name in listed):
             return None
     return _files_digest(files) if files else None
@@ -216,7 +247,7 @@ def _files_digest(files: Sequence[Path]) -> str:
 
 def _settings_digest(config: ModelSection, part: str) -> str | None:
     """Of what a part's config.json says, but for where it came from and which version wrote it."""
-    settings = _component_config(config, part, getattr(config, f"{part}_id", None))
+    settings = _component_config(config, part)
     if settings is None:
         return None
     kept = {name: value for name, value in settings.items() if name[:1] != "_" and name != "transformers_version"}
@@ -229,15 +260,6 @@ def _digest_of(parts: Sequence[str | None]) -> str | None:
     if len(known) < len(parts) or not known:
         return None
     return hashlib.sha256(" ".join(known).encode()).hexdigest()[:12]
-
-
-def _part_folder(config: ModelSection, part: str) -> Path | None:
-    """Where a part lies on this disk; asks no hub."""
-    for name in ("config.json", "tokenizer_config.json"):
-        path = _component_file(config, part, getattr(config, f"{part}_id", None), name)
-        if path is not None:
-            return path.parent
-    return None
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -285,23 +307,26 @@ def build_tiny(name: str, directory: Path, *, seed: int = 0) -> None:
 register_model(Family(
     name="ltx_video", spec="finetrainers.models.ltx_video:LTXVideoSpec",
     geometry=Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0, pixels=32),
-    transformer="LTXVideoTransformer3DModel",
+    transformer="LTXVideoTransformer3DModel", vae="AutoencoderKLLTXVideo",
+    pipelines=("LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"),
     read_geometry=geometries.ltx_video, is_flow=True, num_text_encoders=1, first_frame="tokens",
     tiny="finetrainers.models.tiny:build_ltx_video",
 ))  # fmt: skip
 register_model(Family(
     name="hunyuan_video", spec="finetrainers.models.hunyuan_video:HunyuanVideoSpec",
     geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24.0, pixels=16),
-    transformer="HunyuanVideoTransformer3DModel",
+    transformer="HunyuanVideoTransformer3DModel", vae="AutoencoderKLHunyuanVideo",
+    pipelines=("HunyuanVideoPipeline",),
     read_geometry=geometries.hunyuan_video, is_flow=True, num_text_encoders=2,
-    read_takes_guidance=geometries.hunyuan_video_takes_guidance,
+    read_takes_guidance=geometries.hunyuan_video_takes_guidance, read_unknown=geometries.hunyuan_video_unknown,
     tiny="finetrainers.models.tiny:build_hunyuan_video",
 ))  # fmt: skip
 register_model(Family(
     name="cogvideox", spec="finetrainers.models.cogvideox:CogVideoXSpec",
     geometry=Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=8.0),
-    transformer="CogVideoXTransformer3DModel",
+    transformer="CogVideoXTransformer3DModel", vae="AutoencoderKLCogVideoX",
+    pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"),
     read_geometry=geometries.cogvideox, is_flow=False, num_text_encoders=1, first_frame="channels",
-    read_first_frame=geometries.cogvideox_first_frame,
+    read_first_frame=geometries.cogvideox_first_frame, read_unknown=geometries.cogvideox_unknown,
     tiny="finetrainers.models.tiny:build_cogvideox",
 ))  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import diffusers
 import torch
@@ -20,12 +20,15 @@ from diffusers.utils import convert_unet_state_dict_to_peft
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
+from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import Process
 from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.text import plural
 
-from .registry import part_folder
+from .files import part_folder, some
+from .weights import network_problems, non_finite
 
 #: Size of one weight file of a saved transformer.
 MAX_SHARD_SIZE = "10GB"
@@ -198,6 +201,8 @@ class ModelSpec(ABC):
     """
 
     name: str
+    #: Class of each network, by the part of a repository that holds it; their weight files are compared with them.
+    networks: ClassVar[Mapping[str, Any]] = {}
     #: Modules that LoRA targets by default.
     lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
     #: Names of the transformer's repeated block lists: for checkpointing, wrapping, compiling.
@@ -235,6 +240,10 @@ class ModelSpec(ABC):
     @abstractmethod
     def transformer_on_meta(self) -> nn.Module:
         """The transformer without weights (meta device), for dry runs."""
+
+    def examine(self) -> tuple[list[Problem], list[str]]:
+        """Compare the networks' weight files with their classes, as far as they are on this disk, by headers: problems, warnings."""
+        return network_problems(self.config, self.networks)
 
     def folder_of(self, part: str) -> Path | None:
         """Where the files of a part lie that loading it would read; None: not on this disk."""
@@ -344,7 +353,7 @@ class ModelSpec(ABC):
         Any format that the family's pipeline reads; safetensors only. Without stored settings, alpha is the rank.
 
         Raises:
-            ValueError: the file holds no LoRA of this transformer.
+            ValueError: the file holds no LoRA of this transformer, or one that is not made of numbers.
         """
         pipeline: Any = getattr(diffusers, self.pipeline_class)
         state, metadata = pipeline.lora_state_dict(
@@ -356,6 +365,11 @@ class ModelSpec(ABC):
             found = convert_unet_state_dict_to_peft(found)
         if not any("lora_A" in name for name in found):
             raise ValueError(f"{path} holds no LoRA of a {self.name} transformer")
+        bad = non_finite(found)
+        if bad:
+            raise ValueError(
+                f"{path} holds NaN or infinity in {plural(len(bad), 'tensor')}: {some(bad)}; the file is damaged"
+            )
         return found, {k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)}
 
     def load_lora(self, transformer: nn.Module, path: Path) -> None:

@@ -248,6 +248,33 @@ def test_what_is_none_is_said(tmp_path: Path, stages: dict[str, Path]) -> None:
     assert "is damaged" in refusal(checkpoint)
 
 
+def test_damaged_weights_are_their_files_fault(
+    stages: dict[str, Path], options: Callable[..., dict], tmp_path: Path
+) -> None:
+    def refusal(given: Path, **changes: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            train(load_config(**options(init_from=str(given), **changes)))
+        return str(caught.value)
+
+    def spoilt(source: Path, target: Path) -> str:
+        state = load_file(source)
+        name = sorted(state)[1]
+        state[name].view(-1)[0] = float("inf")
+        save_file(state, target)
+        return name.removeprefix("transformer.")
+
+    lora = tmp_path / "spoilt.safetensors"
+    name = spoilt(stages["lora"] / LORA, lora)
+    for kind in ({"lora_alpha": 4}, FULL):
+        assert f"--init_from: {lora} holds NaN or infinity in 1 tensor: {name}" in refusal(lora, **kind)
+    full = shutil.copytree(stages["full"] / "transformer", tmp_path / "full")
+    file = full / "diffusion_pytorch_model.safetensors"
+    name = spoilt(file, file)
+    assert f"--init_from: the transformer of {full} holds NaN or infinity in 1 tensor: {name}" in refusal(full, **FULL)
+    file.write_bytes(file.read_bytes()[:-9])
+    assert f"--init_from: {file} is cut short: at least 9 B are missing" in refusal(full, **FULL)
+
+
 def test_two_places_of_weights_are_a_conflict(
     stages: dict[str, Path], options: Callable[..., dict], tmp_path: Path
 ) -> None:

@@ -1,0 +1,224 @@
+"""Where the files of a model's parts lie, and what is wrong with them: by names, sizes and headers. Imports no torch.
+
+A part is a subfolder of a repository in diffusers layout, or what replaces it; see `common`. A local folder is examined
+whole. Of a hub model what its cache holds is examined, since the rest is still to be downloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.errors import Problem
+from finetrainers.config.sections import ModelSection
+from finetrainers.utils.headers import read_header
+from finetrainers.utils.packaged import model_path
+
+Json = dict[str, Any]
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+#: Files of which a tokenizer's folder holds at least one.
+_VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
+_MAIN_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json", *_VOCABULARIES)
+
+
+def parts_of(num_text_encoders: int) -> list[str]:
+    """All parts that a run loads, in the order in which it loads them."""
+    ends = ["", *(f"_{number}" for number in range(2, num_text_encoders + 1))]
+    return ["scheduler", *(f"tokenizer{end}" for end in ends), *(f"text_encoder{end}" for end in ends), "vae", "transformer"]  # fmt: skip
+
+
+def replacement_of(config: ModelSection, part: str) -> str | None:
+    """The id or folder that takes the place of the model's own part."""
+    return getattr(config, f"{part}_id", None)
+
+
+def option_of(config: ModelSection, part: str) -> str:
+    """The option that names where a part comes from."""
+    return f"--{part}_id" if replacement_of(config, part) else "--pretrained_model_name_or_path"
+
+
+def component_file(config: ModelSection, part: str, name: str) -> Path | None:
+    """A file of a part if it is on disk, hub cache included; a replacement may be the part's folder itself."""
+    replacement = replacement_of(config, part)
+    root = model_path(replacement or config.pretrained_model_name_or_path)
+    candidates = [Path(root) / part / name]
+    if replacement:
+        candidates.append(Path(root) / name)
+    if is_hub_id(root):
+        revision = None if replacement else config.revision
+        cached = cached_file(root, f"{part}/{name}", config, revision)
+        if cached is not None:
+            candidates.append(cached)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def is_hub_id(root: str) -> bool:
+    """Whether a model's place is a repository of the hub: it looks like one, and no folder of that name is here."""
+    return _HUB_ID.fullmatch(root) is not None and not Path(root).exists()
+
+
+def cached_file(root: str, name: str, config: ModelSection, revision: str | None) -> Path | None:
+    """A file of a hub repository, as far as it has been downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(root, name, cache_dir=config.cache_dir, revision=revision)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def part_folder(config: ModelSection, part: str) -> Path | None:
+    """Where the files of a part lie that loading it would read, a hub model's newest ones included; None: not on this disk."""
+    replacement = replacement_of(config, part)
+    root = model_path(replacement or config.pretrained_model_name_or_path)
+    for name in ("config.json", "tokenizer_config.json"):
+        if is_hub_id(root):
+            from huggingface_hub import hf_hub_download
+
+            revision = None if replacement else config.revision
+            with contextlib.suppress(OSError, ValueError):  # asks the hub what is newest, unless it is offline
+                hf_hub_download(root, f"{part}/{name}", revision=revision, cache_dir=config.cache_dir)
+        path = component_file(config, part, name)
+        if path is not None:
+            return path.parent
+    return None
+
+
+def folder_on_disk(config: ModelSection, part: str) -> Path | None:
+    """Where the files of a part lie, without asking the hub; None: not on this disk."""
+    found = (component_file(config, part, name) for name in _MAIN_FILES)
+    return next((path.parent for path in found if path is not None), None)
+
+
+def read_json(path: Path) -> Json:
+    """A JSON object.
+
+    Raises:
+        ValueError: the file holds none; the message names it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must be a JSON object, and it is a {type(value).__name__}")
+    return value
+
+
+# ---- weights -----------------------------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path, part: str, variant: str | None) -> tuple[list[Path], Mapping[str, str]]:
+    """The files that the libraries would load a network's weights from, and which tensor an index places in which.
+
+    Raises:
+        ValueError: there are none, or their index cannot be read.
+    """
+    stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
+    middle = "" if variant is None else f".{variant}"
+    single, index = folder / f"{stem}{middle}.safetensors", folder / f"{stem}.safetensors.index{middle}.json"
+    # diffusers looks for an index first, transformers for a single file.
+    if index.is_file() and not (stem == "model" and single.is_file()):
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError(f"{index} has no table 'weight_map' of file names")
+        return [folder / name for name in sorted(set(places.values()))], places
+    if single.is_file():
+        return [single], {}
+    there = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in there if name.endswith(_PICKLES)]
+    if pickles and not any(name.endswith(".safetensors") for name in there):
+        raise ValueError(
+            f"{folder} has its weights as pickles only ({', '.join(pickles[:3])}), and these are not loaded; convert them to "
+            f"{single.name}"
+        )
+    raise ValueError(f"{folder} has no {single.name}; it holds: {', '.join(there[:12]) or 'nothing'}")
+
+
+def tensor_shapes(
+    folder: Path, part: str, variant: str | None, *, is_complete: bool = True
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Shapes of a network's stored tensors by name, and everything that is wrong with the files.
+
+    Args:
+        folder: of the part.
+        part: its name.
+        variant: of the weight files.
+        is_complete: False where the hub still has what is missing; nothing is said then until all is here.
+    """
+    try:
+        files, places = weight_files(folder, part, variant)
+    except ValueError as error:
+        return {}, [str(error)] if is_complete else []
+    if not is_complete and not all(path.is_file() for path in files):
+        return {}, []
+    shapes: dict[str, tuple[int, ...]] = {}
+    held: dict[str, Mapping[str, tuple[int, ...]]] = {}
+    problems = []
+    for path in files:
+        try:
+            held[path.name] = read_header(path).shapes
+            shapes.update(held[path.name])
+        except ValueError as error:
+            problems.append(str(error) if path.is_file() else f"{path} is missing, and the index of {folder} names it")
+    lost = [name for name, file in places.items() if file in held and name not in held[file]]
+    if lost:
+        problems.append(f"{folder / places[lost[0]]} lacks {some(lost)}, which the index places there")
+    return shapes, problems
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of several names, and how many there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+# ---- everything at once ------------------------------------------------------------------------------------------------
+
+
+def file_problems(config: ModelSection, parts: Sequence[str], *, weights: bool = True) -> list[Problem]:
+    """What is wrong with the files of a model's parts, as far as names, sizes and headers tell.
+
+    Args:
+        config: names the model.
+        parts: which of its parts are loaded.
+        weights: whether weight files are examined too.
+    """
+    return [Problem(option_of(config, part), text) for part in parts for text in _examine(config, part, weights)]
+
+
+def _examine(config: ModelSection, part: str, weights: bool) -> Iterator[str]:
+    replacement = replacement_of(config, part)
+    root = Path(model_path(replacement or config.pretrained_model_name_or_path))
+    if root.is_file():
+        yield f"{root} is a file; give the folder of a model in diffusers layout, or its hub id"
+        return
+    is_local = root.is_dir()
+    folder: Path | None = root / part
+    if is_local and not (root / part).is_dir():
+        if not replacement:
+            there = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "nothing"
+            yield f"{root} has no folder {part!r}, so it is no model in diffusers layout (it holds: {there})"
+            return
+        folder = root
+    elif not is_local:
+        folder = folder_on_disk(config, part)
+    if folder is None:
+        return
+    for name in ("config.json", "scheduler_config.json", "tokenizer_config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            try:
+                read_json(folder / name)
+            except ValueError as error:
+                yield str(error)
+    if part.startswith("tokenizer"):
+        if is_local and not any((folder / name).is_file() for name in _VOCABULARIES):
+            yield f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}"
+        return
+    needed = "scheduler_config.json" if part == "scheduler" else "config.json"
+    if is_local and not (folder / needed).is_file():
+        yield f"{folder} has no {needed}"
+    if weights and part != "scheduler":
+        yield from tensor_shapes(folder, part, None if replacement else config.variant, is_complete=is_local)[1]

@@ -1,0 +1,144 @@
+"""Whether a network's weights are what its class needs: names and shapes before they are loaded, numbers afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from torch import nn
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.sections import ModelSection
+from finetrainers.utils.launch import launched_local_rank
+from finetrainers.utils.text import plural
+
+from .files import folder_on_disk, option_of, read_json, replacement_of, some, tensor_shapes
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """Compare the weight files that are on this disk with the networks; reads headers only.
+
+    Args:
+        config: names the model.
+        networks: class by part.
+
+    Returns:
+        What makes loading impossible or its result another network; and warnings.
+    """
+    problems, warnings = [], []
+    for part, cls in networks.items():
+        folder = folder_on_disk(config, part)
+        if folder is None:
+            continue
+        shapes, _ = tensor_shapes(folder, part, None if replacement_of(config, part) else config.variant)
+        settings = read_json(folder / "config.json")
+        if not shapes or "quantization_config" in settings:  # not downloaded; stored in shapes of the quantizer's
+            continue
+        where = option_of(config, part)
+        try:
+            network = _on_meta(cls, settings)
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+            problems.append(Problem(where, f"{folder / 'config.json'} describes no {cls.__name__}: {error}"))
+            continue
+        missing, wrong, unused = compare(network, shapes)
+        if missing:
+            problems.append(
+                Problem(where, f"the files in {folder} lack {plural(len(missing), 'tensor')}: {some(missing)}")
+            )
+        if wrong:
+            name = wrong[0]
+            expected = tuple(network.state_dict()[name].shape)
+            message = f"{name} in {folder} has shape {shapes[name]}, and its config.json asks for {expected}"
+            problems.append(Problem(where, message + (f" ({len(wrong)} such tensors)" if len(wrong) > 1 else "")))
+        if unused:
+            warnings.append(
+                f"{where}: {folder} holds {plural(len(unused), 'tensor')} that a {cls.__name__} does not have: {some(unused)}"
+            )
+    return problems, warnings
+
+
+def compare(network: nn.Module, held: Shapes) -> tuple[list[str], list[str], list[str]]:
+    """Names of tensors that a network needs and files lack; that have another shape; and that it does not need.
+
+    The classes of diffusers take exactly their own names. transformers also takes weights that were saved with a head or
+    without one, so that a prefix may be there or not, and one name for tensors that are tied; the rest is for its loader to
+    say.
+    """
+    needed = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    wrong = [name for name, shape in needed.items() if name in held and held[name] != shape]
+    absent = [name for name in needed if name not in held]
+    unused = _without(held.keys() - needed.keys(), getattr(network, "_keys_to_ignore_on_load_unexpected", None))
+    if isinstance(network, ModelMixin):
+        return absent, wrong, unused
+    ties = _ties(network)
+    absent = [name for name in absent if not any(_is_held(alias, held) for alias in ties.get(name, {name}))]
+    absent = _without(absent, getattr(network, "_keys_to_ignore_on_load_missing", None))
+    return absent, wrong, [name for name in unused if not _is_held(name, needed)]
+
+
+def check_loaded(network: nn.Module, info: Mapping[str, Any], *, part: str, config: ModelSection) -> None:
+    """Refuse a network whose weights were not all in its files, or are no numbers.
+
+    Libraries give tensors that files lack random numbers, and go on. Numbers are looked at by one process of each machine,
+    since all of them load the same, one after the other.
+
+    Raises:
+        ConfigError: with the names of the tensors.
+    """
+    place = replacement_of(config, part) or config.pretrained_model_name_or_path
+    if info["missing_keys"]:
+        lost = sorted(info["missing_keys"])
+        message = f"the {part} of {place} lacks {plural(len(lost), 'tensor')}: {some(lost)}; get its files again"
+        raise ConfigError([Problem(option_of(config, part), message)])
+    bad = non_finite(network.state_dict()) if launched_local_rank() == 0 else []
+    if bad:
+        message = (
+            f"the {part} of {place} holds NaN or infinity in {plural(len(bad), 'tensor')}: {some(bad)}; the file is damaged, "
+            "or its numbers are too large for the dtype that it is loaded in"
+        )
+        raise ConfigError([Problem(option_of(config, part), message)])
+
+
+def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors with NaN or infinity. One pass over each, at the speed of memory."""
+    bad = []
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
+            low, high = torch.aminmax(tensor)
+            if not (low.isfinite() and high.isfinite()):
+                bad.append(name)
+    return bad
+
+
+def _on_meta(cls: Any, settings: Mapping[str, Any]) -> nn.Module:
+    with torch.device("meta"):
+        if issubclass(cls, ModelMixin):
+            return cls.from_config(dict(settings))
+        return cls(cls.config_class.from_dict(dict(settings)))
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+    return sorted(name for name in names if not any(re.search(pattern, name) for pattern in patterns or ()))
+
+
+def _ties(network: nn.Module) -> dict[str, set[str]]:
+    """Names of each tensor that has several."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    found = {name: same for same in names.values() for name in same}
+    declared = getattr(network, "_tied_weights_keys", None)
+    if isinstance(declared, Mapping):
+        for target, source in declared.items():
+            if target in found and source in found:
+                found[target] = found[source] = found[target] | found[source]
+    return found
+
+
+def _is_held(name: str, held: Iterable[str]) -> bool:
+    return any(name == other or name.endswith(f".{other}") or other.endswith(f".{name}") for other in held)
