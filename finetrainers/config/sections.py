@@ -331,7 +331,7 @@ class TrainingSection(Section):
     async_checkpointing: bool = Field(
         False,
         description="Write checkpoints while training goes on, which then waits only for a copy of what is saved. Costs "
-        "host memory for that copy: trained weights, optimizer, averages (on GPUs pinned, up to twice their size).",
+        "host memory for that copy: trained weights, optimizer, averages.",
     )
     resume_from_checkpoint: Place | None = Field(
         None,

@@ -20,6 +20,7 @@ from finetrainers.parallel.engine import Parallel
 from .callbacks.build import make_callbacks
 from .callbacks.prompts import encode_prompts
 from .callbacks.validation import EncodedPrompt
+from .guards.memory import memory_advice
 from .load_transformer import load_trainable_transformer, trainable_dtype
 from .plan_report import print_line, print_start
 from .preflight import Preflight
@@ -30,6 +31,7 @@ from .trainer import Trainer
 from .watchdog import Watchdog
 
 
+@memory_advice("loading and encoding")
 def assemble(checked: Preflight, parallel: Parallel, watchdog: Watchdog) -> Trainer:
     """Load everything in three phases and build the trainer, resumed if asked."""
     config, plan, start = checked.config, checked.plan, checked.start

@@ -19,6 +19,7 @@ from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.text import file_size
 
 from .assemble import check_geometry
+from .guards.memory import memory_advice
 from .plan_report import dry_run_report, print_line, print_start
 from .preflight import Preflight, preflight, weights_examined
 from .processes import make_parallel
@@ -58,6 +59,7 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
     return encoded
 
 
+@memory_advice("loading and encoding")
 def _encode(checked: Preflight, parallel: Ranks, watchdog: Watchdog) -> Mapping[str, Encoded]:
     config = checked.config
     watchdog.enter("loading")

@@ -27,12 +27,18 @@ from .checkpoint import save_checkpoint
 from .control import Requests
 from .guards.all import Guards
 from .guards.dry import run_dry_batches, wants_dry_batches
+from .guards.memory import memory_advice
 from .guards.rollback import go_back
 from .interval import Interval
 from .run_dir import RunDirectory
 from .watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+_SAVING_TAKES = (
+    "A checkpoint is put together in host memory, under FSDP2 on rank 0 and of all ranks' parts; --async_checkpointing "
+    "takes as much again for a copy of it"
+)
 
 
 class Trainer:
@@ -101,6 +107,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_stop(self)
 
+    @memory_advice("training")
     def _run(self) -> None:
         if self.step < self.total_steps and wants_dry_batches(self.config.training.dry_batches, self.parallel):
             self.watchdog.enter("step")
@@ -172,9 +179,10 @@ class Trainer:
     def gradients(self, step: Step[Any]) -> dict[str, Tensor]:
         """The gradients of all ranks' micro-batches, clipped; the metrics, still on the device."""
         totals = self.guards.memory.gradients(step, self.own_gradients)
-        self.parallel.exchange()
-        fault_point("backward", self.parallel.gradients())
-        grad_norm = self.parallel.clip()
+        with memory_advice("exchanging and clipping gradients"):
+            self.parallel.exchange()
+            fault_point("backward", self.parallel.gradients())
+            grad_norm = self.parallel.clip()
         return totals if grad_norm is None else {**totals, "grad_norm": grad_norm}
 
     def own_gradients(self, micro_batches: Iterator[Any], count: int) -> dict[str, Tensor]:
@@ -195,6 +203,7 @@ class Trainer:
             del batch, loss, metrics  # before the next one is made
         return totals
 
+    @memory_advice("updating the weights")
     def _update(self) -> None:
         """The optimizer and the moving average."""
         fault_point("update")
@@ -213,6 +222,7 @@ class Trainer:
             scaler.update()
         self.optimizer.zero_grad()
 
+    @memory_advice("saving a checkpoint", _SAVING_TAKES)
     def _save_if_due(self) -> None:
         """Save every N steps and at the end; and when asked to, or to stop, at the next step that can be continued."""
         asked = self.requests.save or self.requests.stop is not None
@@ -227,6 +237,7 @@ class Trainer:
         if asked and self.requests.stop is not None and self.step < self.total_steps:
             self.stopped_by = self.requests.stop
 
+    @memory_advice("sampling or evaluating")
     def _sample_if_due(self) -> None:
         """Let the callbacks sample and evaluate."""
         if self.requests.sample and not any(callback.samples for callback in self.callbacks):

@@ -181,7 +181,11 @@ class Method(Protocol):
         ...
 
 
-def standard_normal(generators: Sequence[torch.Generator], shape: Sequence[int]) -> Tensor:
-    """Standard normal noise `[B, *shape]` fp32, row b drawn from generator b."""
-    device = generators[0].device
-    return torch.stack([torch.randn(*shape, generator=g, device=device) for g in generators])
+def standard_normal(
+    generators: Sequence[torch.Generator], shape: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Standard normal noise `[B, *shape]` fp32 on `device`, row b drawn from generator b.
+
+    It is drawn on the host: CUDA's streams differ from the CPU's, and from one kind of GPU to another.
+    """
+    return torch.stack([torch.randn(*shape, generator=g) for g in generators]).to(device)

@@ -99,35 +99,35 @@ class SFT:
     ) -> tuple[Tensor, Tensor]:
         """Mean squared error per sample `[B]`, over the latents that are not given, and the noise level `[B]`."""
         device = batch.moments.device
-        generators = [generator(device, self.seed, purpose, *key) for key in batch.sample_keys]
+        generators = [generator("cpu", self.seed, purpose, *key) for key in batch.sample_keys]
         shape = (batch.moments.shape[1] // 2, *batch.moments.shape[2:])
-        posterior_noise = standard_normal(generators, shape)
-        eps = standard_normal(generators, shape)
+        posterior_noise = standard_normal(generators, shape, device)
+        eps = standard_normal(generators, shape, device)
         if quantile is None:
             quantiles = self.noise_levels.sample(
                 generators, round(shape[1] * shape[2] * shape[3] * self.tokens_per_latent)
-            )
+            ).to(device)
         else:
             quantiles = torch.full((len(batch),), quantile, device=device)
         t = self.process.time_from_quantile(quantiles)
         x0 = self.spec.latents(batch.moments, posterior_noise, self.vae_stats)
 
         given = self._given_first_frame(batch, purpose)
-        meta, frame_t = batch.meta, t
+        meta, frame_t, trained = batch.meta, t, None
         if self.spec.first_frame == "channels":
             meta = replace(meta, first_frame=self._first_frame_latents(batch, given))
         elif any(given):
-            frame_t = t[:, None].repeat(1, shape[1])
-            frame_t[given, 0] = 0.0
+            trained = torch.ones(len(batch), shape[1])  # on the host, since a list as an index waits for the device
+            trained[given, 0] = 0.0
+            trained = trained.to(device)
+            frame_t = t[:, None] * trained
 
         x_t = self.process.add_noise(x0, eps, frame_t)
         prediction = self.spec.predict(transformer, x_t, frame_t, batch.conditions, meta)
         error = (prediction.float() - self.process.target(x0, eps, t)) ** 2
-        if frame_t.ndim == 1:
+        if trained is None:
             return error.flatten(1).mean(1), t
         # A given frame is an input, not something to predict: it leaves the loss and the mean.
-        trained = torch.ones(len(batch), shape[1], device=device)
-        trained[given, 0] = 0.0
         return (error.mean(dim=(1, 3, 4)) * trained).sum(1) / trained.sum(1), t
 
     def _given_first_frame(self, batch: Batch, purpose: str) -> list[bool]:

@@ -15,6 +15,9 @@ from finetrainers.config.sections import OptimizerSection
 
 from .table import OFFLOADABLE, RECIPES, Recipe, missing_library, resolve_name
 
+#: Settings of a group that belong to the device it is on, and not to the run.
+_IMPLEMENTATION = ("foreach", "fused", "capturable")
+
 
 def create_optimizer(
     parameters: Iterable[Parameter],
@@ -57,6 +60,7 @@ def create_optimizer(
     elif recipe.fused and device_type == "cuda":
         arguments["fused"] = True
     optimizer = _import_class(name, recipe, target)(weights, lr=lr, **arguments)
+    _keep_implementation(optimizer)
     if recipe.keeps_fp32_state:
         _load_state_in_saved_dtype(optimizer)
     return optimizer
@@ -124,6 +128,23 @@ def _import_class(name: str, recipe: Recipe, target: str) -> Any:
     if found is None:
         raise ImportError(f"optimizer {name!r} needs a newer {recipe.library}: this one has no {module}.{attribute}")
     return found
+
+
+def _keep_implementation(optimizer: Optimizer) -> None:
+    """Let `load_state_dict` keep how this optimizer computes its step.
+
+    Torch takes that over with the saved groups, and decides by it where the step counters belong: a checkpoint of a CPU,
+    continued on CUDA, would train unfused from then on.
+    """
+
+    def before(loading: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        groups = [
+            {**saved, **{name: own[name] for name in _IMPLEMENTATION if name in own}}
+            for saved, own in zip(state_dict["param_groups"], loading.param_groups, strict=False)
+        ]
+        return {**state_dict, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(before)
 
 
 def _load_state_in_saved_dtype(optimizer: Optimizer) -> None:

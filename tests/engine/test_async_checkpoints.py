@@ -22,7 +22,7 @@ from torch import Tensor
 from finetrainers.config.load import load_config
 from finetrainers.engine import checkpoint
 from finetrainers.engine.background import BackgroundSave
-from finetrainers.engine.host_copy import host_copy, parts_of, tensors_in
+from finetrainers.engine.host_copy import _Staging, host_copy, parts_of, tensors_in
 from finetrainers.engine.manifest import damage, read_manifest
 from finetrainers.engine.resume import list_checkpoints
 from finetrainers.engine.trainer import Trainer
@@ -267,6 +267,17 @@ def low_bit_states() -> dict[str, Tensor]:
     for state in states.values():
         state.copy_(values)
     return states
+
+
+def test_copies_go_through_two_buffers_of_a_fixed_size() -> None:
+    """As from a GPU: larger and smaller than a buffer, many in one, and none."""
+    staging = _Staging(torch.device("cpu"), buffer_bytes=16)
+    sources = [torch.randint(256, (n,), dtype=torch.uint8) for n in (3, 0, 13, 16, 1, 40, 15, 2, 2, 2, 33)]
+    targets = [torch.zeros_like(source) for source in sources]
+    for source, target in zip(sources, targets, strict=True):
+        staging.copy(source, target)
+    staging.finish()
+    assert all(map(torch.equal, targets, sources))
 
 
 def test_copies_are_written_as_their_originals_are() -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.guards.memory import OutOfMemory, is_out_of_memory
+from finetrainers.config.sections import OptimizerSection
+from finetrainers.engine import assemble
+from finetrainers.engine.guards import dry
+from finetrainers.engine.guards.memory import MemoryGuard, OutOfMemory, is_out_of_memory
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run as run_checked
 from finetrainers.engine.trainer import Trainer
+from finetrainers.methods.base import Step
 from finetrainers.methods.grpo.batches import Part
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.sft import SFT
@@ -105,15 +111,106 @@ def test_one_sample_that_does_not_fit_ends_the_run_with_advice(
         run(**options(clips=2, batch_size=2, oom_retry="off", output_dir=str(tmp_path / "off")))
 
 
-def test_what_counts_as_out_of_memory() -> None:
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried"))
-    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
-    assert is_out_of_memory(MemoryError())
+NCCL = "NCCL error: unhandled cuda error\nncclUnhandledCudaError: Call to CUDA failed.\nLast error:\nCuda failure 2 'out of memory'"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory"),  # page-locked memory, or a context
+        dist.DistBackendError(NCCL),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_counts_as_out_of_memory(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+def test_what_does_not_count_as_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
     with pytest.raises(RuntimeError) as real:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(real.value)
+
+
+def test_a_communicator_that_ran_out_of_memory_is_not_tried_again() -> None:
+    """NCCL has given it up by then: a second try would wait for ever."""
+    guard = MemoryGuard(parallel=None, run_dir=None, refusal=None)  # type: ignore[arg-type]
+    step = Step([Part([0, 1], [0.5, 0.5], repeat=0, update=0, is_first=True)])
+
+    def work(micro_batches: Any, count: int) -> None:
+        next(micro_batches)
+        raise dist.DistBackendError(NCCL)
+
+    with pytest.raises(dist.DistBackendError):
+        guard.gradients(step, work)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+
+#: Where memory may run out besides forward and backward: what is called, and with which parts failing.
+ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "exchanging and clipping gradients": (
+        lambda trainer: Trainer.gradients(trainer, Step([])),
+        {"guards": SimpleNamespace(memory=SimpleNamespace(gradients=lambda *_: {})), "parallel": SimpleNamespace(exchange=fail),
+         "own_gradients": None},
+    ),
+    "updating the weights": (
+        Trainer._update,
+        {"config": SimpleNamespace(training=SimpleNamespace(seed=0)), "step": 0,
+         "parallel": SimpleNamespace(device=torch.device("cpu")), "optimizer": SimpleNamespace(step=fail)},
+    ),
+    "saving a checkpoint": (
+        Trainer._save_if_due,
+        {"requests": SimpleNamespace(save=True), "method": SimpleNamespace(can_stop_after=fail), "step": 0},
+    ),
+    "sampling or evaluating": (
+        Trainer._sample_if_due,
+        {"requests": SimpleNamespace(sample=False), "watchdog": SimpleNamespace(enter=lambda _: None),
+         "callbacks": [SimpleNamespace(on_step=fail)]},
+    ),
+    "training": (
+        Trainer._run,
+        {"step": 0, "total_steps": 0, "watchdog": SimpleNamespace(enter=lambda _: None),
+         "callbacks": [SimpleNamespace(on_start=fail)]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("doing", ELSEWHERE)
+def test_memory_that_runs_out_elsewhere_is_named_with_advice(doing: str) -> None:
+    call, parts = ELSEWHERE[doing]
+    advice = "host memory" if "saving" in doing else "--gradient_checkpointing"
+    with pytest.raises(OutOfMemory, match=rf"^out of memory while {doing} \(CUDA error: out of memory\)\. .*{advice}"):
+        call(SimpleNamespace(**parts))
+
+
+def test_room_for_the_optimizer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = SimpleNamespace(
+        parallel=SimpleNamespace(device=torch.device("cuda"), is_sharded=False),
+        config=SimpleNamespace(optimizer=OptimizerSection(optimizer="adamw")),
+        transformer=torch.nn.Linear(1024, 1024),
+        optimizer=None,
+    )
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(
+        OutOfMemory, match=r"making room for 0\.01 GiB of optimizer state .*8-bit or offloaded optimizer"
+    ):
+        dry._optimizer_room(trainer)  # type: ignore[arg-type]
+
+
+def test_loading_that_runs_out_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "print_start", fail)
+    with pytest.raises(OutOfMemory, match=r"while loading and encoding .*--enable_tiling"):
+        assemble.assemble(SimpleNamespace(config=None, plan=None, start=None), None, None)  # type: ignore[arg-type]
 
 
 def test_parts_have_all_clips_and_as_many_pieces_as_asked_for() -> None:

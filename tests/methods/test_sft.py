@@ -276,6 +276,11 @@ def test_noise_rows_are_independent() -> None:
     assert not torch.equal(noise[0], noise[1])
 
 
+def test_noise_is_drawn_on_the_host_whatever_the_device() -> None:
+    """So it is the same on a CPU and on any GPU, and a run continues on another kind of device with the same noise."""
+    assert standard_normal([torch.Generator()], (3, 5), device="meta").is_meta  # no generator of its own there
+
+
 def test_there_is_no_state(tiny_repo: Callable[..., Path]) -> None:
     method = Setting(tiny_repo("ltx_video"), "ltx_video").method
     assert method.state_dict() == {}

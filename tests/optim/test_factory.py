@@ -268,6 +268,27 @@ def test_fused_on_cuda_only() -> None:
     assert not on_cpu.defaults["fused"]
 
 
+@pytest.mark.parametrize(("then", "now"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_a_state_of_another_device_leaves_the_implementation_as_it_is(then: str, now: str) -> None:
+    """The saved groups say whether the step was fused, and with it, where its counters were."""
+    config = OptimizerSection(optimizer="adamw", lr=3e-3)
+
+    def make(model: LowRank, device_type: str) -> torch.optim.Optimizer:
+        return create_optimizer(model.parameters(), config=config, lr=config.lr, device_type=device_type)
+
+    model = LowRank(torch.float32)
+    before = make(model, then)
+    steps(model, before, 2)
+    resumed = LowRank(torch.float32)
+    resumed.load_state_dict(model.state_dict())
+    after = make(resumed, now)
+    after.load_state_dict(before.state_dict())
+    assert [group["fused"] for group in after.param_groups] == [True if now == "cuda" else None]
+    assert [state["step"].item() for state in after.state.values()] == [2.0, 2.0]
+    for _ in range(2):
+        assert steps(model, before, 1) == pytest.approx(steps(resumed, after, 1), rel=1e-3)
+
+
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str) -> None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)

@@ -12,7 +12,7 @@ from diffusers.training_utils import free_memory
 from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.engine import Parallel
 
-from .memory import peak_gib
+from .memory import memory_advice, peak_gib
 
 if TYPE_CHECKING:
     from finetrainers.engine.trainer import Trainer
@@ -74,4 +74,6 @@ def _optimizer_room(trainer: Trainer) -> torch.Tensor | None:
     count = sum(p.numel() for p in trainer.transformer.parameters() if p.requires_grad)
     if trainer.parallel.is_sharded:
         count //= trainer.parallel.world_size
-    return torch.empty(int(count * recipe.state_bytes), dtype=torch.uint8, device=device)
+    size = int(count * recipe.state_bytes)
+    with memory_advice(f"making room for {size / 2**30:.2f} GiB of optimizer state"):
+        return torch.empty(size, dtype=torch.uint8, device=device)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate.utils.memory import should_reduce_batch_size
 from diffusers.training_utils import free_memory
 
@@ -21,12 +23,17 @@ T = TypeVar("T")
 ADVICE = (
     "What needs less: --gradient_checkpointing; smaller or shorter --video_resolution_buckets (reward finetuning: "
     "--rollout_size); --training_type lora; --layerwise_upcasting_modules transformer; an 8-bit or offloaded optimizer; "
-    "--precompute_conditions. --dry_run prints an estimate of what takes how much"
+    "--precompute_conditions; where clips are encoded or decoded, --enable_tiling and --enable_slicing. --dry_run prints an "
+    "estimate of what takes how much"
 )
+
+#: In what allocators say: torch's on a device and on the host; CUDA's own (page-locked memory, a context, within NCCL);
+#: cuBLAS's, cuDNN's and cuFFT's.
+_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
 class OutOfMemory(RuntimeError):
-    """A step does not fit into memory, and cannot be made smaller."""
+    """Memory ran out where nothing can be tried again; the message says where, and what needs less."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -35,7 +42,24 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    return should_reduce_batch_size(error) or "_STATUS_ALLOC_FAILED" in str(error)  # cuBLAS, cuDNN
+    message = str(error).lower()
+    return should_reduce_batch_size(error) or any(sign in message for sign in _SIGNS)
+
+
+@contextmanager
+def memory_advice(doing: str, advice: str = ADVICE) -> Iterator[None]:
+    """Within the block, memory that runs out is an error that says what was done, and what needs less.
+
+    Raises:
+        OutOfMemory: it did.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+            raise
+        first = str(error).split("\n", 1)[0]
+        raise OutOfMemory(f"out of memory while {doing} ({first or type(error).__name__}). {advice}") from error
 
 
 class MemoryGuard:
@@ -107,7 +131,8 @@ class MemoryGuard:
         try:
             return work(self._counted(step), len(step)), None
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            # A communicator that has failed cannot be used again.
+            if not is_out_of_memory(error) or isinstance(error, dist.DistError):
                 raise
             return None, str(error).split("\n", 1)[0][:200]
 

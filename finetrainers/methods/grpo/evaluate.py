@@ -69,7 +69,8 @@ class PromptEvaluation:
     def _sample(self, transformer: nn.Module, prompts: Sequence[int]) -> Tensor:
         collector, device = self.collector, self.collector.parallel.device
         sampler = collector.sampler
-        noise = standard_normal([generator(device, collector.seed, "evaluation", i) for i in prompts], sampler.shape)
+        generators = [generator("cpu", collector.seed, "evaluation", i) for i in prompts]
+        noise = standard_normal(generators, sampler.shape, device)
         latents, _ = sampler.rollout(
             transformer,
             noise,

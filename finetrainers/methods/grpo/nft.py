@@ -192,12 +192,12 @@ class NFT(RolloutMethod[Noised]):
         # Without replacement, as in the published code: a clip is trained at `levels` different noise levels.
         steps = torch.tensor([self._order(rollout, *key)[level] for key in keys])
         generators = [
-            clip_generator(device, seed=self.seed, rollout=rollout, slot=slot, generation=g, stream=f"noised {level}")
+            clip_generator(seed=self.seed, rollout=rollout, slot=slot, generation=g, stream=f"noised {level}")
             for slot, g in keys
         ]
         x0 = torch.stack([collected.latents[i] for i in part.clips]).to(device).float()
         time = self.sampler.time(steps, device)
-        x_t = self.sampler.process.add_noise(x0, standard_normal(generators, self.sampler.shape), time)
+        x_t = self.sampler.process.add_noise(x0, standard_normal(generators, self.sampler.shape, device), time)
         conditions = source.conditions([job.prompt for job in jobs], device)
         negative = source.negative(len(jobs), device) if self.sampler.cfg != 1.0 else None
         transformer.eval()

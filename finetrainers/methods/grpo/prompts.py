@@ -113,13 +113,10 @@ class PromptOrder:
         return tuple(order)
 
 
-def clip_generator(
-    device: torch.device | str, *, seed: int, rollout: int, slot: int, generation: int, stream: str
-) -> torch.Generator:
+def clip_generator(*, seed: int, rollout: int, slot: int, generation: int, stream: str) -> torch.Generator:
     """Random numbers of one clip for one purpose; another stream, clip, rollout or seed gives others.
 
     Args:
-        device: where they are drawn.
         seed: of the run.
         rollout: its number.
         slot: place of the prompt in the rollout. Not the prompt's index: a prompt that comes twice would twice give the
@@ -127,7 +124,7 @@ def clip_generator(
         generation: of the clip within its group; for the initial noise that a group shares, 0 for all of it.
         stream: what they are for, such as `start`.
     """
-    return generator(device, seed, "rollout", rollout, slot, generation, stream)
+    return generator("cpu", seed, "rollout", rollout, slot, generation, stream)
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

@@ -98,7 +98,6 @@ class Sampler:
         return standard_normal(
             [
                 clip_generator(
-                    device,
                     seed=seed,
                     rollout=rollout,
                     slot=job.slot,
@@ -108,6 +107,7 @@ class Sampler:
                 for job in jobs
             ],
             self.shape,
+            device,
         )
 
     @torch.no_grad()
@@ -153,7 +153,6 @@ class Sampler:
                 noise = standard_normal(
                     [
                         clip_generator(
-                            device,
                             seed=seed,
                             rollout=rollout,
                             slot=job.slot,
@@ -163,6 +162,7 @@ class Sampler:
                         for job in jobs
                     ],
                     self.shape,
+                    device,
                 )
             after = sample(mean, noise, now.std, storage=self.storage)
             rows, _ = torch.nonzero(trained == step, as_tuple=True)
