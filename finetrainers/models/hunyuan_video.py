@@ -171,6 +171,7 @@ class HunyuanVideoSpec(ModelSpec):
             encoder_attention_mask=conditions["prompt_attention_mask"],
             pooled_projections=conditions["pooled_prompt_embeds"].to(dtype),
             guidance=guidance,
+            attention_kwargs=None if conditions.lengths is None else {_LENGTHS: conditions.lengths},
             return_dict=False,
         )[0]
 
@@ -251,7 +252,10 @@ _FORWARD_ARGUMENTS = (
     "encoder_attention_mask",
     "pooled_projections",
     "guidance",
+    "attention_kwargs",
 )
+#: By which `predict` tells `_trim_text`, in `attention_kwargs`, how long the texts are.
+_LENGTHS = "text_lengths"
 
 
 class _UnmaskedAtBatchOne(HunyuanVideoAttnProcessor2_0):
@@ -286,7 +290,11 @@ def _trim_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Cut text and mask of a batch of one to its prompt; prompts are padded on the right."""
     call = {**dict(zip(_FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     mask = call["encoder_attention_mask"]
-    lengths = mask.bool().sum(dim=1).tolist()
+    extra = dict(call.get("attention_kwargs") or {})
+    lengths = extra.pop(_LENGTHS, None)
+    call["attention_kwargs"] = extra or None
+    if lengths is None:  # from a pipeline, say; this waits for the device
+        lengths = mask.bool().sum(dim=1).tolist()
     if min(lengths) == 0:
         raise ValueError(f"row {lengths.index(0)} of the batch has no text tokens: its attention mask is all zero")
     if len(lengths) == 1:

@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,9 +43,15 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Conditions:
-    """Text conditioning of a batch: named tensors, batch first. Never mutated; every method returns a new object."""
+    """Text conditioning of a batch: named tensors, batch first. Never mutated; every method returns a new object.
+
+    Attributes:
+        tensors: by name.
+        lengths: how many tokens of each row are text, where the host knows, so that nobody asks the device.
+    """
 
     tensors: Mapping[str, Tensor]
+    lengths: tuple[int, ...] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -55,38 +61,55 @@ class Conditions:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditions:
         """Move to a device; floating tensors also to `dtype`, masks keep theirs."""
-        return Conditions({k: v.to(device, dtype if v.is_floating_point() else None) for k, v in self.tensors.items()})
+        moved = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in self.tensors.items()}
+        mask, lengths = self.tensors.get("prompt_attention_mask"), self.lengths
+        if lengths is None and mask is not None and mask.device.type == "cpu":
+            lengths = _lengths(mask)
+        return Conditions(moved, lengths)
 
     def rows(self, index: Sequence[int] | slice) -> Conditions:
         """The given rows, as a batch."""
         picked = index if isinstance(index, slice) else list(index)
-        return Conditions({k: v[picked] for k, v in self.tensors.items()})
+        rows = range(len(self))[picked] if isinstance(picked, slice) else picked
+        lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
+        return Conditions({k: v[picked] for k, v in self.tensors.items()}, lengths)
 
     def zeroed(self) -> Conditions:
         """Embeddings replaced by zeros; masks stay, since a row that attends to nothing has no softmax."""
-        return Conditions({k: torch.zeros_like(v) if v.is_floating_point() else v for k, v in self.tensors.items()})
+        zeros = {k: torch.zeros_like(v) if v.is_floating_point() else v for k, v in self.tensors.items()}
+        return Conditions(zeros, self.lengths)
 
     def trimmed(self, *, multiple: int = 16) -> Conditions:
         """Without the tokens that are padding in every row, up to a multiple (so that few lengths occur).
 
         Only families that give a `prompt_attention_mask` are trimmed: they never attend to padding, so nothing but the
-        time of a step changes. Waits for the device of the mask.
+        time of a step changes. Waits, once, for the device of the mask.
         """
         mask = self.tensors.get("prompt_attention_mask")
         if mask is None:
             return self
+        mask = mask.cpu()
         kept = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
-        return self.cut(-(-kept // multiple) * multiple)
+        return Conditions(self.cut(-(-kept // multiple) * multiple).tensors, _lengths(mask))
 
     def cut(self, length: int | None) -> Conditions:
         """The first `length` tokens of text and mask; None leaves all."""
-        names = ("prompt_attention_mask", "prompt_embeds") if length is not None else ()
+        if length is None:
+            return self
+        names = ("prompt_attention_mask", "prompt_embeds")
         return Conditions({k: v[:, :length].contiguous() if k in names else v for k, v in self.tensors.items()})
 
     @staticmethod
     def cat(parts: Sequence[Conditions]) -> Conditions:
         """Join batches along the batch axis."""
-        return Conditions({k: torch.cat([p.tensors[k] for p in parts]) for k in parts[0].tensors})
+        known = [part.lengths for part in parts if part.lengths is not None]
+        lengths = tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
+        return Conditions({k: torch.cat([p.tensors[k] for p in parts]) for k in parts[0].tensors}, lengths)
+
+
+def _lengths(mask: Tensor) -> tuple[int, ...]:
+    """How many tokens of each row a mask on the host leaves."""
+    return tuple(mask.bool().sum(dim=1).tolist())
 
 
 @dataclass(frozen=True)

@@ -329,6 +329,21 @@ def test_a_prediction_does_not_depend_on_the_rest_of_its_batch(spec, transformer
     assert lengths == [padded, padded, of_the_short]
 
 
+def test_the_host_is_asked_how_long_the_text_is(spec, transformer, conditions):
+    """Reading the mask in a forward pass would wait for the device, and break torch.compile's graph."""
+    lengths = []
+    hook = transformer.context_embedder.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    one = conditions.rows([0])
+    told = one.to("cpu")
+    assert told.lengths is not None
+    other = Conditions(one.tensors, (told.lengths[0] + 1,))  # not what the mask says
+    with torch.no_grad():
+        found = [spec.predict(transformer, latents(1), torch.tensor([0.3]), c, META) for c in (one, told, other)]
+    hook.remove()
+    assert torch.equal(found[0], found[1])
+    assert lengths == [told.lengths[0], told.lengths[0], told.lengths[0] + 1]
+
+
 def test_a_prompt_without_tokens_is_an_error(spec, transformer, conditions):
     mask = conditions["prompt_attention_mask"].clone()
     mask[1] = False

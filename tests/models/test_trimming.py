@@ -48,6 +48,22 @@ def test_the_longest_row_decides() -> None:
     assert trimmed["prompt_attention_mask"].shape == (2, 32)
 
 
+def test_the_host_knows_how_long_texts_are_once_it_has_seen_their_mask() -> None:
+    """So that no forward pass waits for a device to ask it."""
+    mask = torch.zeros(3, 64, dtype=torch.bool)
+    mask[0, :3] = mask[1, :17] = mask[2, :9] = True
+    conditions = Conditions({"prompt_embeds": torch.randn(3, 64, 4), "prompt_attention_mask": mask})
+    assert conditions.lengths is None
+    moved, trimmed = conditions.to("meta"), conditions.trimmed()
+    assert moved.lengths == trimmed.lengths == (3, 17, 9)
+    assert moved.to("meta").lengths == (3, 17, 9)
+    assert moved.rows([2, 0]).lengths == (9, 3)
+    assert moved.rows(slice(1, None)).lengths == (17, 9)
+    assert moved.zeroed().lengths == (3, 17, 9)
+    assert Conditions.cat([moved.rows([1]), Conditions(moved.tensors)]).lengths is None
+    assert Conditions.cat([moved.rows([1]), moved]).lengths == (17, 3, 17, 9)
+
+
 def test_text_without_a_mask_is_left_alone() -> None:
     """A network that was trained to read its padding needs all of it."""
     conditions = Conditions({"prompt_embeds": torch.randn(2, 64, 4)})
