@@ -5,11 +5,12 @@
 #
 # Nothing here has been measured. Estimated, for one H100:
 #   memory, LoRA: 34 GiB by docs/memory.md (14 % low for HunyuanVideo), 5 GiB of VAE and VideoAlign: 45 GiB.
-#   memory, full finetuning: 9 GiB of weights and optimizer state (a sixteenth), 24 of gradients, which FSDP2 keeps
-#     whole between micro-batches, 9 of activations, 5 of VAE and VideoAlign: 47 GiB; with 15 % for what is missing, 54.
+#   memory, full finetuning: 12 GiB of weights, optimizer state and gradients (a sixteenth), 3 of gathered weights, 9 of
+#     activations and trajectories, 5 of VAE and VideoAlign: 30 GiB; with 15 % for what is missing, 34.
 #   time: 12 to 13 minutes per rollout, of which 5.9 sample (20 clips x 16 steps of 1.1 s at 400 TFLOP/s) and 5.3 train
 #     (8 clips x 9 steps x 4 passes); the rest is decoding and scoring. 202 rollouts: 42 hours. Full finetuning also
-#     sends 26 GB of weights to every GPU in every pass, here between machines: count on more, by the network.
+#     sends 26 GB of weights to every GPU in every pass, and exchanges 51 GB of gradients after every trained step of a
+#     clip, here between machines: count on more, by the network.
 #   disk: checkpoints of 2 GB (LoRA) or 154 GB (full); the newest 2 are kept, a third while it is written.
 #   host memory: loading takes 26 GB per process for a LoRA, 51 GB for full finetuning (8 x 51 GB a machine).
 #     Saving a checkpoint of full finetuning takes 154 GB more.

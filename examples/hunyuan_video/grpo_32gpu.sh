@@ -6,11 +6,12 @@
 #
 # Nothing here has been measured. Estimated, for one H100:
 #   memory, LoRA: 34 GiB by docs/memory.md (14 % low for HunyuanVideo), 5 GiB of VAE and VideoAlign: 45 GiB.
-#   memory, full finetuning: 5 GiB of weights and optimizer state (a 32nd), 24 of gradients, which FSDP2 keeps whole
-#     between micro-batches, 9 of activations, 5 of VAE and VideoAlign: 43 GiB; with 15 % for what is missing, 49.
+#   memory, full finetuning: 6 GiB of weights, optimizer state and gradients (a 32nd), 3 of gathered weights, 10 of
+#     activations and trajectories, 5 of VAE and VideoAlign: 24 GiB; with 15 % for what is missing, 27.
 #   time: 14 minutes per rollout, of which 7 sample (24 clips x 16 steps of 1.1 s at 400 TFLOP/s) and 5.3 train (8 clips
 #     x 9 steps x 4 passes); the rest is decoding and scoring. 202 rollouts: 47 hours. Full finetuning also sends 26 GB
-#     of weights to every GPU in every pass, here between machines: count on more, by the network.
+#     of weights to every GPU in every pass, and exchanges 51 GB of gradients after every trained step of a clip, here
+#     between machines: count on more, by the network.
 #   disk: checkpoints of 2 GB (LoRA) or 154 GB (full); the newest 2 are kept, a third while it is written.
 #   host memory: loading takes 26 GB per process for a LoRA, 51 GB for full finetuning (8 x 51 GB a machine).
 #     Saving a checkpoint of full finetuning takes 154 GB more.

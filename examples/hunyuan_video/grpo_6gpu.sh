@@ -4,11 +4,12 @@
 #
 # Nothing here has been measured. Estimated, for one H100:
 #   memory, LoRA: 31 GiB by docs/memory.md (14 % low for HunyuanVideo), 5 GiB of VAE and VideoAlign: 42 GiB.
-#   memory, full finetuning: 24 GiB of weights and optimizer state (a sixth), 24 of gradients, which FSDP2 keeps whole
-#     between micro-batches, 5 of activations, 5 of VAE and VideoAlign: 58 GiB; with 15 % for what is missing, 67.
+#   memory, full finetuning: 32 GiB of weights, optimizer state and gradients (a sixth), 3 of gathered weights, 5 of
+#     activations, 5 of VAE and VideoAlign: 45 GiB; with 15 % for what is missing, 52.
 #   time: 3 to 4 minutes per rollout, of which 1.4 sample (12 clips x 12 steps of 0.58 s at 400 TFLOP/s) and 1.2 train
 #     (6 clips x 5 steps x 4 passes); the rest is decoding and scoring. 202 rollouts: 11 to 14 hours. Full finetuning
-#     also sends 26 GB of weights to every GPU in every pass: count on more, and much more without NVLink.
+#     also sends 26 GB of weights to every GPU in every pass, and exchanges 51 GB of gradients after every trained step
+#     of a clip: count on more, and much more without NVLink.
 #   disk: checkpoints of 2 GB (LoRA) or 154 GB (full); the newest 2 are kept, a third while it is written.
 #   host memory: loading takes 26 GB per process for a LoRA, 51 GB for full finetuning (6 x 51 GB in all).
 #     Saving a checkpoint of full finetuning takes 154 GB more.

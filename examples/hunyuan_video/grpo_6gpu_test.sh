@@ -3,7 +3,7 @@
 # rollouts with clips of 49x256x256. It is too short and too small to see rewards rise.
 #
 # Nothing here has been measured. Estimated, for one H100:
-#   memory, LoRA: 39 GiB. Full finetuning: 55 GiB, 63 with 15 % for what is missing. See grpo_6gpu.sh.
+#   memory, LoRA: 39 GiB. Full finetuning: 42 GiB, 49 with 15 % for what is missing. See grpo_6gpu.sh.
 #   time: 1 minute per rollout (8 clips x 12 steps of 0.23 s, 6 clips x 5 steps x 4 passes, decoding and scoring); with
 #     loading, 15 minutes once the models are downloaded. Disk and host memory: as grpo_6gpu.sh.
 # Steps: 20 optimizer steps, 2 per rollout, of 18 clips each.

@@ -4,11 +4,12 @@
 #
 # Nothing here has been measured. Estimated, for one H100:
 #   memory, LoRA: 32 GiB by docs/memory.md (14 % low for HunyuanVideo), 5 GiB of VAE and VideoAlign: 43 GiB.
-#   memory, full finetuning: 18 GiB of weights and optimizer state (an eighth), 24 of gradients, which FSDP2 keeps whole
-#     between micro-batches, 6 of activations, 5 of VAE and VideoAlign: 53 GiB; with 15 % for what is missing, 61.
+#   memory, full finetuning: 24 GiB of weights, optimizer state and gradients (an eighth), 3 of gathered weights, 6 of
+#     activations, 5 of VAE and VideoAlign: 38 GiB; with 15 % for what is missing, 44.
 #   time: 5 minutes per rollout, of which 2.3 sample (16 clips x 12 steps of 0.7 s at 400 TFLOP/s) and 1.9 train (8
 #     clips x 5 steps x 4 passes); the rest is decoding and scoring. 202 rollouts: 17 hours. Full finetuning also sends
-#     26 GB of weights to every GPU in every pass: count on more, and much more without NVLink.
+#     26 GB of weights to every GPU in every pass, and exchanges 51 GB of gradients after every trained step of a clip:
+#     count on more, and much more without NVLink.
 #   disk: checkpoints of 2 GB (LoRA) or 154 GB (full); the newest 2 are kept, a third while it is written.
 #   host memory: loading takes 26 GB per process for a LoRA, 51 GB for full finetuning (8 x 51 GB in all).
 #     Saving a checkpoint of full finetuning takes 154 GB more.

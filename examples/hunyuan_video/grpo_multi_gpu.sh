@@ -23,8 +23,11 @@ MODEL="${MODEL:-hunyuanvideo-community/HunyuanVideo}"
 VIDEOALIGN="${VIDEOALIGN:-KwaiVGI/VideoReward}"
 QWEN2_VL="${QWEN2_VL:-Qwen/Qwen2-VL-2B-Instruct}"
 
+engine=()
 if [[ $TRAINING_TYPE != lora ]]; then
   ACCELERATE_CONFIG="${ACCELERATE_CONFIG:-accelerate_configs/fsdp2.yaml}"
+  # Else every GPU keeps whole gradients between the micro-batches of an update: 48 GiB, in fp32.
+  engine=(--sync_each_batch)
 fi
 
 model=(
@@ -78,5 +81,6 @@ accelerate launch "${launch[@]}" train.py \
   "${grpo[@]}" \
   "${rewards[@]}" \
   "${training[@]}" \
+  ${engine[@]+"${engine[@]}"} \
   "${evaluation[@]}" \
   "$@"

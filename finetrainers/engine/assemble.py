@@ -100,6 +100,7 @@ def assemble(checked: Preflight, parallel: Parallel, watchdog: Watchdog) -> Trai
             source=source,
             parallel=parallel,
             network=parallel.unwrap(transformer),
+            weights_dtype=weights_dtype,
         )
     )
     begun = start.schedule_start

@@ -14,6 +14,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.memory.plan import estimate_for
 from finetrainers.models.registry import build_tiny
+from finetrainers.parallel.launched import expected_split
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import plural
 
@@ -91,7 +92,8 @@ def dry_run_report(checked: Preflight) -> None:
     console.print(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained ({what})")
     if is_real:
         bucket, clips = checked.plan.heaviest(config)
-        memory = estimate_for(config, checked.geometry, transformer, bucket=bucket, batch_size=clips)
+        split = expected_split(config.parallel)
+        memory = estimate_for(config, checked.geometry, transformer, bucket=bucket, batch_size=clips, split=split)
         for name, gib in memory.table():
             console.print(f"  {name:<28}{gib}")
         if checked.plan.beside_memory:

@@ -16,9 +16,12 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.optim.table import RECIPES, resolve_name
 
 from .rollouts import rollout_memory
+from .sharing import DTYPE_BYTES, bytes_of_copy, computed_bytes, shared_fields
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from finetrainers.parallel.launched import Split
 
 GIB = 2**30
 #: U that one block keeps for backward without checkpointing.
@@ -26,7 +29,6 @@ SAVED_UNITS_LORA = 21.0
 SAVED_UNITS_FULL = 28.0
 _CHECKPOINT_UNITS = 1.0
 _ACTIVATION_BYTES = 2
-_DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Workload:
         saved_units: U that a block keeps otherwise.
         accumulates: whether gradients of earlier micro-steps are present in forward.
         gradients_stay: False if each gradient leaves the GPU as soon as it is made.
+        whole_gradients: whether, with `accumulates`, a process keeps whole ones in fp32 although it holds parts of the rest.
+        weights_stay: False if the weights lie in host memory.
+        weight_parts, gradient_parts, optimizer_parts: processes that share these.
+        gathered_bytes: weights that an engine gathers to compute with, and the gradients that it makes of them.
+        casts: whether autocast copies weights of more than 16 bits.
         ema: whether an fp32 average of the trainable weights is kept.
         copy_bytes, trajectory_bytes: see `RolloutMemory`.
     """
@@ -62,6 +69,13 @@ class Workload:
     saved_units: float = SAVED_UNITS_LORA
     accumulates: bool = False
     gradients_stay: bool = True
+    whole_gradients: bool = False
+    weights_stay: bool = True
+    weight_parts: int = 1
+    gradient_parts: int = 1
+    optimizer_parts: int = 1
+    gathered_bytes: float = 0.0
+    casts: bool = True
     ema: bool = False
     copy_bytes: float = 0.0
     trajectory_bytes: float = 0.0
@@ -77,6 +91,8 @@ class MemoryPlan:
         optimizer: optimizer state.
         ema: moving average.
         gradients: gradients of the trainable weights.
+        whole_gradients: see `Workload`.
+        gathered: weights of the blocks that compute, where they are split, and their gradients.
         casts: bf16 copies of trainable fp32 weights, which autocast keeps during forward.
         saved: activations that all blocks keep for backward.
         block: what one block needs while backward runs through it.
@@ -89,6 +105,8 @@ class MemoryPlan:
     optimizer: float
     ema: float
     gradients: float
+    whole_gradients: bool
+    gathered: float
     casts: float
     saved: float
     block: float
@@ -102,7 +120,7 @@ class MemoryPlan:
 
         With accumulation the gradients of earlier micro-steps are there in forward already, so both count.
         """
-        forward = self.saved + self.casts
+        forward = self.saved + self.casts + self.gathered
         moving = forward + self.gradients if self.accumulates else max(forward, self.gradients)
         fixed = self.frozen + self.trainable + self.optimizer + self.ema + self.copies + self.trajectories
         return fixed + self.block + moving
@@ -116,7 +134,8 @@ class MemoryPlan:
             ("moving average", self.ema),
             ("copies of the policy", self.copies),
             ("sampled trajectories", self.trajectories),
-            ("gradients", self.gradients),
+            ("gradients, whole" if self.whole_gradients else "gradients", self.gradients),
+            ("gathered weights", self.gathered),
             ("autocast copies", self.casts),
             ("activations kept", self.saved),
             ("one block in backward", self.block),
@@ -137,13 +156,18 @@ def estimate(workload: Workload) -> MemoryPlan:
     per_block = _CHECKPOINT_UNITS if checkpointing else workload.saved_units
     in_backward = (2 if checkpointing else 1) * workload.saved_units
     weights = workload.num_trainable * workload.trainable_bytes
-    needs_cast = workload.trainable_bytes > _ACTIVATION_BYTES
+    needs_cast = workload.casts and workload.trainable_bytes > _ACTIVATION_BYTES
+    parts = workload.weight_parts * GIB
+    whole = workload.accumulates and workload.whole_gradients
+    gradients = 4 * workload.num_trainable / GIB if whole else weights / (workload.gradient_parts * GIB)
     return MemoryPlan(
-        frozen=workload.frozen_bytes / GIB,
-        trainable=weights / GIB,
-        optimizer=workload.num_trainable * workload.optimizer_bytes / GIB,
+        frozen=workload.frozen_bytes / parts if workload.weights_stay else 0.0,
+        trainable=weights / parts if workload.weights_stay else 0.0,
+        optimizer=workload.num_trainable * workload.optimizer_bytes / (workload.optimizer_parts * GIB),
         ema=4 * workload.num_trainable / GIB if workload.ema else 0.0,
-        gradients=weights / GIB if workload.gradients_stay else 0.0,
+        gradients=gradients if workload.gradients_stay or whole else 0.0,
+        whole_gradients=whole,
+        gathered=workload.gathered_bytes / GIB,
         casts=workload.num_trainable * _ACTIVATION_BYTES / GIB if needs_cast else 0.0,
         saved=per_block * workload.num_blocks * unit / GIB,
         block=in_backward * unit / GIB,
@@ -160,8 +184,9 @@ def estimate_for(
     *,
     bucket: tuple[int, int, int],
     batch_size: int | None = None,
+    split: Split | None = None,
 ) -> MemoryPlan:
-    """The estimate for a configured run of one process; `transformer` may lie on the meta device.
+    """The estimate for each process of a configured run; `transformer` may lie on the meta device.
 
     Args:
         config: the run.
@@ -169,6 +194,7 @@ def estimate_for(
         transformer: with its adapter attached, so that it is known what is trainable.
         bucket: the largest clips, frames x height x width. Text tokens, a hundredth of the sequence, are left out.
         batch_size: how many of them make a micro-batch; default: as configured.
+        split: what the engine splits over processes; default: nothing.
     """
     options, training = config.optimizer, config.training
     is_lora = training.training_type == "lora"
@@ -180,6 +206,8 @@ def estimate_for(
     offloads = options.use_cpu_offload_optimizer
     num_trainable = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     trainable_bytes = 2 if rounds else 4
+    shared = shared_fields(config, transformer, split)
+    offloads = offloads or (split is not None and split.optimizer_on_host)
     rollout = None
     if training.method == "grpo":
         rollout = rollout_memory(
@@ -188,7 +216,9 @@ def estimate_for(
             num_parameters=sum(p.numel() for p in transformer.parameters()),
             num_trainable=num_trainable,
             trainable_bytes=trainable_bytes,
+            copy_bytes=bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
         )
+    masters = split is not None and split.masters and computed_bytes(config) == _ACTIVATION_BYTES
     return estimate(
         Workload(
             frozen_bytes=_frozen_bytes(config, transformer),
@@ -197,22 +227,22 @@ def estimate_for(
             hidden=_hidden(transformer),
             num_tokens=geometry.num_tokens(*bucket),
             batch_size=rollout.batch_size if rollout else batch_size or config.dataloader.batch_size,
-            trainable_bytes=trainable_bytes,
-            optimizer_bytes=0 if offloads or RECIPES[name].on_host else state_bytes,
+            trainable_bytes=_ACTIVATION_BYTES if masters else trainable_bytes,
+            optimizer_bytes=0 if offloads or RECIPES[name].on_host else state_bytes + (4 if masters else 0),
             gradient_checkpointing=training.gradient_checkpointing,
             saved_units=SAVED_UNITS_LORA if is_lora else SAVED_UNITS_FULL,
             accumulates=rollout.accumulates if rollout else training.gradient_accumulation_steps > 1,
-            gradients_stay=not options.offload_gradients,
             ema=training.use_ema,
             copy_bytes=rollout.copies if rollout else 0.0,
             trajectory_bytes=rollout.trajectories if rollout else 0.0,
+            **{"gradients_stay": not options.offload_gradients, **shared},
         )
     )
 
 
 def _frozen_bytes(config: TrainConfig, transformer: nn.Module) -> float:
     frozen = sum(p.numel() for p in transformer.parameters() if not p.requires_grad)
-    width = _DTYPE_BYTES[config.model.transformer_dtype]
+    width = DTYPE_BYTES[config.model.transformer_dtype]
     total = float(frozen * width)
     if "transformer" in config.model.layerwise_upcasting_modules:
         from .casting import castable_layers  # needs torch, as the caller's transformer does

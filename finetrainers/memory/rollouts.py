@@ -30,7 +30,13 @@ class RolloutMemory:
 
 
 def rollout_memory(
-    config: TrainConfig, latent: tuple[int, ...], *, num_parameters: int, num_trainable: int, trainable_bytes: float
+    config: TrainConfig,
+    latent: tuple[int, ...],
+    *,
+    num_parameters: int,
+    num_trainable: int,
+    trainable_bytes: float,
+    copy_bytes: float | None = None,
 ) -> RolloutMemory:
     """What a rollout and its updates keep.
 
@@ -43,12 +49,13 @@ def rollout_memory(
         num_parameters: of the network.
         num_trainable: of them trained.
         trainable_bytes: bytes of each trained weight.
+        copy_bytes: bytes that one process keeps of a weight of the frozen copy; default: as many.
     """
     section, is_nft = config.grpo, config.grpo.rl_algorithm == "nft"
     full = config.training.training_type == "full-finetune"
     copies = num_trainable * trainable_bytes if is_nft else 0.0
     if full and (section.nft_kl if is_nft else section.kl_coef):
-        copies += num_parameters * trainable_bytes
+        copies += num_parameters * (trainable_bytes if copy_bytes is None else copy_bytes)
     clips = math.ceil(section.prompts_per_step * section.num_generations / launched_processes())
     elements = clips * math.prod(latent)
     trajectories = 4.0 * elements

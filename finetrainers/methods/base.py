@@ -36,6 +36,7 @@ class MethodParts:
         source: what feeds the method; see `register_method`.
         parallel: the processes of the run.
         network: the trained network below its wrappers, for what concerns its adapters.
+        weights_dtype: in which its weights were loaded.
     """
 
     config: TrainConfig
@@ -48,6 +49,7 @@ class MethodParts:
     source: Any
     parallel: Any
     network: nn.Module
+    weights_dtype: torch.dtype
 
 
 @dataclass(frozen=True)

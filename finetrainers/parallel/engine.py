@@ -153,6 +153,21 @@ class Parallel(Ranks):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, prepared
 
+    def prepare_frozen(
+        self, load: Callable[[], nn.Module], *, weights: torch.dtype, blocks: Sequence[str] = ()
+    ) -> nn.Module:
+        """Load a network that is called beside the trained one and computes as it does. Every rank must call it, in `prepare`'s turns.
+
+        Args:
+            load: gives the network, on the CPU, in the dtype that the trained one was loaded in.
+            weights: that dtype.
+            blocks: see `prepare`.
+
+        Raises:
+            RuntimeError: loading failed on another rank.
+        """
+        return self.in_turns("loading the frozen copy", lambda: _frozen(load()).to(self.device))
+
     def begin_step(self, num_micro_batches: int) -> None:
         """Say how many micro-batches the coming optimizer step has."""
         self.accumulation = num_micro_batches
@@ -241,6 +256,10 @@ def trains_on_cpu() -> bool:
     """Whether there is no GPU that torch can use, or accelerate is told to leave it alone."""
     has_gpu = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
     return not has_gpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+
+
+def _frozen(network: nn.Module) -> nn.Module:
+    return network.eval().requires_grad_(False)
 
 
 def _whole(norm: Tensor) -> Tensor:

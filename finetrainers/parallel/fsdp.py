@@ -99,11 +99,25 @@ class FSDP(Parallel):
             optimizer = make_optimizer(self._parameters)
         return model, self.accelerator.prepare_optimizer(optimizer)
 
-    def _split(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
+    def prepare_frozen(
+        self, load: Callable[[], nn.Module], *, weights: torch.dtype, blocks: Sequence[str] = ()
+    ) -> nn.Module:
+        """See `Parallel`. Split as the trained network is, and kept in the dtype that weights are gathered in."""
+        computed = self.compute_dtype(weights)
+
+        def load_and_split() -> nn.Module:
+            model = load().eval().requires_grad_(False)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(computed)
+            return self._split(model, blocks, frozen=True)
+
+        return self.in_turns("loading the frozen copy", load_and_split)
+
+    def _split(self, model: nn.Module, blocks: Sequence[str], *, frozen: bool = False) -> nn.Module:
         """The network, split in place, block by block; nothing here waits for another rank.
 
         A block is recomputed (gradient checkpointing, set before), compiled, and split, from the inside out: what is
-        compiled never gathers weights.
+        compiled never gathers weights. A frozen network has no backward pass until which weights might stay gathered.
         """
         layers = [layer for name in blocks for layer in getattr(model, name)]
         self._compile(layers)
@@ -112,13 +126,18 @@ class FSDP(Parallel):
             fully_shard(
                 layer,
                 mp_policy=self._precision(),
-                reshard_after_forward=self._sharding.reshard_after_forward,
+                reshard_after_forward=frozen or self._sharding.reshard_after_forward,
                 **arguments,
             )
         computed = self.compute_dtype(torch.float32)
         # As under DDP, autocast chooses each operation's dtype and the output is fp32. Inputs keep theirs: rounded to
         # bf16, timesteps and positions would be others.
-        fully_shard(model, mp_policy=self._precision(output_dtype=torch.float32), **arguments)
+        fully_shard(
+            model,
+            mp_policy=self._precision(output_dtype=torch.float32),
+            reshard_after_forward=True if frozen else None,
+            **arguments,
+        )
         if computed != torch.float32:
             model.forward = self.accelerator.autocast()(model.forward)  # type: ignore[method-assign]
         return model

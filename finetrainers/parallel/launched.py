@@ -39,6 +39,63 @@ class Sharding:
     sync_each_batch: bool = False
 
 
+@dataclass(frozen=True)
+class Split:
+    """Into how many parts an engine cuts what every process would hold otherwise, for the memory estimate; 1 is whole.
+
+    Attributes:
+        weights, gradients, optimizer: parts of each.
+        gathers: whether a block's weights are gathered to compute.
+        keeps_gradients: whether gradients are whole, in fp32, between the micro-batches of a step.
+        masters: whether fp32 weights are part of the optimizer's state, and those that compute have 16 bits.
+        weights_on_host, optimizer_on_host: what lies in host memory.
+    """
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    gathers: bool = False
+    keeps_gradients: bool = False
+    masters: bool = False
+    weights_on_host: bool = False
+    optimizer_on_host: bool = False
+
+
+def expected_split(options: ParallelSection) -> Split:
+    """What the engine will split that the options and the launcher ask for; joins no process.
+
+    Raises:
+        ConfigError: see `find_sharding`.
+    """
+    processes, sharding = launched_processes(), find_sharding(options)
+    if sharding is not None:
+        parts = sharding.group_size or processes
+        return Split(
+            weights=parts,
+            gradients=parts,
+            optimizer=parts,
+            gathers=True,
+            keeps_gradients=not sharding.sync_each_batch,
+            weights_on_host=sharding.offload,
+            optimizer_on_host=sharding.offload,
+        )
+    if not (options.deepspeed or _says_yes("ACCELERATE_USE_DEEPSPEED")):
+        return Split()
+    stage, offload = options.zero_stage, options.zero_offload
+    if _says_yes("ACCELERATE_USE_DEEPSPEED"):
+        stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+        offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
+    return Split(
+        weights=processes if stage == 3 else 1,
+        gradients=processes if stage >= 2 else 1,
+        optimizer=processes,
+        gathers=stage == 3,
+        masters=True,
+        weights_on_host=offload and stage == 3,
+        optimizer_on_host=offload,
+    )
+
+
 def open_parallel(options: ParallelSection, **arguments: Any) -> Parallel:
     """Join the other processes under the engine that is asked for.
 

@@ -116,6 +116,13 @@ class ZeRO(Parallel):
         model, _ = self._wrap(model, make_optimizer)
         return model, EngineOptimizer(self._engine)
 
+    def prepare_frozen(
+        self, load: Callable[[], nn.Module], *, weights: torch.dtype, blocks: Sequence[str] = ()
+    ) -> nn.Module:
+        """See `Parallel`. Whole on every process, in the dtype into which DeepSpeed turns the trained network."""
+        computed = self.compute_dtype(weights)
+        return super().prepare_frozen(lambda: load().to(computed), weights=computed, blocks=blocks)
+
     def begin_step(self, num_micro_batches: int) -> None:
         self.accumulation = num_micro_batches
         self._micro_batch = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import torch
+from diffusers import HunyuanVideoTransformer3DModel
 
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
@@ -20,7 +23,10 @@ from finetrainers.demo.data import training_scenes
 from finetrainers.demo.world import caption
 from finetrainers.engine.plan_report import dry_run_report
 from finetrainers.engine.preflight import Preflight, preflight
+from finetrainers.memory.plan import estimate_for
+from finetrainers.models import geometries
 from finetrainers.models.registry import families
+from finetrainers.parallel.launched import Split
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -247,10 +253,25 @@ def test_dance_scripts(
         script.read_text(encoding="ascii")
     )
 
+    if training_type == "full-finetune":
+        text = " ".join(script.read_text(encoding="ascii").replace("\n#", " ").split())
+        said = re.search(r"ull finetuning: [^.]*?(\d+) GiB[;,] (?:with 15 % for what is missing, )?(\d+)[ .]", text)
+        assert said
+        assert (int(said[1]), int(said[2])) == (round(needed(config, gpus)), round(1.15 * needed(config, gpus)))
     local = on_tiny_weights(config, repo=tiny_repo("hunyuan_video"), clips=clips, output_dir=tmp_path / "run")
     checked = preflight(local)
     assert warnings_about_options(checked) == []
     dry_run_report(checked)
+
+
+def needed(config: TrainConfig, gpus: int) -> float:
+    """GiB by the estimate for the published network, with 5 for the VAE and VideoAlign."""
+    with torch.device("meta"):
+        network = HunyuanVideoTransformer3DModel(guidance_embeds=True)
+    size = config.grpo.rollout_size
+    assert size is not None
+    split = Split(gpus, gpus, gpus, gathers=True, keeps_gradients=not config.parallel.sync_each_batch)
+    return estimate_for(config, geometries.hunyuan_video({}, {}), network, bucket=size, split=split).total + 5
 
 
 def test_largest_dance_script_is_as_published(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from finetrainers.memory.plan import (
     estimate,
     estimate_for,
 )
+from finetrainers.parallel.launched import Split
 
 DOCS = Path(__file__).parents[2] / "docs" / "memory.md"
 
@@ -225,6 +226,46 @@ def test_units_are_what_real_blocks_keep(single: bool, full: bool) -> None:
 
     units = (kept(1) - kept(0)) / (2 * tokens * hidden)
     assert units == pytest.approx(SAVED_UNITS_FULL if full else SAVED_UNITS_LORA, rel=0.15)
+
+
+def test_what_processes_share() -> None:
+    """HunyuanVideo's 12.8 billion weights, all trained, on six GPUs."""
+    with torch.device("meta"):
+        network = HunyuanVideoTransformer3DModel(guidance_embeds=True)
+    weights = HUNYUAN["params"] / GIB
+    geometry = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24.0)
+
+    def plan(split: Split | None, **options: object):
+        config = config_for(
+            training_type="full-finetune", optimizer="adamw", mixed_precision="bf16", gradient_checkpointing=True,
+            gradient_accumulation_steps=5, **options,
+        )  # fmt: skip
+        return estimate_for(config, geometry, network, bucket=(49, 384, 384), split=split)
+
+    alone = plan(None)
+    assert (alone.trainable, alone.optimizer, alone.gradients, alone.gathered) == (
+        4 * weights, 8 * weights, 4 * weights, 0.0,
+    )  # fmt: skip
+    fsdp = Split(weights=6, gradients=6, optimizer=6, gathers=True, keeps_gradients=True)
+    whole, shared = plan(fsdp), plan(replace(fsdp, keeps_gradients=False))
+    for found in (whole, shared):
+        assert (found.trainable, found.optimizer) == pytest.approx((4 * weights / 6, 8 * weights / 6))
+        assert found.casts == 0  # weights arrive in bf16
+        assert (found.saved, found.block) == (alone.saved, alone.block)
+    assert whole.gradients == 4 * weights == pytest.approx(47.8, abs=0.1)
+    assert shared.gradients == pytest.approx(4 * weights / 6)
+    assert whole.total - shared.total == pytest.approx(4 * weights * 5 / 6)
+    assert dict(whole.table())["gradients, whole"] == "47.76 GiB"
+    assert dict(shared.table())["gradients"] == "7.96 GiB"
+    # Two of the largest blocks and what lies outside of blocks in bf16, gradients of one block in fp32.
+    assert shared.gathered == pytest.approx((2 * 339_831_296 * 2 + 360_714_304 * 2 + 4 * 339_831_296) / GIB)
+    host = plan(replace(fsdp, keeps_gradients=False, weights_on_host=True, optimizer_on_host=True))
+    assert (host.trainable, host.optimizer, host.gradients) == (0, 0, 0)
+    assert plan(replace(fsdp, weights_on_host=True, optimizer_on_host=True)).gradients == whole.gradients
+    zero = plan(Split(gradients=6, optimizer=6, masters=True))
+    assert (zero.trainable, zero.optimizer, zero.gradients) == pytest.approx(
+        (2 * weights, 12 * weights / 6, 2 * weights / 6)
+    )
 
 
 def config_for(**options: object) -> TrainConfig:

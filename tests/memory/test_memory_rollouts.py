@@ -9,6 +9,8 @@ import pytest
 from finetrainers.config.load import load_config
 from finetrainers.memory.plan import GIB, estimate_for
 from finetrainers.memory.rollouts import RolloutMemory, rollout_memory
+from finetrainers.memory.sharing import bytes_of_copy
+from finetrainers.parallel.launched import Split
 
 LATENT = (16, 5, 8, 8)
 ELEMENTS = 16 * 5 * 8 * 8
@@ -49,6 +51,27 @@ def test_trajectories_are_the_latents_of_all_clips(monkeypatch: pytest.MonkeyPat
 )
 def test_copies_of_the_policy(options: dict[str, Any], weights: int) -> None:
     assert memory(**options).copies == 4 * weights
+
+
+@pytest.mark.parametrize(
+    ("split", "bytes_each"),
+    [
+        (None, 4),
+        (
+            Split(weights=4, gradients=4, optimizer=4, gathers=True),
+            2 / 4,
+        ),  # split as the network, in what it computes in
+        (Split(weights=4, gathers=True, weights_on_host=True), 0),
+        (Split(optimizer=4, masters=True), 2),  # DeepSpeed splits nothing that is not trained
+        (Split(weights=4, gathers=True, masters=True), 2),
+    ],
+)
+def test_a_copy_of_the_model_before_training(split: Split | None, bytes_each: float) -> None:
+    given = {"model_name": "m", "pretrained_model_name_or_path": "repo"}
+    assert bytes_of_copy(load_config(**given, mixed_precision="bf16"), split, trainable_bytes=4) == bytes_each
+    if split is not None and bytes_each:
+        config = load_config(**given, mixed_precision="no")
+        assert bytes_of_copy(config, split, trainable_bytes=4) == 2 * bytes_each
 
 
 def test_calls_of_the_network() -> None:

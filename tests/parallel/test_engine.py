@@ -208,6 +208,37 @@ def test_fsdp_steps_as_the_network_alone_does(sync_each_batch: bool, monkeypatch
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_frozen_copy_is_split_and_computes_the_same_numbers(
+    mixed_precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half the memory under bf16, and gathered for no longer than it computes, whatever the trained network does."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    torch.manual_seed(0)
+    network = Network()
+    loaded = copy.deepcopy(network)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = FSDP(
+            sharding=Sharding(reshard_after_forward=False), mixed_precision=mixed_precision, fallback_precision="no",
+            accumulation=1, batch_size=1, max_grad_norm=0.0, timeout_s=60, idle_timeout_s=60,
+        )  # fmt: skip
+        trained, _ = parallel.prepare(lambda: network, lambda ps: torch.optim.SGD(ps), blocks=["blocks"])
+        frozen = parallel.prepare_frozen(lambda: loaded, weights=torch.float32, blocks=["blocks"])
+        x = torch.randn(3, 4)
+        with torch.no_grad():
+            wanted, found = trained(x), frozen(x)
+        assert torch.equal(found, wanted)
+        assert found.dtype == torch.float32
+        for parameter in frozen.parameters():
+            assert isinstance(parameter, DTensor), "still gathered"
+            assert parameter.dtype == (torch.bfloat16 if mixed_precision == "bf16" else torch.float32)
+            assert not parameter.requires_grad
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_an_optimizer_state_of_another_engine_is_refused(make: Callable[..., Parallel], tmp_path: Path) -> None:
     """DeepSpeed itself would warn and start its optimizer anew."""
     with pytest.raises(ValueError, match="was saved without DeepSpeed"):

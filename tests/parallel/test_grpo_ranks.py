@@ -27,6 +27,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "one group": {"prompts_per_step": 1, "batch_size": 2},
     "best of": {"prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1},
     "nft": {"prompts_per_step": 2, "rl_algorithm": "nft", "init_same_noise": False, "nft_timesteps": 2},
+    "full": {"prompts_per_step": 2, "training_type": "full-finetune", "kl_coef": 0.1, "lr": 1e-3},
 }
 #: Of `best of`, ranks keep different numbers of clips, and the network is called for the reference between a forward
 #: pass and its backward.
@@ -35,12 +36,15 @@ ENGINES: dict[str, dict[str, Any]] = {
     "one group": {},
     "best of": {},
     "nft": {},
+    "full": {},
     "best of, fsdp2": {"fsdp": "full"},
     "best of, zero-2": {"deepspeed": True},
     "nft, zero-2": {"deepspeed": True},
     "nft, fsdp2": {"fsdp": "full"},
+    "full, fsdp2": {"fsdp": "full", "sync_each_batch": True},
 }
 REFUSED = "nft, fsdp2"
+FILES = {"full": "transformer/diffusion_pytorch_model.safetensors"}
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +71,14 @@ def jobs(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
         "lora_alpha": 8,
         "train_steps": 2,
     }
-    return root, {
+    jobs = {
         name: {**common, **JOBS[name.partition(",")[0]], **engine, "output_dir": str(root / name)}
         for name, engine in ENGINES.items()
     }
+    for job in jobs.values():
+        if job.get("training_type") == "full-finetune":
+            del job["rank"], job["lora_alpha"]
+    return root, jobs
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +121,11 @@ def test_two_ranks_are_one(name: str, jobs: Any, ranks: list[dict[str, Any]], al
             assert found[key] == pytest.approx(expected[key], rel=2e-3), (key, found["step"])
         if job != "nft":
             assert found["ratio_error"] == 0.0
-    file = "pytorch_lora_weights.safetensors"
+    if job == "full":  # the model before training, a copy of which the engine splits as well
+        divergences = [record["kl"] for record in ranks[0][name]["metrics"]]
+        assert divergences[0] == 0.0
+        assert divergences[1] == pytest.approx(read(alone(job))[1]["kl"], rel=2e-3)
+    file = FILES.get(job, "pytorch_lora_weights.safetensors")
     ours, theirs = load_file(jobs[0] / name / file), load_file(alone(job) / file)
     for key, value in ours.items():
         torch.testing.assert_close(value, theirs[key], rtol=1e-3, atol=1e-3)

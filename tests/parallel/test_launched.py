@@ -10,11 +10,11 @@ import pytest
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.parallel import launched
-from finetrainers.parallel.launched import Sharding, find_sharding, open_parallel
+from finetrainers.parallel.launched import Sharding, Split, expected_split, find_sharding, open_parallel
 
 ARGUMENTS: dict[str, Any] = {
     "mixed_precision": "no", "fallback_precision": "no", "accumulation": 1, "batch_size": 1, "max_grad_norm": 1.0,
-    "timeout_s": 60,
+    "timeout_s": 60, "idle_timeout_s": 60,
 }  # fmt: skip
 #: As `accelerate launch` sets them from accelerate_configs/fsdp2.yaml, more or less.
 FILE = {
@@ -57,6 +57,38 @@ def test_how_weights_are_split(
     assert find_sharding(ParallelSection(**options)) == expected
     if expected is not None:
         assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false", "or transformers loads empty text encoders"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected"),
+    [
+        ({}, {"WORLD_SIZE": "8"}, Split()),
+        ({"fsdp": "full", "sync_each_batch": True}, {"WORLD_SIZE": "8"}, Split(8, 8, 8, gathers=True)),
+        ({}, {**FILE, "WORLD_SIZE": "6"}, Split(6, 6, 6, gathers=True, keeps_gradients=True)),
+        (
+            {"fsdp": "hybrid", "fsdp_group_size": 2, "fsdp_cpu_offload": True, "sync_each_batch": True},
+            {"WORLD_SIZE": "8"},
+            Split(2, 2, 2, gathers=True, weights_on_host=True, optimizer_on_host=True),
+        ),
+        ({"deepspeed": True}, {"WORLD_SIZE": "4"}, Split(1, 4, 4, masters=True)),
+        (
+            {"deepspeed": True, "zero_stage": 3, "zero_offload": True},
+            {"WORLD_SIZE": "4"},
+            Split(4, 4, 4, gathers=True, masters=True, weights_on_host=True, optimizer_on_host=True),
+        ),
+        (
+            {},
+            {"WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
+            Split(1, 1, 4, masters=True),
+        ),
+    ],
+)
+def test_what_an_engine_will_split(
+    options: dict[str, Any], environment: dict[str, str], expected: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert expected_split(ParallelSection(**options)) == expected
 
 
 @pytest.mark.parametrize(

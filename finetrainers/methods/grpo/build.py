@@ -93,7 +93,7 @@ def build_sampler(parts: MethodParts) -> Sampler:
 def reference_policy(parts: MethodParts) -> Callable[[nn.Module], AbstractContextManager[nn.Module]]:
     """A context within which the returned network is the policy before training.
 
-    A LoRA is switched off; of a fully trained network a frozen copy is loaded, which takes as much memory again.
+    A LoRA is switched off; of a fully trained network a frozen copy is loaded, which takes as much memory as its weights.
     """
     network = parts.network
     if parts.config.training.training_type == "lora":
@@ -107,8 +107,9 @@ def reference_policy(parts: MethodParts) -> Callable[[nn.Module], AbstractContex
                 network.enable_adapters()
 
         return without_adapter
-    dtype = next(network.parameters()).dtype
-    frozen = parts.spec.load_transformer(dtype).to(parts.parallel.device).eval().requires_grad_(False)
+    frozen = parts.parallel.prepare_frozen(
+        lambda: parts.spec.load_transformer(parts.weights_dtype), weights=parts.weights_dtype, blocks=parts.spec.blocks
+    )
 
     @contextlib.contextmanager
     def frozen_copy(_: nn.Module) -> Iterator[nn.Module]:

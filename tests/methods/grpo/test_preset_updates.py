@@ -223,6 +223,7 @@ def make(name: str, model: nn.Module, training_type: str) -> tuple[GRPO, Any, So
             config=config, spec=Spec(), process=FlowMatching(), scheduler=FlowMatchEulerDiscreteScheduler(),  # type: ignore[arg-type]
             geometry=Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0), vae_stats=SimpleNamespace(),  # type: ignore[arg-type]
             first_frame_p=0.0, source=source, parallel=OneOf(), network=model,
+            weights_dtype=torch.float32,
         )
     )  # fmt: skip
     return method, config, source

@@ -1,0 +1,53 @@
+"""The policy before training: the network without its LoRA, or a frozen copy of all weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from one_of import OneOf
+from policies import Adapted, Network, network
+from torch import nn
+
+from finetrainers.methods.grpo.build import reference_policy
+
+
+def parts(model: nn.Module, training_type: str, **changes: Any) -> Any:
+    config = SimpleNamespace(training=SimpleNamespace(training_type=training_type))
+    return SimpleNamespace(config=config, network=model, **changes)
+
+
+def test_a_lora_is_switched_off_meanwhile() -> None:
+    model = network(cls=Adapted)
+    x = torch.randn(1, 4, 2, 4, 4), torch.ones(1), torch.zeros(1, 8)
+    adapted = model(*x)
+    with reference_policy(parts(model, "lora"))(model) as found:
+        assert found is model
+        assert not torch.equal(found(*x), adapted)
+    assert torch.equal(model(*x), adapted)
+
+
+def test_the_frozen_copy_is_loaded_as_the_network_was() -> None:
+    """In the dtype of its weights, of which the first may be another: some networks keep a few in fp32."""
+    model: Network = network().bfloat16()
+    model.inward.float()
+    asked = []
+
+    def load(dtype: torch.dtype) -> nn.Module:
+        asked.append(dtype)
+        return network().to(dtype)
+
+    class Processes(OneOf):
+        accelerator = SimpleNamespace(autocast=lambda: torch.autocast("cpu", enabled=False))
+
+        def prepare_frozen(self, load: Any, *, weights: torch.dtype, blocks: Any) -> nn.Module:
+            assert (weights, blocks) == (torch.bfloat16, ("blocks",))
+            return load()
+
+    spec = SimpleNamespace(load_transformer=load, blocks=("blocks",))
+    given = parts(model, "full-finetune", spec=spec, parallel=Processes(), weights_dtype=torch.bfloat16)
+    with reference_policy(given)(model) as frozen:
+        assert frozen is not model
+        assert not torch.is_grad_enabled()
+    assert asked == [torch.bfloat16]
