@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
         ["ruff", "check", "."],
         ["ruff", "format", "--check", "."],
         ["mypy", "--follow-imports=skip"],
-        ["codespell", "finetrainers", "docs", "tests"],
+        ["codespell"],
     ],
     ids=["ruff", "format", "mypy", "codespell"],
 )

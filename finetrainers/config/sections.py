@@ -380,7 +380,7 @@ class TrainingSection(Section):
 class OptimizerSection(Section):
     """How weights are updated."""
 
-    optimizer: OptimizerName = Field("adam", description="Optimizer; see `docs/optimizers.md`.")
+    optimizer: OptimizerName = Field("adamw", description="Optimizer; see `docs/optimizers.md`.")
     use_8bit_bnb: bool = Field(False, description="Use bitsandbytes' 8-bit variant of `adam` or `adamw`.")
     lr: float = Field(1e-4, ge=0, le=100, description="Learning rate.")
     scale_lr: bool = Field(False, description="Multiply `lr` by accumulation x batch size x number of processes.")

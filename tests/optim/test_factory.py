@@ -289,12 +289,12 @@ def test_a_state_of_another_device_leaves_the_implementation_as_it_is(then: str,
         assert steps(model, before, 1) == pytest.approx(steps(resumed, after, 1), rel=1e-3)
 
 
-def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str) -> None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
     monkeypatch.setattr(factory, "import_module", missing)
-    with pytest.raises(ImportError, match=r"'prodigy' needs the package 'prodigyopt'.*finetrainers\[optimizers\]"):
+    with pytest.raises(ImportError, match=r"'prodigy' needs the package 'prodigyopt'.*pip install prodigyopt"):
         build(LowRank(torch.float32), "prodigy")
 
 
