@@ -4,7 +4,7 @@
 #
 # GPU: 80 GB. Estimated peak 47 GiB in training (docs/memory.md); earlier versions of finetrainers published 52.9 GiB
 # for bf16 weights with AdamW.
-# Steps: 3000 optimizer steps of batch size 1 per GPU.
+# Learning rate and 3000 steps of batch size 1: untested (docs/models.md).
 #
 # Run from the root of the repository: DATA_ROOT=my_clips bash examples/cogvideox/full_5b.sh
 # Further arguments go to train.py, for example --dry_run to check everything without training.

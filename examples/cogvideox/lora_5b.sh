@@ -2,10 +2,10 @@
 # LoRA of CogVideoX-5b on 49-frame clips of 480x720 pixels.
 # Learns a style or a subject from tens of clips; MYSTYLE in a prompt calls it up.
 #
-# GPU: 32 GB; 24 GB without validation. Earlier versions of finetrainers published a peak of 20.8 GiB in training
-# (rank 64, prepared latents) and 28.3 GiB while sampling (rank 128). `--layerwise_upcasting_modules transformer`
+# GPU: 32 GB; 24 GB without validation. Earlier versions of finetrainers published a peak of 20.7 GiB in training
+# and 28.3 GiB while sampling (rank 128, precomputed). `--layerwise_upcasting_modules transformer`
 # leaves room on 24 GB.
-# Steps: 1500 optimizer steps of batch size 1 per GPU.
+# Rank, learning rate and 1000 steps of batch size 1: as published for this model (docs/models.md).
 #
 # Run from the root of the repository: DATA_ROOT=my_clips bash examples/cogvideox/lora_5b.sh
 # Further arguments go to train.py, for example --dry_run to check everything without training.
@@ -42,9 +42,9 @@ training=(
   --training_type lora
   --seed 42
   --mixed_precision bf16
-  --train_steps 1500
-  --rank 64
-  --lora_alpha 64
+  --train_steps 1000
+  --rank 128
+  --lora_alpha 128
   --target_modules to_q to_k to_v to_out.0
   --gradient_checkpointing
   --checkpointing_steps 500
@@ -53,7 +53,7 @@ training=(
 
 optimizer=(
   --optimizer adamw
-  --lr 1e-4
+  --lr 3e-5
   --lr_scheduler constant_with_warmup
   --lr_warmup_steps 100
   --beta1 0.9

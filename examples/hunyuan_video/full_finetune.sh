@@ -4,7 +4,7 @@
 #
 # GPUs: 8 of 80 GB. By the formula of docs/memory.md each holds an eighth of 191 GiB of weights, gradients and
 # optimizer state, and 13 GiB of activations: 34 to 40 GiB, estimated. No such run has been measured.
-# Steps: 2000 optimizer steps of batch size 1 per GPU.
+# Learning rate and 2000 steps of batch size 1 per GPU: untested (docs/models.md).
 #
 # Run from the root of the repository: DATA_ROOT=my_clips bash examples/hunyuan_video/full_finetune.sh
 # Further arguments go to train.py, for example --dry_run to check everything without training.

@@ -2,9 +2,9 @@
 # Full finetuning of LTX-Video (1.9 B weights) on 49-frame clips of 512x768 pixels.
 # For hundreds of clips or more: every weight is trained, in fp32.
 #
-# GPU: 48 GB. Estimated peak 29.2 GiB in training (docs/memory.md), more while sampling. On 24 GB add
-# `--master_weights stochastic_rounding --optimizer adamw-torchao-8bit`, estimated at 11.4 GiB.
-# Steps: 3000 optimizer steps of batch size 1 per GPU.
+# GPU: 48 GB. Estimated peak 33.1 GiB in training (docs/memory.md), more while sampling. On 24 GB add
+# `--master_weights stochastic_rounding --optimizer adamw-torchao-8bit`, estimated at 11.7 GiB.
+# Learning rate and 1000 steps of 4 clips: as published for this model (docs/models.md).
 #
 # Run from the root of the repository: DATA_ROOT=my_clips bash examples/ltx_video/full_finetune.sh
 # Further arguments go to train.py, for example --dry_run to check everything without training.
@@ -45,7 +45,8 @@ training=(
   --seed 42
   --mixed_precision bf16
   --master_weights fp32
-  --train_steps 3000
+  --train_steps 1000
+  --gradient_accumulation_steps 4
   --gradient_checkpointing
   --checkpointing_steps 500
   --checkpointing_limit 2
@@ -54,8 +55,8 @@ training=(
 optimizer=(
   --optimizer adamw
   --lr 1e-5
-  --lr_scheduler constant_with_warmup
-  --lr_warmup_steps 100
+  --lr_scheduler linear
+  --lr_warmup_steps 0
   --beta1 0.9
   --beta2 0.95
   --weight_decay 1e-4

@@ -3,8 +3,8 @@
 # Learns a style or a subject from tens of clips; MYSTYLE in a prompt calls it up.
 #
 # GPU: 24 GB; 16 GB without validation. Earlier versions of finetrainers published a peak of 10.9 GiB in training and
-# 17.3 GiB while sampling (rank 128, precomputed); docs/memory.md estimates 5.8 GiB in training.
-# Steps: 1500 optimizer steps of batch size 1 per GPU.
+# 17.3 GiB while sampling, docs/memory.md estimates 5.8 GiB in training; both at rank 128, precomputed.
+# Rank, learning rate and 1500 steps of batch size 1: as published for this model (docs/models.md).
 #
 # Run from the root of the repository: DATA_ROOT=my_clips bash examples/ltx_video/lora.sh
 # Further arguments go to train.py, for example --dry_run to check everything without training.
@@ -46,8 +46,8 @@ training=(
   --seed 42
   --mixed_precision bf16
   --train_steps 1500
-  --rank 128
-  --lora_alpha 128
+  --rank 32
+  --lora_alpha 32
   --target_modules to_q to_k to_v to_out.0
   --gradient_checkpointing
   --checkpointing_steps 500
@@ -56,9 +56,9 @@ training=(
 
 optimizer=(
   --optimizer adamw
-  --lr 3e-5
-  --lr_scheduler constant_with_warmup
-  --lr_warmup_steps 100
+  --lr 2e-4
+  --lr_scheduler linear
+  --lr_warmup_steps 0
   --beta1 0.9
   --beta2 0.95
   --weight_decay 1e-4
