@@ -64,6 +64,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "build", "init", "shm", "stop", "network", "device", "ulimit",  # of docker
     "nproc_per_node", "num_gpus", "input_folder", "output_folder",  # of torchrun and DeepSpeed
     "command",  # of benchmarks/checkpoint_kills.py
+    "follow",  # of mypy
 }  # fmt: skip
 
 
@@ -263,4 +264,80 @@ def test_no_install_line_names_a_package_of_this_name() -> None:
     lines = [line for path in texts if path.is_file() for line in path.read_text(encoding="utf-8").splitlines()]
     installs = [line.partition("pip install")[2] for line in lines if "pip install" in line]
     assert len(installs) >= 10
-    assert [line for line in installs if "finetrainers" in line] == []
+    assert [line for line in installs if re.match(r"\s+(-\S+\s+)*['\"`]*finetrainers\b", line)] == []
+
+
+def test_messages_of_the_troubleshooting_page_are_the_programs() -> None:
+    """A quoted message is one that the code has; `...` stands for values."""
+    section = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## Messages")[2]
+    messages = re.findall(r"^\| `(.+?)` \|", section.partition("\n## ")[0], re.MULTILINE)
+    code = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("finetrainers/**/*.py")))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)
+    assert len(messages) >= 10
+    assert [part for message in messages for part in message.split(" ... ") if part not in code] == []
+
+
+def recommendations() -> dict[str, tuple[int | None, float | None, float, str, int, int, int]]:
+    """By recipe, what the table of docs/models.md says: rank, alpha, learning rate, schedule, warm-up, steps, clips a step."""
+    pattern = (
+        r"^\| \[`(\S+)`\]\(\S+\) \| (-|\d+, \d+) \| (\S+) \| `(\w+)`, (\d+) \| (\d+)(?:, of (\d+) clips)? \| "
+        r"(?:published|untested)\b"
+    )
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    found = {}
+    for recipe, sizes, lr, schedule, warmup, steps, clips in re.findall(pattern, text, re.MULTILINE):
+        rank, alpha = (None, None) if sizes == "-" else map(int, sizes.split(", "))
+        found[recipe] = (rank, alpha, float(lr), schedule, int(warmup), int(steps), int(clips or 1))
+    return found
+
+
+def settings(config: TrainConfig) -> tuple[int | None, float | None, float, str, int, int | None, int]:
+    is_lora = config.training.training_type == "lora"
+    return (
+        config.training.rank if is_lora else None,
+        config.training.lora_alpha if is_lora else None,
+        config.optimizer.lr,
+        config.optimizer.lr_scheduler,
+        config.optimizer.lr_warmup_steps,
+        config.training.train_steps,
+        config.dataloader.batch_size * config.training.gradient_accumulation_steps,
+    )
+
+
+def test_recipes_are_what_the_table_recommends() -> None:
+    tomls = sorted((ROOT / "examples").glob("*/*.toml"))
+    recipes = {f"{path.parent.name}/{path.stem}": load_config(path) for path in tomls}
+    on_clips = {name: settings(config) for name, config in recipes.items() if config.training.method == "sft"}
+    assert recommendations() == on_clips
+
+
+def test_pages_recommend_what_the_table_does() -> None:
+    """Every command or file of a page that trains a LoRA of LTX-Video, and says how, says the same."""
+    named = ("rank", "lora_alpha", "lr", "lr_scheduler", "lr_warmup_steps", "train_steps")
+    expected = dict(zip(named, recommendations()["ltx_video/lora"], strict=False))
+    count = 0
+    for page in PAGES:
+        shown = [(b.where, tomllib.loads(b.text)) for b in blocks(page, "toml") if "Lightricks/LTX-Video" in b.text]
+        given = [
+            (
+                where,
+                {
+                    key: value
+                    for section in document.values()
+                    if isinstance(section, dict)
+                    for key, value in section.items()
+                },
+            )
+            for where, document in shown
+        ]
+        for block in blocks(page, "bash"):
+            for words in commands(block.text):
+                if "Lightricks/LTX-Video" in words:
+                    config, _ = parse_flags(train_flags(words) or [])
+                    assert config is not None
+                    given.append((block.where, {k: v for k, v in config.flat().items() if f"--{k}" in words}))
+        for where, options in given:
+            said = {name: options[name] for name in named if name in options}
+            assert said == {name: expected[name] for name in said}, where
+            count += bool(said)
+    assert count >= 2
