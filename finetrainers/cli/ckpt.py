@@ -12,10 +12,18 @@ from typing import Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.text import age, file_size
 
+from .overview import RAW, with_examples
+
 
 def add_ckpt(commands: Any) -> None:
     """Add the subcommand and its own to the parser's."""
-    ckpt = commands.add_parser("ckpt", help="list, verify and compare checkpoints")
+    about = "list, verify and compare checkpoints"
+    examples = (
+        "ckpt ls runs/first",
+        "ckpt verify runs/first",
+        "ckpt diff runs/first/checkpoints/step-500 runs/second/checkpoints/step-500",
+    )
+    ckpt = commands.add_parser("ckpt", help=about, description=with_examples(about, *examples), **RAW)
     actions = ckpt.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     ls = actions.add_parser("ls", help="list a run's checkpoints: step, size, age, whole or why not (by file sizes)")
@@ -29,8 +37,8 @@ def add_ckpt(commands: Any) -> None:
     diff = actions.add_parser(
         "diff", help="settings, versions and weights of two checkpoints; exit code 1 if they differ"
     )
-    diff.add_argument("a", type=Path, metavar="A")
-    diff.add_argument("b", type=Path, metavar="B")
+    diff.add_argument("a", type=Path, metavar="A", help="a checkpoint")
+    diff.add_argument("b", type=Path, metavar="B", help="another")
     diff.set_defaults(run=_diff)
 
 

@@ -10,15 +10,23 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.text import nearest
 
+from .overview import RAW, with_examples
+
+_WORLD = (
+    "The world is small: clips in which colored shapes move over a plain background, and captions that say so. The embedded model "
+    "knows nothing else, so that training, rewards and measuring can be tried on a CPU in minutes"
+)
+
 
 def add_demo(commands: Any) -> None:
     """Add the subcommands to the parser's."""
-    demo = commands.add_parser("demo", help="the embedded model's world: make clips, rebuild the model, measure it")
+    about = "the embedded model's world: make clips, teach it by rewards, rebuild the model, measure it"
+    examples = ("demo data clips --items 20", "demo reward first-reward", "demo measure figures --lora quickstart")
+    described = with_examples(f"{about}.\n\n{_WORLD}", *examples)
+    demo = commands.add_parser("demo", help=about, description=described, **RAW)
     parts = demo.add_subparsers(dest="part", metavar="PART", required=True)
 
-    data = parts.add_parser(
-        "data", help="write captioned clips of coloured shapes that move, as mp4 and captions.jsonl"
-    )
+    data = parts.add_parser("data", help="write captioned clips of colored shapes that move, as mp4 and captions.jsonl")
     data.add_argument("directory", type=Path, help="a new or empty one")
     data.add_argument("--items", type=positive_integer, default=20, help="how many clips [20]")
     data.add_argument("--look", default="plain", help="plain, or striped, which the embedded model has never seen")
@@ -47,16 +55,15 @@ def add_demo(commands: Any) -> None:
     measure.add_argument("--look", default="plain", help="what the captions ask for [plain]")
     measure.set_defaults(run=_measure)
 
-    reward = parts.add_parser(
-        "reward", help="teach the embedded model a taste with a reward, on any CPU, in two minutes"
-    )
+    about = "teach the embedded model a preference with a reward, on any CPU, in two minutes"
+    reward = parts.add_parser("reward", help=about, description=with_examples(about, "demo reward first-reward"), **RAW)
     reward.add_argument("directory", type=Path, help="a new or empty one, or that of an earlier `demo reward`")
-    reward.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [for two minutes]")
+    reward.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [32]")
     reward.set_defaults(run=_reward)
 
     scratch = parts.add_parser("scratch", help="train a small model from random weights on two real clips")
     scratch.add_argument("directory", type=Path, help="a new or empty one, or that of an earlier `demo scratch`")
-    scratch.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [for two minutes]")
+    scratch.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [700]")
     scratch.set_defaults(run=_scratch)
 
 

@@ -19,28 +19,9 @@ from .cache import add_cache
 from .check import add_check, check_command
 from .ckpt import add_ckpt
 from .demo import add_demo, positive_integer
+from .overview import RAW, CommandParser, unknown_command, with_examples
 from .plot import add_plot
 from .serve_reward import add_serve_reward
-
-_EPILOG = """examples:
-  finetrainers quickstart                         teach the embedded model a new look, on any CPU, in two minutes
-  finetrainers demo reward DIR                    teach it a taste by reward finetuning, likewise
-  finetrainers train --config run.toml --lr 5e-5  train; flags override the file
-  finetrainers train --config run.toml --dry_run  check everything, print the plan, stop
-  finetrainers check run.toml --html check.html   what becomes of every clip, and why; needs no model weights
-  finetrainers prepare --config run.toml          encode captions and clips beforehand, stop
-  finetrainers models                             list the model families
-  finetrainers tiny FAMILY DIR                    write a tiny random model, for trying things out
-
-Several GPUs: accelerate launch --config_file accelerate_configs/ddp.yaml train.py --config run.toml
-"""
-
-_PREPARE = """Encode captions and clips beforehand, as `train --precompute_conditions` does at its start, and stop. Text encoders
-and VAE are in memory one after the other, and no transformer. What is cached already is found, so a preparation that was
-stopped or killed goes on where it was, and several may share one --precompute_dir. Options are those of `train`; training
-with the same ones and --precompute_conditions then encodes nothing.
-Example: finetrainers prepare --config run.toml --precompute_dir cache
-Several GPUs: accelerate launch --num_processes 8 -m finetrainers prepare --config run.toml"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["prepare"]:
         return prepare_command(argv[1:])
     parser = _parser()
+    if argv and not argv[0].startswith("-") and argv[0] not in parser.commands.choices:
+        print(f"error: {unknown_command(argv[0], list(parser.commands.choices))}", file=sys.stderr)
+        return exit_codes.CONFIGURATION
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help()
@@ -89,6 +73,10 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
     except ConfigError as error:
         if launched_rank() == 0:  # all processes find the same; one says it
             print(f"error: {_with_the_rest(error)}", file=sys.stderr)
+            if not argv:
+                print(
+                    f"{prog} --help lists the options. New here? finetrainers quickstart needs none.", file=sys.stderr
+                )
         return exit_codes.CONFIGURATION
     stopped = trainer is not None and trainer.stopped_by is not None
     return exit_codes.STOPPED if stopped else exit_codes.DONE
@@ -97,13 +85,14 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
 def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") -> int:
     """Encode what a training run with these flags would encode beforehand; an exit code."""
     from finetrainers.config.flags import parse_flags
+    from finetrainers.config.help import PREPARE
 
     configure_logging()
     yield_idle_threads()
     if _launched_wrongly():
         return exit_codes.CONFIGURATION
     try:
-        config, list_models = parse_flags(argv, prog=prog, description=_PREPARE)
+        config, list_models = parse_flags(argv, prog=prog, guide=PREPARE)
         if list_models or config is None:
             return _models(None)
         from finetrainers.engine.preflight import for_preparing, preflight
@@ -147,37 +136,41 @@ def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigErro
     return error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="finetrainers",
-        description="LoRA and full finetuning of video diffusion models.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="finetrainers", description="LoRA and full finetuning of video diffusion models.")
     parser.add_argument("--version", action="version", version=f"finetrainers {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    parser.commands = commands
 
-    commands.add_parser("train", help="train a model (`finetrainers train --help` lists every option)", add_help=False)
-    commands.add_parser("prepare", help="encode captions and clips beforehand; options as of `train`", add_help=False)
+    commands.add_parser("train", help="train a model", add_help=False)
+    commands.add_parser(
+        "prepare", help="encode clips and captions beforehand, which `train` then finds", add_help=False
+    )
 
     add_check(commands)
 
-    quickstart = commands.add_parser(
-        "quickstart", help="teach the embedded model a new look with a LoRA, on any CPU, in minutes"
-    )
-    quickstart.add_argument("directory", type=Path, nargs="?", default=Path("quickstart"), help="where everything goes")
+    about = "teach the embedded model a new look with a LoRA, on any CPU, in minutes"
+    quickstart = commands.add_parser("quickstart", help=about, description=with_examples(about, "quickstart"), **RAW)
     quickstart.add_argument(
-        "--steps", type=positive_integer, default=None, help="optimizer steps [a good number for two minutes]"
+        "directory", type=Path, nargs="?", default=Path("quickstart"), help="where everything goes [quickstart]"
     )
+    quickstart.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [150]")
     quickstart.set_defaults(run=_quickstart)
 
-    models = commands.add_parser("models", help="list the model families")
+    about = "list the model families: what --model_name takes, and their rules of size and frame rate"
+    models = commands.add_parser("models", help=about, description=with_examples(about, "models"), **RAW)
     models.set_defaults(run=_models)
 
-    tiny = commands.add_parser("tiny", help="write a tiny random model of a family, offline")
+    about = "write a tiny random model of a family, for trying things out offline"
+    example = with_examples(
+        about,
+        "tiny FAMILY tiny-model",
+        "train --model_name FAMILY --pretrained_model_name_or_path tiny-model \\\n      --data_root clips",
+    )
+    tiny = commands.add_parser("tiny", help=about, description=example, **RAW)
     tiny.add_argument("family", help="a name from `finetrainers models`")
-    tiny.add_argument("directory", type=Path)
-    tiny.add_argument("--seed", type=int, default=0)
+    tiny.add_argument("directory", type=Path, help="where the model is written, in diffusers layout")
+    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
     tiny.set_defaults(run=_tiny)
 
     add_plot(commands)

@@ -9,10 +9,15 @@ from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 
+from .overview import RAW, with_examples
+
 
 def add_plot(commands: Any) -> None:
     """Add the subcommand to the parser's."""
-    plot = commands.add_parser("plot", help="draw a run's losses, rewards and timings into its curves.png")
+    about = "draw a run's losses, rewards and timings into its curves.png"
+    plot = commands.add_parser(
+        "plot", help=about, description=with_examples(about, "plot runs/first", "plot runs/*"), **RAW
+    )
     plot.add_argument("directory", type=Path, nargs="+", help="a run's --output_dir, also while it runs")
     plot.set_defaults(run=_plot)
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from .flags import choices, default_text, is_list, is_switch
 from .rewards import RewardEntry
 from .root import TrainConfig, fields
+from .shape import choices, default_text, is_list, is_switch
 
 _INTRO = """# Configuration
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, NoReturn
 
-from pydantic.fields import FieldInfo
+from finetrainers.utils.text import quoted
 
 from .aliases import REFUSED, SWITCHES, WITHOUT_EFFECT, foreign_names
 from .errors import ConfigError, Problem
+from .help import TRAIN, Guide, help_text
 from .load import Source, build_config, file_source
 from .load_variants import LOAD_VARIANTS
 from .names import INSTEAD, SAME, unknown_option
 from .root import TrainConfig, fields
+from .shape import is_list, is_switch
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,75 +27,36 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError([Problem("", message)])
 
 
-def is_list(field: FieldInfo) -> bool:
-    """Whether the option takes several values."""
-    return get_origin(field.annotation) is list
+class _Help(argparse.Action):
+    """`--help [WORD]`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, guide: Guide) -> None:
+        super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS)
+        self.guide = guide
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        _, word, _ = given
+        sys.stdout.write(help_text(parser.prog, word, guide=self.guide))
+        parser.exit()
 
 
-def is_switch(field: FieldInfo) -> bool:
-    """Whether the option is a boolean flag."""
-    return field.annotation is bool
-
-
-def choices(annotation: Any) -> tuple[str, ...]:
-    """Allowed values of a Literal, of an optional Literal, or of a list of Literals."""
-    origin = get_origin(annotation)
-    if origin is Literal:
-        return get_args(annotation)
-    if origin in (list, Union, UnionType, Annotated):
-        for argument in get_args(annotation):
-            found = choices(argument)
-            if found:
-                return found
-    return ()
-
-
-def default_text(field: FieldInfo) -> str:
-    """The default as a user would write it."""
-    if field.is_required():
-        return "required"
-    value = field.default
-    if value is None or value == []:
-        return "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def make_parser(prog: str, *, description: str | None = None) -> argparse.ArgumentParser:
-    """The parser of a training command, or of one with the same options; one argument group a section."""
-    parser = _Parser(
-        prog=prog,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=description
-        or (
-            "Finetune a video diffusion model. Options come from --config FILE.toml and from flags; flags win.\n"
-            f"Example: {prog} --config run.toml --data_root clips --output_dir runs/first"
-        ),
-    )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML file of options; repeat flags to override it."
-    )
-    parser.add_argument("--list_models", action="store_true", help="Print the model families and exit.")
+def make_parser(prog: str, *, guide: Guide = TRAIN) -> argparse.ArgumentParser:
+    """The parser of a training command, or of one with the same options."""
+    parser = _Parser(prog=prog, allow_abbrev=False, add_help=False)
+    parser.add_argument("-h", "--help", action=_Help, guide=guide)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--list_models", action="store_true")
     # Some launchers (`deepspeed`) add it to the command; they say the same in the environment, where it is read.
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    groups: dict[str, Any] = {}
-    for name, (section, field) in fields().items():
-        if section not in groups:
-            groups[section] = parser.add_argument_group(section, TrainConfig.model_fields[section].description)
-        help_text = f"{field.description} [{default_text(field)}]".replace("%", "%%")
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help_text}
+    parser.add_argument("--local_rank")
+    for name, (_, field) in fields().items():
+        options: dict[str, Any] = {"default": argparse.SUPPRESS}
         if is_switch(field):
             options["action"] = argparse.BooleanOptionalAction
-        else:
-            allowed = choices(field.annotation)
-            options["metavar"] = "{" + ",".join(allowed) + "}" if allowed else name.rsplit("_", 1)[-1].upper()
-            if is_list(field):
-                options["nargs"] = "*"
-        groups[section].add_argument(f"--{name}", **options)
+        elif is_list(field):
+            options["nargs"] = "*"
+        parser.add_argument(f"--{name}", **options)
     for name, shape in _other_flags().items():
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **shape)
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **shape)
     return parser
 
 
@@ -133,16 +96,19 @@ def is_secret(argument: str) -> bool:
 
 
 def parse_flags(
-    argv: Sequence[str], *, prog: str = "train.py", description: str | None = None
+    argv: Sequence[str], *, prog: str = "train.py", guide: Guide = TRAIN
 ) -> tuple[TrainConfig | None, bool]:
     """The configuration that the arguments describe, and whether only the model list was asked for.
+
+    A file of options may come first, without its flag.
 
     Raises:
         ConfigError: unknown flags (with the nearest valid name), wrong values, file errors; all at once.
         SystemExit: after `--help`.
     """
-    parser = make_parser(prog, description=description)
-    namespace, unknown = parser.parse_known_args([underscored(argument) for argument in argv])
+    parser = make_parser(prog, guide=guide)
+    first = ["--config"] if argv and not argv[0].startswith("-") else []
+    namespace, unknown = parser.parse_known_args([*first, *(underscored(argument) for argument in argv)])
     values = vars(namespace)
     config_path = values.pop("config")
     values.pop("local_rank")
@@ -152,7 +118,7 @@ def parse_flags(
     problems = [unknown_option(flag[2:].removeprefix("no-"), flag) for flag in flags]
     stray = [argument for argument in unknown if not argument.startswith("--")]
     if stray and not problems:
-        problems.append(Problem("command line", f"unexpected {' '.join(map(repr, stray))}; values follow their flag"))
+        problems.append(Problem("command line", f"unexpected {' '.join(map(quoted, stray))}; values follow their flag"))
     sources: list[Source] = []
     if config_path is not None:
         try:

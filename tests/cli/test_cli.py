@@ -1,14 +1,18 @@
 """The commands as a user types them: help, lists, tiny models, schemas, and errors with exit code 2."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from finetrainers import __version__
-from finetrainers.cli.main import main, train_command
+from finetrainers.cli.main import _parser, main, train_command
 from finetrainers.config.document import configuration_page
+from finetrainers.config.flags import parse_flags
+from finetrainers.config.root import fields
+from finetrainers.demo import quickstart, rewarded, scratch
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -31,12 +35,133 @@ def test_help_and_version_are_instant_in_that_they_import_no_torch():
     assert __version__ in result.stdout
 
 
-def test_train_help_teaches_every_option(capsys):
-    with pytest.raises(SystemExit):
-        train_command(["--help"], prog="train.py")
-    text = capsys.readouterr().out
-    for expected in ("--video_resolution_buckets", "--config FILE", "FxHxW", "{lora,full-finetune}", "[500]"):
+def helped(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([*argv])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.usefixtures("narrow")
+def test_train_help_shows_what_most_people_set(capsys):
+    text = helped(capsys, "train", "--help")
+    assert text.startswith("usage: finetrainers train [--config FILE] [options]\n\nFinetune")
+    for expected in (
+        "--video_resolution_buckets",
+        "--config FILE",
+        "FxHxW",
+        "{lora,full-finetune}",
+        "[500]",
+        "examples:",
+    ):
         assert expected in text
+    options = re.findall(r"^  --(?!help)(\w+)", text, flags=re.MULTILINE)
+    assert 25 <= len(options) <= 35
+    assert set(options) <= {*fields(), "config", "list_models"}
+    assert len(text.splitlines()) < 120
+    assert max(map(len, text.splitlines())) <= 80
+    assert helped(capsys, "train", "-h") == text
+
+
+@pytest.mark.usefixtures("narrow")
+def test_all_options_are_a_word_away(capsys):
+    text = helped(capsys, "train", "--help", "all")
+    assert re.findall(r"^  --(?!help)(\w+)", text, flags=re.MULTILINE) == ["config", "list_models", *fields()]
+    prepare = helped(capsys, "prepare", "--help")
+    assert "precompute_batch_size" in prepare
+    assert "--lr " not in prepare
+    assert len(prepare.splitlines()) < 80
+
+
+@pytest.mark.parametrize(
+    ("word", "shown", "said"),
+    [
+        ("rank", ["rank"], "Also accepted: --lora_rank, --network_dim,"),
+        ("Lora-Rank", ["rank"], "Rank of the LoRA"),
+        ("lr_scheduler", ["lr_scheduler"], "One of: constant, constant_with_warmup,"),
+        ("parallel", None, "How several processes share the work"),
+        ("optimizer", None, "--max_grad_norm NORM"),
+        ("upcasting", None, "--layerwise_upcasting_modules"),
+        ("nccl_timeut", ["nccl_timeout"], "stuck collective"),
+        ("blocks_to_swap", None, "blocks are not swapped"),
+        ("memory", None, "--gradient_checkpointing"),
+    ],
+)
+@pytest.mark.usefixtures("narrow")
+def test_help_on_a_word(word, shown, said, capsys):
+    text = helped(capsys, "train", "--help", word)
+    assert said in text.replace("\n                        ", " ").replace("\n               ", " ")
+    assert "usage:" not in text
+    if shown is not None:
+        assert re.findall(r"^  --(\w+)", text, flags=re.MULTILINE) == shown
+
+
+def test_help_on_what_does_not_exist(capsys):
+    assert main(["train", "--help", "zzz"]) == 2
+    assert "no option is called 'zzz', nor a part of one; sections: model data" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("narrow")
+def test_the_commands_are_grouped_by_task(capsys):
+    text = helped(capsys, "--help")
+    assert max(map(len, text.splitlines())) <= 80
+    assert [line for line in text.splitlines() if re.fullmatch(r"\w+:", line)] == [
+        "start:",
+        "train:",
+        "look:",
+        "tools:",
+        "examples:",
+    ]
+    for command in _parser().commands.choices:
+        assert re.search(rf"^  {command} ", text, flags=re.MULTILINE), command
+    assert main([]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("command", ["quickstart", "models", "tiny", "plot", "ckpt", "demo", "demo reward"])
+def test_commands_say_how_they_are_called(command, capsys):
+    text = helped(capsys, *command.split(), "--help")
+    assert f"examples:\n  finetrainers {command}" in text
+
+
+def test_default_lengths_of_the_demonstrations_are_those_of_the_help(capsys):
+    for command, steps in (
+        ("quickstart", quickstart.DEFAULT_STEPS),
+        ("demo reward", rewarded.DEFAULT_STEPS),
+        ("demo scratch", scratch.DEFAULT_STEPS),
+    ):
+        assert f"optimizer steps [{steps}]" in helped(capsys, *command.split(), "--help")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("sample", "samples are drawn while training: `train --validation_prompts"),
+        ("resume", "--resume_from_checkpoint latest"),
+        ("lora", "`train` trains"),
+        ("trian", "did you mean 'train'?"),
+        ("frobnicate", "there are: train, prepare"),
+    ],
+)
+def test_commands_that_do_not_exist_say_what_to_use(command, said, capsys):
+    assert main([command, "--anything"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_arguments_point_to_the_quickstart(capsys):
+    assert main(["train"]) == 2
+    assert "finetrainers train --help lists the options. New here? finetrainers quickstart" in capsys.readouterr().err
+
+
+def test_the_file_of_options_may_come_first(tmp_path):
+    (tmp_path / "run.toml").write_text('model_name = "m"\npretrained_model_name_or_path = "r"\nrank = 4\n')
+    config, _ = parse_flags([str(tmp_path / "run.toml"), "--rank", "8"])
+    assert config.training.rank == 8
 
 
 def test_models(capsys):

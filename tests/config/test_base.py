@@ -10,9 +10,9 @@ from pydantic import Field, ValidationError
 
 from finetrainers.config.base import Section
 from finetrainers.config.errors import ConfigError
-from finetrainers.config.flags import is_list
 from finetrainers.config.load import load_config
 from finetrainers.config.root import fields
+from finetrainers.config.shape import is_list
 from finetrainers.data.dataset import read_datasets
 from finetrainers.data.manifest import DataError
 

@@ -10,11 +10,12 @@ import pytest
 
 from finetrainers.config import aliases
 from finetrainers.config.errors import ConfigError
-from finetrainers.config.flags import choices, is_secret, parse_flags
+from finetrainers.config.flags import is_secret, parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.config.load_variants import LOAD_VARIANTS
 from finetrainers.config.names import INSTEAD, SAME, VALUES, unknown_option
 from finetrainers.config.root import fields
+from finetrainers.config.shape import choices
 from finetrainers.engine.run_dir import without_secrets
 
 BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "data_root": "clips"}

@@ -1,0 +1,89 @@
+"""`finetrainers --help`: the commands by task; and what to use in place of a command that does not exist."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from difflib import get_close_matches
+from typing import Any
+
+_TASKS = {
+    "start": ("quickstart", "demo", "models", "tiny"),
+    "train": ("check", "prepare", "train"),
+    "look": ("plot", "ckpt"),
+    "tools": ("cache", "serve-reward", "schema", "docs"),
+}
+_EXAMPLES = """examples:
+  finetrainers quickstart                         a first LoRA, on any CPU
+  finetrainers check run.toml --html check.html   what happens to every clip
+  finetrainers train --config run.toml --dry_run  check all, print the plan
+  finetrainers train --config run.toml --lr 5e-5  train; flags override the file
+  finetrainers train --help                       the options most people set
+  finetrainers COMMAND --help                     more on any command
+
+Several GPUs:
+  accelerate launch --config_file accelerate_configs/ddp.yaml train.py \\
+      --config run.toml
+"""
+_SAMPLE = (
+    "samples are drawn while training: `train --validation_prompts PROMPTS --validation_steps N`, or at any time by an empty "
+    "file `control/sample` in the run's directory"
+)
+_DATA = "`check` says what happens to every clip, and `prepare` encodes clips and captions beforehand"
+_TRAIN = "`train` trains: a LoRA or all weights (--training_type), on clips or by rewards (--method)"
+_WRITTEN = "a run writes its LoRA or its network in diffusers' layout to --output_dir, see docs/training.md"
+#: Commands that people try, and what to use.
+_INSTEAD = {
+    **dict.fromkeys(("sample", "generate", "inference", "infer", "predict"), _SAMPLE),
+    **dict.fromkeys(("lora", "sft", "grpo", "finetune", "fine-tune", "fit", "run", "full-finetune"), _TRAIN),
+    **dict.fromkeys(("resume", "continue"), "`train` continues a run: the same command with --resume_from_checkpoint latest"),
+    **dict.fromkeys(("precompute", "preprocess", "encode", "data", "dataset", "inspect", "validate"), _DATA),
+    **dict.fromkeys(("export", "convert", "merge"), _WRITTEN),
+    **dict.fromkeys(("init", "config", "configure", "new"), "examples/ holds whole files for --config, and `schema` describes them to editors"),
+    **dict.fromkeys(("eval", "evaluate"), "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips"),
+    **dict.fromkeys(("report", "curves", "log", "logs"), "`plot RUN` draws a run's curves; metrics.jsonl in its directory holds them"),
+    **dict.fromkeys(("checkpoint", "checkpoints", "verify"), "`ckpt` lists, verifies and compares checkpoints"),
+    **dict.fromkeys(("reward", "rewards"), "`demo reward` shows reward finetuning, and `train --method grpo` does it"),
+    "help": "`finetrainers --help` lists the commands",
+    "version": "`finetrainers --version` prints it",
+}  # fmt: skip
+
+#: So that descriptions keep their lines.
+RAW: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of the `finetrainers` command, whose help groups the commands by task."""
+
+    commands: argparse._SubParsersAction[argparse.ArgumentParser]
+
+    def format_help(self) -> str:
+        """The text of `finetrainers --help`."""
+        told = {action.dest: action.help or "" for action in self.commands._choices_actions}
+        grouped = {name for names in _TASKS.values() for name in names}
+        tasks = {**_TASKS, "tools": (*_TASKS["tools"], *(name for name in told if name not in grouped))}
+        width = min(shutil.get_terminal_size().columns, 100)
+        lines = ["usage: finetrainers COMMAND ...", "", self.description or ""]
+        for task, names in tasks.items():
+            lines += ["", f"{task}:"]
+            for name in (name for name in names if name in told):
+                lines += textwrap.wrap(f"  {name:<14}{told[name]}", width, subsequent_indent=" " * 16)
+        return "\n".join([*lines, "", _EXAMPLES])
+
+
+def with_examples(about: str, *examples: str) -> str:
+    """The description of a command: what it does, and how people call it."""
+    lines = "\n".join(f"  finetrainers {example}" for example in examples)
+    paragraphs = (textwrap.fill(text, 80) for text in f"{about[0].upper()}{about[1:]}.".split("\n\n"))
+    return "\n\n".join([*paragraphs, f"examples:\n{lines}"])
+
+
+def unknown_command(name: str, known: list[str]) -> str:
+    """What to use in place of a command that does not exist."""
+    if name in _INSTEAD:
+        return f"there is no command {name!r}; {_INSTEAD[name]}"
+    close = get_close_matches(name, known, n=1, cutoff=0.7)
+    if close:
+        return f"there is no command {name!r}; did you mean {close[0]!r}?"
+    return f"there is no command {name!r}; there are: {', '.join(known)}"

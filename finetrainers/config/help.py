@@ -1,0 +1,174 @@
+"""What `--help` prints: the options that most people set, all of them, or those that a word names."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConfigError, Problem
+from .names import INSTEAD, SAME, meant_by, other_names
+from .root import TrainConfig, fields
+from .shape import choices, default_text, is_list, is_switch
+
+_END = """more help:
+  --help all     every option
+  --help WORD    a section, an option, or a part of a name: --help optimizer
+
+{sections}
+
+Switches have a --no- form, which overrides a file. docs/configuration.md lists
+all options too."""
+_WIDE = 40  # characters of choices that do not stand behind the flag
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What the help of a command begins with.
+
+    Attributes:
+        description: what the command does.
+        examples: its arguments, in commands that people give.
+        common: options that most people set, by title.
+    """
+
+    description: str
+    examples: Sequence[str]
+    common: Mapping[str, Sequence[str]]
+
+
+TRAIN = Guide(
+    "Finetune a video diffusion model. Options come from --config FILE.toml and from flags; flags win.",
+    (
+        "--model_name FAMILY --pretrained_model_name_or_path MODEL \\\n      --data_root clips --output_dir runs/first",
+        "--config run.toml --lr 5e-5",
+        "--config run.toml --dry_run",
+    ),
+    {
+        "model": ("model_name", "pretrained_model_name_or_path"),
+        "data": (
+            "data_root", "dataset_file", "video_resolution_buckets", "resolutions", "id_token", "caption_dropout_p",
+            "precompute_conditions",
+        ),
+        "training": (
+            "method", "training_type", "rank", "lora_alpha", "train_steps", "batch_size", "gradient_accumulation_steps",
+            "gradient_checkpointing", "optimizer", "lr", "lr_scheduler", "lr_warmup_steps", "seed",
+        ),
+        "samples and metrics": ("validation_prompts", "validation_steps", "report_to"),
+        "run": (
+            "output_dir", "checkpointing_steps", "checkpointing_limit", "resume_from_checkpoint", "push_to_hub", "dry_run",
+        ),
+    },
+)  # fmt: skip
+
+PREPARE = Guide(
+    "Encode captions and clips beforehand, as `train --precompute_conditions` does at its start, and stop. Text encoders and VAE "
+    "are in memory one after the other, and no transformer. What is cached already is found: a preparation that was stopped "
+    "continues, and several may share one --precompute_dir. The options are those of `train`; training with the same ones and "
+    "--precompute_conditions then encodes nothing.\n\n"
+    "Several GPUs: accelerate launch --num_processes 8 -m finetrainers prepare ...",
+    ("--config run.toml --precompute_dir cache",),
+    {
+        "model": (*TRAIN.common["model"], "enable_slicing", "enable_tiling"),
+        "data": (
+            "data_root", "dataset_file", "dataset", "video_resolution_buckets", "resolutions", "id_token", "precompute_dir",
+            "precompute_batch_size", "max_bad_samples", "seed",
+        ),
+        "run": ("output_dir",),
+    },
+)  # fmt: skip
+
+
+def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
+    """The help of a command that takes the options of a run.
+
+    Args:
+        prog: the command.
+        word: `all`, a section, an option, a part of a name, or None for the options that most people set.
+        guide: what it begins with.
+
+    Raises:
+        ConfigError: nothing is called `word`.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [--config FILE] [options]",
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sections = {section: _names_of(section) for section in TrainConfig.model_fields}
+    if word in (None, "all"):
+        examples = "\n".join(f"  {prog} {example}" for example in guide.examples)
+        paragraphs = [_wrapped(paragraph) for paragraph in guide.description.split("\n\n")]
+        parser.description = "\n\n".join([*paragraphs, f"examples:\n{examples}"])
+        parser.epilog = _END.format(sections=_wrapped(f"sections: {' '.join(sections)}"))
+        general = parser.add_argument_group("general")
+        general.add_argument("--config", metavar="FILE", help="TOML file of options.")
+        general.add_argument("--list_models", action="store_true", help="Print the model families and exit.")
+        shown = guide.common if word is None else sections
+    else:
+        parser.usage = argparse.SUPPRESS
+        name = str(word).lstrip("-").replace("-", "_").lower()
+        parser.description = _wrapped(INSTEAD.get(name, ""))
+        shown = {name: sections[name]} if name in sections else _by_section(_named(name))
+        if not shown and not parser.description:
+            nothing = f"no option is called {name!r}, nor a part of one; sections: {' '.join(sections)}"
+            raise ConfigError([Problem("--help", nothing)], of="this command")
+    for title, names in shown.items():
+        described = TrainConfig.model_fields[title].description if word is not None else None
+        group = parser.add_argument_group(title, _wrapped(described or ""))
+        for one in names:
+            _add(group, one, in_full=word not in (None, "all"))
+    return parser.format_help()
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, shutil.get_terminal_size().columns - 4)
+
+
+def _names_of(section: str) -> list[str]:
+    return [name for name, (of, _) in fields().items() if of == section]
+
+
+def _named(word: str) -> list[str]:
+    """Options that a word names: exactly, by another trainer's name, by a part, by what they do, or by a slip of the pen."""
+    if word in fields():
+        return [word]
+    if word in SAME:
+        return [SAME[word]]
+    if word in INSTEAD:
+        return [name for name in dict.fromkeys(re.findall(r"--(\w+)", INSTEAD[word])) if name in fields()]
+    told = re.compile(rf"\b{re.escape(word.replace('_', ' '))}", re.IGNORECASE)
+    found = [name for name, (_, field) in fields().items() if word in name or told.search(field.description or "")]
+    meant = None if found else meant_by(word, fields())
+    return found if meant is None else [meant]
+
+
+def _by_section(names: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(fields()[name][0], []).append(name)
+    return found
+
+
+def _add(group: Any, name: str, *, in_full: bool) -> None:
+    """Add an option; in full: with all its values and all its names."""
+    field = fields()[name][1]
+    text = field.description or ""
+    choice = ",".join(choices(field.annotation))
+    if len(choice) > _WIDE:
+        text += f" One of: {choice.replace(',', ', ')}." if in_full else f" Values: see --help {name}."
+    if in_full and other_names(name):
+        text += f" Also accepted: {', '.join(f'--{other}' for other in other_names(name))}."
+    options: dict[str, Any] = {"help": f"{text} [{default_text(field)}]".replace("%", "%%")}
+    if is_switch(field):
+        options["action"] = "store_true"
+    else:
+        options["metavar"] = f"{{{choice}}}" if 0 < len(choice) <= _WIDE else name.rsplit("_", 1)[-1].upper()
+        if is_list(field):
+            options["nargs"] = "+"
+    group.add_argument(f"--{name}", **options)

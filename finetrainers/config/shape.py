@@ -1,0 +1,43 @@
+"""How an option looks to a user: a switch, a list, a choice, and its default."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Whether the option takes several values."""
+    return get_origin(field.annotation) is list
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """Whether the option is a boolean flag."""
+    return field.annotation is bool
+
+
+def choices(annotation: Any) -> tuple[str, ...]:
+    """Allowed values of a Literal, of an optional Literal, or of a list of Literals."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return get_args(annotation)
+    if origin in (list, Union, UnionType, Annotated):
+        for argument in get_args(annotation):
+            found = choices(argument)
+            if found:
+                return found
+    return ()
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as a user would write it."""
+    if field.is_required():
+        return "required"
+    value = field.default
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
