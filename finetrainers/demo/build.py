@@ -21,8 +21,8 @@ from finetrainers.engine.plan_report import print_line
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.resume import list_checkpoints
 from finetrainers.engine.run import run
+from finetrainers.utils.contact_sheet import Strip, contact_sheet
 from finetrainers.utils.files import write_json_atomic
-from finetrainers.utils.video import contact_sheet
 
 from .base import SHIFT, build_base
 from .data import FRAMES, HEIGHT, WIDTH, held_out_scenes, training_scenes, write_clips
@@ -160,7 +160,7 @@ def measure_weights(
     record = {**found.obedience, "seconds_per_clip": seconds}
     directory.mkdir(parents=True, exist_ok=True)
     write_json_atomic(directory / "measured.json", record)
-    rows = list(zip(found.captions, found.clips, strict=True))[:12]
-    contact_sheet(rows, columns=FRAMES).save(directory / "measured.png")
+    shown = list(zip(found.captions, found.clips, strict=True))[:12]
+    contact_sheet([(text, [Strip.of("", clip)]) for text, clip in shown]).save(directory / "measured.png")
     print_line(json.dumps({name: round(value, 3) for name, value in record.items()}))
     return record

@@ -20,12 +20,12 @@ from finetrainers.engine.plan_report import print_line
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
 from finetrainers.utils.packaged import model_path
-from finetrainers.utils.video import contact_sheet, write_mp4
+from finetrainers.utils.video import write_mp4
 
 from .base import SHIFT
 from .data import FRAMES, HEIGHT, WIDTH, held_out_scenes, training_scenes, write_clips
 from .measure import GUIDANCE, MODEL, STEPS, Measured, load_pipeline, measure
-from .results import clear, plot_losses, require_matplotlib
+from .results import clear, compared, plot_losses, require_matplotlib
 from .world import MEANING, NEW_WORD, caption, with_new_word
 
 NEW, KNOWN, HELD_OUT = 24, 48, 12
@@ -148,10 +148,7 @@ def quickstart_config(directory: Path, *, steps: int) -> TrainConfig:
 
 def _write_results(directory: Path, before: Measured, after: Measured) -> None:
     """The contact sheet, the same as a video, and the loss curve."""
-    rows = []
-    for i in range(_SHOWN):
-        rows += [(f"{before.captions[i]}: without the LoRA", before.clips[i]), ("with the LoRA", after.clips[i])]
-    contact_sheet(rows, columns=FRAMES).save(directory / "result.png")
+    compared(before, after, _SHOWN).save(directory / "result.png")
     columns = [_enlarged(np.concatenate([before.clips[i], after.clips[i]], axis=1)) for i in range(_SHOWN)]
     write_mp4(directory / "result.mp4", np.concatenate(columns, axis=2), fps=_SLOW_FPS)
     plot_losses(directory / "run" / "metrics.jsonl", directory / "loss.png")

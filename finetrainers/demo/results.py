@@ -6,9 +6,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.contact_sheet import Strip, contact_sheet
 from finetrainers.utils.files import read_jsonl
+
+if TYPE_CHECKING:
+    from .measure import Measured
 
 _MARKER = ".finetrainers-demo"
 
@@ -45,6 +52,16 @@ def require_matplotlib() -> None:
     """
     if find_spec("matplotlib") is None:
         raise ConfigError([Problem("matplotlib", "is not installed; pip install matplotlib")])
+
+
+def compared(before: Measured, after: Measured, count: int) -> Image.Image:
+    """Samples of the first captions without and with a LoRA, below each other."""
+    return contact_sheet(
+        [
+            (before.captions[i], [Strip.of("without", before.clips[i]), Strip.of("with the LoRA", after.clips[i])])
+            for i in range(count)
+        ]
+    )
 
 
 def plot_losses(metrics: Path, picture: Path) -> None:

@@ -20,13 +20,12 @@ from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.packaged import model_path
-from finetrainers.utils.video import contact_sheet
 
 from .base import SHIFT
 from .data import FRAMES, HEIGHT, WIDTH
 from .measure import MODEL, STEPS, Measured, load_pipeline, measure
 from .quickstart import other_captions
-from .results import clear, plot_rewards, require_matplotlib
+from .results import clear, compared, plot_rewards, require_matplotlib
 from .taste import choice_captions, liked, rest_shown
 
 DEFAULT_STEPS = 32
@@ -85,10 +84,7 @@ def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score
     pipeline.load_lora_weights(str(directory / "run"))
     after, after_others = _sampled(pipeline, choices), _sampled(pipeline, others)
     scores = Score.of(before, before_others), Score.of(after, after_others)
-    rows = []
-    for i in range(_SHOWN):
-        rows += [(f"{choices[i]}: without the LoRA", before.clips[i]), ("with the LoRA", after.clips[i])]
-    contact_sheet(rows, columns=FRAMES).save(directory / "result.png")
+    compared(before, after, _SHOWN).save(directory / "result.png")
     plot_rewards(directory / "run" / "metrics.jsonl", directory / "reward.png")
     _print_results(directory, *scores)
     return scores

@@ -18,7 +18,8 @@ from finetrainers.data.decode import read_frames
 from finetrainers.engine.plan_report import print_line
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
-from finetrainers.utils.video import contact_sheet, slug, write_mp4
+from finetrainers.utils.contact_sheet import Strip, contact_sheet
+from finetrainers.utils.video import slug, write_mp4
 
 from .clips import EXCERPTS, cut_excerpts
 from .results import clear, plot_losses, require_matplotlib
@@ -134,7 +135,7 @@ def _report(directory: Path, truth: dict[str, torch.Tensor]) -> dict[str, float]
     before = LTXPipeline.from_pretrained(directory / "model")
     trained = LTXVideoTransformer3DModel.from_pretrained(directory / "run", subfolder="transformer")
     after = LTXPipeline.from_pretrained(directory / "model", transformer=trained)
-    rows, scores = [], {}
+    sections, scores = [], {}
     for caption, clip in truth.items():
         real = ((clip.permute(1, 2, 3, 0) + 1) * 127.5).round().byte().numpy()
         sampled = {}
@@ -143,12 +144,13 @@ def _report(directory: Path, truth: dict[str, torch.Tensor]) -> dict[str, float]
             sampled[name] = _sample(pipeline, caption)
             write_mp4(directory / f"{name}-{slug(caption)}.mp4", sampled[name], fps=FPS)
         scores[caption] = psnr(sampled["after"], real)
-        rows += [
-            (f"{caption}: real clip", real),
-            ("before training", sampled["before"]),
-            (f"after training ({scores[caption]:.1f} dB)", sampled["after"]),
+        strips = [
+            Strip.of("real clip", real),
+            Strip.of("before training", sampled["before"]),
+            Strip.of(f"after, {scores[caption]:.1f} dB", sampled["after"]),
         ]
-    contact_sheet(rows, columns=FRAMES).save(directory / "result.png")
+        sections.append((caption, strips))
+    contact_sheet(sections).save(directory / "result.png")
     plot_losses(directory / "run" / "metrics.jsonl", directory / "loss.png")
     return scores
 

@@ -1,15 +1,15 @@
-"""Writing what a model generated: mp4 files and PNG contact sheets."""
+"""Writing what a model generated as mp4 files, and reading it again."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
-from PIL import Image, ImageDraw
+
+from .contact_sheet import spaced
 
 
 def write_mp4(path: Path, frames: np.ndarray, *, fps: float) -> None:
@@ -32,33 +32,16 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float) -> None:
     unfinished.replace(path)
 
 
-def contact_sheet(rows: Sequence[tuple[str, np.ndarray]], *, columns: int = 8, min_height: int = 96) -> Image.Image:
-    """One labelled row of evenly spaced frames per video.
-
-    Args:
-        rows: label and frames `[T, H, W, 3]` uint8; sizes may differ.
-        columns: frames shown per row, at most.
-        min_height: rows are enlarged by whole factors to at least this many pixels.
-    """
-    strips = []
-    for label, frames in rows:
-        picks = np.unique(np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int))
-        strip = np.concatenate([frames[i] for i in picks], axis=1)
-        factor = max(1, -(-min_height // strip.shape[0]))
-        image = Image.fromarray(strip).resize(
-            (strip.shape[1] * factor, strip.shape[0] * factor), Image.Resampling.NEAREST
-        )
-        strips.append((label, image))
-    margin = 16
-    sheet = Image.new(
-        "RGB", (max(s.width for _, s in strips), sum(s.height + margin for _, s in strips)), (255, 255, 255)
-    )
-    draw, top = ImageDraw.Draw(sheet), 0
-    for label, image in strips:
-        draw.text((4, top + 2), label, fill=(0, 0, 0))
-        sheet.paste(image, (0, top + margin))
-        top += image.height + margin
-    return sheet
+def read_mp4(path: Path, *, columns: int) -> tuple[np.ndarray, list[int]]:
+    """Evenly spaced frames `[N, H, W, 3]` uint8 of what `write_mp4` wrote, and which ones they are."""
+    with av.open(str(path)) as container:
+        numbers = spaced(container.streams.video[0].frames, columns)
+        frames = [
+            frame.to_ndarray(format="rgb24")
+            for number, frame in enumerate(container.decode(video=0))
+            if number in numbers
+        ]
+    return np.stack(frames), numbers
 
 
 def slug(text: str, *, limit: int = 40) -> str:

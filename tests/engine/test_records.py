@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from real_process import Python
 from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.engine.callbacks.samples import write_sample
 from finetrainers.engine.callbacks.validation import Validation
 from finetrainers.engine.training import train
 
@@ -118,13 +121,31 @@ def test_samples_do_not_change_training(options: Callable[..., dict], run: Calla
     )  # fmt: skip
     plain = run(**options(train_steps=3, lora_dropout=0.5, eval_num_items=1, clips=2, output_dir=str(tmp_path / "b")))
     assert sampled.curve("loss", "grad_norm") == plain.curve("loss", "grad_norm")
-    folders = sorted(path.name for path in (sampled.root / "samples").iterdir())
+    folders = sorted(path.name for path in (sampled.root / "samples").iterdir() if path.is_dir())
     assert folders == ["step-000002", "step-000003"]  # every two, and the last
     names = sorted(path.name for path in (sampled.root / "samples" / "step-000002").glob("*.mp4"))
     assert names == ["00-a-0.mp4", "00-a-1.mp4", "01-b-0.mp4", "01-b-1.mp4"]
+    # What a prompt gives at the steps, below each other; and each by itself.
+    overview, *sheets = (
+        Image.open(sampled.root / "samples" / place)
+        for place in ("00-a-1.png", "step-000002/00-a-1.png", "step-000003/00-a-1.png")
+    )
+    assert overview.width == sheets[0].width == sheets[1].width
+    assert overview.height == sheets[0].height + 2 * 64 + 4
     assert [event["step"] for event in sampled.events if event["event"] == "samples"] == [2, 3]
     assert [record["step"] for record in sampled.metrics if "eval_loss" in record] == [0, 1, 2, 3]
     assert [record["step"] for record in plain.metrics if "eval_loss" in record] == [0, 3]
+
+
+def test_samples_of_all_steps_lie_below_each_other(tmp_path: Path) -> None:
+    """At most eight of them, the first and the newest among them."""
+    for step in range(0, 100, 10):
+        clip = np.full((9, 32, 64, 3), 100 + step, np.uint8)
+        write_sample(tmp_path, "00-a", clip, step=step, fps=8, heading="a\nseed 42")
+    picture = np.asarray(Image.open(tmp_path / "00-a.png"))[:, -30, 0].astype(int)
+    edges = [y for y in range(1, len(picture)) if picture[y] < 250 <= picture[y - 1]]
+    assert np.diff(edges).tolist() == [100] * 7
+    assert [picture[y + 50] for y in edges] == pytest.approx([100, 110, 130, 140, 150, 160, 180, 190], abs=2)
 
 
 def test_what_a_run_leaves(options: Callable[..., dict], run: Callable[..., Any]) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from finetrainers.utils import device, files
+from finetrainers.utils.contact_sheet import Strip, contact_sheet, spaced
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import nearest, plural
-from finetrainers.utils.video import contact_sheet, slug, write_mp4
+from finetrainers.utils.video import slug, write_mp4
 
 
 def test_seeds_are_pinned_distinct_and_fit_a_generator():
@@ -67,12 +68,31 @@ def test_mp4_keeps_frames_size_and_rate(tmp_path):
     assert np.abs(decoded[5].astype(int) - 100).max() < 6
 
 
-def test_contact_sheet_shows_first_and_last_frame():
+def test_frames_are_spaced_evenly_where_they_can_be():
+    assert [spaced(count, 8) for count in (1, 5, 9, 17, 49, 12)] == [
+        [0], [0, 1, 2, 3, 4], [0, 2, 4, 6, 8], [0, 4, 8, 12, 16], [0, 8, 16, 24, 32, 40, 48], [0, 2, 3, 5, 6, 8, 9, 11]
+    ]  # fmt: skip
+
+
+def test_a_contact_sheet_has_gutters_and_fits_a_page():
     frames = np.stack([np.full((32, 40, 3), 10 * k, np.uint8) for k in range(17)])
-    sheet = np.asarray(contact_sheet([("row", frames)], columns=4, min_height=64))
-    assert sheet.shape == (16 + 64, 4 * 80, 3)
-    assert sheet[40, 10, 0] == 0
-    assert sheet[40, -10, 0] == 160
+    small = np.asarray(contact_sheet([("a heading\npaler", [Strip.of("", frames), Strip.of("", frames + 80)])]))
+    # Enlarged by a whole factor, with white between frames and rows.
+    assert small.shape[1] == 5 * 120 + 4 * 4 + 2 * 12
+    rows = [y for y in range(small.shape[0]) if small[y, 12 + 119, 0] == 0]
+    assert len(rows) == 96
+    middle = small[rows[50], 12:-12, 0]
+    assert [middle[124 * k + 60] for k in range(5)] == [0, 40, 80, 120, 160]
+    assert all((middle[124 * k + 120 : 124 * (k + 1)] == 255).all() for k in range(4))
+    assert (small[rows[-1] + 1 : rows[-1] + 5, 12 + 60] == 255).all()
+    assert small[rows[-1] + 5, 12 + 60, 0] == 80
+    # Large frames are made smaller, and letters grow with the sheet, which is shown smaller.
+    large = np.asarray(contact_sheet([("a heading", [Strip.of("step 20", np.full((9, 480, 832, 3), 200, np.uint8))])]))
+    assert 2000 < large.shape[1] < 2300
+    heights = [
+        np.ptp(np.flatnonzero((sheet[: y - 4, :, 0] < 90).any(1))) for sheet, y in ((small, rows[0]), (large, 70))
+    ]
+    assert heights[1] > 1.5 * heights[0]
 
 
 @pytest.mark.parametrize(

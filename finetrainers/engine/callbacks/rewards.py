@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetrainers.utils.files import read_jsonl, write_text_atomic
-from finetrainers.utils.video import slug, write_mp4
+from finetrainers.utils.video import slug
 
 from .base import Callback, Record
+from .samples import write_sample
 
 if TYPE_CHECKING:
     from finetrainers.engine.trainer import Trainer
@@ -93,14 +94,18 @@ class MethodEvaluation(Callback):
             self.evaluate(trainer)
 
     def evaluate(self, trainer: Trainer) -> None:
-        """Evaluate, log, and write the clips to `samples/step-N/`."""
+        """Evaluate, log, and write the clips to `samples/`."""
         use_ema = trainer.ema.applied() if trainer.ema is not None else contextlib.nullcontext()
         with use_ema:
             found = trainer.method.evaluate(trainer.transformer)
         if found is None:
             return
-        directory = trainer.run_dir.root / "samples" / f"step-{trainer.step:06d}"
         for number, prompt, video in found.clips:
             frames = (video.permute(0, 2, 3, 1) * 255).round().byte().numpy()
-            write_mp4(directory / f"eval-{number:03d}-{slug(prompt)}.mp4", frames, fps=self.fps)
+            count, height, width, _ = frames.shape
+            seed = trainer.config.training.seed
+            write_sample(
+                trainer.run_dir.root / "samples", f"eval-{number:03d}-{slug(prompt)}", frames, step=trainer.step, fps=self.fps,
+                heading=f"{' '.join(prompt.split())}\nseed {seed} | {count} x {height} x {width} at {self.fps:g} fps",
+            )  # fmt: skip
         trainer.log(dict(found.record))

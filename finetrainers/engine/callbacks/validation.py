@@ -18,9 +18,10 @@ from finetrainers.config.sections import ValidationSection
 from finetrainers.models.spec import Conditions, SampleRequest
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.seeding import generator
-from finetrainers.utils.video import contact_sheet, slug, write_mp4
+from finetrainers.utils.video import slug
 
 from .base import Callback
+from .samples import write_sample
 
 if TYPE_CHECKING:
     from finetrainers.engine.trainer import Trainer
@@ -100,17 +101,31 @@ class Validation(Callback):
                 self._one(trainer, transformer, vae, prompt_index, video_index)
             for prompt_index, video_index in mine:
                 frames = self._one(trainer, transformer, vae, prompt_index, video_index)
-                name = f"{prompt_index:02d}-{slug(self.prompts[prompt_index].prompt.prompt)}-{video_index}"
-                write_mp4(directory / f"{name}.mp4", frames, fps=self.frame_rate)
-                contact_sheet([(self.prompts[prompt_index].prompt.prompt[:100], frames)]).save(
-                    directory / f"{name}.png"
+                prompt = self.prompts[prompt_index].prompt.prompt
+                name = f"{prompt_index:02d}-{slug(prompt)}-{video_index}"
+                heading = f"{' '.join(prompt.split())}\n{self._settings(prompt_index, video_index)}"
+                written.append(
+                    write_sample(
+                        directory.parent, name, frames, step=trainer.step, fps=self.frame_rate, heading=heading
+                    )
                 )
-                written.append(directory / f"{name}.mp4")
         transformer.train()
         del vae
         free_memory()
         trainer.run_dir.event("samples", step=trainer.step, path=str(directory))
         return written
+
+    def _settings(self, prompt: int, video: int) -> str:
+        """How a sample is made, for people."""
+        frames, height, width = self.prompts[prompt].size
+        guidance = self.section.validation_guidance_scale
+        parts = [
+            f"seed {self.seed}" + (f", video {video + 1}" if self.section.num_validation_videos > 1 else ""),
+            f"{frames} x {height} x {width} at {self.frame_rate:g} fps",
+            f"{self.section.validation_inference_steps} denoising steps",
+            *([] if guidance is None else [f"guidance {guidance:g}"]),
+        ]
+        return " | ".join(parts)
 
     def _one(self, trainer: Trainer, transformer: nn.Module, vae: nn.Module, prompt: int, video: int) -> np.ndarray:
         """Frames `[T, H, W, 3]` uint8 of one sample."""
