@@ -12,6 +12,7 @@ from PIL import Image
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.contact_sheet import Strip, contact_sheet
+from finetrainers.utils.curves import averaged, finish, points
 from finetrainers.utils.files import read_jsonl
 
 if TYPE_CHECKING:
@@ -65,42 +66,44 @@ def compared(before: Measured, after: Measured, count: int) -> Image.Image:
 
 
 def plot_losses(metrics: Path, picture: Path) -> None:
-    """Draw the training loss over steps, and the evaluation loss if there is one."""
-    curves = {"loss": ("training loss", "-"), "eval_loss": ("loss on held-out clips", "o-")}
-    _plot(metrics, picture, curves, ylabel="loss", yscale="log")
+    """Draw the loss on held-out clips over steps, and the training loss as a moving average."""
+    lines = {"eval_loss": ("held-out clips, always with the same noise", "o-"), "loss": ("training, averaged", "")}
+    _plot(metrics, picture, lines, ylabel="loss")
 
 
 def plot_rewards(metrics: Path, picture: Path) -> None:
-    """Draw the score of the rollouts over steps, and those of the held-out prompts, all in [0, 1]."""
-    curves = {
-        "reward/taste": ("rollouts: nearness to the liked colour", "-"),
-        "eval_reward/taste": ("held-out captions: the same", "o-"),
+    """Draw the scores of held-out prompts over steps, and that of the rollouts as a moving average, all in [0, 1]."""
+    lines = {
         "eval_reward/taste_shown": ("held-out captions: liked colour shown", "s-"),
+        "eval_reward/taste": ("held-out captions: nearness to it", "o-"),
+        "reward/taste": ("rollouts: nearness to it, averaged", ""),
         "eval_reward/demo.shape": ("held-out captions: shape as asked", "^:"),
         "eval_reward/demo.motion": ("held-out captions: motion as asked", "v:"),
     }
-    _plot(metrics, picture, curves, ylabel="mean score", yscale="linear")
+    _plot(metrics, picture, lines, ylabel="mean score")
 
 
-def _plot(metrics: Path, picture: Path, curves: Mapping[str, tuple[str, str]], *, ylabel: str, yscale: str) -> None:
+def _plot(metrics: Path, picture: Path, lines: Mapping[str, tuple[str, str]], *, ylabel: str) -> None:
     """Draw named numbers over steps, as far as the records have them.
 
     Args:
         metrics: a run's `metrics.jsonl`.
         picture: where to.
-        curves: for each number its label and line style.
-        ylabel, yscale: of the vertical axis.
+        lines: for each number its label and line style; none for a moving average.
+        ylabel: of the vertical axis.
     """
     from matplotlib.figure import Figure
 
     records, _ = read_jsonl(metrics)
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
-    for name, (label, style) in curves.items():
-        points = [(record["step"], record[name]) for record in records if name in record]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="optimizer step", ylabel=ylabel, yscale=yscale)
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3, which="both")
+    for name, (label, style) in lines.items():
+        found = points(records, name)
+        if found[0] and style:
+            axes.plot(*found, style, label=label, markersize=5)
+        elif found[0]:
+            averaged(axes, found, label)
+    axes.set(xlabel="optimizer step", ylabel=ylabel)
+    finish(axes, several=False)
+    figure.legend(fontsize="small", frameon=False, loc="outside lower left", ncols=2)
     figure.savefig(picture, dpi=120)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +11,15 @@ from typing import Any
 
 from .files import read_jsonl
 
-Records = Sequence[Mapping[str, float]]
+Record = Mapping[str, Any]
+Records = Sequence[Record]
+Points = tuple[list[float], list[float]]
 _WINDOW = 10  # records that a moving average covers
 _COLUMNS = 2
+_NAME = 24  # characters of a legend
+_FOOTER = 140  # characters of a line
+#: The scores of rollouts: a run that has them is judged by these, and by its loss last.
+_REWARD = "reward/"
 
 
 @dataclass(frozen=True)
@@ -21,16 +29,22 @@ class Panel:
     Attributes:
         title: above it.
         names: numbers that it shows; one that ends in `/` stands for all that begin so.
-        xlabel: of the horizontal axis.
-        draw: draws one number's values over x; default: a line.
-        x: of a record; default: the step.
+        draw: draws one number's points with a label; default: a line.
+        x: of a record, and what it is called; default: the step.
     """
 
     title: str
     names: tuple[str, ...]
-    xlabel: str = "optimizer step"
-    draw: Callable[[Any, Records, str, Callable[[Mapping[str, float]], float]], None] | None = None
-    x: Callable[[Mapping[str, float]], float] | None = None
+    draw: Callable[[Any, Records, str, str, Callable[[Record], float]], None] | None = None
+    x: tuple[str, Callable[[Record], float]] | None = None
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Steps at which something happened: the run was continued, or clips were sampled."""
+
+    resumed: Sequence[float] = ()
+    sampled: Sequence[float] = ()
 
 
 def plot_run(directory: Path) -> Path:
@@ -39,10 +53,10 @@ def plot_run(directory: Path) -> Path:
     Raises:
         ValueError: there are no records.
     """
-    metrics = directory / "metrics.jsonl"
+    metrics, events = directory / "metrics.jsonl", directory / "events.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{directory} is no run directory: it holds no metrics.jsonl")
-    figure = draw(read_jsonl(metrics)[0])
+    figure = draw(read_jsonl(metrics)[0], _marks(read_jsonl(events)[0] if events.is_file() else []))
     if figure is None:
         raise ValueError(f"{metrics} has no records to draw yet")
     picture = directory / "curves.png"
@@ -50,92 +64,161 @@ def plot_run(directory: Path) -> Path:
     return picture
 
 
-def draw(records: Records) -> Any:
-    """A matplotlib figure with a panel for each kind of number that the records have; None if they have none."""
+def draw(records: Records, marks: Marks | None = None) -> Any:
+    """A matplotlib figure with a panel for each kind of number that changes, what matters first; None without any."""
     from matplotlib.figure import Figure
 
-    panels = [(panel, found) for panel in _panels(records) if (found := _present(records, panel.names))]
+    records = [record for record in records if _is_number(record.get("step"))]
+    names = dict.fromkeys(name for record in records for name in record)
+    constant = {name: value for name in names if (value := _constant(records, name)) is not None}
+    varying = [name for name in names if name not in constant]
+    panels = [(panel, found) for panel in _panels(names) if (found := _matching(varying, panel.names))]
     if not panels:
         return None
-    rows = -(-len(panels) // _COLUMNS)
-    figure = Figure(figsize=(6 * _COLUMNS, 3 * rows), layout="constrained")
-    grid = figure.subplots(rows, _COLUMNS, squeeze=False).flatten()
-    for axes, (panel, names) in zip(grid, panels, strict=False):
-        for name in names:
-            (panel.draw or _line)(axes, records, name, panel.x or _step)
-        axes.set(title=panel.title, xlabel=panel.xlabel)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+    rows, columns = -(-len(panels) // _COLUMNS), min(_COLUMNS, len(panels))
+    footer = _footer(records, constant, panels, marks)
+    figure = Figure(figsize=(6.2 * columns, 3 * rows + 0.2 * (footer.count("\n") + 1)), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (panel, found) in zip(grid, panels, strict=False):
+        xlabel, x = panel.x or ("optimizer step", _step)
+        for name in found:
+            (panel.draw or _line)(axes, records, name, _label(name), x)
+        axes.set(xlabel=xlabel)
+        axes.set_title(panel.title, fontsize="medium", loc="left")
+        finish(axes, several=len(_matching(names, panel.names)) > 1)
+        if marks is not None and panel.x is None:
+            _mark(axes, marks, last=max(record["step"] for record in records))
     for axes in grid[len(panels) :]:
         axes.remove()
+    if footer:
+        figure.supxlabel(footer, fontsize="small", x=0.01, ha="left", color="0.35")
     return figure
 
 
-def _panels(records: Records) -> list[Panel]:
-    start = min((record["time"] for record in records), default=0.0)
-
-    def minutes(record: Mapping[str, float]) -> float:
-        return (record["time"] - start) / 60
-
-    return [
-        Panel("training loss", ("loss",), draw=_averaged),
-        Panel("loss on held-out clips", ("eval_loss",)),
-        Panel("reward of rollouts, and the spread within groups", ("reward/",), draw=_with_spread),
-        Panel("reward of rollouts by time", ("reward/",), xlabel="minutes", draw=_averaged, x=minutes),
-        Panel("reward of held-out prompts", ("eval_reward/",)),
-        Panel("distance from the model before training", ("kl",)),
-        Panel("reward and that distance", ("reward/",), xlabel="kl", draw=_dots, x=_kl),
-        Panel("share of clipped ratios", ("clipped_high", "clipped_low")),
-        Panel("where gradients come from, by noise level", ("gradient/",)),
-        Panel("groups that teach nothing", ("constant_groups",)),
-        Panel("gradient norm", ("grad_norm",)),
-        Panel("learning rate", ("lr",)),
-        Panel("seconds", ("step_s", "seconds/")),
-    ]
+def finish(axes: Any, *, several: bool) -> None:
+    """Grid, no frame, and for several lines a legend outside, where it hides none."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if several:
+        axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.05), borderaxespad=0.3)
 
 
-def _present(records: Records, wanted: Sequence[str]) -> list[str]:
-    """The names that records have, in order of appearance."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return [n for n in names if any(n.startswith(w) if w.endswith("/") else n == w for w in wanted)]
+def averaged(axes: Any, points: Points, label: str, *, window: int = _WINDOW) -> None:
+    """A moving average over so many points, and the points themselves, pale."""
+    places, values = points
+    means = [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+    (line,) = axes.plot(places, means, label=label)
+    axes.plot(places, values, alpha=0.25, color=line.get_color(), linewidth=1)
 
 
-def _step(record: Mapping[str, float]) -> float:
-    return record["step"]
-
-
-def _kl(record: Mapping[str, float]) -> float:
-    return record.get("kl", float("nan"))
-
-
-def _points(records: Records, name: str, x: Callable[[Mapping[str, float]], float]) -> tuple[list[float], list[float]]:
-    found = [(x(record), record[name]) for record in records if name in record]
+def points(records: Records, name: str, x: Callable[[Record], float] | None = None) -> Points:
+    """A number of the records that have it, over the step or another number."""
+    found = [((x or _step)(record), record[name]) for record in records if _is_number(record.get(name))]
     return [a for a, _ in found], [b for _, b in found]
 
 
-def _line(axes: Any, records: Records, name: str, x: Callable[[Mapping[str, float]], float]) -> None:
-    axes.plot(*_points(records, name, x), "o-" if name.startswith("eval") else "-", label=name, markersize=4)
-
-
-def _averaged(axes: Any, records: Records, name: str, x: Callable[[Mapping[str, float]], float]) -> None:
-    """The values, pale, and their moving average."""
-    places, values = _points(records, name, x)
-    means = [
-        sum(values[max(0, i + 1 - _WINDOW) : i + 1]) / len(values[max(0, i + 1 - _WINDOW) : i + 1])
-        for i in range(len(values))
+def _panels(names: Mapping[str, Any]) -> list[Panel]:
+    """All kinds, what matters first."""
+    loss = Panel(f"training loss (mean of {_WINDOW} records)", ("loss",), draw=_averaged)
+    rewards = [
+        Panel("reward of held-out prompts", ("eval_reward/",)),
+        Panel(f"reward of rollouts (mean of {_WINDOW} records; band: spread in groups)", (_REWARD,), draw=_with_spread),
+        Panel("distance from the model before training (KL)", ("kl",), draw=_averaged),
+        Panel("reward against that distance", (_REWARD,), draw=_dots, x=("KL", _kl)),
+        Panel("groups that teach nothing (share)", ("constant_groups",)),
+        Panel("clipped ratios (share)", ("clipped_high", "clipped_low")),
+        Panel("where gradients come from, by noise level", ("gradient/",)),
     ]
-    (line,) = axes.plot(places, means, label=name)
-    axes.plot(places, values, alpha=0.3, color=line.get_color())
+    rest = [
+        Panel("gradient norm", ("grad_norm", "grad_norm_max")),
+        Panel("learning rate", ("lr",)),
+        Panel("seconds", ("step_s", "seconds/")),
+    ]
+    losses = [Panel("loss on held-out clips", ("eval_loss",)), loss]
+    return [*rewards, *rest, loss] if _matching(names, (_REWARD,)) else [*losses, *rest]
 
 
-def _with_spread(axes: Any, records: Records, name: str, x: Callable[[Mapping[str, float]], float]) -> None:
+def _matching(names: Sequence[str] | Mapping[str, Any], wanted: Sequence[str]) -> list[str]:
+    """The names that are wanted, in order of appearance."""
+    return [n for n in names if any(n.startswith(w) if w.endswith("/") else n == w for w in wanted)]
+
+
+def _constant(records: Records, name: str) -> float | None:
+    """The value of a number that is the same in all of several records."""
+    _, values = points(records, name)
+    return values[0] if len(values) > 1 and len(set(values)) == 1 else None
+
+
+def _footer(
+    records: Records, constant: Mapping[str, float], panels: Sequence[tuple[Panel, list[str]]], marks: Marks | None
+) -> str:
+    """What is left out, and what marks mean."""
+    known = [wanted for panel in _panels(dict.fromkeys([_REWARD])) + _panels({}) for wanted in panel.names]
+    left_out = [f"{name} {constant[name]:.4g}" for name in _matching(constant, known)]
+    texts = [f"constant: {', '.join(left_out)}"] if left_out else []
+    if marks is not None and marks.resumed:
+        texts.append("dashed: resumed")
+    if marks is not None and marks.sampled:
+        texts.append("triangles: samples")
+    return "\n".join(textwrap.wrap(";  ".join(texts), _FOOTER))
+
+
+def _marks(events: Records) -> Marks:
+    """From a run's events."""
+
+    def steps(kinds: tuple[str, ...]) -> list[float]:
+        found = [event.get("step") for event in events if event.get("event") in kinds]
+        return sorted({float(step) for step in found if _is_number(step) and step})
+
+    return Marks(resumed=steps(("start", "rollback")), sampled=steps(("samples",)))
+
+
+def _mark(axes: Any, marks: Marks, *, last: float) -> None:
+    for step in marks.resumed:
+        if step <= last:
+            axes.axvline(step, color="0.5", linestyle="--", linewidth=1, zorder=0)
+    sampled = [step for step in marks.sampled if step <= last]
+    if sampled:
+        at_the_bottom = axes.get_xaxis_transform()
+        axes.plot(sampled, [0.0] * len(sampled), "^", color="0.5", markersize=4, clip_on=False, transform=at_the_bottom)
+
+
+def _label(name: str) -> str:
+    """A number's name in a legend: without its kind, which the title says, and no longer than the legend may be."""
+    own = name.partition("/")[2] or name
+    return own if len(own) <= _NAME else f"{own[: _NAME - 2]}.."
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _step(record: Record) -> float:
+    return record["step"]
+
+
+def _kl(record: Record) -> float:
+    return record.get("kl", math.nan)
+
+
+def _line(axes: Any, records: Records, name: str, label: str, x: Callable[[Record], float]) -> None:
+    found = points(records, name, x)
+    axes.plot(*found, "o-" if name.startswith("eval") or len(found[0]) == 1 else "-", label=label, markersize=4)
+
+
+def _averaged(axes: Any, records: Records, name: str, label: str, x: Callable[[Record], float]) -> None:
+    averaged(axes, points(records, name, x), label)
+
+
+def _with_spread(axes: Any, records: Records, name: str, label: str, x: Callable[[Record], float]) -> None:
     """The moving average, and around the values the mean deviation within a group."""
-    _averaged(axes, records, name, x)
-    spread = name.replace("reward/", "group_std/", 1)
-    rows = [(x(r), r[name] - r[spread], r[name] + r[spread]) for r in records if name in r and spread in r]
+    _averaged(axes, records, name, label, x)
+    spread = name.replace(_REWARD, "group_std/", 1)
+    both = [record for record in records if _is_number(record.get(name)) and _is_number(record.get(spread))]
+    rows = [(x(r), r[name] - r[spread], r[name] + r[spread]) for r in both]
     if rows:
         axes.fill_between(*zip(*rows, strict=True), alpha=0.15, color=axes.lines[-1].get_color())
 
 
-def _dots(axes: Any, records: Records, name: str, x: Callable[[Mapping[str, float]], float]) -> None:
-    axes.plot(*_points([r for r in records if "kl" in r], name, x), ".", label=name)
+def _dots(axes: Any, records: Records, name: str, label: str, x: Callable[[Record], float]) -> None:
+    axes.plot(*points([r for r in records if "kl" in r], name, x), ".", label=label)

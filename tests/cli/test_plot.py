@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from finetrainers.cli.main import main
-from finetrainers.utils.curves import draw
+from finetrainers.utils.curves import Marks, draw, plot_run
 
 
 def write(directory: Path, *records: dict[str, float]) -> Path:
@@ -18,35 +19,76 @@ def write(directory: Path, *records: dict[str, float]) -> Path:
     return directory
 
 
-PLAIN = [{"time": 100.0 + 60 * i, "step": i, "loss": 1.0 / (i + 1), "lr": 1e-3} for i in range(4)]
-SCORED = [{**r, "reward/a": r["step"] / 4, "group_std/a": 0.1, "kl": 0.5 * r["step"]} for r in PLAIN]
+PLAIN = [{"time": 100.0 + 60 * i, "step": i, "loss": 1.0 / (i + 1), "lr": 1e-3, "grad_norm": 1.0 + i} for i in range(4)]
+SCORED = [
+    {**r, "reward/a": r["step"] / 4, "group_std/a": 0.1, "kl": 0.5 * r["step"], "constant_groups": 0.0,
+     "gradient/low": 0.0, "gradient/high": 1.0 + r["step"]}
+    for r in PLAIN
+]  # fmt: skip
+EVALUATED = [*PLAIN, {"step": 0, "eval_loss": 2.0}, {"step": 3, "eval_loss": 1.0}]
 
 
-def test_a_panel_for_each_kind_of_number() -> None:
+def titles(figure: Any) -> list[str]:
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def test_a_panel_for_each_kind_of_number_what_matters_first() -> None:
     figure = draw(SCORED)
-    assert figure is not None
-    panels = {axes.get_title(): axes for axes in figure.axes}
-    assert list(panels) == [
-        "training loss",
-        "reward of rollouts, and the spread within groups",
-        "reward of rollouts by time",
-        "distance from the model before training",
-        "reward and that distance",
-        "learning rate",
+    assert titles(figure) == [
+        "reward of rollouts (mean of 10 records; band: spread in groups)",
+        "distance from the model before training (KL)",
+        "reward against that distance",
+        "where gradients come from, by noise level",
+        "gradient norm",
+        "training loss (mean of 10 records)",
     ]
+    panels = dict(zip(titles(figure), figure.axes, strict=True))
     by_title = {title: axes.lines[-1].get_xydata().tolist() for title, axes in panels.items()}
-    assert by_title["reward and that distance"] == [[0.0, 0.0], [0.5, 0.25], [1.0, 0.5], [1.5, 0.75]]
-    assert by_title["reward of rollouts by time"] == [[0.0, 0.0], [1.0, 0.25], [2.0, 0.5], [3.0, 0.75]]
-    assert by_title["learning rate"] == [[float(i), 1e-3] for i in range(4)]
-    spread = panels["reward of rollouts, and the spread within groups"].collections[0].get_paths()[0].vertices[:, 1]
+    assert by_title["reward against that distance"] == [[0.0, 0.0], [0.5, 0.25], [1.0, 0.5], [1.5, 0.75]]
+    assert by_title["gradient norm"] == [[float(i), 1.0 + i] for i in range(4)]
+    spread = panels[titles(figure)[0]].collections[0].get_paths()[0].vertices[:, 1]
     assert (spread.min(), spread.max()) == pytest.approx((-0.1, 0.85))
+    assert [axes.get_title(loc="left") for axes in figure.axes if axes.get_legend() is not None] == [
+        "where gradients come from, by noise level"
+    ]
+    assert titles(draw(EVALUATED)) == ["loss on held-out clips", "training loss (mean of 10 records)", "gradient norm"]
+
+
+def test_a_moving_average_and_what_does_not_change() -> None:
+    """Numbers that are always the same have no panel, and are named below."""
+    figure = draw(SCORED)
+    assert figure.get_supxlabel() == "constant: lr 0.001, constant_groups 0, gradient/low 0"
+    mean, raw = figure.axes[-1].lines
+    assert mean.get_ydata().tolist() == pytest.approx([1, 3 / 4, (1 + 1 / 2 + 1 / 3) / 3, 25 / 48])
+    assert raw.get_ydata().tolist() == [1, 1 / 2, 1 / 3, 1 / 4]
+    assert draw([{"step": 1, "loss": 1.0}]) is not None, "one record does not show that a number never changes"
+
+
+def test_resumes_and_samples_are_marked(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", *EVALUATED)
+    events = [
+        {"event": "start", "step": 0},
+        {"event": "samples", "step": 2},
+        {"event": "start", "step": 2},
+        {"event": "start", "step": 9},
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"cut')
+    (run / "metrics.jsonl").open("a").write('{"step": 4, "lo')
+    plot_run(run)
+    figure = draw(EVALUATED, Marks(resumed=[2.0, 9.0], sampled=[2.0]))
+    assert figure.get_supxlabel() == "constant: lr 0.001;  dashed: resumed;  triangles: samples"
+    for axes in figure.axes:
+        line, triangles = axes.lines[-2:]
+        assert line.get_xdata() == [2.0, 2.0]
+        assert (triangles.get_marker(), list(triangles.get_xdata())) == ("^", [2.0])
 
 
 def test_a_picture_for_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(write(tmp_path / "sft", *PLAIN)), str(write(tmp_path / "grpo", *SCORED))]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / name / "curves.png") for name in ("sft", "grpo")]
-    heights = [Image.open(tmp_path / name / "curves.png").height for name in ("sft", "grpo")]
-    assert heights == [330, 990]  # loss and rate in one row; with reward, by time, kl, and reward by kl in three
+    sizes = [Image.open(tmp_path / name / "curves.png").size for name in ("sft", "grpo")]
+    assert sizes[0][0] == sizes[1][0]
+    assert 2.7 < sizes[1][1] / sizes[0][1] < 3  # loss and norm in one row; with rewards three
 
 
 def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
