@@ -1,9 +1,11 @@
 """What a run leaves: the model card's content, and what is uploaded."""
 
+import json
 from types import SimpleNamespace
 
 import av
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -16,24 +18,35 @@ class LTXVideoTransformer3DModel:
     pass
 
 
-def finished(tmp_path, **options):
+def finished(tmp_path, *, pretrained="owner/base", **options):
     config = load_config(
-        model_name="ltx_video", pretrained_model_name_or_path="owner/base", data_root="/private/clips",
+        model_name="ltx_video", pretrained_model_name_or_path=pretrained, data_root="/private/clips",
         output_dir=str(tmp_path), hub_token="secret-token", lr=3e-5, rank=8, **options,
     )  # fmt: skip
+    records = [
+        {"step": 0, "eval_loss": 0.5, "eval_loss_0.10": 0.6},
+        {"step": 5, "loss": 1.0, "step_s": 12.0, "steps": 5},
+        {"step": 12, "loss": 1.0, "step_s": 10.0, "steps": 7},
+        {"step": 12, "eval_loss": 0.25, "eval_loss_0.10": 0.3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     trainer = SimpleNamespace(
         config=config,
         step=12,
         transformer=LTXVideoTransformer3DModel(),
-        parallel=SimpleNamespace(unwrap=unwrap_plain),
+        parallel=SimpleNamespace(unwrap=unwrap_plain, device=torch.device("cpu"), world_size=2),
         spec=SimpleNamespace(pipeline_class="LTXPipeline", first_frame="tokens"),
         run_dir=SimpleNamespace(root=tmp_path),
     )
     checked = SimpleNamespace(
         start=SimpleNamespace(origin=None),
-        plan=SimpleNamespace(example='MY a fox, "quoted"', size=(9, 64, 96), fps=25.0, count=3, noun="clip"),
+        plan=SimpleNamespace(
+            example='MY a fox, "quoted"', size=(9, 64, 96), fps=25.0, count=3, noun="clip",
+            table=lambda: [("bucket", "clips"), ("9x64x96", "3")], step_of=lambda config: "2 clips",
+        ),
+        geometry=SimpleNamespace(fps=25.0),
         prompts=[ValidationPrompt("a fox: at night"), ValidationPrompt("a dog")],
-    )
+    )  # fmt: skip
     return trainer, checked
 
 
@@ -45,6 +58,7 @@ def samples(tmp_path):
     for step in ("step-000005", "step-000012"):
         (tmp_path / "samples" / step).mkdir(parents=True)
         (tmp_path / "samples" / step / "00-a-fox-at-night-0.mp4").write_bytes(b"")
+    (tmp_path / "samples" / "00-a-fox-at-night-0.png").write_bytes(b"")
 
 
 def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_path):
@@ -59,10 +73,38 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
     assert "| `rank` | 8 |" in card
     assert "| `lr` | 3e-05 |" in card
     assert "`lora_alpha`" not in card
+    assert f"# {tmp_path.name}: a LoRA for base\n" in card
+    assert header["pipeline_tag"] == "text-to-video"
+    assert header["instance_prompt"] == "MY"
+    assert "license" not in header
+    assert "<Gallery />" in card
+    assert "![a fox: at night](samples/00-a-fox-at-night-0.png)" in card
+    assert "| 9x64x96 | 3 |" in card
+    assert "| training steps took | 2 min on 2 x CPU |" in card
+    assert "| samples | 50 denoising steps, the pipeline's own guidance, seed 42, 25 fps |" in card
+    assert "| measured | step 0 | step 12 |\n|---|---|---|\n| `eval_loss` | 0.5 | 0.25 |\n" in card
     assert "12 steps on 3 clips" in card.replace("\n", " ")
     assert "Put `MY` before your prompt" in card
     assert "secret-token" not in card
     assert "/private/clips" not in card
+
+
+@pytest.mark.parametrize(("card", "expected"), [
+    ("---\nlicense: other\nlicense_name: ltxv\nlicense_link: https://x.y\ntags: [a]\n---\ntext",
+     {"license": "other", "license_name": "ltxv", "license_link": "https://x.y"}),
+    ("no metadata", {}), ("---\n[: {\n---\n", {}), (None, {}),
+])  # fmt: skip
+def test_the_license_is_the_base_models(tmp_path, card, expected):
+    """As its own card says; a model in a folder is no base model on the hub, and the folder's place nobody's business."""
+    base = tmp_path / "private" / "LTX"
+    base.mkdir(parents=True)
+    if card is not None:
+        (base / "README.md").write_text(card)
+    trainer, checked = finished(tmp_path, pretrained=str(base))
+    header = yaml.safe_load(module.model_card(trainer, checked).split("---")[1])
+    assert {name: header.get(name) for name in header if name.startswith("license")} == expected
+    assert "base_model" not in header
+    assert header["library_name"] == "diffusers"
 
 
 @pytest.mark.parametrize(("training_type", "expected"), [
