@@ -86,7 +86,7 @@ class Requests:
     """
 
     def __init__(self, *, run_dir: RunDirectory, parallel: Parallel) -> None:
-        self.signals = StopSignals(speaks=parallel.is_main)
+        self.signals = StopSignals(speaks=parallel.is_main, resume_command=run_dir.resume_command)
         self.stop: str | None = None
         self.save = False
         self.sample = False

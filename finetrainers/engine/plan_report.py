@@ -111,12 +111,9 @@ def dry_run_report(checked: Preflight) -> None:
     console.print("\n" + dump_toml(config), markup=False)
 
 
-def print_stopped(*, step: int, by: str) -> None:
-    """How to go on after a stop."""
-    print_line(
-        f"stopped by {by} after step {step}, with a checkpoint; to go on, run the same command with "
-        "--resume_from_checkpoint latest"
-    )
+def print_stopped(*, step: int, by: str, resume_command: str) -> None:
+    """How to continue after a stop."""
+    print_line(f"stopped by {by} after step {step}, with a checkpoint; to continue:\n  {resume_command}")
 
 
 def print_results(root: Path) -> None:

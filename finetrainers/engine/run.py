@@ -73,4 +73,4 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
         if trainer.stopped_by is None:
             print_results(trainer.run_dir.root)
         else:
-            print_stopped(step=trainer.step, by=trainer.stopped_by)
+            print_stopped(step=trainer.step, by=trainer.stopped_by, resume_command=trainer.run_dir.resume_command)

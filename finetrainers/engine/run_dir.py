@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -38,6 +40,13 @@ class RunDirectory:
         self.metrics_file = root / "metrics.jsonl"
         self.events_file = root / "events.jsonl"
         self._lost: set[Path] = set()  # records that could not be written
+
+    @property
+    def resume_command(self) -> str:
+        """What continues this run: its own settings, and the newest checkpoint."""
+        flags = f"--config {shlex.quote(str(self.root / 'config.toml'))} --resume_from_checkpoint latest"
+        # How a launcher was called, nobody has told this process.
+        return f"the same launcher with train.py {flags}" if "RANK" in os.environ else f"finetrainers train {flags}"
 
     def start(self, config: TrainConfig, *, resumed_step: int) -> None:
         """Write the resolved configuration and the environment; drop metrics of steps that will be redone."""

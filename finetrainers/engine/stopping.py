@@ -29,11 +29,13 @@ class StopSignals:
     A thread reads the signals, so that the second is obeyed even while the main thread waits for other ranks.
     """
 
-    def __init__(self, *, speaks: bool) -> None:
+    def __init__(self, *, speaks: bool, resume_command: str = "") -> None:
         """Args:
         speaks: whether this process says what it noted (one of all ranks should).
+        resume_command: what continues the run, to be said then.
         """
         self.speaks = speaks
+        self.resume_command = resume_command
         self.noted: int | None = None
         self._noted_at = 0.0
 
@@ -73,7 +75,10 @@ class StopSignals:
         if self.noted is None:
             self.noted, self._noted_at = number, time.monotonic()
             if self.speaks:
-                logger.warning("%s: stopping after this step, with a checkpoint; a second one stops at once", name)
+                how = f". To continue: {self.resume_command}" if self.resume_command else ""
+                logger.warning(
+                    "%s: stopping after this step, with a checkpoint; a second one stops at once%s", name, how
+                )
         elif time.monotonic() - self._noted_at > _ONE_WISH_S:
             logger.warning("%s again: stopping at once", name)
             sys.stderr.flush()

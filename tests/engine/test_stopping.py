@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -69,14 +70,24 @@ def test_a_signal_stops_the_run_and_resuming_changes_nothing(
     events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
     assert {k: v for k, v in events[-1].items() if k != "time"} == {"event": "stopped", "step": stopped_at, "by": "SIGTERM"}  # fmt: skip
     assert "SIGTERM: stopping after this step" in process.stderr
-    assert "--resume_from_checkpoint latest" in process.stdout
+    # The command that is printed continues the run; here in this process.
+    command = f"finetrainers train --config {root / 'config.toml'} --resume_from_checkpoint latest"
+    assert f"To continue: {command}\n" in process.stderr
+    assert f"to continue:\n  {command}\n" in process.stdout
     assert not (root / "pytorch_lora_weights.safetensors").exists()
     assert not (root / "control").exists()
 
-    resumed = run(**values, resume_from_checkpoint="latest")
-    assert resumed.trainer.steps_done_here == 60 - stopped_at
-    assert resumed.curve("loss", "grad_norm", "lr") == straight.curve("loss", "grad_norm", "lr")
-    assert_same(resumed.root, straight.root)
+    assert train_command(shlex.split(command)[2:], prog="finetrainers train") == exit_codes.DONE
+    assert steps_taken(root) == 60
+    curves = [
+        [
+            (r["step"], r["loss"], r["grad_norm"], r["lr"])
+            for r in map(json.loads, (place / "metrics.jsonl").read_text().splitlines())
+        ]
+        for place in (root, straight.root)
+    ]
+    assert curves[0] == curves[1]
+    assert_same(root, straight.root)
 
 
 def assert_same(ours: Path, theirs: Path) -> None:
