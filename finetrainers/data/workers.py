@@ -28,6 +28,10 @@ T = TypeVar("T", covariant=True)
 RESTARTS = 3
 #: Seconds after which a dead worker is noticed.
 _LOOK_S = 1.0
+#: Seconds that workers may take to start. Those that are not forked import torch, which takes long from a network disk.
+_STARTING_S = 600.0
+#: What a worker is reading, if it is no clip.
+_NOTHING, _NOT_STARTED = -1, -2
 
 
 class WorkersLost(RuntimeError):
@@ -50,7 +54,12 @@ class _FetchDataset(Dataset[T]):
 
     def __init__(self, fetch: Fetch[T], num_workers: int) -> None:
         self.fetch = fetch
-        self.reading = torch.full((num_workers,), -1, dtype=torch.int64).share_memory_()
+        self.reading = torch.full((num_workers,), _NOT_STARTED, dtype=torch.int64).share_memory_()
+
+    @property
+    def are_starting(self) -> bool:
+        """Whether a worker has not begun yet."""
+        return bool((self.reading == _NOT_STARTED).any())
 
     def __getitem__(self, index: MicroBatch) -> T:
         worker = get_worker_info()
@@ -60,7 +69,7 @@ class _FetchDataset(Dataset[T]):
             self.reading[worker.id] = clip.index
 
         raw = self.fetch(index, note=note)
-        self.reading[worker.id] = -1
+        self.reading[worker.id] = _NOTHING
         return raw
 
 
@@ -84,7 +93,7 @@ class Workers(Generic[T]):
         clips: all that there are, for their names.
         count: number of processes.
         pin_memory: see `DataLoader`.
-        timeout_s: how long to wait for a batch before the workers count as hung; 0: for ever.
+        timeout_s: how long to wait for a batch before the workers count as hung, once they have started; 0: for ever.
         on_restart: told why, whenever they are started again.
         """
         self.order = order
@@ -112,7 +121,7 @@ class Workers(Generic[T]):
             try:
                 while True:
                     try:
-                        batch = self._next(batches)
+                        batch = self._next(batches, dataset)
                     except StopIteration:
                         return
                     yield batch
@@ -147,7 +156,7 @@ class Workers(Generic[T]):
             num_workers=self.count,
             pin_memory=self.pin_memory,
             timeout=_LOOK_S,
-            worker_init_fn=_leave_signals_to_the_trainer,
+            worker_init_fn=_begin,
         )
         before = multiprocessing.active_children()
         handler = signal.getsignal(signal.SIGCHLD)
@@ -157,13 +166,13 @@ class Workers(Generic[T]):
             signal.signal(signal.SIGCHLD, handler)
         return batches, [child for child in multiprocessing.active_children() if child not in before]
 
-    def _next(self, batches: Iterator[T]) -> T:
+    def _next(self, batches: Iterator[T], dataset: _FetchDataset[T]) -> T:
         """The next batch.
 
         Raises:
             _Lost: a worker is gone, or none has answered in time.
         """
-        started = time.monotonic()
+        asked = since = time.monotonic()
         while True:
             try:
                 return next(batches)
@@ -172,11 +181,13 @@ class Workers(Generic[T]):
                 text = str(error)
                 if not text.startswith("DataLoader "):
                     raise
-                waited = time.monotonic() - started
                 if "timed out" not in text:
                     raise _Lost(text) from None
-                if self.timeout_s and waited >= self.timeout_s:
-                    raise _Lost(f"no batch for {waited:.0f} s") from None
+                now = time.monotonic()
+                if dataset.are_starting and now - asked < _STARTING_S:
+                    since = now
+                if self.timeout_s and now - since >= self.timeout_s:
+                    raise _Lost(f"no batch for {now - asked:.0f} s") from None
             except (ConnectionError, EOFError, FileNotFoundError) as error:
                 # The worker that holds a batch's memory died before it was taken over. What a worker itself has met says so.
                 if "in DataLoader worker process" in str(error):
@@ -211,10 +222,13 @@ class _From:
         return islice(iter(self.order), self.position, None)
 
 
-def _leave_signals_to_the_trainer(_worker: int) -> None:
-    """Ignore what asks a whole process group to stop: the trainer still needs this worker for its last step.
+def _begin(worker: int) -> None:
+    """Say that a worker has started, and ignore what asks a whole process group to stop.
 
-    A worker ends when the trainer says so, or is gone.
+    The trainer still needs it for its last step; it ends when the trainer says so, or is gone.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.reading[worker] = _NOTHING  # type: ignore[attr-defined]

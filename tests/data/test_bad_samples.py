@@ -223,6 +223,30 @@ def test_lost_workers_are_started_again_at_the_same_batch(
         take(3)
 
 
+def test_the_start_of_workers_is_no_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is not forked imports torch first."""
+    begin = workers._begin
+
+    def slowly(worker: int) -> None:
+        time.sleep(1.5)
+        begin(worker)
+
+    monkeypatch.setattr(workers, "_LOOK_S", 0.1)
+    monkeypatch.setattr(workers, "_begin", slowly)
+    stream, said = BatchStream([clip(k) for k in range(4)], batch_size=1, seed=7), []
+
+    def first() -> RawBatch:
+        fetch = Disturbed(tmp_path, at=-1, deed="none")
+        return next(iterate_steps(stream, fetch, num_workers=1, timeout_s=0.5, on_restart=said.append))[0]
+
+    assert first().video is not None
+    assert said == []
+    monkeypatch.setattr(workers, "_STARTING_S", 0.3)
+    monkeypatch.setattr(workers, "RESTARTS", 0)
+    with pytest.raises(WorkersLost, match="no batch for 1 s; they were reading no file"):
+        first()
+
+
 FAILS_WITH_WORKERS = """
 from pathlib import Path
 import torch

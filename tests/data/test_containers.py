@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -16,7 +17,7 @@ import pytest
 
 from finetrainers.config.sections import DataSection
 from finetrainers.data.manifest import DataError, Reading, read_dataset
-from finetrainers.data.sources import hub, unpacked
+from finetrainers.data.sources import hub, tars, unpacked
 from finetrainers.data.sources.paths import Root
 from finetrainers.data.sources.tables import Columns
 from finetrainers.data.sources.tars import expand
@@ -149,6 +150,50 @@ def test_a_damaged_archive_is_no_shorter_one(tmp_path: Path) -> None:
         for _ in range(2):  # the second start does not take what the first has unpacked for all of it
             with pytest.raises(DataError, match=rf"{name}: cannot be read after \d samples"):
                 read(tmp_path, name)
+
+
+def test_an_archive_that_is_made_to_fill_a_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tars, "_ALWAYS_BYTES", 1 << 20)
+    bomb = write_tar(tmp_path / "bomb.tgz", [("0.mp4", bytes(100)), ("1.mp4", bytes(5 << 20))], mode="w:gz")
+    assert bomb.stat().st_size < 20_000
+    for _ in range(2):  # also when a part of it has been unpacked before
+        with pytest.raises(
+            DataError, match=r"bomb\.tgz: its members up to '1\.mp4' unpack to 5 MiB, over 100 times its own size"
+        ):
+            read(tmp_path, "bomb.tgz")
+    assert sum(path.stat().st_size for path in (tmp_path / "media").rglob("*") if path.is_file()) < 1000
+    # What a member declares counts, before any of it is read: here there is none.
+    content = bytearray(write_tar(tmp_path / "far.tar", [("0.mp4", b"x")]).read_bytes())
+    content[124:136] = b"77777777777\0"
+    content[148:156] = b"%06o\0 " % (sum(content[:148]) + sum(content[156:512]) + 8 * 32)
+    (tmp_path / "far.tar").write_bytes(content)
+    with pytest.raises(DataError, match=r"unpack to 8 GiB"):
+        read(tmp_path, "far.tar")
+    # And what follows the end of an archive is decompressed, too.
+    tail = gzip.decompress(write_tar(tmp_path / "tail.tgz", [("0.mp4", b"x")], mode="w:gz").read_bytes()) + bytes(
+        3 << 20
+    )
+    (tmp_path / "tail.tgz").write_bytes(gzip.compress(tail))
+    with pytest.raises(DataError, match="goes on for more than 1 MiB after its end"):
+        read(tmp_path, "tail.tgz")
+    # Bitmaps of one color shrink a lot: a little is always unpacked.
+    write_tar(tmp_path / "plain.tgz", [("0.bmp", bytes(900_000))], mode="w:gz")
+    assert len(read(tmp_path, "plain.tgz", caption_missing="empty").items) == 1
+
+
+def test_a_damaged_line_of_the_journal_is_unpacked_again(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [(f"{k}.mp4", b"%d" % k) for k in range(4)])
+
+    def items() -> list[tuple[Path, str]]:
+        return [(item.path, item.name) for item in read(tmp_path, "a.tar", caption_missing="empty").items]
+
+    whole = items()
+    [journal] = (tmp_path / "media" / "journals").glob("*.jsonl")
+    lines = journal.read_bytes().split(b"\n")
+    for damaged in (b"\xff" * 20, b"[" * 99_999, b'{"where": 3}', lines[1].replace(b"stored", b"stowed"), b"null", b""):
+        journal.write_bytes(b"\n".join([lines[0], damaged, *lines[2:]]))
+        assert items() == whole
+        assert journal.read_bytes() == b"\n".join(lines)
 
 
 def test_unpacking_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

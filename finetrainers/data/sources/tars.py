@@ -14,11 +14,12 @@ import posixpath
 import re
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.text import file_size
 
 from .captions import captions_of_text
 from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, parse_json, shown
@@ -29,6 +30,8 @@ SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _TEXT = ("txt", "caption")
 _BRACES = re.compile(r"\{([^{}]+)\}")
 _MOST_SHARDS = 100_000
+#: Times its own size that an archive may unpack to, and bytes beyond that. Media hardly shrink; bitmaps may, tenfold.
+_MOST_RATIO, _ALWAYS_BYTES = 100, 1 << 30
 
 
 def read_tars(pattern: Path, data: DataSection, media: MediaFolder, found: Findings) -> list[Row]:
@@ -100,13 +103,29 @@ class _Reader:
         number = 0
         try:
             with tarfile.open(self.shard, "r:*") as archive:
-                for key, members in _groups(archive):
+                for key, members in _groups(self._bounded(archive)):
                     number += 1
                     if number > skip:
                         yield self._sample(archive, key, members)
                 _check_end(archive)
         except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             raise DataError(f"{self.shard}: cannot be read after {number} samples: {error}") from error
+
+    def _bounded(self, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+        """The members, until they declare more than media can have been before they were packed.
+
+        `tarfile` reads no more of a member than it declares, and reads compressed ones that are passed over, too.
+        """
+        most, total = _MOST_RATIO * self.shard.stat().st_size + _ALWAYS_BYTES, 0
+        for member in archive:
+            total += member.size
+            if total > most:
+                raise DataError(
+                    f"{self.shard}: its members up to {shown(member.name)!r} unpack to {file_size(total)}, over {_MOST_RATIO} times "
+                    "its own size, so it holds no media, or was made to fill disks. If you trust it, unpack it yourself, and give "
+                    "the folder as data_root"
+                )
+            yield member
 
     def _sample(self, archive: tarfile.TarFile, key: str, members: Mapping[str, tarfile.TarInfo]) -> Sample:
         where = shown(f"{self.shard.name}/{key}")
@@ -157,11 +176,13 @@ def _check_end(archive: tarfile.TarFile) -> None:
     archive.fileobj.seek(archive.offset)
     if any(archive.fileobj.read(tarfile.BLOCKSIZE)):
         raise tarfile.ReadError(f"damaged at byte {archive.offset}")
-    while archive.fileobj.read(1 << 20):
-        pass
+    for _ in range((_ALWAYS_BYTES >> 20) + 1):
+        if not archive.fileobj.read(1 << 20):
+            return
+    raise tarfile.ReadError(f"it goes on for more than {file_size(_ALWAYS_BYTES)} after its end")
 
 
-def _groups(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+def _groups(archive: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
     """Neighbouring members of one key (name up to the first dot of its last part), by the rest of their names.
 
     Members that are refused are a group each. Those whose name starts with a dot are passed over, as in folders.

@@ -21,12 +21,13 @@ from filelock import FileLock
 from pydantic import ConfigDict, TypeAdapter
 
 from finetrainers.data.fates import Refusal
+from finetrainers.utils.text import file_size
 
 from .rows import DataError, Findings, Row
 
 _CHUNK = 1 << 20
-#: What a disk is to have left: full disks break whatever else writes there.
-_RESERVE = 256 << 20
+#: What a disk is to have left, at least, and as a share of large ones: full disks break whatever else writes there.
+_RESERVE, _MOST_RESERVE, _RESERVED_SHARE = 256 << 20, 4 << 30, 0.02
 
 
 #: The last line of a journal that has all of its container.
@@ -145,11 +146,12 @@ class MediaFolder:
         return name, written
 
     def _need(self, size: int) -> None:
-        free = shutil.disk_usage(self.directory).free
-        if free < size + _RESERVE:
+        disk = shutil.disk_usage(self.directory)
+        reserve = max(_RESERVE, min(int(disk.total * _RESERVED_SHARE), _MOST_RESERVE))
+        if disk.free < size + reserve:
             raise DataError(
-                f"no room to unpack media into {self.directory}: {free >> 20} MiB are free, and {size + _RESERVE >> 20} MiB "
-                "are needed for the next file; make room, or give another --precompute_dir"
+                f"no room to unpack media into {self.directory}: {file_size(disk.free)} are free, the next file needs "
+                f"{file_size(size)}, and {file_size(reserve)} stay free for others; make room, or give another --precompute_dir"
             )
 
     def _read(self, journal: Path) -> tuple[list[Sample], bool]:
