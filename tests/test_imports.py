@@ -217,8 +217,8 @@ def test_errors_need_no_torch(tmp_path: Path, tiny_repo: Callable[..., Path]) ->
     cases = {
         "did you mean --batch_size": [*model, "--batch_sise", "2"],
         "50 frames is not 8*k+1": [*model, "--data_root", "empty", "--video_resolution_buckets", "50x64x64"],
-        "no data": [*model, "--data_root", "empty"],
-        "is not a folder": [*model, "--data_root", "missing"],
+        "no clips in": [*model, "--data_root", "empty"],
+        "there is no 'missing' in": [*model, "--data_root", "missing"],
         "unknown model family": ["--model_name", "ltx_vide", "--pretrained_model_name_or_path", "x"],
     }
     for message, arguments in cases.items():

@@ -65,7 +65,11 @@ class ConfigError(ValueError):
         self.rest = rest
         self.wrong = frozenset(wrong)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        texts = [str(problem) for problem in self.problems]
+        if len(texts) == 1 and "\n" in texts[0]:  # one that is a list already
+            super().__init__(texts[0])
+            return
+        lines = "\n".join("  - " + text.replace("\n", "\n    ") for text in texts)
         super().__init__(f"{count} with {of}:\n{lines}")
 
 

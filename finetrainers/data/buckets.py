@@ -57,7 +57,7 @@ def default_lengths(frames: Sequence[int], geometry: Geometry) -> list[int]:
     So every clip fits somewhere.
     """
     wanted = {min(int(statistics.median(frames)), _DEFAULT_MAX_FRAMES), min(*frames, _DEFAULT_MAX_FRAMES)}
-    return sorted({_legal_length(one, geometry) for one in wanted}, reverse=True)
+    return sorted({legal_length(one, geometry) for one in wanted}, reverse=True)
 
 
 def legal_lengths(wanted: Sequence[int], geometry: Geometry) -> tuple[list[int], list[str]]:
@@ -69,7 +69,7 @@ def legal_lengths(wanted: Sequence[int], geometry: Geometry) -> tuple[list[int],
     found: dict[int, None] = {}
     notes = []
     for length in wanted:
-        legal = _legal_length(length, geometry)
+        legal = legal_length(length, geometry)
         if legal == 1 < length:
             raise ValueError(
                 f"{length} frames: this model takes {geometry.temporal}*k+1, and below are only images; "
@@ -204,5 +204,6 @@ def _area(bucket: Bucket) -> int:
     return bucket[1] * bucket[2]
 
 
-def _legal_length(frames: int, geometry: Geometry) -> int:
+def legal_length(frames: int, geometry: Geometry) -> int:
+    """The largest length that the model accepts, not above a number of frames."""
     return (frames - 1) // geometry.temporal * geometry.temporal + 1

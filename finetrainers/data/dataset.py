@@ -19,9 +19,11 @@ from finetrainers.config.data_checks import bucket_problems, bucket_warnings, ch
 from finetrainers.config.errors import value_message
 from finetrainers.config.names import INSTEAD, meant_by
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.text import plural
+from finetrainers.utils.files import not_there
+from finetrainers.utils.text import plural, quoted
 
 from .diffusion_pipe import Translated, translate
+from .sources.folder import LISTS, lacks_lists
 from .sources.rows import DataError
 
 if sys.version_info >= (3, 11):
@@ -119,7 +121,7 @@ def repeats_of(datasets: Sequence[Dataset], counts: Sequence[int]) -> list[float
 
 def _document(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise DataError(f"dataset {str(path)!r} does not exist")
+        raise DataError(f"dataset {quoted(str(path))} {not_there(path)}")
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -161,6 +163,9 @@ def _dataset(
         if any(options.get(key) for key in these):
             sizes |= {key: [] for key in others}
     own = data.model_copy(update={**sizes, **options, "dataset": None})
+    if not set(LISTS) & table.keys() and lacks_lists(own):
+        # What the top or the run says of columns is said for the tables among the data sets.
+        own = own.model_copy(update={name: DataSection.model_fields[name].default for name in LISTS})
     warnings = [told(key, message) for key, message in made.warnings.items()]
     if not mine:
         errors, without_effect = check_source(own, given=options)

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.far import map_far
-from finetrainers.utils.text import plural
+from finetrainers.utils.files import not_there
+from finetrainers.utils.text import plural, quoted
 
 from .fates import Refusal
 from .media import judge, look
@@ -143,7 +144,7 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
 
 def _root(data: DataSection) -> Root:
     if data.data_root is not None and not data.data_root.is_dir():
-        raise DataError(f"data_root {str(data.data_root)!r} is not a folder")
+        raise DataError(f"data_root {quoted(str(data.data_root))} {not_there(data.data_root, folder=True)}")
     if data.data_root is not None:
         folder = data.data_root
     elif data.dataset_file is not None:
@@ -200,7 +201,7 @@ def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] |
         if policy == "error" or (policy is None and raw is None):
             what = "no caption" if raw is None else "an empty caption"
             place = f"; expected it in {row.expected}" if row.expected else ""
-            return Refusal("caption_missing", f"{what}{place} (--caption_missing empty and skip allow it)")
+            return Refusal("caption_missing", f"{what}{place}")
         kept = ("",)
     try:
         for caption in kept:

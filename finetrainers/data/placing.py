@@ -14,7 +14,7 @@ from finetrainers.config.window_checks import window_problems
 from finetrainers.utils.text import plural
 
 from .bucket_choice import Choice, choose_buckets
-from .buckets import Bucket, choose_bucket, cover_size, filled_resolution, lower_buckets
+from .buckets import Bucket, choose_bucket, cover_size, filled_resolution, legal_length, lower_buckets
 from .chunks import cut_chunks, describe_chunks
 from .clip import Clip
 from .fates import Refusal
@@ -101,7 +101,7 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
         return choose_bucket(frames, height, width, buckets), buckets
 
     for entry in probed:
-        clip = _place(entry, data=placing, choice=choice, choose=choose)
+        clip = _place(entry, data=placing, geometry=geometry, choice=choice, choose=choose)
         if isinstance(clip, Clip):
             clips += (
                 cut_chunks(clip, entry.available)
@@ -114,6 +114,26 @@ def place_items(items: Sequence[Item], *, data: DataSection, geometry: Geometry,
     if data.frame_selection == "chunk" and any(clip.start is not None for clip in clips):
         notes.append(describe_chunks(clips, {entry.item.index: entry.available for entry in probed}))
     return Placed(probed, clips, refusals, list(choice.all), notes)
+
+
+def _too_short(entry: Probed, found: Probe, needed: int, *, data: DataSection, geometry: Geometry) -> Refusal:
+    """Why a clip has no bucket, and which length it would have."""
+    length, ways = legal_length(entry.available, geometry), []
+    windows = data.framepack_window_size is not None
+    if length > 1:
+        ways.append(f"lower `framepack_window_size` to {length}" if windows else f"add a bucket of {length} frames")
+    if found.frames >= needed > entry.available:
+        ways.append("raise `target_fps`")
+    ways.append("remove the file")
+    has = f"{plural(found.frames, 'frame')} at {found.fps:.4g} fps"
+    if (entry.available, entry.fps) != (found.frames, found.fps):
+        has += f" give {entry.available} at {entry.fps:.4g} fps"
+    needs = f"{'a window' if windows else 'the shortest bucket'} needs {needed}"
+    shortest = "" if length > 1 else f"; no video of this model has less than {geometry.temporal + 1}"
+    return Refusal(
+        "too_short",
+        f"too short: {has}, and {needs}{shortest}; {', '.join(ways[:-1])}{' or ' * (len(ways) > 1)}{ways[-1]}",
+    )
 
 
 def data_folder(data: DataSection) -> Path:
@@ -146,7 +166,7 @@ def _choose(data: DataSection, geometry: Geometry, probed: Sequence[Probed]) -> 
     return choose_buckets(data, geometry, videos=sizes["video"], images=sizes["image"])
 
 
-def _place(entry: Probed, *, data: DataSection, choice: Choice, choose: Choose) -> Clip | Refusal:
+def _place(entry: Probed, *, data: DataSection, geometry: Geometry, choice: Choice, choose: Choose) -> Clip | Refusal:
     """The clip with its bucket, or the reason why it has none."""
     item, found = entry.item, entry.found.answer
     if isinstance(found, Refusal):
@@ -157,18 +177,7 @@ def _place(entry: Probed, *, data: DataSection, choice: Choice, choose: Choose) 
         return Refusal("no_bucket", f"there is no bucket for {item.kind}s; add one, {wanted}")
     bucket, buckets = choose(item.kind, entry.available, found.height, found.width)
     if bucket is None:
-        windows = data.framepack_window_size is not None
-        needs, way_out = (
-            ("a window", "lower `framepack_window_size`")
-            if windows
-            else ("the shortest bucket", "add a shorter bucket")
-        )
-        faster = ", raise `target_fps`," if found.frames >= min(buckets)[0] else ""
-        return Refusal(
-            "too_short",
-            f"too short: {plural(found.frames, 'frame')} at {found.fps:.4g} fps give {entry.available} at "
-            f"{entry.fps:.4g} fps, and {needs} needs {min(buckets)[0]}; {way_out}{faster} or remove the file",
-        )
+        return _too_short(entry, found, min(buckets)[0], data=data, geometry=geometry)
     if data.video_reshape_mode != "none":
         full_height, full_width = cover_size(found.height, found.width, *bucket[1:])
         if full_height * full_width > MAX_FRAME_PIXELS:

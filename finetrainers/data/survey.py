@@ -13,7 +13,7 @@ from finetrainers.utils.garbage import no_collections
 from finetrainers.utils.text import plural
 
 from .bucket_choice import named_buckets
-from .buckets import Bucket
+from .buckets import Bucket, bucket_text
 from .clip import Clip, cut_to
 from .dataset import Dataset, read_datasets, repeats_of
 from .expected import Expected, expected_batches
@@ -23,7 +23,7 @@ from .placing import Placed, place_items
 from .probing import Effort
 from .reading import labels, media_dir, read_all
 from .sources.rows import counted, shown
-from .verdict import Verdict, give_verdict, is_enlarged
+from .verdict import Verdict, give_verdict, is_enlarged, scale_of
 from .windows import apart, first_of_items, item_of
 
 #: Options that decide what is cut from the clips, beside the fingerprint; `--reset data` allows others.
@@ -105,11 +105,19 @@ def _survey(config: TrainConfig, geometry: Geometry, effort: Effort) -> Survey:
         f"{shown(v.name)}: {v.reason}{f' ({v.where})' if v.where else ''}" for v in verdicts if v.use == "rejected"
     ]
     if len(rejected) > data.max_bad_samples:
-        problem = DataError(
-            f"{len(rejected)} of {plural(len(names), 'item')} cannot be used and `max_bad_samples` allows "
-            f"{data.max_bad_samples}; repair or remove them, or leave them out with --max_bad_samples {len(rejected)}",
-            rejected,
+        way_out = (
+            "; repair them"
+            if len(rejected) == len(names)
+            else (
+                f" and `max_bad_samples` allows {data.max_bad_samples}; repair or remove them, or leave them out with "
+                f"--max_bad_samples {len(rejected)}"
+            )
         )
+        if any(verdict.fate == "caption_missing" for verdict in verdicts):
+            way_out += (
+                "; --caption_missing empty trains without captions where there are none, and skip leaves such files out"
+            )
+        problem = DataError(f"{len(rejected)} of {plural(len(names), 'file')} cannot be used{way_out}", rejected)
     expected = expected_batches(
         [(clip.buckets, clip.repeats) for clip in clips],
         config,
@@ -128,6 +136,7 @@ def _survey(config: TrainConfig, geometry: Geometry, effort: Effort) -> Survey:
         buckets=buckets,
         notes=(
             *(f"{dataset.prefix}{note}" for dataset, part in zip(datasets, parts, strict=True) for note in part.notes),
+            *_unused(datasets, parts),
             *expected.notes,
         ),
         remarks=remarks,
@@ -217,6 +226,19 @@ def _verdicts(
             seen.add(path)
 
 
+def _unused(datasets: Sequence[Dataset], parts: Sequence[Placed]) -> Iterator[str]:
+    """Of the buckets that the user has listed, those that no clip is in."""
+    for dataset, part in zip(datasets, parts, strict=True):
+        used = {bucket for clip in part.clips for bucket in clip.buckets}
+        is_listed = bool(dataset.data.video_resolution_buckets or dataset.data.image_resolution_buckets)
+        unused = [bucket_text(bucket) for bucket in part.buckets if bucket not in used]
+        if is_listed and used and unused:
+            yield (
+                f"{dataset.prefix}no clip is in {', '.join(unused)}: each goes to the longest bucket that it fills, and of "
+                "these to the one of the nearest shape"
+            )
+
+
 def _fingerprint(
     verdicts: Sequence[Verdict], clips: Sequence[Clip], datasets: Sequence[Dataset], repeats: Sequence[float]
 ) -> str:
@@ -263,24 +285,31 @@ def _warnings(placed: Placed, names: Sequence[str], *, target_fps: float) -> lis
     listed: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
     for clip in clips:
         listed[(str(clip.path), clip.all_captions)].append(clip.index)
-    kinds: list[tuple[str, list[str]]] = [
+    kinds: list[tuple[str, str, list[str]]] = [
         (
-            "cannot be used and left out",
+            "cannot be used and are left out",
+            "cannot be used and is left out",
             [
                 f"{names[index]}: {refusal.reason}"
                 for index, refusal in placed.refusals.items()
                 if refusal.fate != "skipped"
             ],
         ),
-        ("without a caption", [names[clip.index] for clip in clips if not clip.caption]),
+        ("have no caption", "has no caption", [names[clip.index] for clip in clips if not clip.caption]),
         (
-            f"slower than {target_fps:g} fps and trained at their own rate",
+            f"are slower than {target_fps:g} fps and trained at their own rate",
+            f"is slower than {target_fps:g} fps and trained at its own rate",
             [f"{names[c.index]} ({c.source_fps:.4g} fps)" for c in videos if is_slower(c.source_fps, target_fps)],
         ),
         (
-            "smaller than their bucket and enlarged",
-            [names[clip.index] for clip in clips if is_enlarged(clip)],
+            "are smaller than their buckets and enlarged",
+            "is smaller than its bucket and enlarged",
+            [f"{names[clip.index]} ({scale_of(clip):.3g} x)" for clip in clips if is_enlarged(clip)],
         ),
-        ("listed more than once", [names[indices[0]] for indices in listed.values() if len(indices) > 1]),
+        (
+            "are listed more than once",
+            "is listed more than once",
+            [names[indices[0]] for indices in listed.values() if len(indices) > 1],
+        ),
     ]
-    return [counted(found, what) for what, found in kinds if found]
+    return [counted(found, many, one) for many, one, found in kinds if found]

@@ -173,9 +173,18 @@ def crop_loss(clip: Clip) -> float:
     return _crop_loss(clip.bucket, clip.height, clip.width, clip.reshape_mode)
 
 
+def scale_of(clip: Clip) -> float:
+    """The factor that a clip's picture is resized by, the larger one where width and height have different ones."""
+    return _scale(clip.bucket, clip.height, clip.width)
+
+
 def is_enlarged(clip: Clip) -> bool:
     """Whether a clip is smaller than its bucket."""
     return clip.height < clip.bucket[1] or clip.width < clip.bucket[2]
+
+
+def _scale(bucket: Bucket, height: int, width: int) -> float:
+    return max(bucket[1] / height, bucket[2] / width)
 
 
 def _crop_loss(bucket: Bucket, height: int, width: int, reshape_mode: ReshapeMode) -> float:

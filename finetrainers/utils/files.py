@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from .text import quoted
 
 _readable = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
@@ -99,6 +103,35 @@ def open_regular(path: Path) -> BinaryIO:
         return descriptor
 
     return open(path, "rb", opener=opener)
+
+
+def not_there(path: Path, *, folder: bool = False) -> str:
+    """Why there is no file (or folder) of this name: what is there instead, or where the path ends, and what is meant there.
+
+    A clause for a message that begins with the option and the path.
+    """
+    if not folder and path.is_dir():
+        return "is a folder, not a file"
+    if folder and path.exists():
+        return f"is not a folder but a file; give the folder that it lies in, {quoted(str(path.parent))}"
+    if os.sep == "/" and re.match(r"[A-Za-z]:[\\/]", text := str(path)):
+        there = f"/mnt/{text[0].lower()}/" + text[3:].replace("\\", "/")
+        return f"is a path of Windows, and this is another system; in WSL it is {quoted(there)}"
+    whole = path.absolute()
+    base = next(parent for parent in whole.parents if parent.is_dir())
+    name = whole.relative_to(base).parts[0]
+    try:
+        names = [entry.name for entry in os.scandir(base) if entry.is_dir() or (not folder and base == whole.parent)]
+    except OSError:
+        names = []
+    close = get_close_matches(name, names, n=1)
+    meant = (
+        f"; did you mean {quoted(str(path.parents[len(whole.relative_to(base).parts) - 1] / close[0]))}?"
+        if close
+        else ""
+    )
+    where = f"the working directory {quoted(str(Path.cwd()))}" if base == Path.cwd() else quoted(str(base))
+    return f"does not exist: there is no {quoted(name)} in {where}{meant}"
 
 
 _KINDS = {

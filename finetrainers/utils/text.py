@@ -13,7 +13,7 @@ def nearest(name: str, valid: Iterable[str], *, listed: int = 12) -> str:
     close = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {by_lower_case[close[0]]!r}?"
-    return f"; valid: {', '.join(names)}" if len(names) <= listed else ""
+    return f"; valid: {', '.join(names)}" if 0 < len(names) <= listed else ""
 
 
 def shortened(text: str, limit: int = 100) -> str:

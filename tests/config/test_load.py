@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from finetrainers.config.document import configuration_page, json_schema
-from finetrainers.config.errors import ConfigError
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.config.root import TrainConfig, changed_options, fields
@@ -161,3 +161,15 @@ def test_schema_accepts_a_dumped_config_and_refuses_a_typo(tmp_path):
 
 def test_list_models():
     assert parse_flags(["--list_models"]) == (None, True)
+
+
+def test_a_problem_that_is_a_list_is_shown_as_one() -> None:
+    listed = Problem("data", "2 of 3 files cannot be used\n  - a.mp4: too short\n  - b.mp4: empty")
+    assert str(ConfigError([listed])) == str(listed)
+    assert str(ConfigError([listed, Problem("--lr", "too high")])).splitlines() == [
+        "2 problems with this configuration:",
+        "  - data: 2 of 3 files cannot be used",
+        "      - a.mp4: too short",
+        "      - b.mp4: empty",
+        "  - --lr: too high",
+    ]

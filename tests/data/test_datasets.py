@@ -12,6 +12,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.data.bucket_choice import choose_buckets
 from finetrainers.data.dataset import Dataset, read_datasets, repeats_of
+from finetrainers.data.manifest import read_items
 from finetrainers.data.plan import DatasetPlan, plan_dataset
 from finetrainers.data.sources.rows import DataError
 from finetrainers.data.windows import frame_limit, with_window_buckets
@@ -209,6 +210,32 @@ def test_files_that_are_refused(place: Path, text: str, message: str) -> None:
         read_datasets(write(place, text))
     with pytest.raises(DataError, match="does not exist"):
         read_datasets(DataSection(dataset=place / "none.toml"))
+
+
+def test_columns_at_the_top_are_those_of_tables(place: Path) -> None:
+    """A folder of clips with captions beside them has none; but those of its own table have to be there."""
+    text = (
+        'video_column = "image"\ncaption_column = "caption"\n[[dataset]]\ndata_root = "phone"\n'
+        '[[dataset]]\ndataset_file = "stills/m.jsonl"\n'
+    )
+    first, second = read_datasets(write(place, text))
+    assert (first.data.video_column, first.data.caption_column) == ("video", "text")
+    assert [item.caption for item in read_items(first.data)] == ["clip a", "clip b", "clip c"]
+    assert [item.captions for item in read_items(second.data)] == [("one", "two")]
+    own = text.replace('data_root = "phone"', 'data_root = "phone"\ncaption_column = "prompts.txt"')
+    with pytest.raises(DataError, match=r"neither 'image' nor 'prompts.txt'"):
+        read_items(read_datasets(write(place, own))[0].data)
+
+
+def test_home_is_expanded_in_paths_of_a_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(place))
+    (place / "elsewhere").mkdir()
+    (place / "elsewhere" / "d.toml").write_text('[[dataset]]\ndata_root = "~/phone"\n')
+    [only] = read_datasets(DataSection(dataset=Path("~/elsewhere/d.toml")))
+    assert only.data.data_root == place / "phone"
+    (place / "phone" / "t.csv").write_text(f"video,text\n~/phone/a.mp4,x\n~/stills/s.png,y\n{place}/phone/b.mp4,z\n")
+    found = read_items(DataSection(dataset_file=place / "phone" / "t.csv"))
+    assert [item.refused and item.refused.fate for item in found] == [None, "outside_root", None]
 
 
 def test_options_of_the_run_are_defaults_and_paths_are_relative_to_the_file(place: Path) -> None:

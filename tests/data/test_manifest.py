@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,40 @@ def test_a_blank_media_line_with_a_caption_is_named(root: Path) -> None:
 def test_one_of_two_files_missing_suggests_the_nearest(root: Path) -> None:
     (root / "videos.txt").write_text("a.mp4")
     (root / "prompt.txt").write_text("one")
-    with pytest.raises(DataError, match=r"not 'prompts.txt'; did you mean 'prompt.txt'"):
+    with pytest.raises(DataError, match=r"holds 'videos.txt' but not 'prompts.txt' \(did you mean 'prompt.txt'\?\)"):
         read_items(DataSection(data_root=root, video_column="videos.txt", caption_column="prompts.txt"))
+
+
+def test_columns_that_are_given_are_there(root: Path) -> None:
+    """Both misspelt, the captions beside the clips would be trained on, and nobody would know."""
+    for name in ("a", "b", "c"):
+        (root / f"{name}.txt").write_text("beside the clip")
+    (root / "videos.txt").write_text("a.mp4")
+    (root / "prompts.txt").write_text("listed")
+    for given, message in (
+        (
+            {"video_column": "video.txt", "caption_column": "prompt.txt"},
+            "neither 'video.txt' (did you mean 'videos.txt'?) nor 'prompt.txt' (did you mean 'prompts.txt'?) (set by",
+        ),
+        ({"caption_column": "promps.txt"}, "nor 'promps.txt' (did you mean 'prompts.txt'?)"),
+    ):
+        with pytest.raises(DataError, match=re.escape(message)) as caught:
+            read_items(DataSection(data_root=root, **given))
+        options = " and ".join(f"--{name}" for name in given)
+        assert str(caught.value).endswith(f"leave out {options} if each clip has a text file of its own name")
+    assert [caption for _, caption, _ in listed(DataSection(data_root=root))] == ["beside the clip"] * 3
+
+
+def test_media_beside_a_list_that_are_not_listed_are_named(root: Path) -> None:
+    for name in ("sub/d.mp4", "sub/e.mp4", "other/f.mp4", "caf\u00e9.mp4", ".hidden.mp4", "notes.md"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"x")
+    found = read_dataset(two_files(root, f"./a.mp4\n{root}/sub/e.mp4\ncafe\u0301.mp4", "one\ntwo\nthree"))
+    assert found.problems == []
+    # Folders that hold nothing listed are not walked through: they may be large, and are nobody's business.
+    assert found.warnings == [
+        "3 items in the folder but not listed in videos.txt, so not used: b.mov, c.PNG, sub/d.mp4"
+    ]
 
 
 def records() -> list[dict[str, str]]:
@@ -176,7 +209,7 @@ def test_what_is_left_alone_in_a_folder_is_said(tmp_path: Path) -> None:
     assert found.warnings == [f"4 items in the folder, neither media nor a caption of one: {left}"]
     for name in ("a.MP4", "b.3gp", "c.mts"):
         (tmp_path / name).unlink()
-    with pytest.raises(DataError, match=r"no data in .*6 items in the folder.*photo\.heic"):
+    with pytest.raises(DataError, match=r"no clips in .*6 items in the folder.*photo\.heic"):
         read_dataset(DataSection(data_root=tmp_path))
 
 
@@ -194,9 +227,9 @@ def test_folders_of_runs_are_no_data(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"text files 'video' and 'text'.*nor media files"):
+    with pytest.raises(DataError, match=r"no clips in .*dog\.mp4 and dog\.txt.*--dataset_file.*--video_column"):
         read_items(DataSection(data_root=tmp_path))
-    with pytest.raises(DataError, match="is not a folder"):
+    with pytest.raises(DataError, match=r"does not exist: there is no 'absent' in"):
         read_items(DataSection(data_root=tmp_path / "absent"))
     with pytest.raises(DataError, match="give `data_root`"):
         read_items(DataSection())

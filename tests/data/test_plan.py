@@ -43,8 +43,9 @@ def test_every_item_gets_its_bucket_and_rate(root: Path) -> None:
         "slow.mp4": ((17, 48, 32), 4),
         "still.png": ((1, 16, 32), 8),
     }
-    assert made.notes == ()
-    assert made.warnings == ("1 item slower than 8 fps and trained at their own rate: slow.mp4 (4 fps)",)
+    [unused] = made.notes
+    assert unused.startswith("no clip is in 9x16x16: each goes to the longest bucket that it fills, and of these to")
+    assert made.warnings == ("1 item is slower than 8 fps and trained at its own rate: slow.mp4 (4 fps)",)
     assert made.table()[0] == ("bucket", "clips", "batches", "held out", "fps")
     assert made.table()[1:] == [
         ("17x48x32", "1", "1", "0", "4"), ("17x32x48", "2", "2", "0", "8"), ("1x16x32", "1", "1", "0", "8"),
@@ -86,21 +87,53 @@ def test_too_short_clips_are_an_error_or_a_named_warning(root: Path) -> None:
         caught.value
     )
     [advice] = {text.partition("needs 33; ")[2] for text in caught.value.problems if "fast.mp4" in text}
-    assert advice == "add a shorter bucket, raise `target_fps`, or remove the file"
+    assert advice == "add a bucket of 17 frames, raise `target_fps` or remove the file"
     [advice] = {text.partition("needs 33; ")[2] for text in caught.value.problems if "slow.mp4" in text}
-    assert advice == "add a shorter bucket or remove the file"  # at no rate has it so many
+    assert advice == "add a bucket of 17 frames or remove the file"  # at no rate has it so many
     assert "still.png: there is no bucket for images" in str(caught.value)
     made = plan(root, **options, max_bad_samples=3)
     assert [c.path.name for c in made.clips] == ["long.mp4"]
-    assert made.warnings[0].startswith("3 items cannot be used and left out: fast.mp4: too short")
+    assert made.warnings[0].startswith("3 items cannot be used and are left out: fast.mp4: too short")
     assert [v.use for v in made.verdicts].count("rejected") == 3
+
+
+@pytest.mark.parametrize(
+    ("frames", "options", "reason"),
+    [
+        (
+            20,
+            {},
+            "too short: 20 frames at 8 fps, and the shortest bucket needs 33; add a bucket of 17 frames or remove the file",
+        ),
+        (
+            9,
+            {"target_fps": 4},
+            "too short: 9 frames at 8 fps give 5 at 4 fps, and the shortest bucket needs 33; no video of this model has less "
+            "than 9; remove the file",
+        ),
+        (
+            20,
+            {"framepack_window_size": 25},
+            "too short: 20 frames at 8 fps, and a window needs 25; lower `framepack_window_size` to 17 or remove the file",
+        ),
+    ],
+)
+def test_what_is_too_short_says_which_length_would_do(
+    tmp_path: Path, make_video, frames: int, options: dict[str, object], reason: str
+) -> None:
+    make_video(tmp_path / "a.mp4", frames=frames, fps=8)
+    (tmp_path / "a.txt").write_text("a clip")
+    with pytest.raises(DataError) as caught:
+        plan(tmp_path, video_resolution_buckets=["33x32x48"], **options)
+    # Of all files nothing would be left: it is not said that they can be left out.
+    assert str(caught.value) == f"1 of 1 file cannot be used; repair them\n  - a.mp4: {reason}"
 
 
 def test_unreadable_files_carry_their_reason(root: Path) -> None:
     (root / "bad.mp4").write_text("text")
     (root / "bad.txt").write_text("a caption")
     with pytest.raises(
-        DataError, match=r"1 of 5 items cannot be used.*--max_bad_samples 1\n.*bad\.mp4: cannot read the video"
+        DataError, match=r"1 of 5 files cannot be used.*--max_bad_samples 1\n.*bad\.mp4: cannot read the video"
     ):
         plan(root, **BUCKETS)
 

@@ -81,7 +81,7 @@ def test_each_window_is_an_example_and_each_item_has_one_verdict(root: Path) -> 
         ("long.mp4", "train", 24), ("fast.mp4", "train", 2), ("still.png", "train", 1), ("short.mp4", "rejected", 0),
     }  # fmt: skip
     [reason] = [v.reason for v in made.verdicts if v.reason]
-    assert "9 frames at 8 fps give 9 at 8 fps, and a window needs 17; lower `framepack_window_size`" in reason
+    assert "9 frames at 8 fps, and a window needs 17; lower `framepack_window_size` to 9 or remove" in reason
     assert made.notes == (
         "26 sliding windows of 17 frames, 1 frame apart, from 2 clips; each is an example of its own",
     )
@@ -99,7 +99,7 @@ def test_each_window_is_an_example_and_each_item_has_one_verdict(root: Path) -> 
     finally:
         (root / "copy.mp4").unlink()
         (root / "copy.txt").unlink()
-    assert (left_out[:6], blank) == ("1 item", "1 item without a caption: copy.mp4")
+    assert (left_out[:6], blank) == ("1 item", "1 item has no caption: copy.mp4")
 
 
 def test_a_longer_bucket_bounds_the_clip(root: Path) -> None:

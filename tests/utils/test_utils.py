@@ -1,6 +1,7 @@
 """Small helpers: seeds, atomic files, text, videos."""
 
 import os
+from pathlib import Path
 
 import av
 import numpy as np
@@ -133,6 +134,35 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
     assert device.device_problem() is None
     monkeypatch.setattr(device, "likely_device_type", lambda: "cpu")
     assert device.device_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("path", "folder", "said"),
+    [
+        ("clipz", True, "does not exist: there is no 'clipz' in the working directory '{here}'; did you mean 'clips'?"),
+        ("clips/sup/x", True, "does not exist: there is no 'sup' in '{here}/clips'; did you mean 'clips/sub'?"),
+        (
+            "{here}/clips/sup",
+            True,
+            "does not exist: there is no 'sup' in '{here}/clips'; did you mean '{here}/clips/sub'?",
+        ),
+        ("/nowhere-at-all/x", True, "does not exist: there is no 'nowhere-at-all' in '/'"),
+        (
+            "table.cvs",
+            False,
+            "does not exist: there is no 'table.cvs' in the working directory '{here}'; did you mean 'table.csv'?",
+        ),
+        ("table.cvs", True, "does not exist: there is no 'table.cvs' in the working directory '{here}'"),
+        ("table.csv", True, "is not a folder but a file; give the folder that it lies in, '.'"),
+        ("clips", False, "is a folder, not a file"),
+        ("C:\\Users\\me", True, "is a path of Windows, and this is another system; in WSL it is '/mnt/c/Users/me'"),
+    ],
+)
+def test_a_path_that_leads_nowhere(tmp_path, monkeypatch, path, folder, said):
+    (tmp_path / "clips" / "sub").mkdir(parents=True)
+    (tmp_path / "table.csv").touch()
+    monkeypatch.chdir(tmp_path)
+    assert files.not_there(Path(path.format(here=tmp_path)), folder=folder) == said.format(here=tmp_path)
 
 
 def test_only_regular_files_are_opened(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,28 +19,51 @@ from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, d
 _OF_A_RUN = {"config.toml", "manifest.jsonl"}
 
 
+#: Options that name columns of a table, or two text files of a folder.
+LISTS = ("video_column", "caption_column")
+
+
+def lacks_lists(data: DataSection) -> bool:
+    """Whether a data set is a folder without the two text files."""
+    if data.data_root is None or data.dataset_file is not None or data.hf_dataset is not None:
+        return False
+    return not any((data.data_root / getattr(data, name)).is_file() for name in LISTS)
+
+
 def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
     """Rows of the two text files `video_column` and `caption_column` if they are there, else of all media files.
 
     Raises:
-        DataError: one of the two is missing, they differ in length, or there is nothing.
+        DataError: one of the two is missing, or both though other names were given; they differ in length, or there is nothing.
     """
     media_list, caption_list = root.folder / data.video_column, root.folder / data.caption_column
     if media_list.is_file() and caption_list.is_file():
-        return _read_two_files(_listed(root, data.video_column), _listed(root, data.caption_column), found)
-    if media_list.is_file() or caption_list.is_file():
-        there, missing = sorted((media_list, caption_list), key=lambda path: not path.is_file())
-        names = [path.name for path in root.folder.iterdir() if path.is_file()]
+        rows = _read_two_files(_listed(root, data.video_column), _listed(root, data.caption_column), found)
+        _note_unlisted(rows, root, media_list.name, found)
+        return rows
+    given = [name for name in LISTS if getattr(data, name) != DataSection.model_fields[name].default]
+    if given or media_list.is_file() or caption_list.is_file():
+        files = [path for path in root.folder.iterdir() if path.is_file()]
+        media = {path.stem for path in files if path.suffix.lower() in MEDIA_SUFFIXES}
+        names = [path.name for path in files if path.stem not in media]  # captions of single clips are not meant
+        missing = [path.name for path in (media_list, caption_list) if not path.is_file()]
+        [there] = [name for name in (media_list.name, caption_list.name) if name not in missing] or [""]
+        hints = [(name, nearest(name, names, listed=0).removeprefix("; ")) for name in missing]
+        what = " nor ".join(f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in hints)
+        way_out = (
+            f"; leave out --{' and --'.join(given)} if each clip has a text file of its own name" if not there else ""
+        )
         raise DataError(
-            f"{str(root.folder)!r} holds {there.name!r} but not {missing.name!r}{nearest(missing.name, names)} "
-            "(set by `video_column` and `caption_column`)"
+            f"{str(root.folder)!r} holds {f'{there!r} but not' if there else 'neither'} {what} (set by `video_column` and "
+            f"`caption_column`){way_out}"
         )
     rows = _read_sidecars(root, data, found)
     if not rows and not found.problems:
         others = f"; {'; '.join(found.warnings)}" if found.warnings else ""
         raise DataError(
-            f"no data in {str(root.folder)!r}: neither the text files {data.video_column!r} and "
-            f"{data.caption_column!r} (set by `video_column` and `caption_column`), nor media files with .txt captions{others}"
+            f"no clips in {str(root.folder)!r}: put videos or images there, each with a text file of the same name that holds its "
+            "caption (dog.mp4 and dog.txt). Or give --dataset_file, a table of paths and captions, or the two text files "
+            f"--video_column and --caption_column with a line for each clip{others}"
         )
     return rows
 
@@ -72,6 +96,23 @@ def _read_two_files(media_list: Path, caption_list: Path, found: Findings) -> li
         elif caption:
             found.problem(f"{where} is empty, but {caption_list.name} has a caption there")
     return rows
+
+
+def _note_unlisted(rows: list[Row], root: Root, listed_in: str, found: Findings) -> None:
+    """Name the media files that lie beside listed ones, or beside the list, and are not listed themselves."""
+    listed = {unicodedata.normalize("NFC", os.path.normpath(root.relative(row.media))) for row in rows}
+    for folder in sorted({"", *map(os.path.dirname, listed)}):
+        if os.path.isabs(folder) or folder.split(os.sep)[0] == os.pardir:
+            continue
+        try:
+            names = [entry.name for entry in os.scandir(root.folder / folder) if not entry.name.startswith(".")]
+        except OSError:  # then the items say so
+            continue
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            is_media = os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES
+            if is_media and unicodedata.normalize("NFC", path) not in listed:
+                found.note(f"in the folder but not listed in {listed_in}, so not used", shown(path))
 
 
 def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:

@@ -59,6 +59,8 @@ class Root:
         try:
             if not name.isascii():
                 name.encode()  # bytes that are no text could be opened, but not be written into records
+            if name.startswith("~/"):  # as a shell does it; a folder of that name is ./~
+                name = os.path.expanduser(name)
             return self._look_up(name)
         except OSError as error:  # a name that is too long, a folder that may not be read, links in a circle
             raise PathProblem("missing", f"cannot be looked up: {error.strerror or error}") from error

@@ -86,9 +86,10 @@ def shown(name: str) -> str:
     return name if name.isprintable() else ascii(name)
 
 
-def counted(names: Sequence[str], what: str) -> str:
-    """`2 items without a caption: a.mp4, b.mp4`, with the first five names, as `shown`."""
+def counted(names: Sequence[str], what: str, one: str | None = None) -> str:
+    """`2 items without a caption: a.mp4, b.mp4`, with the first five names, as `shown`; `one` is said of a single item."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    what = one if one is not None and len(names) == 1 else what
     return f"{plural(len(names), 'item')} {what}: {', '.join(map(shown, names[:_NAMED]))}{more}"
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.text import nearest
+from finetrainers.utils.files import not_there
+from finetrainers.utils.text import nearest, quoted
 
 from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, read_lines, read_text
 
@@ -24,7 +25,7 @@ def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
         DataError: nothing in it can be read.
     """
     if not path.is_file():
-        raise DataError(f"dataset_file {str(path)!r} does not exist")
+        raise DataError(f"dataset_file {quoted(str(path))} {not_there(path)}")
     readers: dict[str, Callable[[Path, Findings], Records]] = {
         ".csv": _csv_records,
         ".json": _json_records,
