@@ -74,7 +74,7 @@ def test_columns_that_are_given_are_there(root: Path) -> None:
             {"video_column": "video.txt", "caption_column": "prompt.txt"},
             "neither 'video.txt' (did you mean 'videos.txt'?) nor 'prompt.txt' (did you mean 'prompts.txt'?) (set by",
         ),
-        ({"caption_column": "promps.txt"}, "nor 'promps.txt' (did you mean 'prompts.txt'?)"),
+        ({"caption_column": "promptz.txt"}, "nor 'promptz.txt' (did you mean 'prompts.txt'?)"),
     ):
         with pytest.raises(DataError, match=re.escape(message)) as caught:
             read_items(DataSection(data_root=root, **given))
