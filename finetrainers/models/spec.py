@@ -449,12 +449,14 @@ class VAEStats:
 
 
 def input_dtype(network: nn.Module) -> torch.dtype:
-    """The dtype that an (unwrapped) network takes its inputs in.
+    """The dtype that an (unwrapped) network takes its inputs in: that of its weights but for those that its class keeps in fp32.
 
     diffusers' own `dtype` walks through all modules, a millisecond at every call; it is asked only where weights are
     stored in 8 bits and the answer is another.
     """
-    dtype = next(network.parameters()).dtype
+    kept = getattr(network, "_keep_in_fp32_modules", None) or ()
+    dtypes = (p.dtype for name, p in network.named_parameters() if not any(part in name for part in kept))
+    dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
     return network.dtype if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dtype  # type: ignore[return-value]
 
 

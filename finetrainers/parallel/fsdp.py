@@ -6,7 +6,7 @@ launcher's settings are read (`launched.py`), and everything else is done here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -122,6 +122,8 @@ class FSDP(Parallel):
         layers = [layer for name in blocks for layer in getattr(model, name)]
         self._compile(layers)
         arguments: dict[str, Any] = {"mesh": self._mesh, "offload_policy": self._offload_policy()}
+        for module in modules_of_another_dtype(model):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **arguments)
         for layer in layers:
             fully_shard(
                 layer,
@@ -184,7 +186,8 @@ class FSDP(Parallel):
 
     def full_state(self, model: nn.Module) -> dict[str, Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        return get_model_state_dict(model, options=options)
+        gathered = get_model_state_dict(model, options=options)
+        return {name: _whole(tensor) for name, tensor in gathered.items()}
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -193,7 +196,10 @@ class FSDP(Parallel):
             return {}  # not rank 0
         numbers = {name: number for number, name in enumerate(_trained_names(model))}
         return {
-            "state": {numbers[name]: values for name, values in state["state"].items()},
+            "state": {
+                numbers[name]: {key: _whole(value) for key, value in values.items()}
+                for name, values in state["state"].items()
+            },
             "param_groups": [{**g, "params": [numbers[n] for n in g["params"]]} for g in state["param_groups"]],
         }
 
@@ -205,6 +211,49 @@ class FSDP(Parallel):
         }
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(model, optimizer.optimizer, named, options=options)
+
+
+def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules whose trained weights all have another dtype than most: FSDP2 gathers weights of one dtype at a time.
+
+    Some networks keep norms and the like in fp32 beside bf16 weights.
+
+    Raises:
+        ValueError: weights of two dtypes belong to one and the same module.
+    """
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    if len(sizes) < 2:
+        return []
+    usual = max(sizes, key=lambda dtype: sizes[dtype])
+
+    def odd(module: nn.Module, name: str) -> Iterator[nn.Module]:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if trained and all(p.dtype != usual for p in trained):
+            yield module
+            return
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter.dtype != usual:
+                raise ValueError(
+                    f"FSDP2 cannot split {name}{own}, which is {parameter.dtype} beside {usual} weights of the same module; "
+                    "use --master_weights fp32"
+                )
+        for child_name, child in module.named_children():
+            yield from odd(child, f"{name}{child_name}.")
+
+    return list(odd(model, ""))
+
+
+def _whole(value: Any) -> Any:
+    """A gathered tensor in memory of its own: where sizes do not divide by the processes, it is a view of padded memory.
+
+    Files have no place for views, and pickles would hold the padding.
+    """
+    if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+        return value.clone()
+    return value
 
 
 def _trained_names(model: nn.Module) -> list[str]:

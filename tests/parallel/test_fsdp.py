@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from real_process import Python
 from safetensors.torch import load_file
+from torch import nn
 
 from finetrainers.config.load import load_config
 from finetrainers.engine.training import train
+from finetrainers.parallel.fsdp import modules_of_another_dtype
 
 pytestmark = pytest.mark.slow
 
+SCRIPT, TIMEOUT_S = Path(__file__).with_name("rank.py"), 300
 CONFIG = Path(__file__).parents[2] / "accelerate_configs" / "fsdp2.yaml"
 LORA = {
     "train_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": True, "max_grad_norm": 0.02,
@@ -141,3 +145,49 @@ def test_what_parts_cannot_do_is_refused(jobs: Any) -> None:
         assert "--use_ema: averages need whole weights" in rank["refused"]["error"]
         assert "--optimizer: lion needs whole weights" in rank["refused"]["error"]
         assert "--fsdp_group_size: 2 processes do not divide into groups of 3" in rank["uneven"]["error"]
+
+
+def test_sizes_that_do_not_divide_and_two_dtypes(
+    options: Callable[..., dict], tiny_repo: Callable[..., Path], python: Python, tmp_path: Path
+) -> None:
+    """Three processes, of a network that keeps modules in fp32 beside bf16 weights: what it saves is what it was."""
+    changes = {
+        **FULL, "train_steps": 1, "fsdp": "full", "optimizer": "adamw", "lr": 0.0, "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "gradient_accumulation_steps": 1, "master_weights": "stochastic_rounding", "transformer_dtype": "bf16",
+        "mixed_precision": "bf16",
+    }  # fmt: skip
+    (tmp_path / "jobs.json").write_text(json.dumps({"three": options(tmp_path / "run", **changes)}))
+    code = (
+        "import runpy, sys\nfrom diffusers import LTXVideoTransformer3DModel as Network\n"
+        "Network._keep_in_fp32_modules = ['time_embed', 'norm_q']\n"
+        f"sys.argv = {[str(SCRIPT), str(tmp_path / 'jobs.json'), str(tmp_path)]!r}\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    for process in python.ranks(3, "-c", code, TORCHDYNAMO_DISABLE="1"):
+        assert process.wait(TIMEOUT_S) == 0, process.stderr
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text())["three"] for rank in range(3)]
+    assert "3 processes (fsdp2)" in ranks[0]["kind"]
+    assert len({rank["digest"] for rank in ranks}) == 1
+    base = load_file(tiny_repo("ltx_video") / "transformer" / "diffusion_pytorch_model.safetensors")
+    exported, saved = weights(tmp_path / "run"), weights(tmp_path / "run" / "checkpoints" / "step-1")
+    assert exported.keys() == saved.keys() == base.keys()
+    for name, value in base.items():
+        kept = "time_embed" in name or "norm_q" in name
+        assert torch.equal(saved[name], value if kept else value.bfloat16()), name
+        assert torch.equal(exported[name], value.bfloat16()), name
+    optimizer = torch.load(tmp_path / "run" / "checkpoints" / "step-1" / "optimizer.pt", weights_only=True)
+    assert all(
+        value.untyped_storage().nbytes() == value.nbytes
+        for values in optimizer["state"].values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def test_a_module_of_two_dtypes_is_refused() -> None:
+    block = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4))
+    assert modules_of_another_dtype(block) == [block[1]]
+    assert modules_of_another_dtype(block.float()) == []
+    block[0].weight.data = block[0].weight.data.bfloat16()
+    with pytest.raises(ValueError, match=r"cannot split 0.bias, which is torch.float32 beside torch.bfloat16"):
+        modules_of_another_dtype(block)

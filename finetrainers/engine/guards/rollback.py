@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from finetrainers.engine.load_transformer import trainable_dtype
 from finetrainers.engine.restore import load_checkpoint
 from finetrainers.engine.resume import find_checkpoint, read_state
 from finetrainers.engine.trainable import load_lora_weights
@@ -81,12 +82,13 @@ def restore_weights(trainer: Trainer, directory: Path) -> None:
     if trainer.config.training.training_type == "lora":
         load_lora_weights(directory, network)
     else:
-        _load_full(network, spec=trainer.spec, folder=directory / "transformer")
+        dtype = trainable_dtype(trainer.config)
+        _load_full(network, spec=trainer.spec, folder=directory / "transformer", dtype=dtype)
 
 
 @torch.no_grad()
-def _load_full(network: nn.Module, *, spec: ModelSpec, folder: Path) -> None:
+def _load_full(network: nn.Module, *, spec: ModelSpec, folder: Path, dtype: torch.dtype) -> None:
     """Copy all weights of a saved transformer; a second network lies in host memory meanwhile."""
     kind: Any = type(spec)
     saved = kind(spec.config.model_copy(update={"transformer_id": str(folder), "variant": None}))
-    network.load_state_dict(saved.load_transformer(next(network.parameters()).dtype).state_dict())
+    network.load_state_dict(saved.load_transformer(dtype).state_dict())
