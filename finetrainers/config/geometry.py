@@ -14,7 +14,7 @@ class Geometry:
         temporal: frames per latent frame; the first latent frame holds one frame, so F = temporal * k + 1.
         spatial: pixels per latent cell, per side.
         patch: latent cells per transformer token, per side.
-        patch_t: latent frames per transformer token (the model file pads where F' is not a multiple).
+        patch_t: latent frames per transformer token; the network denoises a multiple of them (`denoised_shape`).
         fps: the frame rate the model was trained at.
         pixels: what height and width must be a multiple of anyhow, for the family's pipeline to take them.
     """
@@ -35,10 +35,15 @@ class Geometry:
         """Latent `(T, H, W)` of a clip of `frames` x `height` x `width` pixels."""
         return (frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial
 
+    def denoised_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """The same with the frames that are denoised along so that temporal patches are whole; see `ModelSpec.padded`."""
+        t, h, w = self.latent_shape(frames, height, width)
+        return t + -t % self.patch_t, h, w
+
     def num_tokens(self, frames: int, height: int, width: int) -> int:
         """Video tokens that the transformer sees for one clip."""
-        t, h, w = self.latent_shape(frames, height, width)
-        return -(-t // self.patch_t) * (h // self.patch) * (w // self.patch)
+        t, h, w = self.denoised_shape(frames, height, width)
+        return t // self.patch_t * (h // self.patch) * (w // self.patch)
 
     def problems(self, frames: int, height: int, width: int) -> list[str]:
         """Why a size is not legal, one sentence each with the way out; empty when it is."""

@@ -212,7 +212,7 @@ def estimate_for(
     if training.method == "grpo":
         rollout = rollout_memory(
             config,
-            (transformer.config.out_channels, *geometry.latent_shape(*bucket)),  # type: ignore[arg-type, union-attr]
+            (transformer.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[arg-type, union-attr]
             num_parameters=sum(p.numel() for p in transformer.parameters()),
             num_trainable=num_trainable,
             trainable_bytes=trainable_bytes,

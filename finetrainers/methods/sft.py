@@ -101,23 +101,22 @@ class SFT:
         device = batch.moments.device
         generators = [generator("cpu", self.seed, purpose, *key) for key in batch.sample_keys]
         shape = (batch.moments.shape[1] // 2, *batch.moments.shape[2:])
-        posterior_noise = standard_normal(generators, shape, device)
-        eps = standard_normal(generators, shape, device)
+        noise = standard_normal(generators, shape, device)
+        x0 = self.spec.padded(self.spec.latents(batch.moments, noise, self.vae_stats))
+        eps = standard_normal(generators, x0.shape[1:], device)
         if quantile is None:
-            quantiles = self.noise_levels.sample(
-                generators, round(shape[1] * shape[2] * shape[3] * self.tokens_per_latent)
-            ).to(device)
+            num_tokens = round(x0[0, 0].numel() * self.tokens_per_latent)
+            quantiles = self.noise_levels.sample(generators, num_tokens).to(device)
         else:
             quantiles = torch.full((len(batch),), quantile, device=device)
         t = self.process.time_from_quantile(quantiles)
-        x0 = self.spec.latents(batch.moments, posterior_noise, self.vae_stats)
 
         given = self._given_first_frame(batch, purpose)
         meta, frame_t, trained = batch.meta, t, None
         if self.spec.first_frame == "channels":
             meta = replace(meta, first_frame=self._first_frame_latents(batch, given))
         elif any(given):
-            trained = torch.ones(len(batch), shape[1])  # on the host, since a list as an index waits for the device
+            trained = torch.ones(len(batch), x0.shape[2])  # on the host, since a list as an index waits for the device
             trained[given, 0] = 0.0
             trained = trained.to(device)
             frame_t = t[:, None] * trained

@@ -133,6 +133,17 @@ class CogVideoXSpec(ModelSpec):
         )
         return Conditions({"prompt_embeds": embeds})
 
+    def padded(self, latents_BCTHW: Tensor) -> Tensor:
+        """1.5 sees patches of two latent frames: an odd number of them gets a copy of the first in front.
+
+        As CogVideo's trainer does, before noise is added (finetune/models/cogvideox_t2v/lora_trainer.py), so that the copy has
+        noise of its own. The pipelines denoise such a frame along, and drop it.
+        """
+        front = -latents_BCTHW.shape[2] % (self._transformer_config.get("patch_size_t") or 1)
+        if not front:
+            return latents_BCTHW
+        return torch.cat([latents_BCTHW[:, :, :1].expand(-1, -1, front, -1, -1), latents_BCTHW], dim=2)
+
     def vae_stats(self, vae: nn.Module) -> VAEStats:
         """Videos are `z * scaling_factor`, as the pipelines decode; `invert_scale_latents` concerns images only."""
         scale = torch.tensor(vae.config.scaling_factor, dtype=torch.float32)  # type: ignore[union-attr]
@@ -148,11 +159,8 @@ class CogVideoXSpec(ModelSpec):
     ) -> Tensor:
         """See `ModelSpec.predict`.
 
-        1.5 sees patches of two latent frames. An odd number of them gets a further one in front, as in the pipelines,
-        which denoise it along and drop it; here it is a copy of the first, and its prediction is dropped.
-
         Raises:
-            ValueError: the checkpoint has no positions for this size, or takes no first frame.
+            ValueError: the checkpoint has no positions for this size, takes no first frame, or needs `padded` latents.
         """
         network = unwrap(transformer)
         config = network.config
@@ -160,9 +168,10 @@ class CogVideoXSpec(ModelSpec):
 
         dtype = input_dtype(network)
         x_BTCHW = x_BCTHW.to(dtype).transpose(1, 2)
-        front = -x_BTCHW.shape[1] % (config.patch_size_t or 1)
-        if front:
-            x_BTCHW = torch.cat([x_BTCHW[:, :1].expand(-1, front, -1, -1, -1), x_BTCHW], dim=1)
+        if x_BTCHW.shape[1] % (config.patch_size_t or 1):
+            raise ValueError(
+                f"{x_BTCHW.shape[1]} latent frames are not whole patches of {config.patch_size_t}: they need `padded`"
+            )
         hidden_states = x_BTCHW
         if _takes_first_frame(config):
             hidden_states = torch.cat([x_BTCHW, self._image_channels(x_BTCHW, meta.first_frame)], dim=2)
@@ -177,7 +186,7 @@ class CogVideoXSpec(ModelSpec):
             image_rotary_emb=_rotary(config, x_BTCHW),
             return_dict=False,
         )[0]
-        return prediction_BTCHW[:, front:].transpose(1, 2)
+        return prediction_BTCHW.transpose(1, 2)
 
     def _image_channels(self, x_BTCHW: Tensor, first_frame_BC1HW: Tensor | None) -> Tensor:
         """The channels that tell the first frame: it at time 0, zeros elsewhere, and in rows without one."""

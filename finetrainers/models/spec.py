@@ -319,6 +319,13 @@ class ModelSpec(ABC):
             mean = mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise
         return vae_stats.normalise(mean)
 
+    def padded(self, latents_BCTHW: Tensor) -> Tensor:
+        """Clean latents of clips as the network denoises them: with frames in front, where its patches span several.
+
+        The added frames are noised, predicted and sampled like all others; `decode` is given the clip's own, the last ones.
+        """
+        return latents_BCTHW
+
     @abstractmethod
     def vae_stats(self, vae: nn.Module) -> VAEStats:
         """The constants that turn the VAE's latents into the model's normalised latents."""
@@ -336,7 +343,7 @@ class ModelSpec(ABC):
 
         Args:
             transformer: the network, possibly wrapped.
-            x_BCTHW: noisy latents in normalised space.
+            x_BCTHW: noisy latents in normalised space, with the frames that `padded` adds.
             t: process time as the process draws it, `[B]`; "tokens" models also take one per latent frame, `[B, T]`.
             conditions: from `encode_text`, on the transformer's device.
             meta: frame rate and, for "channels" models, the first frame.
@@ -344,7 +351,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def decode(self, vae: nn.Module, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
-        """Videos in [0, 1], `[B, 3, T, H, W]`, of normalised latents."""
+        """Videos in [0, 1], `[B, 3, T, H, W]`, of normalised latents without the frames that `padded` adds."""
 
     # ---- sampling ----------------------------------------------------------------------------------------------
 

@@ -115,6 +115,28 @@ def derive(
     return found
 
 
+def test_the_frame_that_makes_patches_whole_has_noise_of_its_own(tiny_repo: Callable[..., Path]) -> None:
+    """CogVideoX 1.5: the clean first frame comes twice, and each of the two is noised and predicted by itself."""
+    setting = Setting(tiny_repo("cogvideox", version="1.5"), "cogvideox")
+    batch = make_batch("cogvideox")
+    loss, _ = setting.method.loss(torch.nn.Identity(), batch)
+    ((x, t, *_),) = setting.seen
+    assert x.shape[2] == 4
+    errors = []
+    for row, (epoch, item) in enumerate(batch.sample_keys):
+        generator = torch.Generator().manual_seed(derive_seed(SEED, "train", epoch, item))
+        mean, logvar = batch.moments[row].double().chunk(2)
+        clip = mean + (0.5 * logvar).exp() * torch.randn(mean.shape, generator=generator).double()
+        x0 = setting.vae.config.scaling_factor * torch.cat([clip[:, :1], clip], dim=1)
+        eps = torch.randn(x0.shape, generator=generator).double()
+        step = torch.tensor([min(int(uniform(generator) * 1000), 999)])
+        close(x[row], setting.scheduler.add_noise(x0, eps, step))
+        close(t[row], step[0])
+        target = setting.scheduler.get_velocity(x0, eps, step)
+        errors.append(((answer(row, x0.shape) - target) ** 2).mean())
+    close(loss, sum(errors) / 3)
+
+
 def uniform(generator: torch.Generator) -> float:
     return torch.rand((), generator=generator).double().item()
 

@@ -103,6 +103,12 @@ def latents(frames: int = 3, height: int = 8, width: int = 8, *, batch: int = 1,
     return normal(batch, 16, frames, height, width, seed=seed)
 
 
+def denoised(checkpoint: Checkpoint, frames: int = 3, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Latents of whole temporal patches."""
+    step = checkpoint.transformer.config.patch_size_t or 1
+    return latents(frames + -frames % step, batch=batch, seed=seed)
+
+
 def meta_of(checkpoint: Checkpoint, batch: int = 1) -> VideoMeta:
     """With a first frame where the checkpoint takes one."""
     takes = checkpoint.version in IMAGE_VERSIONS
@@ -230,7 +236,7 @@ def encoded_first_frame(checkpoint: Checkpoint, image: torch.Tensor) -> torch.Te
         ("5b", 9, 48, 80),
         ("5b", 1, 80, 48),
         ("1.5", 13, 48, 80),  # 4 latent frames: two whole pairs
-        ("1.5", 9, 48, 80),  # 3 latent frames: one is added in front
+        ("1.5", 9, 48, 80),  # 3 latent frames: one is denoised in front of them
         ("1.5", 1, 48, 48),
         ("i2v", 9, 64, 64),
         ("1.5-i2v", 13, 48, 80),
@@ -241,14 +247,12 @@ def test_predict_feeds_the_network_what_the_pipeline_feeds_it(checkpoint_of, ver
     checkpoint = checkpoint_of(version)
     frames = (num_frames - 1) // 4 + 1
     front = frames % 2 if version.startswith("1.5") else 0
-    x = latents(frames, height // 8, width // 8)
-    # The pipeline draws noise for the added frame; `predict` repeats the first.
-    padded = torch.cat([x[:, :, :front], x], dim=2)
+    x = latents(frames + front, height // 8, width // 8)  # the pipelines denoise as many
     image, first_frame = None, None
     if version in IMAGE_VERSIONS:
         image = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(4))
         first_frame = encoded_first_frame(checkpoint, image)
-    expected = pipeline_step(checkpoint, padded, image, num_frames=num_frames, height=height, width=width)
+    expected = pipeline_step(checkpoint, x, image, num_frames=num_frames, height=height, width=width)
 
     calls, handles = recorder(checkpoint.transformer)
     with torch.no_grad():
@@ -268,8 +272,26 @@ def test_predict_feeds_the_network_what_the_pipeline_feeds_it(checkpoint_of, ver
             assert ours[name] is None
         else:
             torch.testing.assert_close(ours[name], expected[name], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(prediction, expected["output"].transpose(1, 2)[:, :, front:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(prediction, expected["output"].transpose(1, 2), rtol=0, atol=1e-5)
     assert prediction.shape == x.shape
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_clean_latents_are_padded_as_the_pipelines_latents_are(checkpoint_of, version):
+    """In front, with copies of the first frame, before any noise; whole patches stay what they are."""
+    checkpoint = checkpoint_of(version)
+    spec, geometry = checkpoint.spec, checkpoint.spec.geometry(checkpoint.spec.load_vae(), checkpoint.transformer)
+    for frames in (1, 2, 3):
+        x0 = latents(frames)
+        padded = spec.padded(x0)
+        assert padded.shape[2:] == geometry.denoised_shape(4 * (frames - 1) + 1, 64, 64)
+        assert torch.equal(padded[:, :, -frames:], x0)
+        front = padded.shape[2] - frames
+        assert front == (frames % 2 if version.startswith("1.5") else 0)
+        assert torch.equal(padded[:, :, :front], x0[:, :, :front])
+    if version.startswith("1.5"):
+        with pytest.raises(ValueError, match="3 latent frames are not whole patches of 2"):
+            spec.predict(checkpoint.transformer, latents(3), torch.tensor([4]), checkpoint.conditions.rows([0]), META)
 
 
 def test_the_prediction_depends_on_every_input(checkpoint):
@@ -279,21 +301,22 @@ def test_the_prediction_depends_on_every_input(checkpoint):
         with torch.no_grad():
             return spec.predict(checkpoint.transformer, x, torch.tensor([t]), checkpoint.conditions.rows([row]), meta)
 
-    base = predict(latents(), 400, 0, meta)
+    x = denoised(checkpoint)
+    base = predict(x, 400, 0, meta)
     others = [
-        predict(latents(), 400, 1, meta),
-        predict(latents(), 800, 0, meta),
-        predict(latents(seed=1), 400, 0, meta),
+        predict(x, 400, 1, meta),
+        predict(x, 800, 0, meta),
+        predict(denoised(checkpoint, seed=1), 400, 0, meta),
     ]
     if meta.first_frame is not None:
-        others.append(predict(latents(), 400, 0, META))
+        others.append(predict(x, 400, 0, META))
     for other in others:
         assert (base - other).abs().max() > 1e-3
 
 
 def test_predict_repeats_itself_and_leaves_its_inputs_alone(checkpoint):
     spec, meta = checkpoint.spec, meta_of(checkpoint, batch=2)
-    x, t = latents(batch=2), torch.tensor([200, 900])
+    x, t = denoised(checkpoint, batch=2), torch.tensor([200, 900])
     inputs = [x, t, *checkpoint.conditions.tensors.values(), *([] if meta.first_frame is None else [meta.first_frame])]
     before = [value.clone() for value in inputs]
     with torch.no_grad():
@@ -306,7 +329,7 @@ def test_predict_repeats_itself_and_leaves_its_inputs_alone(checkpoint):
 
 def test_a_batch_equals_its_rows_one_by_one(checkpoint):
     spec, meta = checkpoint.spec, meta_of(checkpoint, batch=2)
-    x, t = latents(batch=2), torch.tensor([200, 900])
+    x, t = denoised(checkpoint, batch=2), torch.tensor([200, 900])
     with torch.no_grad():
         batch = spec.predict(checkpoint.transformer, x, t, checkpoint.conditions, meta)
         rows = []
@@ -334,7 +357,7 @@ def test_bf16_weights_get_bf16_inputs(checkpoint_of):
     transformer = checkpoint.spec.load_transformer(torch.bfloat16)
     with torch.no_grad():
         prediction = checkpoint.spec.predict(
-            transformer, latents(), torch.tensor([400]), checkpoint.conditions.rows([0]), meta_of(checkpoint)
+            transformer, denoised(checkpoint), torch.tensor([400]), checkpoint.conditions.rows([0]), meta_of(checkpoint)
         )
     assert prediction.dtype == torch.bfloat16
     assert prediction.isfinite().all()
@@ -352,7 +375,7 @@ def test_gradients_reach_latents_and_lora_under_checkpointing(checkpoint_of, ver
                 parameter.data = 0.1 * normal(*parameter.shape, seed=i)
         if checkpointing:
             transformer.enable_gradient_checkpointing()
-        x = latents().requires_grad_()
+        x = denoised(checkpoint).requires_grad_()
         prediction = checkpoint.spec.predict(
             transformer.train(), x, torch.tensor([400]), checkpoint.conditions.rows([0]), meta_of(checkpoint)
         )
@@ -430,7 +453,7 @@ def test_the_network_sees_as_many_tokens_as_the_geometry_says(checkpoint_of, ver
     with torch.no_grad():
         checkpoint.spec.predict(
             checkpoint.transformer,
-            latents(),
+            denoised(checkpoint),
             torch.tensor([4]),
             checkpoint.conditions.rows([0]),
             meta_of(checkpoint),
@@ -502,7 +525,7 @@ def test_images_and_checkpoints_must_match(checkpoint_of):
 
 def test_a_saved_lora_is_loaded_by_the_pipeline_with_its_alpha(checkpoint, tmp_path):
     spec = checkpoint.spec
-    arguments = (latents(), torch.tensor([400]), checkpoint.conditions.rows([0]), meta_of(checkpoint))
+    arguments = (denoised(checkpoint), torch.tensor([400]), checkpoint.conditions.rows([0]), meta_of(checkpoint))
     trained = spec.load_transformer(torch.float32)
     with torch.no_grad():
         base = spec.predict(trained, *arguments)

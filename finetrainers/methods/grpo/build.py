@@ -82,7 +82,8 @@ def build_sampler(parts: MethodParts) -> Sampler:
         times=sampling_times(
             parts.scheduler, section.sampling_steps, num_tokens=geometry.num_tokens(*size), shift=section.shift
         ),
-        shape=(parts.network.config.out_channels, *geometry.latent_shape(*size)),  # type: ignore[union-attr]
+        shape=(parts.network.config.out_channels, *geometry.denoised_shape(*size)),  # type: ignore[union-attr]
+        num_frames=geometry.latent_shape(*size)[0],
         fps=geometry.fps,
         guidance=parts.spec.sampling_guidance if section.rollout_guidance is None else section.rollout_guidance,
         cfg=section.rollout_cfg,

@@ -194,7 +194,7 @@ class Collector:
     ) -> None:
         """Decode and score clips, the first of which is the rollout's `number`-th; adds to what this rank says."""
         with timed(spent, "decode", self.parallel.device):
-            videos = self.source.decode(clean, self.vae_stats)
+            videos = self.source.decode(self.sampler.clips(clean), self.vae_stats)
         with timed(spent, "reward", self.parallel.device):
             texts = [self.source.text(job.prompt) for job in chunk]
             scores = self.panel.score(videos, texts, fps=self.reward_fps, rollout=rollout, first_clip=number)

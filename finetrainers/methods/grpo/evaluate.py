@@ -82,4 +82,4 @@ class PromptEvaluation:
             seed=collector.seed,
             rollout=0,
         )
-        return collector.source.decode(latents, collector.vae_stats)
+        return collector.source.decode(sampler.clips(latents), collector.vae_stats)

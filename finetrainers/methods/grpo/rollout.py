@@ -56,7 +56,8 @@ class Sampler:
     Attributes:
         spec, process: the model's description.
         times: process times of the steps, `[S]`.
-        shape: `(C, T, H, W)` of a latent.
+        shape: `(C, T, H, W)` of what is denoised.
+        num_frames: how many of its T frames, the last ones, are the clip; None: all.
         fps: frame rate of the clips.
         guidance: scale for networks that take it as an input; None: what they are trained at.
         cfg: classifier-free guidance scale; 1 calls the network once and without the empty prompt.
@@ -68,6 +69,7 @@ class Sampler:
     times: Tensor
     shape: tuple[int, int, int, int]
     fps: float
+    num_frames: int | None = None
     guidance: float | None = None
     cfg: float = 1.0
     storage: torch.dtype = torch.float32
@@ -85,6 +87,10 @@ class Sampler:
             return prediction
         with_prompt, without = prediction.chunk(2)
         return without + self.cfg * (with_prompt - without)
+
+    def clips(self, latents: Tensor) -> Tensor:
+        """Denoised latents without the frames in front that only make temporal patches whole."""
+        return latents if self.num_frames is None else latents[:, :, -self.num_frames :]
 
     def time(self, step: Tensor, device: torch.device) -> Tensor:
         """Process time of each clip's step, `[B]`."""
