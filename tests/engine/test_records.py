@@ -199,11 +199,10 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_failing_run_exits_with_1(options: Callable[..., dict], tmp_path: Path, python: Python) -> None:
-    """What no check foresees: the shell must hear of it."""
-    (tmp_path / "file").touch()
-    values = options(precompute_dir=str(tmp_path / "file"), video_resolution_buckets="9x64x64")
-    flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    done = python("train.py", *flags, "--precompute_conditions")
+def test_a_failing_run_exits_with_1(options: Callable[..., dict], python: Python) -> None:
+    """What no check foresees: the shell must hear of it, with the traceback."""
+    flags = [part for name, value in options(train_steps=1, video_resolution_buckets="9x64x64").items() for part in (f"--{name}", str(value))]
+    done = python("train.py", *flags, FINETRAINERS_FAULT="raise@load")
     assert done.wait() == 1, done.stderr[-2000:]
-    assert "NotADirectoryError" in done.stderr
+    assert "Traceback" in done.stderr
+    assert "RuntimeError" in done.stderr

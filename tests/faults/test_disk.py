@@ -53,11 +53,13 @@ def test_a_write_that_is_cut_short_publishes_nothing(
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
     python: Python, flags: Callable[..., list[str]], files: Any
 ) -> None:
-    files.root.parent.joinpath("file").touch()
-    for place in ("/proc/run", files.root.parent / "file" / "run"):
+    file = files.root.parent / "file"
+    file.touch()
+    places = {"/proc/run": "cannot write to /proc/run: ", file / "run": f"{file} is a file; give a directory"}
+    for place, problem in places.items():
         refused = python("-m", "finetrainers", *flags(place))
         assert refused.wait() == exit_codes.CONFIGURATION, refused.stderr
-        assert f"--output_dir: cannot write to {place}: " in refused.stderr
+        assert f"--output_dir: {problem}" in refused.stderr
 
 
 def test_a_folder_that_is_gone_ends_the_run(train: Callable[..., Any], files: Any) -> None:
