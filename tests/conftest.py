@@ -25,6 +25,7 @@ from types import ModuleType
 import hypothesis
 import pytest
 import torch
+from loopback_hub import hub  # noqa: F401
 from real_process import Python
 from shares import in_shares
 

@@ -62,9 +62,9 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
         config, list_models = parse_flags(argv, prog=prog)
         if list_models or config is None:
             return _models(None)
-        from finetrainers.engine.preflight import preflight
+        from finetrainers.engine.ready import get_ready
 
-        checked = preflight(config)
+        checked = get_ready(config)
         from finetrainers.engine.run import run
 
         quiet_progress_bars()
@@ -95,9 +95,10 @@ def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") 
         config, list_models = parse_flags(argv, prog=prog, guide=PREPARE)
         if list_models or config is None:
             return _models(None)
-        from finetrainers.engine.preflight import for_preparing, preflight
+        from finetrainers.engine.preflight import for_preparing
+        from finetrainers.engine.ready import get_ready
 
-        checked = preflight(for_preparing(config), preparing=True)
+        checked = get_ready(for_preparing(config), preparing=True)
         from finetrainers.engine.prepare import prepare
 
         quiet_progress_bars()

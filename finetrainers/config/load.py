@@ -30,7 +30,7 @@ else:
     import tomli as tomllib
 
 #: Options that never go to disk: secrets, and what one invocation asked for rather than what the run is.
-NOT_DUMPED = ("hub_token", "resume_from_checkpoint", "reset", "dry_run")
+NOT_DUMPED = ("hub_token", "resume_from_checkpoint", "reset", "dry_run", "verbose")
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ INSTEAD = {
     **dict.fromkeys(["parallel_backend", "dp_degree", "dp_shards", "tp_degree", "cp_degree", "pp_degree", "pipeline_stages"], _PARALLEL),
     "ddp_timeout": "it is --nccl_timeout, in seconds",
     **dict.fromkeys(["config_file", "config_path"], "a file of options is --config FILE.toml"),
-    **dict.fromkeys(["verbose", "debug", "log_level"], "set FINETRAINERS_LOG_LEVEL=debug in the environment"),
+    **dict.fromkeys(["debug", "log_level"], "set FINETRAINERS_LOG_LEVEL=debug in the environment"),
 }  # fmt: skip
 #: What other trainers call values of ours, in lower case, by option.
 VALUES = {

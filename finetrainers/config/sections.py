@@ -465,3 +465,7 @@ class RunSection(Section):
     )
     sampling_timeout: Seconds | None = Field(None, ge=1, description="The same for validation samples and evaluation.")
     dry_run: bool = Field(False, description="Check everything, print the plan, and stop before training.")
+    verbose: bool = Field(
+        False,
+        description="With `dry_run`, print all options; and print the traceback of every error, expected ones included.",
+    )

@@ -15,6 +15,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.garbage import no_collections
+from finetrainers.utils.text import plural
 
 from .buckets import Bucket, bucket_text
 from .clip import Clip, all_cuts
@@ -96,8 +97,10 @@ class DatasetPlan:
         """Clips of an optimizer step."""
         loading, accumulation = config.dataloader, config.training.gradient_accumulation_steps
         clips = sorted({loading.batch_size, *(size for _, size in loading.bucket_batch_sizes)})
-        shown = [str(size * accumulation) for size in clips]
-        return f"{' or '.join(shown)} clips per process{', by bucket' if len(shown) > 1 else ''}"
+        shown = [size * accumulation for size in clips]
+        if len(shown) == 1:
+            return f"{plural(shown[0], 'clip')} per process"
+        return f"{' or '.join(map(str, shown))} clips per process, by bucket"
 
     def encoded_clips(self) -> list[Clip]:
         """All that the encoders may be given: clips in every bucket, and once what windows have in common."""

@@ -18,7 +18,7 @@ from transformers import T5EncoderModel
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.engine.plan_report import print_line
-from finetrainers.engine.preflight import preflight
+from finetrainers.engine.ready import get_ready
 from finetrainers.engine.resume import list_checkpoints
 from finetrainers.engine.run import run
 from finetrainers.utils.contact_sheet import Strip, contact_sheet
@@ -75,7 +75,7 @@ def build(directory: Path, *, steps: int = STEPS, clips: int = CLIPS, measured: 
     if (run_dir / "transformer").is_dir():
         print_line(f"keeping the trained transformer in {run_dir}")
     else:
-        run(preflight(build_config(directory, steps=steps, resume=bool(list_checkpoints(run_dir)))))
+        run(get_ready(build_config(directory, steps=steps, resume=bool(list_checkpoints(run_dir)))))
     package(base, run_dir / "transformer", directory / "weights")
     measure_weights(directory / "weights", directory, items=measured)
 

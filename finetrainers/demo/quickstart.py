@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.engine.plan_report import print_line
-from finetrainers.engine.preflight import preflight
+from finetrainers.engine.ready import get_ready
 from finetrainers.engine.run import run
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.video import write_mp4
@@ -69,8 +69,7 @@ def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Sco
     print_line(f"1/4 making {NEW} clips of {NEW_WORD} shapes, and {KNOWN} of others, in {directory / 'clips'}")
     write_quickstart_clips(directory / "clips")
 
-    checked = preflight(quickstart_config(directory, steps=DEFAULT_STEPS if steps is None else steps))
-
+    config = quickstart_config(directory, steps=DEFAULT_STEPS if steps is None else steps)
     print_line(f"2/4 sampling {MODEL}, which has never seen any")
     asked, others = new_captions(_ASKED), other_captions(_ASKED)
     pipeline = load_pipeline(Path(model_path(MODEL)))
@@ -78,7 +77,7 @@ def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Sco
 
     again = f"finetrainers train --config {directory / 'run' / 'config.toml'} --output_dir another"
     print_line(f"3/4 training a LoRA; to train again with other settings: {again}")
-    run(checked)
+    run(get_ready(config))
 
     print_line("4/4 sampling with the LoRA, from the same noise")
     pipeline.load_lora_weights(str(directory / "run"))

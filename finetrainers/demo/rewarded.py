@@ -16,7 +16,7 @@ import numpy as np
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.engine.plan_report import print_line
-from finetrainers.engine.preflight import preflight
+from finetrainers.engine.ready import get_ready
 from finetrainers.engine.run import run
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.packaged import model_path
@@ -69,7 +69,6 @@ def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score
     require_matplotlib()
     clear(directory, "reward", ("prompts", "run"))
     config = reward_config(directory, steps=DEFAULT_STEPS if steps is None else steps)
-    checked = preflight(config)
 
     print_line(f"1/3 sampling {MODEL}, which was never told what is liked")
     choices, others = choice_captions(_ASKED, name="asked", held_out=True), other_captions(_ASKED)
@@ -78,7 +77,7 @@ def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score
 
     again = f"finetrainers train --config {directory / 'run' / 'config.toml'} --output_dir another"
     print_line(f"2/3 training a LoRA on the reward; to train again with other settings: {again}")
-    run(checked)
+    run(get_ready(config))
 
     print_line("3/3 sampling with the LoRA, from the same noise")
     pipeline.load_lora_weights(str(directory / "run"))

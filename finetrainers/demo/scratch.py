@@ -16,7 +16,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.decode import read_frames
 from finetrainers.engine.plan_report import print_line
-from finetrainers.engine.preflight import preflight
+from finetrainers.engine.ready import get_ready
 from finetrainers.engine.run import run
 from finetrainers.utils.contact_sheet import Strip, contact_sheet
 from finetrainers.utils.video import slug, write_mp4
@@ -49,10 +49,10 @@ def from_scratch(directory: Path, *, steps: int | None = None) -> dict[str, floa
     truth = _pixels(directory)
     build_small_ltx(directory / "model", list(truth.values()))
 
-    checked = preflight(_config(directory, steps or DEFAULT_STEPS))
+    config = _config(directory, steps or DEFAULT_STEPS)
     again = f"finetrainers train --config {directory / 'run' / 'config.toml'} --output_dir another"
     print_line(f"3/4 training; to train again with other settings: {again}")
-    run(checked)
+    run(get_ready(config))
 
     print_line("4/4 sampling before and after")
     scores = _report(directory, truth)

@@ -22,7 +22,7 @@ from .callbacks.prompts import encode_prompts
 from .callbacks.validation import EncodedPrompt
 from .guards.memory import memory_advice
 from .load_transformer import load_trainable_transformer, trainable_dtype
-from .plan_report import print_line, print_start
+from .plan_report import loading, print_line
 from .preflight import Preflight
 from .restore import check_restorable, restore
 from .run_dir import RunDirectory
@@ -35,7 +35,8 @@ from .watchdog import Watchdog
 def assemble(checked: Preflight, parallel: Parallel, watchdog: Watchdog) -> Trainer:
     """Load everything in three phases and build the trainer, resumed if asked."""
     config, plan, start = checked.config, checked.plan, checked.start
-    print_start(checked, parallel)
+    if parallel.is_main:
+        print_line(parallel.describe())
     check_restorable(start, parallel)
     spec = checked.family.load(config.model)
     scheduler = spec.load_scheduler()
@@ -54,17 +55,23 @@ def assemble(checked: Preflight, parallel: Parallel, watchdog: Watchdog) -> Trai
     prompts: list[EncodedPrompt] = []
     negative = None
     if checked.prompts or not source.recall_texts():
-        encoders = parallel.in_turns("loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device))
+        with loading(checked, "text encoder", speaks=parallel.is_main):
+            encoders = parallel.in_turns(
+                "loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device)
+            )
         watchdog.enter("encoding")
         with parallel.together("encoding the prompts"):
             prompts, negative = encode_prompts(checked, spec, encoders, compute_dtype)
         source.take_text_encoders(encoders)
         del encoders
         free_memory()
+    elif parallel.is_main:
+        print_line("text encoders are not loaded: every caption is in the cache")
 
     # Phase 2: the VAE.
     watchdog.enter("loading")
-    vae = parallel.in_turns("loading the VAE", lambda: spec.load_vae().to(parallel.device))
+    with loading(checked, "VAE", speaks=parallel.is_main):
+        vae = parallel.in_turns("loading the VAE", lambda: spec.load_vae().to(parallel.device))
     with parallel.together("checking the sizes"):
         vae_stats = spec.vae_stats(vae)
         geometry = spec.geometry(vae, spec.transformer_on_meta())
@@ -77,17 +84,18 @@ def assemble(checked: Preflight, parallel: Parallel, watchdog: Watchdog) -> Trai
     # Phase 3: the transformer.
     watchdog.enter("loading")
     lr = config.optimizer.lr * lr_scale(config, parallel)
-    transformer, optimizer = parallel.prepare(
-        lambda: load_trainable_transformer(checked, spec, weights_dtype),
-        lambda parameters: create_optimizer(
-            parameters,
-            config=config.optimizer,
-            lr=lr,
-            device_type=parallel.device.type,
-            stochastic_rounding=config.training.master_weights == "stochastic_rounding",
-        ),
-        blocks=spec.blocks,
-    )
+    with loading(checked, "transformer", speaks=parallel.is_main):
+        transformer, optimizer = parallel.prepare(
+            lambda: load_trainable_transformer(checked, spec, weights_dtype),
+            lambda parameters: create_optimizer(
+                parameters,
+                config=config.optimizer,
+                lr=lr,
+                device_type=parallel.device.type,
+                stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+            ),
+            blocks=spec.blocks,
+        )
     method = load_method(config.training.method).create(
         MethodParts(
             config=config,

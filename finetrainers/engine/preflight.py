@@ -45,6 +45,7 @@ class Preflight:
     start: Start
     warnings: list[str] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)  # the checkpoints among which it has chosen
+    unseen: str | None = None  # why nothing is known of the model itself; for a dry run
 
 
 def preflight(

@@ -19,10 +19,12 @@ from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.text import file_size
 
 from .assemble import check_geometry
+from .dry_run import dry_run_report
 from .guards.memory import memory_advice
-from .plan_report import dry_run_report, print_line, print_start
-from .preflight import Preflight, preflight, weights_examined
+from .plan_report import loading, print_line
+from .preflight import Preflight, weights_examined
 from .processes import make_parallel
+from .ready import examine_weights
 from .watchdog import Watchdog
 
 
@@ -37,14 +39,13 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
         if launched_rank() == 0:
             dry_run_report(weights_examined(checked))
         return {}
-    if checked.family.fetch_configs(config.model):
-        checked = preflight(config, preparing=True)
-    checked = weights_examined(checked)
+    checked = examine_weights(checked)
     started = time.monotonic()
     parallel = make_parallel(config)
     try:
         arm_faults()
-        print_start(checked, parallel)
+        if parallel.is_main:
+            print_line(parallel.describe())
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank, directory=cache_directory(config))
         with watchdog.running():
             encoded = _encode(checked, parallel, watchdog)
@@ -67,16 +68,18 @@ def _encode(checked: Preflight, parallel: Ranks, watchdog: Watchdog) -> Mapping[
     source = open_work(checked.plan, config, spec=spec, parallel=parallel, course=checked.start.course)
     try:
         if not source.recall_texts():
-            encoders = parallel.in_turns(
-                "loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device)
-            )
+            with loading(checked, "text encoder", speaks=parallel.is_main):
+                encoders = parallel.in_turns(
+                    "loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device)
+                )
             watchdog.enter("encoding")
             source.take_text_encoders(encoders)
             del encoders
             free_memory()
         if source.encodes_clips:
             watchdog.enter("loading")
-            vae = parallel.in_turns("loading the VAE", lambda: spec.load_vae().to(parallel.device))
+            with loading(checked, "VAE", speaks=parallel.is_main):
+                vae = parallel.in_turns("loading the VAE", lambda: spec.load_vae().to(parallel.device))
             check_geometry(checked.plan, config, spec.geometry(vae, spec.transformer_on_meta()))
             watchdog.enter("encoding")
             source.take_vae(vae)

@@ -10,11 +10,13 @@ from finetrainers.utils.launch import launched_rank
 
 from .assemble import assemble
 from .callbacks.base import Callback
+from .dry_run import dry_run_report
 from .export import export
 from .lock import exclusive
-from .plan_report import dry_run_report, print_results, print_stopped
-from .preflight import Preflight, preflight, weights_examined
+from .plan_report import print_results, print_stopped
+from .preflight import Preflight, weights_examined
 from .processes import make_parallel
+from .ready import examine_weights, get_ready
 from .resume import scan_checkpoints
 from .trainer import Trainer
 from .watchdog import Watchdog
@@ -33,10 +35,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
         if launched_rank() == 0:
             dry_run_report(weights_examined(checked))
         return None
-    # What a hub model looks like is known for certain only from its own config files.
-    if checked.family.fetch_configs(config.model):
-        checked = preflight(config)
-    checked = weights_examined(checked)
+    checked = examine_weights(checked)
     parallel = make_parallel(config)
     try:
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
@@ -46,7 +45,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             fault_point("start")
             # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
             if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
-                checked = weights_examined(preflight(config))
+                checked = examine_weights(get_ready(config))
             trainer = assemble(checked, parallel, watchdog)
             trainer.callbacks.extend(callbacks)
             # Until here a signal ends the process as always: there is nothing to save yet.

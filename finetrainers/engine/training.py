@@ -16,7 +16,7 @@ from finetrainers.utils.process_state import restored
 
 from .callbacks.base import Callback
 from .lora_layout import LORA_FILE
-from .preflight import preflight
+from .ready import get_ready
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> TrainRe
     Raises:
         ConfigError: the configuration cannot run; all reasons at once.
     """
-    checked = preflight(config)
+    checked = get_ready(config)
     with restored(), quiet_libraries():
         from .run import run
 

@@ -18,6 +18,8 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import model_path
 
+from .hub import away
+
 Json = dict[str, Any]
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -75,7 +77,7 @@ def part_folder(config: ModelSection, part: str) -> Path | None:
     replacement = replacement_of(config, part)
     root = model_path(replacement or config.pretrained_model_name_or_path)
     for name in ("config.json", "tokenizer_config.json"):
-        if is_hub_id(root):
+        if is_hub_id(root) and away() is None:
             from huggingface_hub import hf_hub_download
 
             revision = None if replacement else config.revision
@@ -136,6 +138,18 @@ def weight_files(folder: Path, part: str, variant: str | None) -> tuple[list[Pat
             f"{single.name}"
         )
     raise ValueError(f"{folder} has no {single.name}; it holds: {', '.join(there[:12]) or 'nothing'}")
+
+
+def weights_size(config: ModelSection, part: str) -> int | None:
+    """Bytes of the files that a network's weights would be loaded from; None where they are not all on this disk."""
+    folder = folder_on_disk(config, part)
+    if folder is None:
+        return None
+    try:
+        files, _ = weight_files(folder, part, None if replacement_of(config, part) else config.variant)
+    except ValueError:
+        return None
+    return sum(file.stat().st_size for file in files) if all(file.is_file() for file in files) else None
 
 
 def tensor_shapes(

@@ -17,15 +17,18 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from .hub import OFFLINE, how_to_download
+
 _TOO_MANY = 429
 
 
-def hub_help(error: BaseException, repo: str) -> str | None:
+def hub_help(error: BaseException, repo: str, *, away: str | None = None) -> str | None:
     """A sentence for the user; None where the hub is not what failed.
 
     Args:
         error: what loading raised.
         repo: id that was asked for.
+        away: why the hub was not asked, if that is known.
     """
     causes = list(_causes(error))
     page = f"{huggingface_hub.constants.ENDPOINT}/{repo}"
@@ -41,13 +44,10 @@ def hub_help(error: BaseException, repo: str) -> str | None:
         return "The hub refuses more requests for now (429): wait some minutes, or log in, which raises the limit."
     if any(status >= 500 for status in statuses):
         return "The hub itself has a problem: try again later. What was downloaded is kept."
-    offline = huggingface_hub.is_offline_mode()
-    if offline or any(isinstance(cause, (LocalEntryNotFoundError, OfflineModeIsEnabled)) for cause in causes):
-        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
-        return (
-            f"It is not on this disk, and {why}: download it first where there is a connection "
-            f"(`hf download {repo}`), into the same cache (HF_HOME, or --cache_dir)."
-        )
+    if away is None and huggingface_hub.is_offline_mode():
+        away = OFFLINE
+    if away or any(isinstance(cause, (LocalEntryNotFoundError, OfflineModeIsEnabled)) for cause in causes):
+        return f"It is not on this disk, and {away or 'the hub cannot be reached'}: {how_to_download(repo)}."
     return None
 
 

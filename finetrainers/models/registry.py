@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetrainers.config.errors import Problem
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.addresses import resolve
@@ -29,7 +29,9 @@ from .files import (
     parts_of,
     read_json,
     replacement_of,
+    weights_size,
 )
+from .hub import OFFLINE, ask, fetch_config, how_to_download
 
 if TYPE_CHECKING:
     from .spec import ModelSpec
@@ -160,22 +162,78 @@ class Family:
         transformer = _component_config(config, "transformer")
         return transformer is None or self.read_takes_guidance(transformer)
 
-    def fetch_configs(self, config: ModelSection) -> bool:
-        """Bring a hub model's configs onto this disk, and say whether any is new; loading will say why one is not."""
-        from huggingface_hub import hf_hub_download
+    def weights_on_disk(self, config: ModelSection) -> dict[str, int | None]:
+        """Bytes of the weight files of each network, in the order in which they are loaded; None: not all on this disk."""
+        networks = (
+            part for part in parts_of(self.num_text_encoders) if not part.startswith(("scheduler", "tokenizer"))
+        )
+        return {part: weights_size(config, part) for part in networks}
 
-        wanted = [(part, f"{part}/config.json", replacement_of(config, part)) for part in ("vae", "transformer")]
-        missing = [(name, replacement) for part, name, replacement in wanted if _component_config(config, part) is None]
-        if missing and config.transformer_id is None:
-            missing.append((_MODEL_INDEX, None))
-        fetched = False
-        for name, replacement in missing:
+    def fetch_configs(self, config: ModelSection) -> Fetched:
+        """Bring the configs of a hub model onto this disk; the hub is first asked whether it answers at all.
+
+        Raises:
+            ConfigError: the hub has no such repository or file, or does not give it.
+        """
+        places = (replacement_of(config, part) for part in parts_of(self.num_text_encoders))
+        roots = dict.fromkeys(model_path(place or config.pretrained_model_name_or_path) for place in places)
+        repositories = tuple(root for root in roots if is_hub_id(root))
+        away = ask(repositories)
+        missing = self.configs_not_here(config)
+        problems: dict[str, Problem] = {}  # by message: a repository that is not there lacks both
+        for part, root in missing if away is None else ():
+            replaced = replacement_of(config, part) is not None
+            names = [f"{part}/config.json", *(["config.json"] if replaced else [])]
+            revision = None if replaced else config.revision
+            try:
+                fetch_config(root, names, revision=revision, cache_dir=config.cache_dir)
+            except ValueError as error:
+                problems.setdefault(str(error), Problem(option_of(config, part), str(error)))
+        if problems:
+            raise ConfigError(list(problems.values()))
+        if missing and away is None and config.transformer_id is None:
+            with contextlib.suppress(ValueError):  # of a repository that says nothing of its pipeline
+                base = model_path(config.pretrained_model_name_or_path)
+                fetch_config(base, [_MODEL_INDEX], revision=config.revision, cache_dir=config.cache_dir)
+        lacking = dict.fromkeys(root for _, root in missing) if away else ()
+        return Fetched(repositories, new=bool(missing) and away is None, away=away, missing=tuple(lacking))
+
+    def configs_not_here(self, config: ModelSection) -> list[tuple[str, str]]:
+        """Part and repository of the configs of a hub model that are not on this disk."""
+        found = []
+        for part in ("vae", "transformer"):
+            replacement = replacement_of(config, part)
             root = model_path(replacement or config.pretrained_model_name_or_path)
-            revision = None if replacement else config.revision
-            with contextlib.suppress(OSError, ValueError):
-                hf_hub_download(root, name, revision=revision, cache_dir=config.cache_dir)
-                fetched = True
-        return fetched
+            if is_hub_id(root) and _component_config(config, part) is None:
+                found.append((part, root))
+        return found
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came of the configs of a model.
+
+    Attributes:
+        repositories: those on the hub that the model's parts come from.
+        new: whether any config is new on this disk.
+        away: why the hub does not answer; None: it does, or need not.
+        missing: repositories whose configs are not on this disk, therefore.
+    """
+
+    repositories: tuple[str, ...]
+    new: bool
+    away: str | None
+    missing: tuple[str, ...]
+
+    @property
+    def way_out(self) -> str:
+        """What to do about what is missing."""
+        return how_to_download(self.missing[0])
+
+    @property
+    def is_offline_by_choice(self) -> bool:
+        """Whether the user wants the hub not to be asked."""
+        return self.away == OFFLINE
 
 
 def _component_config(config: ModelSection, part: str) -> Json | None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.text import plural
 
 from .ranks import Ranks
 
@@ -111,13 +112,12 @@ class Parallel(Ranks):
 
     def describe(self) -> str:
         """One line on engine, ranks, device and precision."""
-        return (
-            f"{self.world_size} process{'es' if self.world_size > 1 else ''} ({self._kind()}), {self.device}, "
-            f"mixed precision {self.accelerator.mixed_precision}"
-        )
+        kind = self._kind()
+        processes = plural(self.world_size, "process", "processes") + (f" ({kind})" if kind else "")
+        return f"{processes} on {self.device}, {self.accelerator.mixed_precision} mixed precision"
 
     def _kind(self) -> str:
-        return self.accelerator.distributed_type.value.lower()
+        return "DDP" if self.world_size > 1 else ""
 
     # ---- wrapping and stepping ---------------------------------------------------------------------------------
 

@@ -43,9 +43,9 @@ def age(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 clip`, `2 clips`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def plural(count: int, noun: str, many: str | None = None) -> str:
+    """`1 clip`, `2 clips`; `many` is the plural of a noun that takes no plain s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {many or noun + 's'}"
 
 
 def printable(text: str) -> str:

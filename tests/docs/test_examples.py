@@ -21,7 +21,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.demo.data import training_scenes
 from finetrainers.demo.world import caption
-from finetrainers.engine.plan_report import dry_run_report
+from finetrainers.engine.dry_run import dry_run_report
 from finetrainers.engine.preflight import Preflight, preflight
 from finetrainers.memory.plan import estimate_for
 from finetrainers.models import geometries
@@ -177,7 +177,7 @@ def test_dry_run(
     assert checked.plan.count == (len(prompts_in("prompts.txt")) if config.training.method == "grpo" else NUM_CLIPS)
     dry_run_report(checked)
     printed = capsys.readouterr().out
-    assert f"dry run of {config.model.model_name} {config.training.training_type}" in printed
+    assert f"dry run: {config.training.method} {config.training.training_type} of {config.model.model_name}" in printed
     assert "GiB" in printed
     assert not (tmp_path / "run").exists(), "a dry run writes nothing"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finetrainers.config.load import load_config
 from finetrainers.engine import run as runs
-from finetrainers.engine.preflight import preflight
+from finetrainers.engine.ready import get_ready
 from finetrainers.engine.trainer import Trainer
 from finetrainers.utils.video import write_mp4
 
@@ -120,7 +120,7 @@ def run() -> Callable[..., Run]:
     """`run(**options)`: train in this process."""
 
     def start(**values: Any) -> Run:
-        trainer = runs.run(preflight(load_config(**values)))
+        trainer = runs.run(get_ready(load_config(**values)))
         assert trainer is not None
         return Run(trainer, Path(values["output_dir"]))
 

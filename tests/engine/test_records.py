@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.config.root import changed_options, fields
 from finetrainers.engine.callbacks.samples import write_sample
 from finetrainers.engine.callbacks.validation import Validation
 from finetrainers.engine.training import train
@@ -189,19 +191,33 @@ def test_lora_targets_may_be_an_expression(options: Callable[..., dict], run: Ca
 def test_a_dry_run_tells_the_plan_and_writes_nothing(
     family: str, options: Callable[..., dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    values = options(family, clips=3, dry_run=True)
     before = set(tmp_path.rglob("*"))
-    assert train(load_config(**options(family, clips=3), dry_run=True)).weights is None
+    train(load_config(**values))
     printed = capsys.readouterr().out
-    assert "dry run of" in printed
+    lines = printed.splitlines()
+    assert lines[0] == f"dry run: sft lora of {family} ({values['pretrained_model_name_or_path']}) on 3 clips"
     assert "9x64x64" in printed
     assert "M weights" in printed
-    assert 'pretrained_model_name_or_path = "' in printed
+    assert re.search(r"beside that: text encoder.* and VAE \([\d.]+ \w+ of files\), which stay loaded", printed)
+    changed = changed_options(load_config(**values))
+    assert [name for name in fields() if f"\n{name} = " in printed] == [name for name in changed if name != "dry_run"]
+    assert lines[-1] == ("everything checks out" if family == "cogvideox" else "everything checks out, with 1 warning")
     assert set(tmp_path.rglob("*")) == before
+
+    train(load_config(**values, verbose=True, precompute_conditions=True))
+    printed = capsys.readouterr().out
+    assert {name for name in fields() if f"\n{name} = " in printed} > {*changed, "lr_scheduler"} - {"dry_run"}
+    assert "beside that" not in printed
 
 
 def test_a_failing_run_exits_with_1(options: Callable[..., dict], python: Python) -> None:
     """What no check foresees: the shell must hear of it, with the traceback."""
-    flags = [part for name, value in options(train_steps=1, video_resolution_buckets="9x64x64").items() for part in (f"--{name}", str(value))]
+    flags = [
+        part
+        for name, value in options(train_steps=1, video_resolution_buckets="9x64x64").items()
+        for part in (f"--{name}", str(value))
+    ]
     done = python("train.py", *flags, FINETRAINERS_FAULT="raise@load")
     assert done.wait() == 1, done.stderr[-2000:]
     assert "Traceback" in done.stderr

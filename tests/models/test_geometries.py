@@ -97,7 +97,7 @@ def test_what_a_checkpoint_is_comes_from_its_own_config(tiny_repo):
     assert family.first_frame_of(at(tiny_repo("cogvideox", version="5b"))) == "none"
     assert family.geometry_of(at(tiny_repo("cogvideox", version="1.5"))).fps == 16.0
     assert family.first_frame_of(at("someone/not-on-this-disk")) == "unknown"
-    assert family.fetch_configs(at("someone/not-on-this-disk")) is False
+    assert family.fetch_configs(at("someone/not-on-this-disk")).missing == ("someone/not-on-this-disk",)
     assert family.geometry_of(at("someone/not-on-this-disk")) == family.geometry
 
 

@@ -45,7 +45,7 @@ def test_alone(make: Callable[..., Parallel]) -> None:
     parallel = make()
     assert (parallel.rank, parallel.world_size, parallel.is_main) == (0, 1, True)
     assert (parallel.is_deepspeed, parallel.is_fsdp, parallel.is_sharded) == (False, False, False)
-    assert parallel.describe().startswith("1 process (no)")
+    assert parallel.describe().startswith("1 process on cpu, ")
     assert parallel.gather_objects([1, 2]) == [1, 2]
     assert parallel.same_on_all({"a": 1}) == {"a": 1}
     assert parallel.mean({"b": torch.tensor(2.0), "a": torch.tensor([1.0])}) == {"a": 1.0, "b": 2.0}

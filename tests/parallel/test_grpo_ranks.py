@@ -114,7 +114,7 @@ def alone(jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != REFUSED])
 def test_two_ranks_are_one(name: str, jobs: Any, ranks: list[dict[str, Any]], alone: Callable[[str], Path]) -> None:
     job, _, engine = name.partition(", ")
-    assert f"2 processes ({engine or 'multi_cpu'}" in ranks[0][name]["kind"].replace("deepspeed ", "")
+    assert f"2 processes ({engine or 'DDP'}" in ranks[0][name]["kind"].replace("deepspeed ", "")
     assert ranks[0][name]["digest"] == ranks[1][name]["digest"]
     for found, expected in zip(ranks[0][name]["metrics"], read(alone(job)), strict=True):
         for key in ("reward/brightness", "group_std/brightness", "advantage_abs", "clips_trained", "grad_norm"):

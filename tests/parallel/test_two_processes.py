@@ -96,7 +96,7 @@ def test_two_ranks_are_one_with_twice_the_batch(
     changes = {k: v for k, v in JOBS[job].items() if not k.startswith("validation")}
     train(load_config(**options(tmp_path, batch_size=2, **changes)))
     close(ranks.directory(job), tmp_path)
-    assert all("2 processes (multi_cpu)" in rank["kind"] for rank in ranks[job])
+    assert all("2 processes (DDP)" in rank["kind"] for rank in ranks[job])
     if "eval_steps" in changes:
         # One held-out clip on two ranks: the second one's share does not count.
         ours, theirs = (metrics(path, "eval_loss", "eval_loss_0.30") for path in (ranks.directory(job), tmp_path))

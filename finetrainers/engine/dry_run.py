@@ -1,0 +1,131 @@
+"""The dry run: what would be trained on, and how much memory it takes, found out without weights."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import tomli_w
+from torch import nn
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.load import dump_toml
+from finetrainers.config.root import TrainConfig, changed_options
+from finetrainers.memory.plan import estimate_for
+from finetrainers.models.registry import build_tiny
+from finetrainers.parallel.launched import expected_split
+from finetrainers.utils.text import file_size, plural
+
+from .plan_report import (
+    print_data,
+    print_first_line,
+    print_line,
+    print_origin,
+    print_remarks,
+    sizes_on_disk,
+)
+from .preflight import Preflight
+from .trainable import attach, trainable_parameters
+
+#: Asked of this invocation, not of the run.
+_OF_THIS_COMMAND = ("dry_run", "verbose")
+
+
+def dry_run_report(checked: Preflight) -> None:
+    """Build what can be built without weights; print the plan, the options, and last whether all was seen.
+
+    Raises:
+        ConfigError: the model's parts do not go with the options (a LoRA target that matches nothing, say).
+    """
+    config, unseen = checked.config, why_unseen(checked)
+    transformer = _transformer_without_weights(checked, stand_in=unseen is not None)
+    try:
+        attach(transformer, config.training)
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from None
+    print_first_line(checked, before="dry run: ")
+    print_data(checked)
+    steps = config.training.train_steps
+    print_line(
+        f"{plural(steps, 'step') if steps else plural(config.training.train_epochs, 'epoch')} of "
+        f"{checked.plan.step_of(config)}; output in {config.run.output_dir}"
+    )
+    print_origin(checked)
+    if unseen is None:
+        _print_memory(checked, transformer)
+    print_remarks(checked)
+    _print_options(config)
+    print_line(_verdict(checked, unseen))
+
+
+def why_unseen(checked: Preflight) -> str | None:
+    """Why the model itself is not known; None: its configs are on this disk."""
+    missing = checked.family.configs_not_here(checked.config.model)
+    if checked.unseen is None and missing:
+        return f"{missing[0][1]} is not on this disk"
+    return checked.unseen
+
+
+def _transformer_without_weights(checked: Preflight, *, stand_in: bool) -> nn.Module:
+    """The transformer on the meta device; where its config is not to be had, a tiny one of the family."""
+    config = checked.config.model
+    if not stand_in:
+        return checked.family.load(config).transformer_on_meta()
+    with tempfile.TemporaryDirectory() as directory:
+        tiny = Path(directory) / "tiny"
+        build_tiny(config.model_name, tiny)
+        local = config.model_copy(update={"pretrained_model_name_or_path": str(tiny), "transformer_id": None})
+        return checked.family.load(local).transformer_on_meta()
+
+
+def _print_memory(checked: Preflight, transformer: nn.Module) -> None:
+    config = checked.config
+    trained = sum(p.numel() for p in trainable_parameters(transformer).values())
+    total = sum(p.numel() for p in transformer.parameters())
+    print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained; memory, estimated:")
+    bucket, clips = checked.plan.heaviest(config)
+    split = expected_split(config.parallel)
+    memory = estimate_for(config, checked.geometry, transformer, bucket=bucket, batch_size=clips, split=split)
+    for name, gib in memory.table():
+        print_line(f"  {name:<28}{gib}")
+    print_line("  plan for 15 % more: CUDA itself, and fragmentation")
+    for text in _beside(checked):
+        print_line(f"  {text}")
+
+
+def _beside(checked: Preflight) -> list[str]:
+    """What takes memory beside what the estimate knows of."""
+    if checked.plan.beside_memory:
+        return [f"beside that: {checked.plan.beside_memory}"]
+    if checked.config.data.precompute_conditions:
+        return []
+    *others, _transformer = sizes_on_disk(checked).items()
+    names, sizes = [name for name, _ in others], [size for _, size in others if size is not None]
+    files = f" ({file_size(sum(sizes))} of files)" if len(sizes) == len(names) else ""
+    return [
+        f"beside that: {', '.join(names[:-1])} and {names[-1]}{files}, which stay loaded to",
+        "encode clips as they come; --precompute_conditions encodes them before training,",
+        "and then needs none of this while training",
+    ]
+
+
+def _print_options(config: TrainConfig) -> None:
+    if config.run.verbose:
+        print_line("\nall options:\n" + dump_toml(config))
+        return
+    options = {name: value for name, value in changed_options(config).items() if value is not None}
+    print_line("\noptions that differ from their defaults (all: --dry_run --verbose):")
+    print_line(tomli_w.dumps({name: value for name, value in options.items() if name not in _OF_THIS_COMMAND}))
+
+
+def _verdict(checked: Preflight, unseen: str | None) -> str:
+    """The last line; it claims nothing of what was not seen."""
+    if unseen is not None:
+        return (
+            f"model not seen: {unseen}; data and options agree with the published {checked.config.model.model_name} models, and "
+            "LoRA targets with a tiny one. Memory cannot be estimated"
+        )
+    missing = [name for name, size in sizes_on_disk(checked).items() if size is None]
+    if missing:
+        return f"everything checks out, by the model's configs; weights not on this disk yet: {', '.join(missing)}"
+    return "everything checks out" + (f", with {plural(len(checked.warnings), 'warning')}" if checked.warnings else "")

@@ -1,0 +1,51 @@
+"""From a configuration to what can be run: checked, with the model's own configs, and said, before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.utils.launch import launched_rank
+
+from .plan_report import print_start, print_warnings
+from .preflight import Preflight, preflight, weights_examined
+
+
+def get_ready(config: TrainConfig, *, preparing: bool = False) -> Preflight:
+    """The preflight of a run by its model's own configs; unless it is a dry run, what it will do is printed.
+
+    Args:
+        config: what to run.
+        preparing: see `preflight`.
+
+    Raises:
+        ConfigError: everything that is wrong, at once; or the model is neither on this disk nor to be had from the hub.
+    """
+    checked = preflight(config, preparing=preparing)
+    fetched = checked.family.fetch_configs(checked.config.model)
+    if fetched.new:
+        checked = preflight(config, preparing=preparing)
+    elif fetched.missing and not config.run.dry_run:
+        names = ", ".join(fetched.missing)
+        message = (
+            f"{names} is not on this disk, and {fetched.away}, so the name cannot be checked either; {fetched.way_out}, or "
+            "give a directory"
+        )
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+    elif fetched.missing:
+        checked = replace(checked, unseen=f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}")
+    elif fetched.away is not None and not fetched.is_offline_by_choice:
+        warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used as it lies on this disk"
+        checked = replace(checked, warnings=[*checked.warnings, warning])
+    if launched_rank() == 0 and not config.run.dry_run:
+        print_start(checked)
+    return checked
+
+
+def examine_weights(checked: Preflight) -> Preflight:
+    """See `weights_examined`, the first step that needs torch; its warnings are printed, as all others have been."""
+    examined = weights_examined(checked)
+    if launched_rank() == 0:
+        print_warnings(examined.warnings[len(checked.warnings) :])
+    return examined
