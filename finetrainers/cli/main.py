@@ -166,7 +166,7 @@ def _parser() -> CommandParser:
     example = with_examples(
         about,
         "tiny FAMILY tiny-model",
-        "train --model_name FAMILY --pretrained_model_name_or_path tiny-model \\\n      --data_root clips",
+        "train --pretrained_model_name_or_path tiny-model \\\n      --data_root clips",
     )
     tiny = commands.add_parser("tiny", help=about, description=example, **RAW)
     tiny.add_argument("family", help="a name from `finetrainers models`")

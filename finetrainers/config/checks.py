@@ -32,6 +32,7 @@ class FamilyFacts:
     num_text_encoders: int
     first_frame: str
     takes_guidance: bool = False
+    least_steps: int = 1
 
 
 @dataclass
@@ -181,6 +182,10 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
         found.warnings.append(
             "--async_checkpointing has no effect on the only checkpoint of --checkpointing_steps 0: the last is waited for"
         )
+    if training.checkpointing_limit == 1:
+        found.warnings.append(
+            "--checkpointing_limit 1 leaves no other checkpoint to go back to, should the disk damage the newest; 2 does"
+        )
     if config.changed("max_nonfinite_steps") and training.on_nonfinite == "raise":
         found.warnings.append("--max_nonfinite_steps has no effect without --on_nonfinite skip or rollback")
     if training.on_nonfinite == "rollback":
@@ -224,6 +229,11 @@ def _check_validation(
     every = validation.validation_steps or validation.validation_epochs
     if every and not prompts:
         found.error("validation_prompts", "validation is scheduled but there are no prompts; give some")
+    if prompts and validation.validation_inference_steps < family.least_steps:
+        found.error(
+            "validation_inference_steps",
+            f"the scheduler of {family.name} needs at least {family.least_steps}, got {validation.validation_inference_steps}",
+        )
     conditioned = any(p.image or p.video for p in prompts)
     if family.first_frame == "channels" and any(not (p.image or p.video) for p in prompts):
         found.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")

@@ -47,6 +47,15 @@ class Geometry:
 
     def problems(self, frames: int, height: int, width: int) -> list[str]:
         """Why a size is not legal, one sentence each with the way out; empty when it is."""
+        found = self._wrong(frames, height, width)
+        if found and width < min(frames, height):
+            # Others write WIDTHxHEIGHTxFRAMES; clips are wider than high more often than not.
+            meant = (width, min(frames, height), max(frames, height))
+            if not self._wrong(*meant):
+                return [f"the order is FRAMESxHEIGHTxWIDTH; did you mean {'x'.join(map(str, meant))}?"]
+        return found
+
+    def _wrong(self, frames: int, height: int, width: int) -> list[str]:
         found = []
         if (frames - 1) % self.temporal:
             below = (frames - 1) // self.temporal * self.temporal + 1

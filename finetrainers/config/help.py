@@ -44,7 +44,7 @@ class Guide:
 TRAIN = Guide(
     "Finetune a video diffusion model. Options come from --config FILE.toml and from flags; flags win.",
     (
-        "--model_name FAMILY --pretrained_model_name_or_path MODEL \\\n      --data_root clips --output_dir runs/first",
+        "--pretrained_model_name_or_path MODEL --data_root clips \\\n      --output_dir runs/first",
         "--config run.toml --lr 5e-5",
         "--config run.toml --dry_run",
     ),

@@ -28,11 +28,16 @@ EpochEnd = Literal["keep", "drop", "pad", "wrap"]
 #: Parts of a run's state that a resumed run can begin anew.
 Reset = Literal["data", "optimizer", "scheduler", "rng", "ema", "step"]
 
+#: The value of `model_name` that leaves the family to the model's files.
+AUTO = "auto"
+
 
 class ModelSection(Section):
     """Which checkpoint is finetuned, and how its parts are loaded."""
 
-    model_name: str = Field(description="Model family: see `--list_models`.")
+    model_name: str = Field(
+        AUTO, description="Model family: see `--list_models`. `auto`: what the files of the model, or its hub id, say."
+    )
     pretrained_model_name_or_path: Place = Field(
         description="Hub id or local directory of the base model, in diffusers layout; `demo://NAME` is a packaged one."
     )
@@ -326,7 +331,7 @@ class TrainingSection(Section):
         500, ge=0, description="Save the whole training state every N optimizer steps; 0: only at the end."
     )
     checkpointing_limit: int | None = Field(
-        None, ge=2, description="Keep only the newest N checkpoints; at least 2, since the newest may turn out damaged."
+        None, ge=1, description="Keep only the newest N checkpoints; an older one goes once a new one is whole."
     )
     async_checkpointing: bool = Field(
         False,

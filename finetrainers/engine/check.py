@@ -41,8 +41,11 @@ def examine(config: TrainConfig, effort: Effort) -> tuple[dict[str, Any] | None,
     """The report (None where the configuration leaves nothing to check), and what else is wrong with the configuration."""
     survey: Survey | None = None
 
+    resolved = config
+
     def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> Any:
-        nonlocal survey
+        nonlocal survey, resolved
+        resolved = config
         if not config.data.is_named:
             return plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
         if sizes_are_wrong:
@@ -59,4 +62,4 @@ def examine(config: TrainConfig, effort: Effort) -> tuple[dict[str, Any] | None,
         problems = [problem for problem in error.problems if problem.where not in ours]
     if survey is None:
         return None, problems or [Problem("data", "no clips to check: give --data_root or --dataset_file")]
-    return make_report(survey, config, decoded=effort.decode), problems
+    return make_report(survey, resolved, decoded=effort.decode), problems

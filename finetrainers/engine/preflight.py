@@ -11,10 +11,11 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import AUTO
 from finetrainers.data.manifest import DataError
 from finetrainers.data.video.backends import backend_problem
 from finetrainers.methods.registry import Planner, WorkPlan, method_names, plan_work
-from finetrainers.models.registry import Family, get_family
+from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.rewards.registry import reward_problems
 from finetrainers.utils import faults
@@ -66,9 +67,11 @@ def preflight(
     if problems:  # the number of processes decides over the rest
         raise ConfigError(problems)
     try:
+        config = config.model_copy(update={"model": with_family(config.model)})
         family = get_family(config.model.model_name)
     except KeyError as error:
-        raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
+        misplaced = _check_paths(config) if config.model.model_name == AUTO else []
+        raise ConfigError(misplaced or [Problem("--model_name", str(error.args[0]))]) from None
     checkpoint, initial = None, None
     found_checkpoints = scan_checkpoints(config.run.output_dir)
     try:
@@ -104,7 +107,9 @@ def preflight(
     geometry = family.geometry_of(config.model) if readable else family.geometry
     first_frame = family.first_frame_of(config.model) if readable else "unknown"
     takes_guidance = not readable or family.takes_guidance(config.model)
-    facts = FamilyFacts(family.name, family.is_flow, family.num_text_encoders, first_frame, takes_guidance)
+    facts = FamilyFacts(
+        family.name, family.is_flow, family.num_text_encoders, first_frame, takes_guidance, family.least_steps
+    )
     found = check_config(config, family=facts, geometry=geometry, prompts=prompts)
     problems += found.errors
 

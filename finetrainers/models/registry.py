@@ -8,15 +8,15 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.sections import ModelSection
+from finetrainers.config.sections import AUTO, ModelSection
 from finetrainers.utils.addresses import resolve
 from finetrainers.utils.packaged import model_path
-from finetrainers.utils.text import nearest
 
 from . import geometries
 from .files import (
@@ -64,6 +64,8 @@ class Family:
         read_unknown: why a checkpoint is of a kind that the family cannot train, from its `transformer/config.json`.
         vae: name of its VAE's class, as checkpoints' configs state it; None: any.
         pipelines: names of the pipelines that its checkpoints are made for, as `model_index.json` states them; none: any.
+        published: hub ids of its checkpoints, whose files need not be on this disk to tell the family.
+        least_steps: fewest denoising steps that the scheduler of its checkpoints can take.
         tiny: `module:function` that builds a complete tiny random repository, or None.
     """
 
@@ -80,6 +82,8 @@ class Family:
     read_unknown: Callable[[Json], str | None] | None = None
     vae: str | None = None
     pipelines: tuple[str, ...] = ()
+    published: tuple[str, ...] = ()
+    least_steps: int = 1
     tiny: str | None = None
 
     def load(self, config: ModelSection) -> ModelSpec:
@@ -321,6 +325,11 @@ def _digest_of(parts: Sequence[str | None]) -> str | None:
 
 
 _FAMILIES: dict[str, Family] = {}
+#: Families that people ask for, in plain letters, some of whose names are like those of supported ones.
+_ELSEWHERE = re.compile(
+    r"wan|ltx(video|v)?2|hunyuan(video)?15|hunyuanimage|hunyuandit|mochi|skyreels|cosmos|framepack|opensora|allegro|kandinsky"
+    r"|flux|sdxl|sd3|sd15|stable|qwen|zimage|pixart|sana|lumina|chroma|stepvideo|magi|easyanimate|animatediff|svd|krea"
+)
 
 
 def register_model(family: Family) -> None:
@@ -343,11 +352,47 @@ def get_family(name: str) -> Family:
     """The family with this name.
 
     Raises:
-        KeyError: there is none; the message names the nearest.
+        KeyError: there is none; the message names the nearest, or all.
     """
-    if name not in _FAMILIES:
-        raise KeyError(f"unknown model family {name!r}{nearest(name, _FAMILIES)}")
-    return _FAMILIES[name]
+    if name in _FAMILIES:
+        return _FAMILIES[name]
+    supported = f"supported: {', '.join(sorted(_FAMILIES))}"
+    plain = _plain(name)
+    if _ELSEWHERE.match(plain):
+        raise KeyError(f"model family {name!r} is not supported; {supported}")
+    alike = [
+        one for one in _FAMILIES if (len(plain) > 2 and _plain(one).startswith(plain)) or plain.startswith(_plain(one))
+    ]
+    if len(alike) == 1:
+        raise KeyError(f"unknown model family {name!r}; did you mean {alike[0]!r}?")
+    close = get_close_matches(plain, [_plain(one) for one in _FAMILIES], n=1, cutoff=0.8)
+    meant = next((one for one in _FAMILIES if _plain(one) in close), None)
+    raise KeyError(f"unknown model family {name!r}; {f'did you mean {meant!r}?' if meant else supported}")
+
+
+def _plain(name: str) -> str:
+    """A name without what people write in different ways."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def with_family(model: ModelSection) -> ModelSection:
+    """The section with the family that the transformer's config or the hub id tells, where it is left to them.
+
+    Raises:
+        KeyError: they tell none.
+    """
+    if model.model_name != AUTO:
+        return model
+    place = model.transformer_id or model.pretrained_model_name_or_path
+    kind = None
+    with contextlib.suppress(ValueError):  # a damaged file tells nothing, and is reported for any family
+        kind = (_component_config(model, "transformer") or {}).get("_class_name")
+    for name, family in _FAMILIES.items():
+        known = _plain(place) in map(_plain, family.published) and is_hub_id(place)
+        if kind == family.transformer or (kind is None and known):
+            return model.model_copy(update={"model_name": name})
+    what = f"{place} holds a {kind}, of no supported family" if kind else f"no config of {place} on this disk tells it"
+    raise KeyError(f"is not given, and {what}; supported: {', '.join(sorted(_FAMILIES))}")
 
 
 def build_tiny(name: str, directory: Path, *, seed: int = 0) -> None:
@@ -368,6 +413,8 @@ register_model(Family(
     transformer="LTXVideoTransformer3DModel", vae="AutoencoderKLLTXVideo",
     pipelines=("LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"),
     read_geometry=geometries.ltx_video, is_flow=True, num_text_encoders=1, first_frame="tokens",
+    published=("Lightricks/LTX-Video",),
+    least_steps=2,  # its schedule is stretched to end at a level of its own, which one step leaves undefined
     tiny="finetrainers.models.tiny:build_ltx_video",
 ))  # fmt: skip
 register_model(Family(
@@ -377,6 +424,7 @@ register_model(Family(
     pipelines=("HunyuanVideoPipeline",),
     read_geometry=geometries.hunyuan_video, is_flow=True, num_text_encoders=2,
     read_takes_guidance=geometries.hunyuan_video_takes_guidance, read_unknown=geometries.hunyuan_video_unknown,
+    published=("hunyuanvideo-community/HunyuanVideo", "tencent/HunyuanVideo"),
     tiny="finetrainers.models.tiny:build_hunyuan_video",
 ))  # fmt: skip
 register_model(Family(
@@ -386,5 +434,10 @@ register_model(Family(
     pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"),
     read_geometry=geometries.cogvideox, is_flow=False, num_text_encoders=1, first_frame="channels",
     read_first_frame=geometries.cogvideox_first_frame, read_unknown=geometries.cogvideox_unknown,
+    published=tuple(
+        f"{owner}/{name}"
+        for owner in ("THUDM", "zai-org")
+        for name in ("CogVideoX-2b", "CogVideoX-5b", "CogVideoX-5b-I2V", "CogVideoX1.5-5B", "CogVideoX1.5-5B-I2V")
+    ),
     tiny="finetrainers.models.tiny:build_cogvideox",
 ))  # fmt: skip

@@ -9,6 +9,8 @@ from finetrainers.config.root import TrainConfig
 
 from .table import OFFLOADABLE, RECIPES, SHARDABLE, Recipe, missing_library, resolve_name
 
+_HIGH_LR = 1e-2  # ten times what LoRAs are trained with
+
 
 def optimizer_problems(
     config: TrainConfig, *, device_type: str, num_processes: int = 1, updates_parts: bool = False
@@ -133,8 +135,11 @@ def _recipe_warnings(config: TrainConfig, name: str, recipe: Recipe, device_type
     for option in ("beta1", "beta2", "epsilon"):
         if option not in recipe.reads and config.changed(option):
             yield f"--{option} has no effect with --optimizer {name}"
-    if name == "prodigy" and not 0.5 <= config.optimizer.lr <= 2:
-        yield f"--lr {config.optimizer.lr:g} multiplies the step size that prodigy finds by itself; 1.0 is usual"
+    lr = config.optimizer.lr
+    if recipe.finds_step and not 0.5 <= lr <= 2:
+        yield f"--lr {lr:g} multiplies the step size that {name} finds by itself; 1.0 is usual"
+    elif not recipe.finds_step and lr > _HIGH_LR:
+        yield f"--lr {lr:g} is far above what finetuning uses, 1e-6 to 1e-3; weights may be ruined within a few steps"
     if name.endswith("-paged") and device_type == "cpu":
         yield f"--optimizer {name} pages nothing on the CPU; it equals {name.removesuffix('-paged')} there"
 

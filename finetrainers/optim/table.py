@@ -27,6 +27,7 @@ class Recipe:
         needs_positive_lr: whether the class refuses a learning rate of zero.
         on_host: whether the weights it updates must lie on the CPU.
         keeps_fp32_state: whether its state is fp32 for weights of any dtype.
+        finds_step: whether it finds the size of its steps by itself, so that the learning rate is a factor, usually 1.
     """
 
     target: str
@@ -39,6 +40,7 @@ class Recipe:
     needs_positive_lr: bool = False
     on_host: bool = False
     keeps_fp32_state: bool = False
+    finds_step: bool = False
 
     @property
     def library(self) -> str:
@@ -102,7 +104,7 @@ RECIPES: dict[str, Recipe] = {
     "adafactor": Recipe("torch.optim:Adafactor", _adafactor, 0, frozenset()),
     "muon": Recipe("torch.optim:Muon", _muon, 4, frozenset({"beta1"}), matrices_only=True),
     "prodigy": Recipe(
-        "prodigyopt:Prodigy", _prodigy, 16, _ADAM | {"beta3"}, needs_positive_lr=True
+        "prodigyopt:Prodigy", _prodigy, 16, _ADAM | {"beta3"}, needs_positive_lr=True, finds_step=True
     ),
     "came": Recipe(
         "came_pytorch:CAME", _came, 4, _BETAS | {"beta3"},

@@ -237,6 +237,17 @@ def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(tmp_path, capsys):
     assert "no such directory: ./none" in capsys.readouterr().err
 
 
+def test_without_a_family_the_model_must_be_there(tmp_path, tiny_repo, capsys):
+    for place, said in (
+        ("./none", "no such directory: ./none"),
+        ("some/model", "no config of some/model on this disk"),
+    ):
+        assert main(["train", "--pretrained_model_name_or_path", place, "--data_root", str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["train", "--pretrained_model_name_or_path", str(tiny_repo("cogvideox")), "--flow_shift", "3"]) == 2
+    assert "cogvideox is not a flow-matching model" in capsys.readouterr().err
+
+
 def test_unknown_family_names_the_nearest(tmp_path, capsys):
     arguments = ["--model_name", "ltxvideo", "--pretrained_model_name_or_path", "x", "--data_root", str(tmp_path)]
     assert train_command(arguments, prog="train.py") == 2

@@ -10,7 +10,7 @@ from finetrainers.config.prompts import parse_validation_prompts
 
 BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
 GEOMETRY = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0)
-FLOW = FamilyFacts("m", is_flow=True, num_text_encoders=1, first_frame="tokens")
+FLOW = FamilyFacts("m", is_flow=True, num_text_encoders=1, first_frame="tokens", least_steps=2)
 VP = FamilyFacts("v", is_flow=False, num_text_encoders=1, first_frame="none")
 
 
@@ -23,6 +23,14 @@ def findings(family=FLOW, **options):
     ("options", "expected"),
     [
         ({"video_resolution_buckets": ["48x512x768"]}, "48 frames is not 8*k+1; use 41 or 49"),
+        (
+            {"video_resolution_buckets": ["768x512x49"]},
+            "768x512x49: the order is FRAMESxHEIGHTxWIDTH; did you mean 49x512x768?",
+        ),
+        (
+            {"validation_prompts": "a dog@@@512x768x49"},
+            "prompt 1, 512x768x49: the order is FRAMESxHEIGHTxWIDTH; did you",
+        ),
         ({"video_resolution_buckets": ["49x500x768"]}, "height 500 is not a multiple of 32; use 480 or 512"),
         ({"image_resolution_buckets": ["512x770"]}, "width 770 is not a multiple of 32; use 768 or 800"),
         ({"validation_prompts": "a dog@@@50x512x768"}, "prompt 1, 50x512x768: 50 frames"),
@@ -40,6 +48,10 @@ def findings(family=FLOW, **options):
         ),
         ({"data_root": None}, "give --data_root"),
         ({"validation_steps": 5}, "there are no prompts"),
+        (
+            {"validation_prompts": "a", "validation_inference_steps": 1},
+            "the scheduler of m needs at least 2, got 1",
+        ),
         ({"eval_steps": 5}, "set --eval_num_items"),
         ({"sp_size": 2}, "2 processes cannot share one clip yet (sequence parallelism)"),
         ({"fsdp": "full", "deepspeed": True}, "both split the network"),

@@ -98,7 +98,7 @@ def test_broken_toml_and_missing_file(tmp_path):
 def test_required_options_are_named():
     with pytest.raises(ConfigError) as error:
         load_config()
-    assert {p.where for p in error.value.problems} == {"--model_name", "--pretrained_model_name_or_path"}
+    assert {p.where for p in error.value.problems} == {"--pretrained_model_name_or_path"}
 
 
 def test_toml_round_trip_keeps_every_option_and_no_secret(tmp_path):

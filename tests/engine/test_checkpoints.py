@@ -88,6 +88,19 @@ def test_only_whole_checkpoints_count_and_only_they_are_pruned(tmp_path: Path) -
     assert publish.prune(tmp_path, step=5, limit=None) == []
 
 
+def test_with_a_limit_of_one_there_is_a_whole_checkpoint_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments: list[tuple[str, list[int]]] = []
+    monkeypatch.setattr(publish, "fault_point", lambda name: moments.append((name, steps_of(tmp_path))))
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+        publish.prune(tmp_path, step=step, limit=1)
+        assert steps_of(tmp_path) == [step]
+    assert ("save.prune", [1, 2]) in moments
+    assert all(steps for _, steps in moments[2:])  # from the first checkpoint on
+
+
 def test_a_disk_without_room_is_seen_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

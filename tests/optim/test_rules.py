@@ -83,6 +83,7 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"lr": 0.02}, "--lr 0.02 is far above what finetuning uses"),
         ({"optimizer": "prodigy"}, "--lr 0.0001 multiplies the step size that prodigy finds"),
         ({"optimizer": "adafactor", "beta2": 0.9}, "--beta2 has no effect with --optimizer adafactor"),
         ({"optimizer": "adamw-bnb-paged"}, "it equals adamw-bnb there"),

@@ -1,0 +1,68 @@
+"""Which family is meant, by its name or by the files of a model; and what its schedulers can do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.models.registry import families, get_family, with_family
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ltx", "did you mean 'ltx_video'?"),
+        ("LTXVideo", "did you mean 'ltx_video'?"),
+        ("cogvideo", "did you mean 'cogvideox'?"),
+        ("cogvideox-5b", "did you mean 'cogvideox'?"),
+        ("hunyuan", "did you mean 'hunyuan_video'?"),
+        ("hunyuan_vdeo", "did you mean 'hunyuan_video'?"),
+        ("wan", "is not supported; supported: cogvideox, hunyuan_video, ltx_video"),
+        ("wan_video", "is not supported; supported: "),
+        ("Wan2.2", "is not supported; supported: "),
+        ("ltx_video_2", "is not supported; supported: "),
+        ("ltx-2.3", "is not supported; supported: "),
+        ("hunyuan_video_1.5", "is not supported; supported: "),
+        ("foo", "unknown model family 'foo'; supported: "),
+    ],
+)
+def test_families_that_do_not_exist(name, said):
+    with pytest.raises(KeyError) as error:
+        get_family(name)
+    assert said in error.value.args[0]
+
+
+@pytest.mark.parametrize("name", list(families()))
+def test_the_family_is_told_by_the_files_of_the_model_or_its_hub_id(name, tiny_repo, tmp_path):
+    section = ModelSection(pretrained_model_name_or_path=str(tiny_repo(name)))
+    assert section.model_name == "auto"
+    assert with_family(section).model_name == name
+    of_another = ModelSection(pretrained_model_name_or_path="nobody/knows", transformer_id=str(tiny_repo(name)))
+    assert with_family(of_another).model_name == name
+    for place in get_family(name).published:
+        assert with_family(ModelSection(pretrained_model_name_or_path=place.lower())).model_name == name
+    given = ModelSection(model_name="given", pretrained_model_name_or_path=str(tiny_repo(name)))
+    assert with_family(given) is given
+
+
+def test_the_family_is_asked_for_where_nothing_tells_it(tmp_path):
+    for content, said in (
+        ('{"_class_name": "WanTransformer3DModel"}', "holds a WanTransformer3DModel, of no"),
+        ("{", "tells it"),
+    ):
+        (tmp_path / "transformer").mkdir(exist_ok=True)
+        (tmp_path / "transformer" / "config.json").write_text(content)
+        with pytest.raises(KeyError) as error:
+            with_family(ModelSection(pretrained_model_name_or_path=str(tmp_path)))
+        assert said in error.value.args[0]
+        assert "supported: cogvideox" in error.value.args[0]
+
+
+def test_the_fewest_sampling_steps_are_those_of_the_scheduler(tiny_repo):
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tiny_repo("ltx_video"), subfolder="scheduler")
+    for steps in (1, 2, 3):
+        with np.errstate(invalid="ignore"):
+            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=1.0)
+        assert bool(scheduler.sigmas.isfinite().all()) == (steps >= get_family("ltx_video").least_steps)
