@@ -119,6 +119,17 @@ class TensorCache:
             return None
         return tensors
 
+    def peek(self, key: str, name: str) -> Tensor | None:
+        """One tensor of an entry; the others are not read, and so the checksum is not checked. None as for `get`."""
+        try:
+            with safetensors.safe_open(self.path(key), framework="pt") as file:
+                return file.get_tensor(name).clone()  # else the file would stay mapped
+        except FileNotFoundError:
+            self._doubt(key)
+        except SafetensorError as error:
+            self._remove_damaged(key, error)
+        return None
+
     def has(self, key: str) -> bool:
         """Whether there is a whole entry; see `missing`."""
         return not self.missing([key])

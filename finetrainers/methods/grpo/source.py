@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from .plan import PromptPlan
 from .prompts import Prompt, PromptOrder
 from .tables import check_noise
 
+T = TypeVar("T")
+
+_MASK = "prompt_attention_mask"
 #: Bytes of text conditioning that are kept in memory, so that a prompt is not read again for each of its micro-batches.
 _MEMORY = 256 * 2**20
 
@@ -103,14 +107,31 @@ class PromptSource:
         return [prompt.text for prompt in self._all() if prompt.embedding is None]
 
     def _settle(self) -> None:
-        """Learn how long the longest prompt is, and how many rows may stay in memory."""
+        """Learn how long the longest prompt is, and how many rows may stay in memory. All ranks must call it.
+
+        Of the prompts masks are read, not embeddings, which may have hundreds of gigabytes in all; each rank looks at its share.
+        """
         # One length for all batches, so that a clip's numbers do not depend on which others share its batch.
-        rows = (self._read(prompt).trimmed().tensors for prompt in (*self._all(), None))
-        self._length = max(
-            (row["prompt_attention_mask"].shape[1] for row in rows if "prompt_attention_mask" in row), default=None
-        )
+        failure: Exception | None = None
+        longest = 0
+        try:
+            if _MASK in self._read(None).tensors:
+                mine = (*self._all(), None)[self.parallel.rank :: self.parallel.world_size]
+                longest = max((self._length_of(prompt) for prompt in mine), default=0)
+        except Exception as error:
+            failure = error
+        self.parallel.raise_if_any_failed(failure, "reading the prompts")
+        self._length = max(self.parallel.gather_objects([longest])) or None
         row = sum(tensor.nbytes for tensor in self._row(None).tensors.values())
         self._row = lru_cache(maxsize=max(1, _MEMORY // row))(self._cut_row)
+
+    def _length_of(self, prompt: Prompt | None) -> int:
+        """Tokens of a prompt, rounded up as batches are."""
+        if prompt is not None and prompt.embedding is not None:
+            mask = self._given(prompt, mapped=True)[_MASK]
+        else:
+            mask = self._found(prompt, self._cache.peek(self._key_of(prompt), _MASK))
+        return Conditions({_MASK: mask}).trimmed()[_MASK].shape[1]
 
     def take_vae(self, vae: nn.Module) -> nn.Module:
         """Keep the VAE, for decoding."""
@@ -173,18 +194,34 @@ class PromptSource:
 
     def _read(self, prompt: Prompt | None) -> Conditions:
         """One row as it is on disk."""
-        if prompt is not None and prompt.embedding is not None and prompt.mask is not None:
-            embedding, mask = (
-                torch.load(path, map_location="cpu", weights_only=True) for path in (prompt.embedding, prompt.mask)
-            )
-            return self.spec.given_text(embedding, mask)
-        tensors = self._cache.get(self._keys.text("" if prompt is None else prompt.text))
-        if tensors is None:
+        if prompt is not None and prompt.embedding is not None:
+            return self._given(prompt)
+        return Conditions(self._found(prompt, self._cache.get(self._key_of(prompt))))
+
+    def _given(self, prompt: Prompt, *, mapped: bool = False) -> Conditions:
+        """A row from another tool's files; if they are mapped, what is not used is not read, nor may they change meanwhile."""
+        embedding, mask = (
+            torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
+            for path in (prompt.embedding, prompt.mask)
+            if path is not None
+        )
+        return self.spec.given_text(embedding, mask)
+
+    def _key_of(self, prompt: Prompt | None) -> str:
+        return self._keys.text("" if prompt is None else prompt.text)
+
+    def _found(self, prompt: Prompt | None, entry: T | None) -> T:
+        """What the cache has of a prompt.
+
+        Raises:
+            CacheError: it has nothing.
+        """
+        if entry is None:
             name = "the empty prompt" if prompt is None else f"the prompt {prompt.text!r}"
             raise CacheError(
                 f"the text conditioning of {name} has gone from {self._cache.directory}; start the run again"
             )
-        return Conditions(tensors)
+        return entry
 
 
 def open_prompts(
