@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,8 +14,11 @@ from finetrainers.utils.logs import quiet_progress_bars
 
 from .demo import positive_integer
 
+# As in rewards/server.py, which imports torch.
 _PORT = 8000
 _MAX_MIB = 1024
+_MAX_CLIPS = 256
+_TOKEN_VARIABLE = "FINETRAINERS_REWARD_TOKEN"
 
 
 def add_serve_reward(commands: Any) -> None:
@@ -22,7 +26,8 @@ def add_serve_reward(commands: Any) -> None:
     parser = commands.add_parser(
         "serve-reward",
         help="score clips for training processes elsewhere, which name it with --reward http://HOST:PORT",
-        epilog="There is no authentication: listen where only those can connect who may.",
+        epilog="Nothing is encrypted: listen where only those can connect who may, with a token or without. Training processes "
+        f"send the token in {_TOKEN_VARIABLE}.",
     )
     parser.add_argument("reward", metavar="NAME[,option=value...]", help="as in --reward: registered, or module:Class")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all [127.0.0.1]")
@@ -30,11 +35,19 @@ def add_serve_reward(commands: Any) -> None:
     parser.add_argument(
         "--max_mib", type=positive_integer, default=_MAX_MIB, help=f"largest request in MiB [{_MAX_MIB}]"
     )
+    parser.add_argument(
+        "--max_clips", type=positive_integer, default=_MAX_CLIPS, help=f"most clips of a request [{_MAX_CLIPS}]"
+    )
+    parser.add_argument(
+        "--token", help=f"answer only requests that have it; other users of this machine see it in the list of processes, so "
+        f"better set {_TOKEN_VARIABLE} [that variable, else none]"
+    )  # fmt: skip
     parser.set_defaults(run=_serve_reward)
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
     entry = _entry(arguments.reward)
+    token = _token(arguments.token)
     from finetrainers.rewards.registry import make_reward
     from finetrainers.rewards.server import serve
 
@@ -50,6 +63,8 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
             host=arguments.host,
             port=arguments.port,
             max_bytes=arguments.max_mib * 2**20,
+            max_clips=arguments.max_clips,
+            token=token,
             batch_size=entry.batch_size,
         )
     except OSError as error:
@@ -79,6 +94,21 @@ def _entry(text: str) -> RewardEntry:
     if problems:
         raise ConfigError(problems)
     return entry
+
+
+def _token(given: str | None) -> str | None:
+    """The token that requests must have.
+
+    Raises:
+        ConfigError: it cannot stand in a header.
+    """
+    token = given if given is not None else os.environ.get(_TOKEN_VARIABLE)
+    if token is None or (given is None and not token):
+        return None
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        place = "--token" if given is not None else _TOKEN_VARIABLE
+        raise ConfigError([Problem(place, "must be ASCII letters, digits and signs, without blanks")])
+    return token
 
 
 def _port(text: str) -> int:

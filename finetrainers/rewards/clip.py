@@ -23,6 +23,8 @@ from .weights import (
     check_path,
     fetch_file,
     load_pretrained,
+    load_settings,
+    load_tokenizer,
     read_tensors,
     torch_device,
 )
@@ -96,11 +98,11 @@ class CLIPScore(_Similarity):
         Raises:
             ValueError: there is no such model.
         """
-        from transformers import AutoTokenizer, CLIPModel
+        from transformers import CLIPModel
 
         self.frames, self.device = frames, torch_device(device)
         self.model = load_pretrained(CLIPModel, path, dtype=DTYPES[dtype]).to(self.device)
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = load_tokenizer(path)
 
 
 class PickScore(_Similarity):
@@ -131,12 +133,12 @@ class PickScore(_Similarity):
         Raises:
             ValueError: there is no such model.
         """
-        from transformers import AutoTokenizer, CLIPModel
+        from transformers import CLIPModel
 
         check_path(tokenizer)
         self.frames, self.device = frames, torch_device(device)
         self.model = load_pretrained(CLIPModel, path, dtype=DTYPES[dtype]).to(self.device)
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.tokenizer = load_tokenizer(tokenizer)
         self.factor = float(self.model.logit_scale.float().exp())
 
 
@@ -166,15 +168,15 @@ class HPSv2(_Similarity):
         Raises:
             ValueError: there is no such file, or it does not fit.
         """
-        from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+        from transformers import CLIPConfig, CLIPModel
 
         check_path(clip)
         file = fetch_file(path, names=["HPS_v2.1_compressed.pt"])
         state = from_open_clip(read_tensors(file, within=["state_dict"]))
-        model = build(CLIPModel, CLIPConfig.from_pretrained(clip), state, dtype=DTYPES[dtype], source=file)
+        model = build(CLIPModel, load_settings(CLIPConfig, clip), state, dtype=DTYPES[dtype], source=file)
         self.frames, self.device = frames, torch_device(device)
         self.model = model.to(self.device)
-        self.tokenizer = AutoTokenizer.from_pretrained(clip)
+        self.tokenizer = load_tokenizer(clip)
 
     def pixels(self, frames: Tensor, size: int) -> Tensor:
         """See `_Similarity.pixels`."""

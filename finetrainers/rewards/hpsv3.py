@@ -11,7 +11,7 @@ from .base import Reward
 from .frames import Frames, normalise, resize_as_pil, spread_indices, to_bytes
 from .videoalign_input import MERGE, PAIR, added_tokens, chat, fitting_size, patches_of, placeholder_id, tokenise
 from .videoalign_model import backbone_names, base_config, load_network
-from .weights import DTYPES, DType, WeightsPath, fetch, fetch_file, read_tensors, torch_device
+from .weights import DTYPES, DType, WeightsPath, fetch, fetch_file, load_tokenizer, read_tensors, torch_device
 
 MARK = "<|Reward|>"
 IMAGE = "<|image_pad|>"
@@ -95,13 +95,11 @@ class HPSv3(Reward):
         Raises:
             ValueError: something is missing, or does not fit.
         """
-        from transformers import AutoTokenizer
-
         file = fetch_file(path, names=["HPSv3.safetensors"])
         model = fetch(base, files=["*.json", "*.txt"])
         config = base_config(model)
         self.frames, self.device = frames, torch_device(device)
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.tokenizer = load_tokenizer(model)
         self.marks = added_tokens(self.tokenizer, [MARK])
         self.image_token = placeholder_id(self.tokenizer, IMAGE, expected=config.image_token_id)
         state = backbone_names(read_tensors(file, within=["model"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
@@ -15,9 +16,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from finetrainers.utils.text import printable
+
 from .base import Reward
 from .pixels import to_uint8
-from .server import Description, Request
+from .server import TOKEN_VARIABLE, Description, Request
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,8 @@ class ServedReward(Reward):
     checked before the server is up. An object asks when it is made, so that a wrong address or head is found before
     anything is sampled; from then on its `heads` hold the server's own scale. It has always one head, `score`: which of
     the server's that is, the address says. Two heads are two rewards; the server knows the clips when the second asks.
+
+    A token that the server wants is read from the variable FINETRAINERS_REWARD_TOKEN.
 
     Clips are sent in eight bits a channel, so scores may differ in the last digits from those of the same reward in this
     process, and connections are direct: no proxy is used.
@@ -88,7 +93,7 @@ class ServedReward(Reward):
         if self._head not in given or (len(given) > 1 and not self.address.fragment):
             problem = f"gives no {self._head!r}" if self.address.fragment else "gives several numbers"
             raise ValueError(f"{self._url} {problem}; name one: {', '.join(f'{self._url}#{head}' for head in given)}")
-        self._max_bytes = described.max_bytes
+        self._max_bytes, self._max_clips = described.max_bytes, described.max_clips
         # The class cannot know them.
         self.heads = {"score": given[self._head]}  # type: ignore[misc]
 
@@ -101,6 +106,11 @@ class ServedReward(Reward):
             ConnectionError: the server is gone, or busy for long.
             TimeoutError: it did not answer in time.
         """
+        if self._max_clips is not None and len(videos) > self._max_clips:
+            raise ValueError(
+                f"{len(videos)} clips, and {self._url} takes {self._max_clips} at once; lower this reward's batch_size or "
+                "raise the server's limit"
+            )
         body = Request(to_uint8(videos), tuple(prompts), fps).pack()
         if len(body) > self._max_bytes:
             raise ValueError(
@@ -133,10 +143,15 @@ class ServedReward(Reward):
             if status == 200:
                 return answer
             message = answer.get("error") if isinstance(answer, dict) else None
-            failure = f"{message or 'no reason given'} (status {status})"
+            failure = f"{printable(str(message)) if message else 'no reason given'} (status {status})"
             if status != 503:
                 raise (ValueError if 400 <= status < 500 else RuntimeError)(f"{self._url}: {failure}")
         raise ConnectionError(f"reward server {self._url}: {failure}, after {self.retries + 1} tries")
+
+    def _headers(self) -> dict[str, str]:
+        """The token of the servers, if the environment has one; never in a configuration, which is written to disk."""
+        token = os.environ.get(TOKEN_VARIABLE)
+        return {"Authorization": f"Bearer {token}"} if token else {}
 
     def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, Any]:
         """Status and content of one answer."""
@@ -148,7 +163,7 @@ class ServedReward(Reward):
             except OSError as error:  # also an unknown host, or one that does not react
                 raise ConnectionError(f"no connection: {error}") from error
             connection.sock.settimeout(self.timeout)
-            connection.request(method, self.address.path.rstrip("/") + path, body)
+            connection.request(method, self.address.path.rstrip("/") + path, body, self._headers())
             response = connection.getresponse()
             content = response.read()
         except TimeoutError:

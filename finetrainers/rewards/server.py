@@ -4,9 +4,10 @@ The protocol, version 1. Answers are JSON objects; anyone who speaks it can serv
 
 `GET /` describes the server:
 
-    200 {"protocol": 1, "reward": NAME, "max_bytes": N, "heads": {HEAD: {"mean": 3.7, "std": 2.2}, ...}}
+    200 {"protocol": 1, "reward": NAME, "max_bytes": N, "max_clips": N, "heads": {HEAD: {"mean": 3.7, "std": 2.2}, ...}}
 
-    `max_bytes` is the largest body it takes; `(score - mean) / std` brings a head to a common scale.
+    `max_bytes` is the largest body it takes, and `max_clips`, which may be missing, how many clips; `(score - mean) / std`
+    brings a head to a common scale.
 
 `POST /score` scores clips. The body, of a `Content-Length` that is said, is a safetensors file with one tensor, `videos`,
 uint8 `[B, T, H, W, 3]`, and the metadata `prompts`, a JSON list of B texts, and `fps`, a number written out:
@@ -15,26 +16,30 @@ uint8 `[B, T, H, W, 3]`, and the metadata `prompts`, a JSON list of B texts, and
 
     These are raw scores, `null` for one that is not finite. The same request always has the same answer.
 
-What goes wrong is answered with `{"error": MESSAGE}` and one of these: 400 the body is not as above, 404 no such path,
-411 no length, 413 too large, 422 the reward refuses these clips or prompts, 500 the reward failed, 503 busy or not ready
-yet. Only a 503 is worth another try.
+What goes wrong is answered with `{"error": MESSAGE}` and one of these: 400 the body is not as above, 401 no token or another,
+404 no such path, 408 the body came too slowly, 411 no length, 413 too large, 422 the reward refuses these clips or prompts,
+500 the reward failed, 503 busy or not ready yet. Only a 503 is worth another try.
 
-There is no authentication: listen on the loopback address or in a network that is trusted.
+A server with a token answers requests with `Authorization: Bearer TOKEN` only. Nothing is encrypted, neither token nor clips:
+listen on the loopback address or in a network that is trusted.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import io
 import json
 import logging
 import math
+import re
 import socket
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import BoundedSemaphore, Lock
 from typing import Any, Literal
 
 import safetensors.torch
@@ -43,16 +48,25 @@ from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from torch import Tensor
 
+from finetrainers.utils.text import printable, shortened
+
 from .base import Head, Reward
+from .limits import FairQueue, TimedReader
 
 logger = logging.getLogger(__name__)
 
 PORT = 8000
 MAX_BYTES = 2**30  # eight clips of 81 frames of 480x832 have 0.8 * 2**30
+MAX_CLIPS = 256
+#: The variable that holds the token of a server, on both sides.
+TOKEN_VARIABLE = "FINETRAINERS_REWARD_TOKEN"
 _AT_ONCE = 8  # requests held in memory; the next ones wait before their bodies are read
 _PATIENCE = 30.0  # seconds that they wait before they are told to come back
-_IDLE = 60.0  # seconds without a byte after which a connection is given up
+_IDLE = 60.0  # seconds after which an answer that nobody takes is given up
+_GRACE, _RATE = 10.0, 2**20  # seconds and bytes a second within which a request must arrive, see `TimedReader`
 _REMEMBERED = 64  # answers
+_LONGEST = 500  # characters of an error
+_LENGTH = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 
 class Description(BaseModel):
@@ -61,6 +75,7 @@ class Description(BaseModel):
     protocol: Literal[1] = 1
     reward: str
     max_bytes: int
+    max_clips: int | None = None
     heads: dict[str, Head] = Field(min_length=1)
 
 
@@ -92,16 +107,16 @@ class Request:
         metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__", {})
         if tensors.keys() != {"videos"} or not {"prompts", "fps"} <= metadata.keys():
             raise ValueError("wanted: one tensor, 'videos', and the metadata 'prompts' and 'fps'")
-        videos, prompts, fps = tensors["videos"], _parsed(metadata["prompts"]), _parsed(metadata["fps"])
+        videos, prompts, fps = tensors["videos"], _parsed(metadata["prompts"]), _number(metadata["fps"])
         if videos.dtype != torch.uint8 or videos.ndim != 5 or videos.shape[-1] != 3 or videos.numel() == 0:
             raise ValueError(f"videos are {videos.dtype} {list(videos.shape)}; wanted: uint8 [B, T, H, W, 3]")
         if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
             raise ValueError("prompts are no JSON list of texts")
         if len(prompts) != len(videos):
             raise ValueError(f"{len(videos)} videos, but {len(prompts)} prompts")
-        if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < math.inf:
-            raise ValueError(f"fps is {metadata['fps']}; wanted: a positive number")
-        return cls(videos, tuple(prompts), float(fps))
+        if not 0 < fps < math.inf:
+            raise ValueError(f"fps is {shortened(metadata['fps'], 20)}; wanted: a positive number")
+        return cls(videos, tuple(prompts), fps)
 
     def digest(self) -> str:
         """What is the same for the same request."""
@@ -123,7 +138,9 @@ class RewardServer(ThreadingHTTPServer):
         host: str = "127.0.0.1",
         port: int = PORT,
         max_bytes: int = MAX_BYTES,
+        max_clips: int = MAX_CLIPS,
         batch_size: int | None = None,
+        token: str | None = None,
     ) -> None:
         """Listen, without answering yet.
 
@@ -133,7 +150,9 @@ class RewardServer(ThreadingHTTPServer):
             host: address to listen on; `0.0.0.0` for all.
             port: 0 for any free one.
             max_bytes: larger bodies are refused.
+            max_clips: more clips in a request are refused.
             batch_size: clips scored at once; default: the reward's own.
+            token: requests without it are refused; None: no request needs any.
 
         Raises:
             OSError: the address cannot be listened on.
@@ -141,11 +160,13 @@ class RewardServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
         self.max_bytes = max_bytes
-        self.places = BoundedSemaphore(_AT_ONCE)
-        self.description = Description(reward=name, max_bytes=max_bytes, heads=dict(reward.heads))
+        self.max_clips = max_clips
+        self.token = token
+        self.places = FairQueue(_AT_ONCE)
+        self.description = Description(reward=name, max_bytes=max_bytes, max_clips=max_clips, heads=dict(reward.heads))
         self._reward = reward
         self._batch_size = batch_size or reward.batch_size
-        self._lock = Lock()
+        self._turn = FairQueue(1)
         self._answers: OrderedDict[str, dict[str, list[float | None]]] = OrderedDict()
 
     @property
@@ -154,10 +175,10 @@ class RewardServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://[{host!s}]:{port}" if self.address_family == socket.AF_INET6 else f"http://{host!s}:{port}"
 
-    def score(self, request: Request) -> dict[str, list[float | None]]:
+    def score(self, request: Request, *, client: str = "") -> dict[str, list[float | None]]:
         """The answer to a request; one that was asked before, for another head or after a broken connection, is known."""
         digest = request.digest()
-        with self._lock:
+        with self._turn.place(client):
             if digest not in self._answers:
                 self._answers[digest] = _score(self._reward, request, batch_size=self._batch_size)
                 if len(self._answers) > _REMEMBERED:
@@ -167,10 +188,10 @@ class RewardServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what went wrong with a connection, in a line rather than a traceback if the other side has left."""
         error = sys.exc_info()[1]
-        if isinstance(error, ConnectionError):
+        if isinstance(error, ConnectionError | TimeoutError):
             logger.warning("%s has left: %s", client_address[0], error)
         else:
-            logger.exception("request of %s", client_address[0])
+            logger.error("request of %s\n%s", client_address[0], _trace())
 
 
 def serve(
@@ -179,15 +200,14 @@ def serve(
     name: str,
     host: str = "127.0.0.1",
     port: int = PORT,
-    max_bytes: int = MAX_BYTES,
-    batch_size: int | None = None,
+    **options: Any,
 ) -> None:
     """Serve a reward until interrupted; see `RewardServer` for the arguments.
 
     Raises:
         OSError: the address cannot be listened on.
     """
-    with RewardServer(reward, name=name, host=host, port=port, max_bytes=max_bytes, batch_size=batch_size) as server:
+    with RewardServer(reward, name=name, host=host, port=port, **options) as server:
         logger.info("serving %s (%s) at %s; stop with Ctrl-C", name, ", ".join(reward.heads), server.url)
         try:
             server.serve_forever()
@@ -209,21 +229,34 @@ class _Handler(BaseHTTPRequestHandler):
     server: RewardServer
     timeout = _IDLE  # of the socket, by socketserver
 
+    def setup(self) -> None:
+        """Read with a deadline, headers included."""
+        super().setup()
+        self.rfile.close()
+        self._reader = TimedReader(self.connection, grace=_GRACE, rate=_RATE)
+        self.rfile = io.BufferedReader(self._reader)
+
     def do_GET(self) -> None:
-        if self.path == "/":
-            self._answer(200, self.server.description.model_dump())
+        try:
+            self._check_token()
+            if self.path != "/":
+                message = f"there is no {self.path}; GET / describes the server, POST /score scores clips"
+                raise _RequestError(404, message)
+        except _RequestError as error:
+            self.send_error(error.status, str(error))
         else:
-            self.send_error(404, f"there is no {self.path}; GET / describes the server, POST /score scores clips")
+            self._answer(200, self.server.description.model_dump())
 
     def do_POST(self) -> None:
+        client = self.client_address[0]
         try:
+            self._check_token()
             length = self._length()
-            if not self.server.places.acquire(timeout=_PATIENCE):
-                raise _RequestError(503, "busy with other requests; try again")
             try:
-                scores = self._scores(length)
-            finally:
-                self.server.places.release()
+                with self.server.places.place(client, patience=_PATIENCE):
+                    scores = self._scores(length)
+            except TimeoutError:
+                raise _RequestError(503, "busy with other requests; try again") from None
         except _RequestError as error:
             self.send_error(error.status, str(error))
         else:
@@ -231,19 +264,32 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer with an error as JSON instead of the library's HTML, also where the library finds it."""
-        logger.warning("%s: %s %s", self.client_address[0], code, message)
-        self._answer(code, {"error": message or self.responses[code][0]})
+        # It may quote the request, and the log is read in terminals.
+        text = shortened(printable(message or self.responses[code][0]), _LONGEST)
+        logger.warning("%s: %s %s", self.client_address[0], code, text)
+        self._answer(code, {"error": text})
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
         """Log as the rest of the package does."""
-        logger.debug("%s: %s", self.client_address[0], format % args)
+        logger.debug("%s: %s", self.client_address[0], printable(format % args))
+
+    def _check_token(self) -> None:
+        """Refuse a request without the server's token; of a body that comes with it nothing is read."""
+        token = self.server.token
+        given = self.headers.get("Authorization", "")
+        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            problem = "the token is not this server's" if given else "this server wants a token"
+            raise _RequestError(401, f"{problem}; set {TOKEN_VARIABLE}")
 
     def _length(self) -> int:
         """Length of the body, if that can be taken."""
         text = self.headers.get("Content-Length", "")
-        if not text.isdecimal():
+        limit = self.server.max_bytes
+        if not text.isascii() or not text.isdecimal():
             raise _RequestError(411, "the request must say the length of its body")
-        length, limit = int(text), self.server.max_bytes
+        if not _LENGTH.fullmatch(text):
+            raise _RequestError(413, f"the body has a length of {len(text)} digits, the limit is {limit} bytes")
+        length = int(text)
         if self.path != "/score":
             self._discard(length)
             raise _RequestError(404, f"there is no {self.path} to post to; clips go to /score")
@@ -255,11 +301,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _discard(self, length: int) -> None:
         """Read a body that is not wanted, or who sends it sees a broken connection instead of the answer."""
         left = min(length, 4 * self.server.max_bytes)
-        while left > 0 and (part := self.rfile.read(min(left, 2**20))):
-            left -= len(part)
+        self._reader.begin()
+        try:
+            while left > 0 and (part := self.rfile.read(min(left, 2**20))):
+                left -= len(part)
+        except TimeoutError:
+            return
 
     def _scores(self, length: int) -> dict[str, list[float | None]]:
-        body = self.rfile.read(length)
+        self._reader.begin()
+        try:
+            body = self.rfile.read(length)
+        except TimeoutError:
+            message = f"the body came too slowly: after {_GRACE:g} s, {_RATE / 2**20:g} MiB/s are the least"
+            raise _RequestError(408, message) from None
         if len(body) < length:
             raise _RequestError(400, f"the body ends after {len(body)} of {length} bytes")
         try:
@@ -267,12 +322,15 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             raise _RequestError(400, str(error)) from None
         del body  # as large as the videos
+        if len(request.prompts) > self.server.max_clips:
+            message = f"{len(request.prompts)} clips, the limit is {self.server.max_clips}; send fewer at once"
+            raise _RequestError(413, message)
         try:
-            return self.server.score(request)
+            return self.server.score(request, client=self.client_address[0])
         except ValueError as error:
             raise _RequestError(422, str(error)) from None
         except Exception as error:  # whatever the reward raises belongs to this request: the server goes on
-            logger.exception("the reward failed")
+            logger.error("the reward failed\n%s", _trace())
             raise _RequestError(500, f"{type(error).__name__}: {error}") from None
 
     def _answer(self, status: int, content: Mapping[str, Any]) -> None:
@@ -305,5 +363,19 @@ def _parts(request: Request, size: int) -> list[tuple[Tensor, Sequence[str]]]:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, lists in lists in lists
         return None
+
+
+def _number(text: str) -> float:
+    """A JSON number; NaN for anything else, and for what no float can hold."""
+    value = _parsed(text)
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _trace() -> str:
+    """The traceback of the exception that is handled, without escapes for terminals that its message may quote."""
+    return "\n".join(map(printable, traceback.format_exc().rstrip().split("\n")))

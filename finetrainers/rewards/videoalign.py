@@ -24,7 +24,7 @@ from .videoalign_input import (
     tokenise,
 )
 from .videoalign_model import backbone_names, base_config, base_weights, load_network, merge_adapter
-from .weights import DTYPES, DType, WeightsPath, fetch, read_tensors, torch_device
+from .weights import DTYPES, DType, WeightsPath, fetch, load_tokenizer, read_tensors, torch_device
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +137,6 @@ class VideoAlign(Reward):
         Raises:
             ValueError: something is missing, or does not fit.
         """
-        from transformers import AutoTokenizer
-
         weights = ["model.pth", "adapter_model.safetensors", "non_lora_state_dict.pth"]
         root = fetch(path, files=["model_config.json", *(f"checkpoint-*/{name}" for name in weights)])
         settings = _settings(root)
@@ -148,7 +146,7 @@ class VideoAlign(Reward):
 
         config = base_config(model)
         self.device = torch_device(device)
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.tokenizer = load_tokenizer(model)
         self.marks = added_tokens(self.tokenizer, MARKS)
         self.video_token = placeholder_id(self.tokenizer, VIDEO, expected=config.video_token_id)
         self.sample_fps = float(settings["data_config"]["fps"])

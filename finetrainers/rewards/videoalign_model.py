@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-from .weights import build, read_sharded
+from .weights import build, load_settings, read_sharded
 
 _EMBEDDINGS = "language_model.embed_tokens.weight"
 #: Where checkpoints keep the two towers: saved by transformers before 4.52, and since. The first match counts.
@@ -156,7 +156,7 @@ def base_config(base: Path) -> Any:
     """
     if not (base / "config.json").is_file():
         raise ValueError(f"{base} holds no config.json; base= wants a folder or hub id of Qwen2-VL")
-    config = transformers.AutoConfig.from_pretrained(base)
+    config = load_settings(transformers.AutoConfig, base)
     if config.model_type != "qwen2_vl":
         raise ValueError(f"{base} is a {config.model_type}; base= wants a Qwen2-VL")
     return config

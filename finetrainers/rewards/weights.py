@@ -148,10 +148,40 @@ def load_pretrained(cls: Any, path: str, *, dtype: torch.dtype) -> Any:
         ValueError: there is no such path, or weights are missing; transformers would make them up.
     """
     check_path(path)
-    model, found = cls.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+    model, found = cls.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, trust_remote_code=False
+    )
     if found["missing_keys"]:
         raise ValueError(f"{path} does not fit {cls.__name__}: it lacks {_some(sorted(found['missing_keys']))}")
     return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a hub id or folder.
+
+    Raises:
+        ValueError: there is none, or it needs code of its own, which is never run.
+    """
+    from transformers import AutoTokenizer
+
+    return _without_code(AutoTokenizer, path)
+
+
+def load_settings(cls: Any, path: str | Path) -> Any:
+    """A transformers configuration (`cls`) of a hub id or folder.
+
+    Raises:
+        ValueError: see `load_tokenizer`.
+    """
+    return _without_code(cls, path)
+
+
+def _without_code(cls: Any, path: str | Path) -> Any:
+    """Not left to the library's default, which on a terminal asks whether to run what the repository brings."""
+    try:
+        return cls.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _some(names: Sequence[str]) -> str:

@@ -32,21 +32,43 @@ def run(*words: str) -> int:
 def test_the_reward_is_made_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[Any, dict[str, Any]]] = []
     monkeypatch.setattr(server, "serve", lambda reward, **options: served.append((reward, options)))
-    assert run("colour,target=#0000ff,batch_size=2", "--host", "0.0.0.0", "--port", "81", "--max_mib", "3") == 0
+    monkeypatch.delenv(server.TOKEN_VARIABLE, raising=False)
+    limits = ("--max_mib", "3", "--max_clips", "7")
+    assert run("colour,target=#0000ff,batch_size=2", "--host", "0.0.0.0", "--port", "81", *limits) == 0
     assert run("brightness") == 0
     (reward, options), (other, defaults) = served
     assert isinstance(reward, Colour)
     assert reward.target is not None
     assert reward.target.tolist() == [0, 0, 1]
-    assert options == {"name": "colour", "host": "0.0.0.0", "port": 81, "max_bytes": 3 * 2**20, "batch_size": 2}
+    assert options == {
+        "name": "colour", "host": "0.0.0.0", "port": 81, "max_bytes": 3 * 2**20, "max_clips": 7, "batch_size": 2,
+        "token": None,
+    }  # fmt: skip
     assert isinstance(other, Brightness)
     assert defaults == {
         "name": "brightness",
         "host": "127.0.0.1",
         "port": server.PORT,
         "max_bytes": server.MAX_BYTES,
+        "max_clips": server.MAX_CLIPS,
         "batch_size": None,
+        "token": None,
     }
+
+
+def test_a_token_comes_from_the_environment_or_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr(server, "serve", lambda reward, **options: served.append(options))
+    monkeypatch.setenv(server.TOKEN_VARIABLE, "from-outside")
+    run("brightness")
+    run("brightness", "--token", "given")
+    monkeypatch.setenv(server.TOKEN_VARIABLE, "")
+    run("brightness")
+    assert [options["token"] for options in served] == ["from-outside", "given", None]
+    for token in ("", "two words", "l\u00e9on", "a\x1b[31m"):
+        with pytest.raises(ConfigError, match="--token: must be ASCII") as error:
+            run("brightness", f"--token={token}")
+        assert not token or token not in str(error.value)  # it is a secret all the same
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -24,7 +24,7 @@ from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.pixels import Brightness
 from finetrainers.rewards.registry import resolve_reward
 from finetrainers.rewards.served import ServedReward
-from finetrainers.rewards.server import PORT, Request, RewardServer, serve
+from finetrainers.rewards.server import PORT, TOKEN_VARIABLE, Request, RewardServer, serve
 
 
 class Talkative(Reward):
@@ -283,6 +283,11 @@ def request(videos: Tensor | None = None, **metadata: str) -> bytes:
         (request(fps="0"), "fps is 0"),
         (request(fps="NaN"), "fps is NaN"),
         (request(fps="fast"), "fps is fast"),
+        (request(fps="9" * 400), "fps is 99999999999999999999... (400 characters); wanted: a positive number"),
+        (request(fps="9" * 5000), "fps is 9"),
+        (request(fps="true"), "fps is true"),
+        (request(prompts="[" * 100_000), "no JSON list of texts"),
+        (request(prompts='["' + "[" * 100_000 + '"]', fps="{" * 100_000), "fps is {"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -304,6 +309,115 @@ def test_other_requests_are_refused_in_json() -> None:
             response = connection.getresponse()
             assert response.status == status
             assert json.loads(response.read())["error"]
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "9" * 19, "\u00b2", "1e3", "+5", "0x10"])
+def test_odd_lengths_are_refused(length: str) -> None:
+    with serving(Brightness()) as url:
+        status, error = post(url, b"", headers={"Content-Length": length.encode("latin-1")})
+    assert (status, error) in (
+        (411, "the request must say the length of its body"),
+        (413, f"the body has a length of {len(length)} digits, the limit is 1073741824 bytes"),
+    )
+
+
+def test_more_clips_than_allowed_are_refused_by_both_ends() -> None:
+    """Half a million clips of a pixel are small, and would take a minute."""
+    reward = Talkative()
+    with serving(reward, max_clips=3) as url:
+        served = ServedReward.at(f"{url}#light")()
+        with pytest.raises(ValueError, match=r"4 clips, and http.* takes 3 at once; lower this reward's batch_size"):
+            served.score(torch.zeros(4, 1, 3, 1, 1), [""] * 4, fps=8.0)
+        body = request(torch.zeros(4, 1, 1, 1, 3, dtype=torch.uint8), prompts='["", "", "", ""]')
+        assert post(url, body) == (413, "4 clips, the limit is 3; send fewer at once")
+        assert served.score(torch.zeros(3, 1, 3, 1, 1), [""] * 3, fps=8.0)["score"].shape == (3,)
+    assert reward.sizes == [2, 1]
+
+
+def test_a_token_is_wanted_and_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with serving(Brightness(), token="s3cret") as url:
+        with pytest.raises(
+            ValueError, match=r"this server wants a token; set FINETRAINERS_REWARD_TOKEN \(status 401\)"
+        ):
+            ServedReward.at(url)()
+        assert post(url, request())[0] == 401
+        assert post(url, request(), headers={"Authorization": "Bearer S3CRET"})[0] == 401
+        monkeypatch.setenv(TOKEN_VARIABLE, "other")
+        with pytest.raises(ValueError, match="the token is not this server's"):
+            ServedReward.at(url)()
+        monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+        assert float(ServedReward.at(url)().score(clips(1), [""], fps=8.0)["score"]) > 0
+
+
+def test_connections_that_trickle_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of them take every place, each with a byte now and then; headers and bodies have a deadline as a whole."""
+    monkeypatch.setattr("finetrainers.rewards.server._GRACE", 0.4)
+    with serving(Brightness()) as url, ExitStack() as open_ones:
+        port, slow = urlsplit(url).port, []
+        for number in range(9):
+            raw = open_ones.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            raw.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 900000\r\n" + (b"\r\nabc" if number else b""))
+            slow.append(raw)
+        stop = threading.Event()
+
+        def trickle() -> None:
+            while not stop.wait(0.05):
+                for raw in slow:
+                    with suppress(OSError):
+                        raw.send(b"x")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            start = time.monotonic()
+            served = ServedReward.at(url)(timeout=10, retries=0)
+            assert float(served.score(clips(1), [""], fps=8.0)["score"]) > 0
+            assert time.monotonic() - start < 5
+            assert all(b"the body came too slowly" in raw.recv(1000) for raw in slow[1:])
+            assert slow[0].recv(1000) == b""  # not even its headers ended
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_slow_sender_that_keeps_the_rate_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetrainers.rewards.server._GRACE", 0.3)
+    monkeypatch.setattr("finetrainers.rewards.server._RATE", 1000)
+    body = request(torch.zeros(1, 1, 16, 16, 3, dtype=torch.uint8))
+    with serving(Brightness()) as url, socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=10) as raw:
+        raw.sendall(f"POST /score HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        for start in range(0, len(body), 200):  # 200 bytes every 0.1 s
+            time.sleep(0.1)
+            raw.sendall(body[start : start + 200])
+        assert b"200 OK" in raw.makefile("rb").read()
+
+
+class Quoting(Reward):
+    """Fails with what it was asked."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        raise (ValueError if "refused" in prompts[0] else KeyError)(prompts[0])
+
+
+def test_nothing_of_a_request_reaches_the_terminal_raw(caplog: pytest.LogCaptureFixture) -> None:
+    """An escape could rewrite what the person before the terminal sees."""
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\nWARNING all is well"
+    with caplog.at_level("DEBUG", logger="finetrainers"), serving(Quoting()) as url:
+        for prompt in (evil, f"refused {evil}"):
+            assert post(url, request(prompts=json.dumps([prompt])))[0] in (422, 500)
+        post(url, request(fps=evil))
+        post(url, request(prompts=evil))
+        with socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=10) as raw:
+            raw.sendall(b"POST /\x1b[31m HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
+            assert b"there is no /\\\\x1b[31m to post to" in raw.makefile("rb").read()
+        with socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=10) as raw:
+            raw.sendall(b"\x1b[31m nonsense\r\n\r\n")
+            raw.makefile("rb").read()
+    assert "\\x1b]0;owned" in caplog.text
+    assert "in score" in caplog.text  # the traceback of the reward
+    assert not [c for c in caplog.text if not c.isprintable() and c != "\n"]
+    assert not any(line.startswith("WARNING all is well") for line in caplog.text.splitlines())
 
 
 def test_a_body_that_ends_early_is_refused() -> None:
@@ -460,6 +574,7 @@ def test_the_server_describes_itself() -> None:
             "protocol": 1,
             "reward": "test",
             "max_bytes": 12345,
+            "max_clips": 256,
             "heads": {"light": {"mean": 1.5, "std": 0.5}, "length": {"mean": 0.0, "std": 1.0}},
         }
 
@@ -478,11 +593,11 @@ def test_too_many_requests_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch
     server = RewardServer(Brightness(), name="busy", port=0)
     with running(server) as url:
         served = ServedReward.at(url)(retries=0)
-        taken = [server.places.acquire() for _ in range(8)]
-        with pytest.raises(ConnectionError, match="busy with other requests"):
-            served.score(clips(1), [""], fps=8.0)
-        for _ in taken:
-            server.places.release()
+        with ExitStack() as taken:
+            for _ in range(8):
+                taken.enter_context(server.places.place("another"))
+            with pytest.raises(ConnectionError, match="busy with other requests"):
+                served.score(clips(1), [""], fps=8.0)
         assert float(served.score(clips(1), [""], fps=8.0)["score"]) > 0
 
 

@@ -1,0 +1,98 @@
+"""What one client may take of a server that others need too: places, in turn, and time."""
+
+from __future__ import annotations
+
+import io
+import math
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from threading import Condition
+
+
+class FairQueue:
+    """A few places for many clients. A free one goes to who holds the fewest, and among these to who has waited longest.
+
+    A lock has no order, and a client with many connections would get most of it.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._held: Counter[str] = Counter()
+        self._waiting: list[tuple[str, int]] = []
+        self._numbers = count()
+        self._changed = Condition()
+
+    @contextmanager
+    def place(self, client: str, *, patience: float = math.inf) -> Iterator[None]:
+        """A place for the length of the block.
+
+        Args:
+            client: who asks, such as an address.
+            patience: seconds to wait for one.
+
+        Raises:
+            TimeoutError: none became free for this client.
+        """
+        ticket = (client, next(self._numbers))
+        with self._changed:
+            self._waiting.append(ticket)
+            timeout = None if math.isinf(patience) else patience
+            has_come = self._changed.wait_for(lambda: self._free > 0 and self._next() == ticket, timeout)
+            self._waiting.remove(ticket)
+            if has_come:
+                self._free -= 1
+                self._held[client] += 1
+            self._changed.notify_all()
+            if not has_come:
+                raise TimeoutError(f"no place in {patience:g} s")
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._held[client] -= 1
+                self._held += Counter()  # forget who holds none
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[str, int]:
+        return min(self._waiting, key=lambda ticket: (self._held[ticket[0]], ticket[1]))
+
+
+class TimedReader(io.RawIOBase):
+    """A connection that must deliver: who sends slower than a rate is given up after some seconds of grace.
+
+    A time-out for each read alone lets a byte every few seconds hold a connection for ever.
+    """
+
+    def __init__(self, connection: socket.socket, *, grace: float, rate: float) -> None:
+        """Args:
+        connection: to read from.
+        grace: seconds before anything must have arrived.
+        rate: bytes a second that must arrive from then on, on average.
+        """
+        self._connection, self._grace, self._rate = connection, grace, rate
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock, for what comes next."""
+        self._deadline = time.monotonic() + self._grace
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("too slow")
+        before = self._connection.gettimeout()
+        self._connection.settimeout(left)
+        try:
+            received = self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(before)
+        self._deadline += received / self._rate
+        return received
