@@ -58,7 +58,7 @@ def examine(config: TrainConfig, effort: Effort) -> tuple[dict[str, Any] | None,
         preflight(config, planner=planner)
     except ConfigError as error:
         # Nothing is written to the run's folder; and what is wrong with items is in the survey.
-        ours = ("--output_dir", "--resume_from_checkpoint", *(("data",) if survey is not None else ()))
+        ours = ("--output_dir", "--resume_from_checkpoint", "--report_to", *(("data",) if survey is not None else ()))
         problems = [problem for problem in error.problems if problem.where not in ours]
     if survey is None:
         return None, problems or [Problem("data", "no clips to check: give --data_root or --dataset_file")]

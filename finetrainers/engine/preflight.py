@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from finetrainers.config.checks import FamilyFacts, check_config
@@ -103,6 +104,7 @@ def preflight(
         problems += error.problems
         prompts = []
     problems += _check_media(prompts)
+    problems += [] if preparing else _check_tracker(config)
     readable = not wrong_place and not model_problems  # else its rules are those of the published checkpoints
     geometry = family.geometry_of(config.model) if readable else family.geometry
     first_frame = family.first_frame_of(config.model) if readable else "unknown"
@@ -225,6 +227,15 @@ def _check_media(prompts: list[ValidationPrompt]) -> list[Problem]:
         if video and not Path(video).is_file():
             problems.append(Problem("--validation_videos", f"no such file: {video}; give a local video"))
     return problems
+
+
+def _check_tracker(config: TrainConfig) -> list[Problem]:
+    """A tracker that is not installed: nothing of the run would reach it."""
+    tracker = config.run.report_to
+    packages = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]  # as accelerate takes either
+    if tracker == "none" or any(find_spec(package) for package in packages):
+        return []
+    return [Problem("--report_to", f"{tracker} is not installed: pip install {tracker}")]
 
 
 def _check_paths(config: TrainConfig) -> list[Problem]:

@@ -113,7 +113,7 @@ def parsed(script: Path, bin_dir: Path, *arguments: str, **environment: str) -> 
 def on_tiny_weights(config: TrainConfig, *, repo: Path, clips: Path, output_dir: Path) -> TrainConfig:
     """The same run on a tiny local model, and small clips if it is on clips; prompts are those of the example."""
     options = {name: value for name, value in config.flat().items() if config.changed(name)}
-    options.update(pretrained_model_name_or_path=str(repo), output_dir=output_dir)
+    options.update(pretrained_model_name_or_path=str(repo), output_dir=output_dir, report_to="none")
     if config.training.method == "grpo":
         options.update(prompts=ROOT / str(config.grpo.prompts), eval_prompts=ROOT / str(config.grpo.eval_prompts))
     else:

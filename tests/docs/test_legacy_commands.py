@@ -52,7 +52,7 @@ def test_published_command_trains(family, tiny_repo, tmp_path, python):
     extra = {
         "pretrained_model_name_or_path": str(tiny_repo(family)), "data_root": str(data), "output_dir": str(output),
         "video_resolution_buckets": "17x64x64", "train_steps": "2", "validation_inference_steps": "2",
-        "validation_prompts": "a fox@@@17x64x64:::a fox@@@9x64x64",
+        "validation_prompts": "a fox@@@17x64x64:::a fox@@@9x64x64", "report_to": "none",
     }  # fmt: skip
     environment = {
         **os.environ,

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.root import changed_options, fields
+from finetrainers.engine import preflight
 from finetrainers.engine.callbacks.samples import write_sample
 from finetrainers.engine.callbacks.validation import Validation
 from finetrainers.engine.training import train
@@ -94,12 +95,25 @@ def test_a_tracker_that_fails_never_stops_training(
 ) -> None:
     monkeypatch.setattr(Failing, "fails_in", fails_in)
     monkeypatch.setattr("accelerate.tracking.LOGGER_TYPE_TO_CLASS", {"wandb": Failing})
+    monkeypatch.setattr(preflight, "find_spec", lambda name: name == "wandb")
     done = run(**options(train_steps=2), report_to="wandb")
     assert len(done.curve("loss")) == 2
     (failure,) = [event for event in done.events if event["event"] == "tracker_failed"]
     assert failure["tracker"] == "wandb"
     assert "no route to host" in failure["error"]
     assert failure["step"] == {"__init__": 0, "log": 1, "finish": 2}[fails_in]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "trackio", "tensorboard"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(
+    tracker: str, dry_run: bool, options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError) as refused:
+        train(load_config(**options(report_to=tracker, dry_run=dry_run)))
+    [problem] = refused.value.problems
+    assert str(problem) == f"--report_to: {tracker} is not installed: pip install {tracker}"
 
 
 def test_a_checkpoint_is_written_before_sampling_can_fail(
