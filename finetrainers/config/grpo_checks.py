@@ -300,7 +300,9 @@ def _no_effect(config: TrainConfig, names: Sequence[str], why: str, found: Findi
 def _check_length(config: TrainConfig, found: Findings) -> None:
     training, updates = config.training, config.grpo.updates_per_rollout
     if training.train_steps is None:
-        found.error("train_steps", "prompts are walked through without end; give the number of optimizer steps")
+        found.error(
+            "train_steps", "is not set, and prompts are used again and again; give the number of optimizer steps"
+        )
     for name, steps in (("train_steps", training.train_steps), ("checkpointing_steps", training.checkpointing_steps)):
         if steps and steps % updates:
             lower, upper = steps // updates * updates, -(-steps // updates) * updates

@@ -50,6 +50,8 @@ INSTEAD = {
     "--train_steps 150 ": "--train_steps 2 ",
     "--train_steps 50 ": "--train_steps 1 ",
     "--train_steps 64 ": "--train_steps 1 ",
+    "--train_steps 8 ": "--train_steps 1 ",
+    "train_steps=8": "train_steps=1",
     "--checkpointing_steps 10 ": "--checkpointing_steps 1 ",
     "--prompts_per_step 8 --num_generations 8": "--prompts_per_step 2 --num_generations 2",
     "--batch_size 16": "--batch_size 4",
