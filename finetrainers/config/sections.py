@@ -60,8 +60,14 @@ class ModelSection(Section):
         description="Dtype of frozen transformer weights and of its inputs; trainable weights: `master_weights`.",
     )
     vae_dtype: DType = Field("bf16", description="Weight dtype of the VAE.")
-    enable_slicing: bool = Field(False, description="VAE slicing: encode and decode one clip at a time.")
-    enable_tiling: bool = Field(False, description="VAE tiling: less memory, slightly different latents.")
+    enable_slicing: bool | None = Field(
+        None,
+        description="VAE slicing: encode and decode one clip at a time; default: batches that would take more than 24 GiB.",
+    )
+    enable_tiling: bool | None = Field(
+        None,
+        description="VAE tiling: less memory, slightly different latents; default: clips that would take more than 24 GiB.",
+    )
     layerwise_upcasting_modules: list[Literal["transformer"]] = Field(
         default=[], description="Store these frozen modules in 8 bits and compute in `transformer_dtype` (LoRA)."
     )

@@ -14,8 +14,8 @@ def is_list(field: FieldInfo) -> bool:
 
 
 def is_switch(field: FieldInfo) -> bool:
-    """Whether the option is a boolean flag."""
-    return field.annotation is bool
+    """Whether the option is a boolean flag, perhaps one whose default depends on others."""
+    return field.annotation in (bool, bool | None)
 
 
 def choices(annotation: Any) -> tuple[str, ...]:

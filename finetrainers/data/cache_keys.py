@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.seeding import generator
 
+from .buckets import Bucket
 from .cache import TensorCache
 from .clip import Clip
 from .decode import load_clip
@@ -41,6 +43,7 @@ class CacheKeys:
         data: whether captions may be dropped, and to what.
         seed: seed of the random starts and crops.
         with_first_frame: whether entries also hold moments of the first frame alone.
+        tiled: whether the VAE works on tiles of a clip of this bucket, where its identity does not say it.
         text_words, vae_words: the encoders in words, for people.
     """
 
@@ -51,6 +54,7 @@ class CacheKeys:
     data: DataSection
     seed: int
     with_first_frame: bool = False
+    tiled: Callable[[Bucket], bool] = field(default=lambda bucket: False)
     text_words: str = ""
     vae_words: str = ""
 
@@ -66,6 +70,7 @@ class CacheKeys:
             file=self.digests.of(clip.path),
             first_frame=self.with_first_frame,
             version=PIXELS_VERSION,
+            **({"tiled": True} if self.tiled(clip.bucket) else {}),
             **self.cut(clip),
         )
 
@@ -96,7 +101,8 @@ class CacheKeys:
 
     def about_video(self, clip: Clip) -> dict[str, str]:
         """What a clip's entry is, for people; the file's name without its folders."""
-        about = self._about("video", Path(clip.path).name, self.vae_words, self.vae_identity)
+        words = self.vae_words + (", tiled" if self.tiled(clip.bucket) else "")
+        about = self._about("video", Path(clip.path).name, words, self.vae_identity)
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 
     def _about(self, kind: str, what: str, model: str, identity: str) -> dict[str, str]:

@@ -119,4 +119,7 @@ def _folder(directory: Path, model: ModelSection, part: Part) -> Path:
 
 
 def _values(model: ModelSection, part: Part) -> dict[str, object]:
-    return {name: getattr(model, name) for name in (*_SHARED, *_OPTIONS[part])}
+    values = {name: getattr(model, name) for name in (*_SHARED, *_OPTIONS[part])}
+    if "enable_tiling" in values:  # which clips are tiled by default, the entries' own keys say
+        values["enable_tiling"] = bool(values["enable_tiling"])
+    return values

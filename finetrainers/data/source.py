@@ -162,7 +162,7 @@ class BatchSource:
             )
             return vae
         # Tiling changes latents a little at the seams.
-        keys = self._keys(vae_identity=identity({"vae": vae}, tiling=self.config.model.enable_tiling))
+        keys = self._keys(vae_identity=identity({"vae": vae}, tiling=bool(self.config.model.enable_tiling)))
         unreadable: list[BadSample] = []
 
         def work(progress: Progress) -> Encoded:
@@ -318,6 +318,7 @@ class BatchSource:
             data=self.config.data,
             seed=self.config.training.seed,
             with_first_frame=self._with_first_frame,
+            tiled=self.spec.tiles_by_size,
             text_words=describe_model(self.config.model, "text"),
             vae_words=describe_model(self.config.model, "vae"),
         )

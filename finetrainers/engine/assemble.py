@@ -46,6 +46,10 @@ def assemble(checked: Preflight, parallel: Parallel, watchdog: Watchdog) -> Trai
     asked = config.data.first_frame_conditioning_p is not None
     if parallel.is_main and first_frame_p > 0 and not asked and plan.noun == "clip":
         print_line(f"note: {first_frame_p:.0%} of samples see their clean first frame (--first_frame_conditioning_p)")
+    sizes = (*plan.buckets, *(prompt.size for prompt in checked.prompts if prompt.size is not None))
+    tiled = dict.fromkeys("x".join(map(str, size)) for size in sizes if spec.tiles_by_size(size))
+    if parallel.is_main and tiled:
+        print_line(f"note: the VAE works on tiles of {', '.join(tiled)}, to take less than 24 GiB (--no-enable_tiling)")
     compute_dtype = parallel.compute_dtype(
         weights_dtype if config.training.training_type == "full-finetune" else DTYPES[config.model.transformer_dtype]
     )

@@ -23,7 +23,17 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.diffusion.process import Process, VariancePreserving
 
 from . import common, geometries
-from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, input_dtype, unwrap
+from .spec import (
+    Conditions,
+    ModelSpec,
+    SampleRequest,
+    TextEncoders,
+    VAEStats,
+    VideoMeta,
+    input_dtype,
+    pixel_size,
+    unwrap,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +53,8 @@ class CogVideoXSpec(ModelSpec):
         "vae": AutoencoderKLCogVideoX,
         "transformer": CogVideoXTransformer3DModel,
     }
+
+    vae_pixel_bytes, vae_frames_at_once = 3830, 12
 
     # ---- the checkpoint's configs ------------------------------------------------------------------------------
 
@@ -206,6 +218,8 @@ class CogVideoXSpec(ModelSpec):
         with torch.no_grad():
             device, dtype = next(vae.parameters()).device, vae.dtype
             z = vae_stats.denormalise(latents_BCTHW).to(device, dtype)  # type: ignore[call-overload]
+            read = geometries.cogvideox(dict(vae.config), {})  # type: ignore[call-overload]
+            self.fit_vae(vae, pixel_size(z, temporal=read.temporal, spatial=read.spatial), batch=len(z))
             video = vae.decode(z, return_dict=False)[0]  # type: ignore[operator]
         return (video.float() / 2 + 0.5).clamp(0.0, 1.0)
 

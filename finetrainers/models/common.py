@@ -105,7 +105,7 @@ def load_encoder(cls: Any, config: ModelSection, part: str, *, dtype: str, repla
 
 
 def load_vae(cls: Any, config: ModelSection) -> nn.Module:
-    """The frozen VAE, in eval mode, in `vae_dtype`, with slicing and tiling as configured."""
+    """The frozen VAE, in eval mode, in `vae_dtype`, with slicing and tiling as asked for."""
     target = DTYPES[config.vae_dtype]
     vae: Any = _load_network(cls, config, "vae", {"torch_dtype": _loadable(target)}, replacement=config.vae_id)
     if config.enable_slicing:

@@ -24,7 +24,17 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.diffusion.process import FlowMatching, Process
 
 from . import common, geometries
-from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, input_dtype, unwrap
+from .spec import (
+    Conditions,
+    ModelSpec,
+    SampleRequest,
+    TextEncoders,
+    VAEStats,
+    VideoMeta,
+    input_dtype,
+    pixel_size,
+    unwrap,
+)
 
 #: Guidance-distilled checkpoints take their guidance scale as an input; the unguided network is the one at 1.
 TRAINING_GUIDANCE = 1.0
@@ -49,6 +59,7 @@ class HunyuanVideoSpec(ModelSpec):
     pipeline_class = "HunyuanVideoPipeline"
     blocks = ("transformer_blocks", "single_transformer_blocks")
     sampling_guidance = 6.0  # the default of the pipeline's `guidance_scale`
+    vae_pixel_bytes, vae_frames_at_once = 2340, 17
 
     # ---- loading -----------------------------------------------------------------------------------------------
 
@@ -145,6 +156,12 @@ class HunyuanVideoSpec(ModelSpec):
             }
         )
 
+    def vae_bytes(self, size: tuple[int, int, int]) -> float:
+        """Of large frames the attention masks take most: they grow with the square of the latents."""
+        frames, height, width = size
+        masks = 0.064 * (min(frames, self.vae_frames_at_once) / self.vae_frames_at_once * height * width) ** 2
+        return max(super().vae_bytes(size), masks)
+
     def vae_stats(self, vae: nn.Module) -> VAEStats:
         scale = torch.tensor(vae.config.scaling_factor, dtype=torch.float32)  # type: ignore[union-attr]
         return VAEStats(mean=torch.tensor(0.0), scale=scale)
@@ -179,6 +196,8 @@ class HunyuanVideoSpec(ModelSpec):
         with torch.no_grad():
             device, dtype = next(vae.parameters()).device, vae.dtype
             z = vae_stats.denormalise(latents_BCTHW).to(device, dtype)  # type: ignore[call-overload]
+            compression: Any = {"temporal": vae.temporal_compression_ratio, "spatial": vae.spatial_compression_ratio}
+            self.fit_vae(vae, pixel_size(z, **compression), batch=len(z))
             video = vae.decode(z, return_dict=False)[0]  # type: ignore[operator]
         return (video.float() / 2 + 0.5).clamp(0.0, 1.0)
 

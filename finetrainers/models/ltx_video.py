@@ -21,7 +21,17 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.diffusion.process import FlowMatching
 
 from . import common, geometries
-from .spec import Conditions, ModelSpec, SampleRequest, TextEncoders, VAEStats, VideoMeta, input_dtype, unwrap
+from .spec import (
+    Conditions,
+    ModelSpec,
+    SampleRequest,
+    TextEncoders,
+    VAEStats,
+    VideoMeta,
+    input_dtype,
+    pixel_size,
+    unwrap,
+)
 
 #: Prompt length that the published checkpoints were trained with, and the pipeline's default.
 _MAX_PROMPT_TOKENS = 128
@@ -47,6 +57,7 @@ class LTXVideoSpec(ModelSpec):
     pipeline_class = "LTXPipeline"
     first_frame = "tokens"
     first_frame_default_p = 0.1
+    vae_pixel_bytes = 118
 
     # ---- loading -----------------------------------------------------------------------------------------------
 
@@ -156,6 +167,8 @@ class LTXVideoSpec(ModelSpec):
         """
         device = next(vae.parameters()).device
         latents = vae_stats.denormalise(latents_BCTHW).to(device, vae.dtype)
+        compression: Any = {"temporal": vae.temporal_compression_ratio, "spatial": vae.spatial_compression_ratio}
+        self.fit_vae(vae, pixel_size(latents, **compression), batch=len(latents))
         # One clip at a time under slicing: the VAE's own slicing does not split timesteps.
         parts = latents.split(1 if vae.use_slicing else len(latents))
         conditioned = vae.config.timestep_conditioning

@@ -7,6 +7,7 @@ of the same shape; token packing, rotary positions, guidance and padding live in
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ from finetrainers.utils.text import plural
 from .files import part_folder, some
 from .weights import network_problems, non_finite
 
+#: Bytes above which the VAE works on one clip at a time, and above which on tiles of a clip. It is what an 80 GB GPU has left
+#: beside the largest model's LoRA training with its text encoders. It does not depend on the GPU, since tiling changes latents.
+VAE_BUDGET = 24 * 2**30
 #: Size of one weight file of a saved transformer.
 MAX_SHARD_SIZE = "10GB"
 DTYPES = {
@@ -197,6 +201,12 @@ class Batch:
         return found + [self.rows(slice(0, 1), weight=0.0)] * (pieces - len(found))
 
 
+def pixel_size(latents_BCTHW: Tensor, *, temporal: int, spatial: int) -> tuple[int, int, int]:
+    """Frames, height and width of the clips that latents are decoded to; frames per latent frame, pixels per latent cell."""
+    frames, height, width = latents_BCTHW.shape[2:]
+    return (frames - 1) * temporal + 1, height * spatial, width * spatial
+
+
 def even_bounds(count: int, pieces: int) -> list[tuple[int, int]]:
     """First and last (excluded) of `count` things in `pieces` stretches whose lengths differ by one at most."""
     ends = [count * k // pieces for k in range(pieces + 1)]
@@ -236,6 +246,10 @@ class ModelSpec(ABC):
     first_frame_default_p: float = 0.0
     #: Scale that clips are sampled with by default, for networks that take guidance as an input; None: they do not.
     sampling_guidance: float | None = None
+    #: Bytes that the VAE takes at its peak for each pixel, in bf16, and of how many frames at a time. They were counted on its
+    #: operations without weights; what kernels take besides (cuDNN's workspace) is left out. 0: not known, never tiled by itself.
+    vae_pixel_bytes: float = 0.0
+    vae_frames_at_once: float = math.inf
     #: Name of the diffusers pipeline that users load the results with.
     pipeline_class: str = "DiffusionPipeline"
 
@@ -250,7 +264,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def load_vae(self) -> nn.Module:
-        """The VAE, on the CPU, in eval mode, in `vae_dtype`, with slicing and tiling as configured."""
+        """The VAE, on the CPU, in eval mode, in `vae_dtype`, with slicing and tiling as asked for."""
 
     @abstractmethod
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
@@ -300,8 +314,28 @@ class ModelSpec(ABC):
         """
         raise ValueError(f"{self.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl")
 
+    def vae_bytes(self, size: tuple[int, int, int]) -> float:
+        """About what the VAE takes at its peak for one clip of so many frames, height and width, without tiling."""
+        frames, height, width = size
+        bytes_per_number = max(2, DTYPES[self.config.vae_dtype].itemsize)
+        return self.vae_pixel_bytes * min(frames, self.vae_frames_at_once) * height * width * bytes_per_number / 2
+
+    def tiles_by_size(self, size: tuple[int, int, int]) -> bool:
+        """Whether clips of a size are encoded and decoded in tiles although nobody asked for it."""
+        return self.config.enable_tiling is None and self.vae_bytes(size) > VAE_BUDGET
+
+    def fit_vae(self, vae: Any, size: tuple[int, int, int], *, batch: int = 1) -> None:
+        """Turn the VAE's slicing and tiling on or off, as it encodes or decodes `batch` clips of a size in pixels next."""
+        slicing, tiling = self.config.enable_slicing, self.config.enable_tiling
+        if slicing is None:
+            slicing = batch * self.vae_bytes(size) > VAE_BUDGET
+        (vae.enable_slicing if slicing else vae.disable_slicing)()
+        (vae.enable_tiling if tiling or self.tiles_by_size(size) else vae.disable_tiling)()
+
     def encode_video(self, vae: nn.Module, video_BCTHW: Tensor) -> Tensor:
         """VAE moments `[B, 2C, T', H', W']` of videos in [-1, 1], `[B, 3, T, H, W]`."""
+        batch, _, *size = video_BCTHW.shape
+        self.fit_vae(vae, (size[0], size[1], size[2]), batch=batch)
         video = video_BCTHW.to(next(vae.parameters()).device, vae.dtype)  # type: ignore[arg-type]
         with torch.no_grad():
             return vae.encode(video).latent_dist.parameters  # type: ignore[operator]

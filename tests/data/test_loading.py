@@ -92,6 +92,14 @@ def test_loader_starts_anywhere_and_workers_change_nothing(clips: list[Clip]) ->
                 assert torch.equal(a.video, b.video)
 
 
+def test_clips_that_are_tiled_for_their_size_have_entries_of_their_own(clips: list[Clip], tmp_path: Path) -> None:
+    """The others keep the names that they have without tiling."""
+    plain = keys_for(tmp_path, DataSection())
+    by_size = replace(plain, tiled=lambda bucket: bucket[0] > 1)
+    assert [by_size.video(clip) == plain.video(clip) for clip in clips] == [False] * 5 + [True] * 2
+    assert [by_size.about_video(clip)["model"] for clip in clips] == [", tiled"] * 5 + [""] * 2
+
+
 def test_random_cuts_differ_by_epoch_and_clip(clips: list[Clip]) -> None:
     fetch = DecodeFetch(7)
     twins = tuple(replace(clips[4], index=index, frame_selection="random") for index in range(6))

@@ -136,6 +136,7 @@ class Validation(Callback):
         if offload:
             pipeline.enable_model_cpu_offload(device=device)
         frames, height, width = entry.size
+        trainer.spec.fit_vae(vae, entry.size)
         request = SampleRequest(
             num_frames=frames,
             height=height,

@@ -1,0 +1,138 @@
+"""Which clips the VAE works on in tiles, or one at a time, when nobody says so: those that would take too much memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.models.registry import get_family
+from finetrainers.models.spec import VAE_BUDGET, ModelSpec, pixel_size
+
+FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox")
+
+
+def load(family: str, repo: Path, **options: Any) -> ModelSpec:
+    section = ModelSection(model_name=family, pretrained_model_name_or_path=str(repo), **options)
+    return get_family(family).load(section)
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, and the most at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in _pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.alive:
+                    self.alive[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, storage._cdata)
+        self.most = max(self.most, sum(self.alive.values()))
+        return out
+
+
+def peak(work: Callable[[], Any]) -> int:
+    gc.collect()
+    with torch.no_grad(), Peak() as counted:
+        work()
+    return counted.most
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("ltx_video", (9, 128, 128)), ("hunyuan_video", (17, 128, 128)), ("hunyuan_video", (17, 720, 1280)), ("cogvideox", (17, 128, 128))],
+)  # fmt: skip
+def test_the_estimate_is_what_the_published_networks_take(
+    family: str, size: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """The classes' default configs are the published VAEs; without weights, so that nothing is computed."""
+    spec = load(family, tmp_path)
+    with torch.device("meta"):
+        vae = type(spec).networks["vae"]().to(torch.bfloat16).eval()
+    video = torch.empty(1, 3, *size, dtype=torch.bfloat16, device="meta")
+    moments = vae.encode(video).latent_dist.parameters
+    latents = torch.empty(1, moments.shape[1] // 2, *moments.shape[2:], dtype=torch.bfloat16, device="meta")
+    most = max(peak(lambda: vae.encode(video)), peak(lambda: vae.decode(latents)))
+    assert most == pytest.approx(spec.vae_bytes(size), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "whole", "tiled"),
+    [
+        ("ltx_video", (161, 704, 1216), (257, 1024, 1280)),
+        ("hunyuan_video", (129, 544, 960), (129, 720, 1280)),
+        ("cogvideox", (81, 480, 832), (81, 768, 1360)),
+    ],
+)
+def test_large_clips_are_tiled_and_small_ones_are_not(
+    family: str, whole: tuple[int, int, int], tiled: tuple[int, int, int], tmp_path: Path
+) -> None:
+    spec = load(family, tmp_path)
+    assert not spec.tiles_by_size(whole)
+    assert spec.tiles_by_size(tiled)
+    assert load(family, tmp_path, vae_dtype="fp32").vae_bytes(whole) == pytest.approx(
+        2 * spec.vae_bytes(whole), rel=0.3
+    )
+    for asked in (True, False):
+        assert not load(family, tmp_path, enable_tiling=asked).tiles_by_size(tiled)  # it is said, one way or the other
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_vae_is_set_before_every_use(
+    family: str, tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size that is not tiled gives the same after a size that is: bit for bit what a plain VAE gives."""
+    dtypes = {"vae_dtype": "fp32"}
+    spec = load(family, tiny_repo(family), **dtypes)
+    vae = spec.load_vae()
+    stats = spec.vae_stats(vae)
+    video = torch.rand(2, 3, 9, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with torch.no_grad():
+        expected = vae.encode(video).latent_dist.parameters
+    settings: list[tuple[bool, bool]] = []
+    encode, decode = vae.encode, vae.decode
+    monkeypatch.setattr(
+        vae, "encode", lambda *a, **k: [settings.append((vae.use_slicing, vae.use_tiling)), encode(*a, **k)][1]
+    )
+    monkeypatch.setattr(
+        vae, "decode", lambda *a, **k: [settings.append((vae.use_slicing, vae.use_tiling)), decode(*a, **k)][1]
+    )
+    latents = spec.latents(expected, None, stats)
+    one = spec.vae_bytes((9, 64, 64))
+
+    def run(budget: float, **options: Any) -> Tensor:
+        monkeypatch.setattr("finetrainers.models.spec.VAE_BUDGET", budget)
+        chosen = load(family, tiny_repo(family), **dtypes, **options)
+        moments = chosen.encode_video(vae, video)
+        assert chosen.decode(vae, latents, stats).shape == (2, 3, 9, 64, 64)
+        return moments
+
+    run(0.5 * one)
+    run(1.5 * one)
+    assert torch.equal(run(2.5 * one), expected)
+    run(0.5 * one, enable_slicing=False, enable_tiling=False)
+    run(2.5 * one, enable_slicing=True, enable_tiling=True)
+    # LTX-Video splits the batch by itself, since its VAE does not split timesteps.
+    decoded = {"ltx_video": 2}.get(family, 1)
+    wanted = [(True, True), (True, False), (False, False), (False, False), (True, True)]
+    assert settings == [one for setting in wanted for one in [setting] + [setting] * (decoded if setting[0] else 1)]
+
+
+def test_the_size_of_decoded_clips() -> None:
+    assert pixel_size(torch.empty(1, 16, 33, 90, 160, device="meta"), temporal=4, spatial=8) == (129, 720, 1280)
+    assert VAE_BUDGET == 24 * 2**30
