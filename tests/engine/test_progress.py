@@ -99,7 +99,14 @@ def test_what_the_run_is_doing_and_what_became_of_a_step() -> None:
     texts = [text for _, text in line._fields()]
     assert "not finite, skipped" in texts
     assert not any(text.startswith("loss") for text in texts), "the loss of an earlier step"
-    line.on_stop(trainer)
+    trainer.watchdog.section = "checkpoint"
+    assert "saving" in [text for _, text in line._fields()]
+    line.on_stop(trainer)  # by a signal, say: nothing is left, and nothing is being done
+    assert isinstance(console.file, io.StringIO)
+    last = console.file.getvalue().splitlines()[-2]
+    assert "took 0:00" in last
+    assert "saving" not in last
+    assert "left" not in last
 
 
 def test_an_evaluation_is_broken_between_its_numbers() -> None:

@@ -54,9 +54,11 @@ class ProgressLine(Callback):
         self._latest: Record = {}  # of the headline
         self._record: Record = {}  # the last one of training
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._has_ended = False
 
     def on_start(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._has_ended = False
         self.clock.start()
         if self.enabled and self.console.is_terminal:
             self._live = Live(self, console=self.console, refresh_per_second=4)
@@ -87,6 +89,7 @@ class ProgressLine(Callback):
 
     def on_stop(self, trainer: Trainer) -> None:
         if self._live is not None:
+            self._has_ended = True
             self._live.stop()
             self._live = None
 
@@ -119,7 +122,7 @@ class ProgressLine(Callback):
     def _fields(self) -> Fields:
         assert self._trainer is not None
         step, total, record = self._trainer.step, self._trainer.total_steps, self._record
-        is_last = step == total
+        is_last = step == total or self._has_ended
         left = self.clock.left_s(total - step)
         time_left = f"took {clock_time(self.clock.elapsed_s())}" if is_last else f"left {clock_time(left)}"
         fields = [(0, self._step(step)), (1, time_left)]
