@@ -67,7 +67,7 @@ def compared(before: Measured, after: Measured, count: int) -> Image.Image:
 
 def plot_losses(metrics: Path, picture: Path) -> None:
     """Draw the loss on held-out clips over steps, and the training loss as a moving average."""
-    lines = {"eval_loss": ("held-out clips, always with the same noise", "o-"), "loss": ("training, averaged", "")}
+    lines = {"eval_loss": ("held-out clips, always with the same noise", "o-"), "loss": ("training, smoothed", "")}
     _plot(metrics, picture, lines, ylabel="loss")
 
 
@@ -76,7 +76,7 @@ def plot_rewards(metrics: Path, picture: Path) -> None:
     lines = {
         "eval_reward/taste_shown": ("held-out captions: liked colour shown", "s-"),
         "eval_reward/taste": ("held-out captions: nearness to it", "o-"),
-        "reward/taste": ("rollouts: nearness to it, averaged", ""),
+        "reward/taste": ("rollouts: nearness to it, smoothed", ""),
         "eval_reward/demo.shape": ("held-out captions: shape as asked", "^:"),
         "eval_reward/demo.motion": ("held-out captions: motion as asked", "v:"),
     }

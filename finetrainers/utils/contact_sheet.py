@@ -12,7 +12,7 @@ _GUTTER = 4  # between frames
 _MARGIN = 12
 _MIN_HEIGHT, _MAX_WIDTH = 96, 2000  # of a frame, and of all frames of a row together
 _PAGE, _LETTERS = 860, 15  # a page that is so wide shows letters of this height
-_INK, _PALE, _PAPER = (20, 20, 20), (95, 95, 95), (234, 234, 234)
+_INK, _PALE, _PAPER = (20, 20, 20), (80, 80, 80), (214, 214, 214)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from .files import read_jsonl
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 Points = tuple[list[float], list[float]]
-_WINDOW = 10  # records that a moving average covers
+_REACH = 5  # records to either side that a moving average covers, at most
 _COLUMNS = 2
 _NAME = 24  # characters of a legend
 _FOOTER = 140  # characters of a line
@@ -103,12 +103,17 @@ def finish(axes: Any, *, several: bool) -> None:
         axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.05), borderaxespad=0.3)
 
 
-def averaged(axes: Any, points: Points, label: str, *, window: int = _WINDOW) -> None:
-    """A moving average over so many points, and the points themselves, pale."""
+def averaged(axes: Any, points: Points, label: str) -> None:
+    """A moving average, centered so that it does not lag behind, and the points themselves, pale."""
     places, values = points
-    means = [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
-    (line,) = axes.plot(places, means, label=label)
+    (line,) = axes.plot(places, smoothed(values), label=label)
     axes.plot(places, values, alpha=0.25, color=line.get_color(), linewidth=1)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and its neighbours: a sixth of all to either side, at least one and at most five."""
+    reach = min(_REACH, max(1, len(values) // 6))
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - reach) : i + reach + 1])]
 
 
 def points(records: Records, name: str, x: Callable[[Record], float] | None = None) -> Points:
@@ -119,11 +124,11 @@ def points(records: Records, name: str, x: Callable[[Record], float] | None = No
 
 def _panels(names: Mapping[str, Any]) -> list[Panel]:
     """All kinds, what matters first."""
-    loss = Panel(f"training loss (mean of {_WINDOW} records)", ("loss",), draw=_averaged)
+    loss = Panel("training loss (smoothed)", ("loss",), draw=_averaged)
     rewards = [
         Panel("reward of held-out prompts", ("eval_reward/",)),
-        Panel(f"reward of rollouts (mean of {_WINDOW} records; band: spread in groups)", (_REWARD,), draw=_with_spread),
-        Panel("distance from the model before training (KL)", ("kl",), draw=_averaged),
+        Panel("reward of rollouts (smoothed; band: spread in groups)", (_REWARD,), draw=_with_spread),
+        Panel("distance from the model before training (KL, smoothed)", ("kl",), draw=_averaged),
         Panel("reward against that distance", (_REWARD,), draw=_dots, x=("KL", _kl)),
         Panel("groups that teach nothing (share)", ("constant_groups",)),
         Panel("clipped ratios (share)", ("clipped_high", "clipped_low")),

@@ -35,12 +35,12 @@ def titles(figure: Any) -> list[str]:
 def test_a_panel_for_each_kind_of_number_what_matters_first() -> None:
     figure = draw(SCORED)
     assert titles(figure) == [
-        "reward of rollouts (mean of 10 records; band: spread in groups)",
-        "distance from the model before training (KL)",
+        "reward of rollouts (smoothed; band: spread in groups)",
+        "distance from the model before training (KL, smoothed)",
         "reward against that distance",
         "where gradients come from, by noise level",
         "gradient norm",
-        "training loss (mean of 10 records)",
+        "training loss (smoothed)",
     ]
     panels = dict(zip(titles(figure), figure.axes, strict=True))
     by_title = {title: axes.lines[-1].get_xydata().tolist() for title, axes in panels.items()}
@@ -51,7 +51,7 @@ def test_a_panel_for_each_kind_of_number_what_matters_first() -> None:
     assert [axes.get_title(loc="left") for axes in figure.axes if axes.get_legend() is not None] == [
         "where gradients come from, by noise level"
     ]
-    assert titles(draw(EVALUATED)) == ["loss on held-out clips", "training loss (mean of 10 records)", "gradient norm"]
+    assert titles(draw(EVALUATED)) == ["loss on held-out clips", "training loss (smoothed)", "gradient norm"]
 
 
 def test_a_moving_average_and_what_does_not_change() -> None:
@@ -59,7 +59,7 @@ def test_a_moving_average_and_what_does_not_change() -> None:
     figure = draw(SCORED)
     assert figure.get_supxlabel() == "constant: lr 0.001, constant_groups 0, gradient/low 0"
     mean, raw = figure.axes[-1].lines
-    assert mean.get_ydata().tolist() == pytest.approx([1, 3 / 4, (1 + 1 / 2 + 1 / 3) / 3, 25 / 48])
+    assert mean.get_ydata().tolist() == pytest.approx([3 / 4, 11 / 18, 13 / 36, 7 / 24])
     assert raw.get_ydata().tolist() == [1, 1 / 2, 1 / 3, 1 / 4]
     assert draw([{"step": 1, "loss": 1.0}]) is not None, "one record does not show that a number never changes"
 
