@@ -53,10 +53,7 @@ class Interval:
         return record
 
     def _kind(self, name: str) -> Summary:
-        for prefix, kind in self.summaries.items():
-            if name == prefix or (prefix.endswith("/") and name.startswith(prefix)):
-                return kind
-        return "mean"
+        return self.summaries.get(name) or self.summaries.get(f"{name.partition('/')[0]}/") or "mean"
 
 
 def _summary(kind: Summary, values: Sequence[float]) -> float:
