@@ -180,7 +180,8 @@ def build_config(sources: Sequence[Source | tuple[str, Mapping[str, Any]]]) -> T
     translated = translate(merged, where)
     problems += translated.problems
     lost = [*(name for problem in problems for name in problem.about), *translated.lost]
-    fill_preset(merged)
+    for text in fill_preset(merged):
+        note(text)
 
     nested: dict[str, dict[str, Any]] = {"model": {}}
     for name, value in merged.items():

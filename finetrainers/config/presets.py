@@ -10,6 +10,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetrainers.utils.launch import launched_to_split_weights
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -45,11 +47,32 @@ class Preset:
         return {name: setting.value for name, setting in {**self.settings, **further}.items()}
 
 
-def fill_preset(options: MutableMapping[str, Any]) -> None:
-    """Add what the preset named in `options` sets and they do not. None is what TOML cannot say: not given."""
-    for name, value in preset_options(options).items():
+def fill_preset(options: MutableMapping[str, Any]) -> list[str]:
+    """Add what the preset named in `options` sets and they do not; what it would set and this run cannot, in words.
+
+    None is what TOML cannot say: not given.
+    """
+    found, notes = preset_options(options), []
+    engine = _splits_weights(options)
+    if found.get("use_ema") and options.get("use_ema") is None and engine is not None:
+        for name in ("use_ema", "ema_decay"):
+            found.pop(name, None)
+        notes.append(
+            f"--grpo_preset {options['grpo_preset']} without its --use_ema: averages need whole weights, and {engine} splits them"
+        )
+    for name, value in found.items():
         if options.get(name) is None:
             options[name] = value
+    return notes
+
+
+def _splits_weights(options: Mapping[str, Any]) -> str | None:
+    """The engine that leaves no process all weights, if the options or the launcher ask for one."""
+    if options.get("fsdp") is not None:
+        return "FSDP2"
+    if options.get("deepspeed") and str(options.get("zero_stage")) == "3":
+        return "ZeRO-3"
+    return launched_to_split_weights()
 
 
 def preset_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,19 @@ def launch_problems(environment: Mapping[str, str] = os.environ, *, joining: boo
     return found
 
 
+def launched_to_split_weights(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The engine that the launcher's file asks for, if it is one that leaves no process all weights."""
+
+    def says_yes(name: str) -> bool:
+        return environment.get(name, "").lower() in ("true", "1")
+
+    if says_yes("ACCELERATE_USE_FSDP"):
+        return "FSDP2"
+    if says_yes("ACCELERATE_USE_DEEPSPEED") and environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
+        return "ZeRO-3"
+    return None
+
+
 def launched_processes() -> int:
     """How many processes the launcher (accelerate, torchrun, deepspeed) started over all machines; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,5 +1,6 @@
 """Presets: published numbers, filled in where the user said nothing."""
 
+import logging
 from typing import get_args
 
 import pytest
@@ -114,6 +115,31 @@ def test_an_amount_of_noise_goes_with_its_sampler():
 def test_a_preset_counts_for_grpo_only():
     assert load(grpo_preset="dancegrpo", method="sft").grpo.num_generations == 8
     assert preset_options({"grpo_preset": "dancegrpo"}) == {}
+
+
+@pytest.mark.parametrize("name", ["flow-grpo", "flow-grpo-fast", "flash"])
+@pytest.mark.parametrize(
+    ("options", "environment", "engine"),
+    [
+        ({"fsdp": "full"}, {}, "FSDP2"),
+        ({"deepspeed": True, "zero_stage": 3}, {}, "ZeRO-3"),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, "FSDP2"),
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "ZeRO-3"),
+        ({"deepspeed": True}, {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, None),
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, None),
+    ],
+)
+def test_an_average_yields_to_an_engine_that_splits_weights(name, options, environment, engine, monkeypatch, caplog):
+    """Which refuses it; but who asks for one is told that it cannot be."""
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config = load(grpo_preset=name, **options)
+    assert config.training.use_ema == (engine is None)
+    assert (f"--grpo_preset {name} without its --use_ema" in caplog.text) == (engine is not None)
+    assert str(engine) in caplog.text or engine is None
+    assert config.changed("ema_decay") == (engine is None)
+    assert load(grpo_preset=name, use_ema=True, **options).training.use_ema
 
 
 def test_an_unknown_preset_gets_the_nearest_name():
