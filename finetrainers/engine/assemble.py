@@ -10,7 +10,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.window_checks import window_problems
 from finetrainers.methods.base import MethodParts
-from finetrainers.methods.registry import WorkPlan, load_method, open_work
+from finetrainers.methods.registry import WorkPlan, check_work, load_method, open_work
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
@@ -39,6 +39,7 @@ def assemble(checked: Preflight, parallel: Parallel, watchdog: Watchdog) -> Trai
         print_line(parallel.describe())
     check_restorable(start, parallel)
     spec = checked.family.load(config.model)
+    check_work(plan, config, spec=spec)
     scheduler = spec.load_scheduler()
     process = spec.process(scheduler)
     weights_dtype = trainable_dtype(config)

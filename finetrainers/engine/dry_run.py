@@ -12,6 +12,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.memory.plan import estimate_for
+from finetrainers.methods.registry import check_work
 from finetrainers.models.registry import build_tiny
 from finetrainers.parallel.launched import expected_split
 from finetrainers.utils.text import file_size, plural
@@ -43,6 +44,8 @@ def dry_run_report(checked: Preflight) -> None:
         attach(transformer, config.training)
     except ValueError as error:
         raise ConfigError([Problem("", str(error))]) from None
+    if unseen is None:
+        check_work(checked.plan, config, spec=checked.family.load(config.model))
     print_first_line(checked, before="dry run: ")
     print_data(checked)
     steps = config.training.train_steps

@@ -94,26 +94,31 @@ class _Entry:
     factory: str
     plan: str
     source: str
+    check: str | None
 
 
 _METHODS: dict[str, _Entry] = {}
 
 
-def register_method(name: str, factory: str, *, plan: str = _CLIPS_PLAN, source: str = _CLIPS_SOURCE) -> None:
-    """Make a method available as `--method name`; all three are addresses `module:attribute`.
+def register_method(
+    name: str, factory: str, *, plan: str = _CLIPS_PLAN, source: str = _CLIPS_SOURCE, check: str | None = None
+) -> None:
+    """Make a method available as `--method name`; all others are addresses `module:attribute`.
 
     Args:
         name: what users call it.
         factory: the class, with `create(parts: MethodParts)`.
         plan: `(config, geometry, *, sizes_are_wrong) -> WorkPlan | None`, without torch; default: clips.
         source: `(plan, config, *, spec, parallel, course)`, what takes the text encoders and the VAE; default: of clips.
+        check: `(plan, config, *, spec)`, which raises a `ConfigError` where the options do not go with the checkpoint's small
+            files; called before any weight is loaded.
 
     Raises:
         ValueError: the name is taken.
     """
     if name in _METHODS:
         raise ValueError(f"method {name!r} is registered already")
-    _METHODS[name] = _Entry(factory, plan, source)
+    _METHODS[name] = _Entry(factory, plan, source, check)
 
 
 def method_names() -> list[str]:
@@ -141,10 +146,22 @@ def open_work(plan: WorkPlan, config: TrainConfig, *, spec: Any, parallel: Any, 
     return resolve(_METHODS[config.training.method].source)(plan, config, spec=spec, parallel=parallel, course=course)
 
 
+def check_work(plan: WorkPlan, config: TrainConfig, *, spec: Any) -> None:
+    """Whether the configured method can work with this checkpoint (imports torch).
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    check = _METHODS[config.training.method].check
+    if check is not None:
+        resolve(check)(plan, config, spec=spec)
+
+
 register_method("sft", "finetrainers.methods.sft:SFT")
 register_method(
     "grpo",
     "finetrainers.methods.grpo.method:GRPO",
     plan="finetrainers.methods.grpo.plan:plan_prompts",
     source="finetrainers.methods.grpo.source:open_prompts",
+    check="finetrainers.methods.grpo.tables:check_noise",
 )

@@ -309,8 +309,10 @@ def test_a_checkpoint_with_a_multistep_solver(
 
     monkeypatch.setattr(LTXVideoSpec, "load_text_encoders", load)
     diffusers.DPMSolverMultistepScheduler(**solvers).save_pretrained(repo / "scheduler")  # from 0.999 on
-    with pytest.raises(ConfigError, match=r"--sampler: does not go .* adds noise of std .*use a lower --eta"):
-        train(load_config(**given | {"pretrained_model_name_or_path": str(repo), "output_dir": str(tmp_path / "no")}))
+    given |= {"pretrained_model_name_or_path": str(repo), "output_dir": str(tmp_path / "no")}
+    for dry_run in (False, True):
+        with pytest.raises(ConfigError, match=r"--sampler: does not go .* adds noise of std .*use a lower --eta"):
+            train(load_config(**given, dry_run=dry_run))
 
 
 @pytest.mark.parametrize(("limit", "stays"), [(2**28, True), (1, False)])

@@ -24,7 +24,6 @@ from finetrainers.models.spec import Conditions, ModelSpec, TextEncoders, VAESta
 
 from .plan import PromptPlan
 from .prompts import Prompt, PromptOrder
-from .tables import check_noise
 
 T = TypeVar("T")
 
@@ -227,10 +226,5 @@ class PromptSource:
 def open_prompts(
     plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any, course: Course | None = None
 ) -> PromptSource:
-    """The prompts of a run; default: from their beginning.
-
-    Raises:
-        ConfigError: the sampler does not go with the checkpoint's noise levels: found here, before any weight is loaded.
-    """
-    check_noise(config, spec, num_tokens=plan.num_tokens)
+    """The prompts of a run; default: from their beginning."""
     return PromptSource(plan, config, spec=spec, parallel=parallel, course=course)

@@ -13,6 +13,7 @@ from finetrainers.diffusion.process import Process
 from finetrainers.diffusion.schedule import sampling_times
 from finetrainers.models.spec import ModelSpec
 
+from .plan import PromptPlan
 from .windows import StepWeight, Windows, step_weights
 
 #: Amount of noise when the user does not say, by kernel: published values; see docs/grpo.md.
@@ -97,7 +98,7 @@ def make_tables(config: TrainConfig, process: Process, times: Tensor, *, stochas
     )
 
 
-def check_noise(config: TrainConfig, spec: ModelSpec, *, num_tokens: int) -> None:
+def check_noise(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
     """Whether the configured sampler goes with the checkpoint's scheduler, of which its small file is read.
 
     Raises:
@@ -105,7 +106,7 @@ def check_noise(config: TrainConfig, spec: ModelSpec, *, num_tokens: int) -> Non
     """
     section, scheduler = config.grpo, spec.load_scheduler()
     try:
-        times = sampling_times(scheduler, section.sampling_steps, num_tokens=num_tokens, shift=section.shift)
+        times = sampling_times(scheduler, section.sampling_steps, num_tokens=plan.num_tokens, shift=section.shift)
         make_tables(config, spec.process(scheduler), times, stochastic=section.rl_algorithm == "grpo")
     except ValueError as error:
         raise ConfigError([Problem("--sampler", f"does not go with the checkpoint's scheduler: {error}")]) from error
