@@ -15,7 +15,7 @@ from markupsafe import escape
 from finetrainers.cli import check
 from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
-from finetrainers.data import probing
+from finetrainers.data import page, probing
 from finetrainers.data.fates import FATES, MARKS
 from finetrainers.data.plan import plan_dataset
 from finetrainers.models.registry import get_family
@@ -128,12 +128,15 @@ def test_reports_that_cannot_be_written_are_refused_before_anything_is_looked_at
 def check_page(text: str, report: dict[str, Any]) -> None:
     """The page is whole, asks nothing of any network, and shows names and captions as text."""
     assert "default-src 'none'" in text
-    assert not re.search(r"(?:src|href|action)\s*=\s*[\"']?\s*(?:https?:|//|file:)|@import|url\(", text)
+    assert not re.search(r"(?:src|href|action)\s*=\s*[\"']?\s*(?:https?:|//|file:)|@import|url\((?!data:)", text)
     assert text.count("<script") == text.count("</script>") == 3  # data, meanings, and the page's own
     assert MARKUP not in text
     assert "<img src=x" not in text
     items = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])
-    assert [item["name"] for item in items] == [item["name"] for item in report["items"]]
+    # What cannot be used comes first, and else the order stays.
+    in_order = sorted(report["items"], key=lambda item: item["use"] != "rejected")
+    assert [item["name"] for item in items] == [item["name"] for item in in_order]
+    assert items[0]["use"] == "rejected" != items[-1]["use"]
     assert MARKUP in {item["caption"] for item in items}
     shown = {item["name"] for item in items if item["picture"]}
     assert {"a good clip.mp4", "rotated.mp4", "picture.png", "one frame.mp4"} <= shown
@@ -141,7 +144,35 @@ def check_page(text: str, report: dict[str, Any]) -> None:
     for row in report["buckets"]:
         assert f"<td>{row['bucket']}</td>" in text
     for row in report["reasons"]:
-        assert str(escape(row["meaning"])) in text
+        assert str(escape(row["meaning"])).replace("`max_pixels`", "<code>max_pixels</code>") in text
+    # The bar has a part for each status, and each can be shown alone.
+    shares = re.findall(r'<i class="\w+" style="flex: (\d+)"', text)
+    assert sum(map(int, shares)) == report["counts"]["items"]
+    assert {"train", *report["counts"]["fates"]} - {"used"} <= set(re.findall(r'data-show="(\w+)"', text))
+    pictures = {item["name"]: item["picture"] for item in items if item["picture"]}
+    assert pictures["a good clip.mp4"]["number"] == 3
+    assert (pictures["picture.png"]["number"], pictures["one frame.mp4"]["number"]) == (1, 3)
+    for item in items:  # as displayed: turned, and with square pixels
+        if item["picture"]:
+            assert item["picture"]["width"] == round(item["width"] * item["picture"]["height"] / item["height"])
+
+
+def test_what_the_page_shows_of_captions_and_code() -> None:
+    assert page._lengths([]) is None
+    made = page._lengths([0, 3, 5, 59])
+    assert made is not None
+    assert [(bar["low"], bar["high"], bar["count"]) for bar in made["bars"]][:2] == [(0, 4, 2), (5, 9, 1)]
+    assert (len(made["bars"]), made["bars"][-1]["count"], made["median"]) == (12, 1, 4)
+    for longest in (60, 999, 1000, 123_456):
+        made = page._lengths([7, longest])
+        assert made is not None
+        bars = made["bars"]
+        assert len(bars) <= 12
+        assert bars[-1]["low"] <= longest <= bars[-1]["high"]
+        assert all(bar["long"] == (bar["high"] >= 1000) for bar in bars)
+    assert page._with_code("`a` <b> `c`, d") == "<code>a</code> &lt;b&gt; <code>c</code>, d"
+    assert page._with_code("it`s <i>") == "it`s &lt;i&gt;"
+    assert page._with_code("`a` it`s") == "<code>a</code> it`s"
 
 
 def test_wrong_configurations_are_told_apart(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import av
 import numpy as np
@@ -26,6 +26,7 @@ MEMORY_BYTES = 4 << 30
 
 _BLACK = 24  # of 255: limited range has its black at 16
 _STILL = 1.5  # grey levels, on average, between the first frame and any other: what encoding alone may change
+GAP = 2  # pixels between small pictures
 _STEP = 8  # pixels looked at: every eighth of every eighth row
 
 
@@ -134,24 +135,48 @@ def _grey(frame: av.VideoFrame) -> np.ndarray | None:
     return rows[: frame.height : _STEP, : frame.width : _STEP].astype(np.float32)
 
 
-def thumbnail_task(path: str, kind: Kind, height: int) -> bytes | None:
-    """First, middle and last picture of a file side by side, as WebP; one of an image; None where there is none."""
-    pictures = [_small(p, height) for p in (_picture(path) if kind == "image" else _pictures(path))]
+class Thumbnails(NamedTuple):
+    """Small pictures of a file, side by side with `GAP` pixels between them.
+
+    Attributes:
+        content: the WebP file.
+        number: how many there are.
+        width, height: of each.
+    """
+
+    content: bytes
+    number: int
+    width: int
+    height: int
+
+
+def thumbnail_task(path: str, kind: Kind, size: tuple[int, int], height: int) -> Thumbnails | None:
+    """First, middle and last picture of a file; one of an image; None where there is none.
+
+    Args:
+        path: of the file.
+        kind: of the file.
+        size: displayed height and width of its pictures.
+        height: of the small ones.
+    """
+    width = min(max(round(size[1] * height / size[0]), 1), 4 * height)
+    pictures = [
+        picture.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=2.0)
+        for picture in (_picture(path) if kind == "image" else _pictures(path))
+    ]
     if not pictures:
         return None
-    strip = Image.new("RGB", (sum(p.width for p in pictures) + 2 * (len(pictures) - 1), height))
-    left = 0
-    for picture in pictures:
-        strip.paste(picture, (left, 0))
-        left += picture.width + 2
+    strip = Image.new("RGB", ((width + GAP) * len(pictures) - GAP, height))
+    for place, picture in enumerate(pictures):
+        strip.paste(picture, (place * (width + GAP), 0))
     file = io.BytesIO()
     strip.save(file, "WEBP", quality=60, method=4)
-    return file.getvalue()
+    return Thumbnails(file.getvalue(), len(pictures), width, height)
 
 
 def _picture(path: str) -> Iterator[Image.Image]:
     with open_image(path) as image:
-        image.draft("RGB", (256, 256))  # JPEGs are decoded at an eighth of their size where that is enough
+        image.draft("RGB", (512, 512))  # JPEGs are decoded at a half to an eighth of their size where that is enough
         yield ImageOps.exif_transpose(image).convert("RGB")
 
 
@@ -186,8 +211,3 @@ _FOLLOWED = 100  # frames decoded after a key frame, in search of the wanted one
 
 def _upright(frame: av.VideoFrame) -> Image.Image:
     return frame.to_image().rotate(round(frame.rotation / 90) * 90, expand=True)
-
-
-def _small(picture: Image.Image, height: int) -> Image.Image:
-    width = min(max(round(picture.width * height / picture.height), 1), 4 * height)
-    return picture.resize((width, height), Image.Resampling.BILINEAR)

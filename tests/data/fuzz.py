@@ -204,7 +204,9 @@ def try_media(path: Path, *, draw: int) -> str:
         full = answer(decode_task, (str(path), kind, found.frames))
         assert isinstance(full, (tuple, Lost)) or full.reason.strip(), full
     elif draw % 4 == 1:
-        assert isinstance(answer(thumbnail_task, (str(path), kind, 24)), (bytes, Lost, type(None)))
+        assert isinstance(
+            answer(thumbnail_task, (str(path), kind, (found.height, found.width), 24)), (tuple, Lost, type(None))
+        )
     pixels = _refused_as(DecodeError, lambda: load_clip(clip, generator=torch.Generator().manual_seed(draw)))
     if isinstance(pixels, DecodeError):
         assert str(path) in str(pixels), pixels

@@ -110,7 +110,7 @@ def test_a_picture_in_a_format_that_is_a_program_is_not_run(tmp_path: Path, monk
     with pytest.raises(DecodeError):
         read_image(path, height=8, width=8)
     assert isinstance(decode_task(str(path), "image", 1), Refusal)
-    assert answer(thumbnail_task, (str(path), "image", 8)) == Lost("failed: not an image that PIL can read")
+    assert answer(thumbnail_task, (str(path), "image", (8, 8), 8)) == Lost("failed: not an image that PIL can read")
 
 
 def test_a_damaged_picture_is_the_verdict_on_one_file(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_error_that_nobody_expects_is_the_status_of_one_file_with_its_type(
         refusal = answer(decode_task, (str(path), kind, 9))
         assert isinstance(refusal, Refusal)
         assert "KeyError: 'a mistake" in refusal.reason
-        assert "KeyError: 'a mistake" in answer(thumbnail_task, (str(path), kind, 24)).how
+        assert "KeyError: 'a mistake" in answer(thumbnail_task, (str(path), kind, (32, 48), 24)).how
 
     def empty(*_: object, **__: object) -> None:
         raise MemoryError
