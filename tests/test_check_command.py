@@ -88,7 +88,7 @@ def test_what_a_check_allows_training_takes(
         if caption is not None:
             (tmp_path / "clips" / f"{name}.txt").write_text(caption)
     (tmp_path / "clips" / "photo.heic").write_bytes(b"x")
-    config = write_config(tmp_path, tmp_path / "clips", caption_missing="skip")
+    config = write_config(tmp_path, tmp_path / "clips", caption_missing="skip", video_reshape_mode="none")
     arguments = ["check", str(config), "--json", str(tmp_path / "check.json"), "--html", str(tmp_path / "check.html")]
     assert main(arguments) == exit_codes.DONE
     out = capsys.readouterr().out
@@ -101,7 +101,9 @@ def test_what_a_check_allows_training_takes(
         "none.mp4": "skipped",
     }
     assert [row["rejected"] for row in report["reasons"] if row["kind"] == "skipped"] == [False]
-    assert "photo.heic" in (tmp_path / "check.html").read_text()
+    page = (tmp_path / "check.html").read_text()
+    assert "photo.heic" in page
+    assert "is dimmed" not in page  # nothing is cut off
 
     # Two clips make no batch of four, so there would be no step.
     sizes = ["--epoch_end", "drop", "--batch_size", "4"]
@@ -145,6 +147,7 @@ def check_page(text: str, report: dict[str, Any]) -> None:
         assert f"<td>{row['bucket']}</td>" in text
     for row in report["reasons"]:
         assert str(escape(row["meaning"])).replace("`max_pixels`", "<code>max_pixels</code>") in text
+    assert "is dimmed" in text
     # The bar has a part for each status, and each can be shown alone.
     shares = re.findall(r'<i class="\w+" style="flex: (\d+)"', text)
     assert sum(map(int, shares)) == report["counts"]["items"]
