@@ -86,7 +86,7 @@ def value_message(entry: Mapping[str, Any], *, secret: bool = False, synonyms: M
         return message
     if secret:
         return f"{_WORDS.get(kind) or message[0].lower() + message[1:]} (its value is not shown)"
-    shown = quoted(value) if isinstance(value, str) else shortened(repr(value))
+    shown = shortened(quoted(value) if isinstance(value, str) else repr(value))
     if kind == "literal_error":
         valid = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
         meant = (synonyms or {}).get(str(value).lower())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from finetrainers.utils.text import quoted
+from finetrainers.utils.text import quoted, shortened
 
 from .aliases import REFUSED, SWITCHES, WITHOUT_EFFECT, foreign_names
 from .errors import ConfigError, Problem
@@ -118,7 +118,12 @@ def parse_flags(
     problems = [unknown_option(flag[2:].removeprefix("no-"), flag) for flag in flags]
     stray = [argument for argument in unknown if not argument.startswith("--")]
     if stray and not problems:
-        problems.append(Problem("command line", f"unexpected {' '.join(map(quoted, stray))}; values follow their flag"))
+        problems.append(
+            Problem(
+                "command line",
+                f"unexpected {' '.join(shortened(quoted(one)) for one in stray)}; values follow their flag",
+            )
+        )
     sources: list[Source] = []
     if config_path is not None:
         try:

@@ -18,11 +18,11 @@ from .aliases import is_foreign as is_alias
 from .aliases import note, translate
 from .diffusion_pipe import Key, is_diffusion_pipe, translate_document
 from .errors import ConfigError, Problem, value_message
+from .files import read_text
 from .load_variants import LOAD_VARIANTS, translate_load_variants
 from .names import VALUES, is_known, translate_names, unknown_option
 from .presets import fill_preset
 from .root import TrainConfig, fields
-from .values import check_place
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -111,21 +111,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     Raises:
         ConfigError: it cannot be read, or is something else.
     """
-    try:
-        path = Path(check_place(str(path)))
-        content = path.read_bytes()
-    except ValueError as error:
-        raise ConfigError([Problem("--config", str(error))]) from None
-    except FileNotFoundError:
-        raise ConfigError([Problem("--config", f"no such file: {path}")]) from None
-    except OSError as error:
-        raise ConfigError([Problem("--config", f"{path} cannot be read: {error.strerror}")]) from None
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        kind = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError([Problem(f"{path}:{line}", f"the file is {kind}; save it as UTF-8 text")]) from None
+    path, text = read_text(path, option="--config")
     try:
         return text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from difflib import get_close_matches
 from typing import Any
 
-from finetrainers.utils.text import quoted
+from finetrainers.utils.text import quoted, shortened
 
 from .errors import Problem
 from .root import fields
@@ -209,7 +209,7 @@ def unknown_option(name: str, where: str) -> Problem:
         where: place of it; a flag, or `file:line`.
     """
     as_flag = where.startswith("--")
-    kind = "unknown flag" if as_flag else f"unknown option {quoted(name)}"
+    kind = "unknown flag" if as_flag else f"unknown option {shortened(quoted(name))}"
     if name in INSTEAD:
         return Problem(where, f"{kind}; {INSTEAD[name]}", about=tuple(re.findall(r"--(\w+)", INSTEAD[name])))
     option = meant_by(name, fields())

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, Problem
+from pydantic import ValidationError
+
+from .base import Section
+from .errors import ConfigError, Problem, value_message
+from .files import read_text
 from .sections import ValidationSection
-from .values import parse_video_bucket
+from .values import Place, VideoBucket, check_place
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-_KEYS = ("prompt", "size", "image", "video")
+
+class _Entry(Section):
+    """A prompt as it is written."""
+
+    prompt: str
+    size: VideoBucket | None = None
+    image: Place | None = None
+    video: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -72,9 +84,7 @@ def _from_entry(entry: str) -> ValidationPrompt:
 
 
 def _from_file(path: Path) -> list[ValidationPrompt]:
-    if not path.is_file():
-        raise ConfigError([Problem("--validation_prompts", f"no such file: {path}")])
-    text = path.read_text(encoding="utf-8-sig")
+    path, text = read_text(path, option="--validation_prompts")
     try:
         if path.suffix == ".toml":
             entries = tomllib.loads(text).get("prompts", [])
@@ -82,7 +92,7 @@ def _from_file(path: Path) -> list[ValidationPrompt]:
             entries = [json.loads(line) for line in text.splitlines() if line.strip()]
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise ConfigError([Problem(str(path), f"cannot be read: {error}")]) from error
-    if not entries:
+    if not entries or not isinstance(entries, list):
         raise ConfigError([Problem(str(path), "holds no prompts; TOML files need [[prompts]] tables with `prompt`")])
     return [_prompt(entry, f"{path} entry {number}") for number, entry in enumerate(entries, start=1)]
 
@@ -91,16 +101,18 @@ def _prompt(entry: Any, where: str) -> ValidationPrompt:
     entry = {"prompt": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, dict) or not entry.get("prompt"):
         raise ConfigError([Problem(where, "has no prompt text")])
-    unknown = sorted(set(entry) - set(_KEYS))
-    if unknown:
-        raise ConfigError([Problem(where, f"unknown key {unknown[0]!r}; valid: {', '.join(_KEYS)}")])
-    size = entry.get("size")
-    if size is not None:
-        try:
-            size = parse_video_bucket(size)
-        except ValueError as error:
-            raise ConfigError([Problem(where, str(error))]) from None
-    return ValidationPrompt(entry["prompt"], size, entry.get("image"), entry.get("video"))
+    try:
+        made = _Entry.model_validate(entry)
+    except ValidationError as error:
+        raise ConfigError([Problem(where, _message(found)) for found in error.errors()]) from None
+    return ValidationPrompt(made.prompt, made.size, made.image, made.video)
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    key = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; valid: {', '.join(_Entry.model_fields)}"
+    return f"{key}: {value_message(error)}"
 
 
 def _media(text: str | None, name: str, separator: str, count: int) -> list[str | None]:
@@ -109,4 +121,7 @@ def _media(text: str | None, name: str, separator: str, count: int) -> list[str 
     parts: list[str | None] = [part.strip() or None for part in text.split(separator)]
     if len(parts) != count:
         raise ConfigError([Problem(f"--{name}", f"has {len(parts)} entries for {count} prompts; give one per prompt")])
-    return parts
+    try:
+        return [part and check_place(part) for part in parts]
+    except ValueError as error:
+        raise ConfigError([Problem(f"--{name}", str(error))]) from None

@@ -42,7 +42,7 @@ class ModelSection(Section):
         description="Hub id or local directory of the base model, in diffusers layout; `demo://NAME` is a packaged one."
     )
     revision: str | None = Field(None, description="Git revision of the hub repository.")
-    variant: str | None = Field(None, description="Weight file variant, for example `fp16`.")
+    variant: str | None = Field(None, max_length=64, description="Weight file variant, for example `fp16`.")
     cache_dir: Path | None = Field(None, description="Where downloads from the hub are kept.")
     tokenizer_id: Place | None = Field(None, description="Replacement for the tokenizer: hub id or directory.")
     tokenizer_2_id: Place | None = Field(None, description="Replacement for the second tokenizer.")
@@ -112,10 +112,16 @@ class DataSection(Section):
         False, description="Allow media paths and links that lead out of the data set's folder."
     )
     video_column: str = Field(
-        "video", description="Metadata column of the media path, or a text file in `data_root` with one path a line."
+        "video",
+        min_length=1,
+        max_length=200,
+        description="Metadata column of the media path, or a text file in `data_root` with one path a line.",
     )
     caption_column: str = Field(
-        "text", description="Metadata column of the caption, or a text file in `data_root` with one caption a line."
+        "text",
+        min_length=1,
+        max_length=200,
+        description="Metadata column of the caption, or a text file in `data_root` with one caption a line.",
     )
     caption_columns: list[str] = Field(
         default=[],

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
+from finetrainers.utils.text import quoted, shortened
+
 from .base import expand_home
 
 _BUCKET = re.compile(r"^(\d+)x(\d+)x(\d+)$")
@@ -80,14 +82,14 @@ def parse_numbers(value: Any) -> Any:
 
 
 def check_place(text: str) -> str:
-    """A hub id, `demo://NAME` or path that is not empty, with `~` expanded.
+    """A hub id, an address or a path that is not empty, with `~` expanded.
 
     Raises:
         ValueError: it is empty, or no path can be like this.
     """
     if not text.strip():
         raise ValueError("is empty; give a hub id or a path")
-    return expand_home(text)
+    return text if "://" in text else expand_home(text)
 
 
 def check_expression(text: str) -> str:
@@ -101,7 +103,7 @@ def check_expression(text: str) -> str:
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+        raise ValueError(f"{shortened(quoted(text))} is no regular expression: {error}") from None
     return text
 
 

@@ -124,6 +124,8 @@ def _document(path: Path) -> dict[str, Any]:
         raise DataError(f"dataset {quoted(str(path))} {not_there(path)}")
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DataError(f"{path} is not valid TOML: {error}") from error
 

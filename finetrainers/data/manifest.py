@@ -168,7 +168,7 @@ def _rows(data: DataSection, root: Root, media_dir: Path | None, found: Findings
     unpacked = media_dir or (data.precompute_dir / "media" if data.precompute_dir else None)
     is_tar = file is not None and file.name.lower().endswith(tars.SUFFIXES)
     if not is_tar and file is not None and file.suffix.lower() != ".parquet":
-        raise DataError(f"dataset_file {str(file)!r} must end in .csv, .json, .jsonl, .parquet or .tar")
+        raise DataError(f"dataset_file {quoted(str(file))} must end in .csv, .json, .jsonl, .parquet or .tar")
     if unpacked is None:
         raise DataError("media of this data set have to be unpacked; give `precompute_dir`, where they will lie")
     if file is not None and is_tar:

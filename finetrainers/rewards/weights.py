@@ -12,6 +12,8 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
+from finetrainers.utils.text import quoted
+
 DType = Literal["fp32", "bf16", "fp16"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,7 +34,7 @@ def check_path(path: str) -> str:
         ValueError: it cannot be either.
     """
     if not Path(path).expanduser().exists() and not _HUB_ID.fullmatch(path):
-        raise ValueError(f"{path!r} is no file or folder here, and no hub id (owner/name)")
+        raise ValueError(f"{quoted(path)} is no file or folder here, and no hub id (owner/name)")
     return path
 
 
@@ -56,7 +58,7 @@ def fetch(path: str, *, files: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError) as error:
-        raise ValueError(f"{path!r} is no file or folder here, and the hub does not give it: {error}") from error
+        raise ValueError(f"{quoted(path)} is no file or folder here, and the hub does not give it: {error}") from error
 
 
 def fetch_file(path: str, *, names: Sequence[str]) -> Path:

@@ -23,7 +23,7 @@ def shortened(text: str, limit: int = 100) -> str:
 
 def quoted(text: str) -> str:
     """A value as the user wrote it, in quotes: backslashes of Windows paths stay single, and no control character remains."""
-    return shortened(f"'{printable(text)}'")
+    return f"'{printable(text)}'"
 
 
 def file_size(count: float) -> str:

@@ -1,5 +1,6 @@
 """The commands as a user types them: help, lists, tiny models, schemas, and errors with exit code 2."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -10,9 +11,13 @@ import pytest
 from finetrainers import __version__
 from finetrainers.cli.main import _parser, main, train_command
 from finetrainers.config.document import configuration_page
+from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
+from finetrainers.config.load import load_config
 from finetrainers.config.root import fields
+from finetrainers.config.shape import is_list
 from finetrainers.demo import quickstart, rewarded, scratch
+from finetrainers.engine.preflight import preflight
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -288,6 +293,21 @@ def test_folders_that_are_files_are_refused_before_anything_is_loaded(option, tm
         ]  # fmt: skip
         assert train_command(arguments, prog="train.py") == 2
         assert f"--{option}: {tmp_path / 'file'} is a file; give a directory" in capsys.readouterr().err
+
+
+TEXTS = [name for name, (_, field) in fields().items() if re.search(r"\b(str|Path)\b", str(field.annotation))]
+
+
+def test_odd_texts_are_refused_by_name_or_do_no_harm(tmp_path, tiny_repo, monkeypatch):
+    """Whatever text an option has, the answer is a ConfigError or a run that could start."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clips").mkdir()
+    base = {"pretrained_model_name_or_path": str(tiny_repo("ltx_video")), "data_root": "clips"}
+    assert len(TEXTS) > 30
+    for name in TEXTS:
+        for text in ("x" * 300, "/dev/null/x"):
+            with contextlib.suppress(ConfigError):
+                preflight(load_config(**{**base, name: [text] if is_list(fields()[name][1]) else text}))
 
 
 @pytest.mark.parametrize(

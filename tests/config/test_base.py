@@ -84,7 +84,9 @@ def test_a_section_may_say_otherwise():
         ({"id_token": 5}, "not text, got 5; in a file, write a text in quotes"),
         ({"target_modules": "to_q"}, "not a list, got 'to_q'; in a file, write a list"),
         ({"rank": "x" * 5000}, "... (5002 characters)"),
-        ({"output_dir": r"C:\new folder\run" + "\0"}, "holds a NUL character"),
+        ({"output_dir": "run\0"}, "holds a NUL character"),
+        ({"report_to": "C:\\new\\run"}, r"unknown value 'C:\new\run';"),
+        ({"target_modules": [r"(\d"]}, r"'(\d' is no regular expression"),
     ],
 )
 def test_wrong_values_are_explained(options, expected):

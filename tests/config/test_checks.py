@@ -164,6 +164,35 @@ def test_prompt_files(tmp_path):
         prompts(validation_prompts="a@@@17x64")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.jsonl", '{"prompt": 5}', "entry 1: prompt: not text, got 5"),
+        ("p.jsonl", '{"prompt": "a", "size": 5}', "entry 1: size: input should be a valid tuple, got 5"),
+        ("p.jsonl", '{"prompt": "a", "size": [9, 64]}', "size: "),
+        ("p.jsonl", '{"prompt": "a", "image": ["x"]}', "image: not text"),
+        ("p.toml", '[prompts]\nprompt = "a"', "TOML files need [[prompts]] tables"),
+        ("p.toml", 'prompts = "a"', "TOML files need [[prompts]] tables"),
+        ("p.toml", "caf\u00e9 = 1".encode("latin-1"), "p.toml:1: the file is not UTF-8"),
+        ("p.jsonl", "{", "cannot be read"),
+    ],
+)
+def test_prompt_files_of_another_form_are_refused(name, content, said, tmp_path):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as error:
+        prompts(validation_prompts=str(tmp_path / name))
+    assert said in str(error.value)
+
+
+def test_paths_of_prompts_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "video": "~/v.mp4"}')
+    [prompt] = prompts(validation_prompts="~/p.jsonl", validation_images="~/i.png")
+    assert (prompt.image, prompt.video) == (f"{tmp_path}/i.png", f"{tmp_path}/v.mp4")
+    [prompt] = prompts(validation_prompts="a", validation_images="https://host/~i.png?key=" + "x" * 300)
+    assert prompt.image == "https://host/~i.png?key=" + "x" * 300
+
+
 def test_an_image_to_video_checkpoint_wants_an_image_per_prompt():
     facts = FamilyFacts("c", is_flow=False, num_text_encoders=1, first_frame="channels")
     errors = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from finetrainers.config.sections import DataSection
 from finetrainers.data.fates import Refusal
-from finetrainers.utils.text import nearest, plural
+from finetrainers.utils.text import nearest, plural, quoted
 
 from .captions import captions_of_text
 from .paths import PathProblem, Root
@@ -54,14 +54,14 @@ def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
             f"; leave out --{' and --'.join(given)} if each clip has a text file of its own name" if not there else ""
         )
         raise DataError(
-            f"{str(root.folder)!r} holds {f'{there!r} but not' if there else 'neither'} {what} (set by `video_column` and "
+            f"{quoted(str(root.folder))} holds {f'{there!r} but not' if there else 'neither'} {what} (set by `video_column` and "
             f"`caption_column`){way_out}"
         )
     rows = _read_sidecars(root, data, found)
     if not rows and not found.problems:
         others = f"; {'; '.join(found.warnings)}" if found.warnings else ""
         raise DataError(
-            f"no clips in {str(root.folder)!r}: put videos or images there, each with a text file of the same name that holds its "
+            f"no clips in {quoted(str(root.folder))}: put videos or images there, each with a text file of the same name that holds its "
             "caption (dog.mp4 and dog.txt). Or give --dataset_file, a table of paths and captions, or the two text files "
             f"--video_column and --caption_column with a line for each clip{others}"
         )

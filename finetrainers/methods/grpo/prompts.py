@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetrainers.data.manifest import DataError
 from finetrainers.utils.seeding import derive_seed, generator
-from finetrainers.utils.text import plural
+from finetrainers.utils.text import plural, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def read_prompts(path: Path) -> PromptFile:
     readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".json": _from_encoded}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"prompt file {str(path)!r} must end in .txt, .jsonl or .json")
+        raise DataError(f"prompt file {quoted(str(path))} must end in .txt, .jsonl or .json")
     problems: list[str] = []
     notes: list[str] = []
     prompts = reader(path, _read(path), problems, notes)
@@ -134,7 +134,7 @@ def _read(path: Path) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"prompt file {str(path)!r} cannot be read: {error.strerror}") from error
+        raise DataError(f"prompt file {quoted(str(path))} cannot be read: {error.strerror}") from error
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
