@@ -19,6 +19,7 @@ from .cache import add_cache
 from .check import add_check, check_command
 from .ckpt import add_ckpt
 from .demo import add_demo, positive_integer
+from .failures import say_failure
 from .overview import RAW, CommandParser, unknown_command, with_examples
 from .plot import add_plot
 from .serve_reward import add_serve_reward
@@ -47,11 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exit_codes.CONFIGURATION
+    except Exception as error:
+        if not say_failure(error):
+            raise
+        return exit_codes.FAILED
 
 
 def train_command(argv: Sequence[str], *, prog: str) -> int:
-    """Train as the flags say; an exit code (`utils.exit_codes`). Failures other than of the configuration raise."""
+    """Train as the flags say; an exit code (`utils.exit_codes`). What no check foresees is raised."""
     from finetrainers.config.flags import parse_flags
 
     configure_logging()
@@ -69,7 +74,18 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
 
         quiet_progress_bars()
         gc.freeze()  # the libraries' objects live to the end; collections between loading phases need not walk them
-        trainer = run(checked, handle_signals=True)
+        try:
+            trainer = run(checked, handle_signals=True)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not say_failure(error, directory=config.run.output_dir, verbose=config.run.verbose):
+                raise
+            return exit_codes.FAILED
+    except KeyboardInterrupt:  # while loading; in a step it is a signal
+        if launched_rank() == 0:
+            print("stopped before the first step; nothing was saved", file=sys.stderr)
+        return exit_codes.killed_by(signal.SIGINT)
     except ConfigError as error:
         if launched_rank() == 0:  # all processes find the same; one says it
             print(f"error: {_with_the_rest(error)}", file=sys.stderr)
@@ -102,7 +118,14 @@ def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") 
         from finetrainers.engine.prepare import prepare
 
         quiet_progress_bars()
-        prepare(checked)
+        try:
+            prepare(checked)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not say_failure(error, verbose=config.run.verbose):
+                raise
+            return exit_codes.FAILED
     except KeyboardInterrupt:
         if launched_rank() == 0:
             print("stopped; what is encoded is kept, and the same command goes on from there", file=sys.stderr)

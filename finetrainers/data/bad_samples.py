@@ -11,6 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 
 from .buckets import Bucket
@@ -29,7 +30,7 @@ PROBLEMS = (DecodeError, CacheError, OSError)
 _MOST_TRIED = 8
 
 
-class BadSamplesError(RuntimeError):
+class BadSamplesError(ExpectedError, RuntimeError):
     """More clips turned out unusable while training than are allowed."""
 
 

@@ -34,6 +34,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import open_regular
 
@@ -53,11 +54,11 @@ _USE_NOTED_S = 86400.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
-class CacheError(RuntimeError):
+class CacheError(ExpectedError, RuntimeError):
     """A cached entry that training needs is missing or damaged."""
 
 
-class CacheInUse(RuntimeError):
+class CacheInUse(ExpectedError, RuntimeError):
     """Entries cannot be removed while a run may need them."""
 
 

@@ -17,6 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from finetrainers.utils.failures import ExpectedError
+
 from .bad_samples import Note
 from .clip import Clip
 from .stream import MicroBatch
@@ -34,7 +36,7 @@ _STARTING_S = 600.0
 _NOTHING, _NOT_STARTED = -1, -2
 
 
-class WorkersLost(RuntimeError):
+class WorkersLost(ExpectedError, RuntimeError):
     """Worker processes died or hung at the same batch again and again."""
 
 

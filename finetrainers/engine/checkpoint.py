@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetrainers.config.load import NOT_DUMPED
+from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_json_atomic
 
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 _SPARE = 1 << 20
 #: What DeepSpeed writes by itself, per trained weight: fp32 weight and two moments.
 _DEEPSPEED_BYTES = 12
+
+
+class DivergedError(ExpectedError, FloatingPointError):
+    """Weights or averages are no numbers any more."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,12 @@ class Snapshot:
         """Refuse to save weights or averages that are not numbers: such a checkpoint is worth less than an older one.
 
         Raises:
-            FloatingPointError: naming the first tensor that holds NaN or an infinity.
+            DivergedError: naming the first tensor that holds NaN or an infinity.
         """
         for place, tensors in {"weights": self.trained, **self.files}.items():
             for name, tensor in tensors.items():
                 if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
-                    raise FloatingPointError(
+                    raise DivergedError(
                         f"{name} ({place}) holds NaN or Inf at step {self.state['step']}: training has diverged, and no "
                         "checkpoint of it is published. Continue from an earlier one with a lower --lr or --max_grad_norm"
                     )
@@ -106,7 +111,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
         Where the checkpoint is, or will be.
 
     Raises:
-        FloatingPointError: a weight or an average is NaN or infinite.
+        DivergedError: a weight or an average is NaN or infinite.
         OSError: the disk has no room, or cannot be written.
         Exception: whatever else kept any rank from writing, this time or in the background the time before. On every
             rank; older checkpoints are left alone.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.registry import get_family
+from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import restored
 
@@ -43,8 +43,7 @@ class TrainResult:
         """The records of `metrics.jsonl`, those of steps before a resume included; none after a dry run."""
         if self.config.run.dry_run:
             return []
-        lines = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return read_jsonl(self.run_dir / "metrics.jsonl")[0]
 
     @property
     def samples(self) -> list[Path]:

@@ -16,10 +16,15 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from finetrainers.utils.alive import waiting
+from finetrainers.utils.failures import ExpectedError, sentence_of
 from finetrainers.utils.launch import launched_local_rank
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class OtherRankFailed(ExpectedError, RuntimeError):
+    """Another rank could not do its share; its error, with the traceback, is printed there."""
 
 
 class Ranks:
@@ -125,15 +130,19 @@ class Ranks:
         The error is logged first: where the other ranks wait for something else, nothing would ever show it.
 
         Raises:
-            RuntimeError: naming the ranks and their errors (the local error itself on the rank that has it).
+            OtherRankFailed: naming the ranks and their errors (the local error itself on the rank that has it).
         """
         if error is not None and self.world_size > 1:
-            logger.error("%s failed on rank %d", what, self.rank, exc_info=error)
+            sentence = sentence_of(error)
+            if sentence is None:
+                logger.error("%s failed on rank %d", what, self.rank, exc_info=error)
+            else:
+                logger.error("%s failed on rank %d: %s", what, self.rank, sentence)
         failures = self.gather_objects([f"rank {self.rank}: {error}"] if error else [])
         if error is not None:
             raise error
         if failures:
-            raise RuntimeError(f"{what} failed on another rank: {'; '.join(failures)}")
+            raise OtherRankFailed(f"{what} failed on another rank: {'; '.join(failures)}")
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.rewards import RewardEntry
+from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.text import plural
 from finetrainers.utils.video import slug, write_mp4
@@ -30,7 +31,7 @@ OnError = Literal["raise", "mask"]
 _NOT_OF_A_CLIP = (OSError, MemoryError, torch.cuda.OutOfMemoryError)
 
 
-class RewardError(RuntimeError):
+class RewardError(ExpectedError, RuntimeError):
     """A reward that failed, or gave something that is no score.
 
     Attributes:

@@ -24,7 +24,10 @@ sys.exit(main(sys.argv[1:]))
 def test_a_disk_that_is_full_costs_the_checkpoint_alone(train: Callable[..., Any], files: Any, straight: Any) -> None:
     failed = train("enospc@save.write:3")
     assert failed.wait() == exit_codes.FAILED
-    assert "OSError: [Errno 28] No space left on device" in failed.stderr
+    assert "error: No space left on device" in failed.stderr
+    assert "continue with --resume_from_checkpoint latest\n(traceback: " in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert "OSError: [Errno 28]" in (files.root / "traceback.txt").read_text()
     assert files.checkpoints == [1, 2]
     assert sorted(path.name for path in (files.root / "checkpoints").iterdir()) == ["step-1", "step-2"]
     # What was being recorded meanwhile is cut off, too.

@@ -17,7 +17,7 @@ def test_a_poisoned_loss_ends_the_run_and_a_poisoned_gradient_is_left_out(
 ) -> None:
     poisoned = train("nan@loss:2", train_steps=3)
     assert poisoned.wait() == exit_codes.FAILED
-    assert "NonFiniteError: step 2: loss nan" in poisoned.stderr
+    assert "error: step 2: loss nan" in poisoned.stderr
     assert files.checkpoints == [1]
     skipped = train("nan@backward:1", resume=True, train_steps=3, on_nonfinite="skip")
     assert skipped.wait() == 0, skipped.stderr

@@ -10,9 +10,10 @@ from typing import Protocol
 import numpy as np
 
 from finetrainers.data.media import is_out_of_memory, reason_of
+from finetrainers.utils.failures import ExpectedError
 
 
-class DecodeError(ValueError):
+class DecodeError(ExpectedError, ValueError):
     """A media file whose frames cannot be decoded; the message names the file."""
 
 

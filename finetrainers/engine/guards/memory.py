@@ -15,6 +15,7 @@ from diffusers.training_utils import free_memory
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.methods.base import Step
 from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.failures import ExpectedError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,7 +33,7 @@ ADVICE = (
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(ExpectedError, RuntimeError):
     """Memory ran out where nothing can be tried again; the message says where, and what needs less."""
 
 

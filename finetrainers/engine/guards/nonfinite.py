@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from finetrainers.engine.run_dir import RunDirectory
+from finetrainers.utils.failures import ExpectedError
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 Verdict = Literal["update", "skip", "rollback"]
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(ExpectedError, RuntimeError):
     """The loss or the gradient of a step is NaN or infinite. Nothing of the step was saved."""
 
 

@@ -1,0 +1,30 @@
+"""Failures that say all there is to say: of data, memory, disks and numbers, while nothing is wrong with the program."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+#: What the system says of disks that are full or cannot be written.
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_FULL = os.strerror(errno.ENOSPC)
+
+
+class ExpectedError(Exception):
+    """An error whose message names the cause and the way out; a command prints it without its traceback."""
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """What a command prints of an error instead of its traceback; None: the traceback is needed."""
+    if isinstance(error, ExpectedError):
+        return str(error)
+    of_disk = isinstance(error, OSError) and error.errno in _OF_DISKS
+    # Libraries written in other languages say it in words alone.
+    if not of_disk and _FULL not in str(error):
+        return None
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror + (f": {error.filename}" if error.filename else "")
+    if "--resume_from_checkpoint" in text:
+        return text
+    return f"{text}. Earlier checkpoints are intact: make room, and continue with --resume_from_checkpoint latest"
