@@ -68,7 +68,7 @@ def test_train_help_shows_what_most_people_set(capsys):
     options = re.findall(r"^  --(?!help)(\w+)", text, flags=re.MULTILINE)
     assert 25 <= len(options) <= 35
     assert set(options) <= {*fields(), "config", "list_models"}
-    assert len(text.splitlines()) < 120
+    assert len(text.splitlines()) < 140
     assert max(map(len, text.splitlines())) <= 80
     assert helped(capsys, "train", "-h") == text
 
@@ -80,7 +80,7 @@ def test_all_options_are_a_word_away(capsys):
     prepare = helped(capsys, "prepare", "--help")
     assert "precompute_batch_size" in prepare
     assert "--lr " not in prepare
-    assert len(prepare.splitlines()) <= 82
+    assert len(prepare.splitlines()) < len(text.splitlines()) / 4
 
 
 @pytest.mark.parametrize(
