@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from dataclasses import replace
 
 import tomli_w
 from torch import nn
@@ -12,11 +11,10 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.memory.plan import estimate_for
-from finetrainers.methods.registry import check_work
-from finetrainers.models.registry import build_tiny
 from finetrainers.parallel.launched import expected_split
 from finetrainers.utils.text import file_size, plural
 
+from .load_transformer import network_without_weights
 from .plan_report import (
     print_data,
     print_first_line,
@@ -26,7 +24,8 @@ from .plan_report import (
     sizes_on_disk,
 )
 from .preflight import Preflight
-from .trainable import attach, trainable_parameters
+from .room import disk_needs, room_problem
+from .trainable import trainable_parameters
 
 #: Asked of this invocation, not of the run.
 _OF_THIS_COMMAND = ("dry_run", "verbose")
@@ -39,13 +38,13 @@ def dry_run_report(checked: Preflight) -> None:
         ConfigError: the model's parts do not go with the options (a LoRA target that matches nothing, say).
     """
     config, unseen = checked.config, why_unseen(checked)
-    transformer = _transformer_without_weights(checked, stand_in=unseen is not None)
-    try:
-        attach(transformer, config.training)
-    except ValueError as error:
-        raise ConfigError([Problem("", str(error))]) from None
-    if unseen is None:
-        check_work(checked.plan, config, spec=checked.family.load(config.model))
+    transformer = network_without_weights(checked, stand_in=unseen is not None)
+    needs = disk_needs(checked, transformer)
+    problem, warning = room_problem(checked, needs) if unseen is None else (None, None)
+    if problem is not None:
+        raise ConfigError([Problem("--output_dir", problem)])
+    if warning is not None:
+        checked = replace(checked, warnings=[*checked.warnings, warning])
     print_first_line(checked, before="dry run: ")
     print_data(checked)
     steps = config.training.train_steps
@@ -56,6 +55,7 @@ def dry_run_report(checked: Preflight) -> None:
     print_origin(checked)
     if unseen is None:
         _print_memory(checked, transformer)
+        print_line(f"disk: a checkpoint about {file_size(needs.checkpoint)}, the result {file_size(needs.result)}")
     print_remarks(checked)
     _print_options(config)
     print_line(_verdict(checked, unseen))
@@ -67,18 +67,6 @@ def why_unseen(checked: Preflight) -> str | None:
     if checked.unseen is None and missing:
         return f"{missing[0][1]} is not on this disk"
     return checked.unseen
-
-
-def _transformer_without_weights(checked: Preflight, *, stand_in: bool) -> nn.Module:
-    """The transformer on the meta device; where its config is not to be had, a tiny one of the family."""
-    config = checked.config.model
-    if not stand_in:
-        return checked.family.load(config).transformer_on_meta()
-    with tempfile.TemporaryDirectory() as directory:
-        tiny = Path(directory) / "tiny"
-        build_tiny(config.model_name, tiny)
-        local = config.model_copy(update={"pretrained_model_name_or_path": str(tiny), "transformer_id": None})
-        return checked.family.load(local).transformer_on_meta()
 
 
 def _print_memory(checked: Preflight, transformer: nn.Module) -> None:

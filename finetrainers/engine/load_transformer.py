@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -9,6 +12,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.casting import enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_gradient_checkpointing
+from finetrainers.models.registry import build_tiny
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.utils.faults import fault_point
 
@@ -58,4 +62,30 @@ def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch
             skip_modules_pattern=config.model.layerwise_upcasting_skip_modules_pattern,
         )
     set_gradient_checkpointing(transformer, enabled=config.training.gradient_checkpointing)
+    return transformer
+
+
+def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn.Module:
+    """The transformer on the meta device, with what is trained attached.
+
+    Args:
+        checked: the run.
+        stand_in: whether it is to be a tiny one of the family, where the model's own config is not to be had.
+
+    Raises:
+        ConfigError: a LoRA target matches nothing.
+    """
+    config = checked.config.model
+    if stand_in:
+        with tempfile.TemporaryDirectory() as directory:
+            tiny = Path(directory) / "tiny"
+            build_tiny(config.model_name, tiny)
+            local = config.model_copy(update={"pretrained_model_name_or_path": str(tiny), "transformer_id": None})
+            transformer = checked.family.load(local).transformer_on_meta()
+    else:
+        transformer = checked.family.load(config).transformer_on_meta()
+    try:
+        attach(transformer, checked.config.training)
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from None
     return transformer

@@ -13,11 +13,12 @@ from .callbacks.base import Callback
 from .dry_run import dry_run_report
 from .export import export
 from .lock import exclusive
-from .plan_report import print_results, print_stopped
+from .plan_report import print_results, print_stopped, print_warnings
 from .preflight import Preflight, weights_examined
 from .processes import make_parallel
 from .ready import examine_weights, get_ready
 from .resume import scan_checkpoints
+from .room import check_room
 from .trainer import Trainer
 from .watchdog import Watchdog
 
@@ -46,6 +47,8 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
             if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
                 checked = examine_weights(get_ready(config))
+            room = check_room(checked, parallel)
+            print_warnings([] if room is None else [room])
             trainer = assemble(checked, parallel, watchdog)
             trainer.callbacks.extend(callbacks)
             # Until here a signal ends the process as always: there is nothing to save yet.

@@ -199,10 +199,7 @@ def estimate_for(
     options, training = config.optimizer, config.training
     is_lora = training.training_type == "lora"
     rounds = training.master_weights == "stochastic_rounding"
-    name = resolve_name(options)
-    state_bytes = RECIPES[name].state_bytes
-    if rounds and name == "adamw":
-        state_bytes /= 2  # its moments have the weights' dtype
+    name, state_bytes = resolve_name(options), optimizer_state_bytes(config)
     offloads = options.use_cpu_offload_optimizer
     num_trainable = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     trainable_bytes = 2 if rounds else 4
@@ -238,6 +235,14 @@ def estimate_for(
             **{"gradients_stay": not options.offload_gradients, **shared},
         )
     )
+
+
+def optimizer_state_bytes(config: TrainConfig) -> float:
+    """Bytes of optimizer state for each trained weight, wherever they lie."""
+    name = resolve_name(config.optimizer)
+    # Moments have the weights' dtype.
+    halved = config.training.master_weights == "stochastic_rounding" and name == "adamw"
+    return RECIPES[name].state_bytes / (2 if halved else 1)
 
 
 def _frozen_bytes(config: TrainConfig, transformer: nn.Module) -> float:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,7 +238,8 @@ def test_a_run_that_breaks_off_lets_the_writer_finish(
 def test_room_is_looked_for_before_anything_is_copied(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))  # type: ignore[attr-defined]
+    free = iter([2**40, 1000])  # at the start, and before the checkpoint
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
     monkeypatch.setattr(checkpoint.Snapshot, "on_host", lambda self: pytest.fail("copied"))
     with pytest.raises(OSError, match="a checkpoint needs about"):
         run(**options("lora", async_checkpointing=True))

@@ -226,7 +226,7 @@ def test_what_is_not_finite_is_not_published(
 def test_no_room_leaves_older_checkpoints(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = iter([2**40, 2**40, 2**40, 1000])
+    free = iter([2**40] * 4 + [1000])  # at the start, and before each checkpoint
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
     values = options(train_steps=4, checkpointing_steps=1, checkpointing_limit=2)
     with pytest.raises(OSError, match="a checkpoint needs about"):

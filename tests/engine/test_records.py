@@ -216,6 +216,7 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(
     assert re.search(r"beside that: text encoder.* and VAE \([\d.]+ \w+ of files\), which stay loaded", printed)
     changed = changed_options(load_config(**values))
     assert [name for name in fields() if f"\n{name} = " in printed] == [name for name in changed if name != "dry_run"]
+    assert re.search(r"disk: a checkpoint about [\d.]+ KiB, the result [\d.]+ KiB", printed)
     assert lines[-1] == ("everything checks out" if family == "cogvideox" else "everything checks out, with 1 warning")
     assert set(tmp_path.rglob("*")) == before
 

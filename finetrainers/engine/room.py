@@ -1,0 +1,145 @@
+"""Room on disk: what a run will write, estimated before anything is loaded, so that a full disk does not end it hours later."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+
+from torch import nn
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.memory.plan import optimizer_state_bytes
+from finetrainers.models.spec import DTYPES
+from finetrainers.parallel.ranks import Ranks
+from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.text import file_size
+
+from .load_transformer import network_without_weights
+from .preflight import Preflight
+from .trainable import trainable_parameters
+
+#: Of a sampled video: bytes a pixel and frame of H.264, and of the eight frames of its contact sheet.
+_VIDEO_BYTES, _SHEET_BYTES, _SHEET_FRAMES = 0.1, 1.5, 8
+_SPARE = 1 << 20  # records, and what the file system takes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run writes, in bytes, without the cache of precomputed tensors (checked when the first of these is written).
+
+    Attributes:
+        checkpoint: each checkpoint.
+        num_checkpoints: how many of them will lie there beside those of today.
+        result: the weights at the end.
+        samples: all validation samples.
+    """
+
+    checkpoint: int
+    num_checkpoints: int
+    result: int
+    samples: int
+
+    @property
+    def least(self) -> int:
+        """Without this much, the run cannot end well."""
+        return (self.checkpoint if self.num_checkpoints else 0) + self.result + self.samples + _SPARE
+
+    @property
+    def most(self) -> int:
+        """With all checkpoints that it keeps."""
+        return self.least + self.checkpoint * max(0, self.num_checkpoints - 1)
+
+
+def disk_needs(checked: Preflight, transformer: nn.Module) -> Needs:
+    """What a run will write.
+
+    Args:
+        checked: the run.
+        transformer: with its adapter, if any; may lie on the meta device.
+    """
+    config, training = checked.config, checked.config.training
+    trained = sum(p.numel() for p in trainable_parameters(transformer).values())
+    weight = 2 if training.master_weights == "stochastic_rounding" else 4
+    result = 4 * trained
+    if training.training_type == "full-finetune":
+        result = DTYPES[config.model.transformer_dtype].itemsize * sum(p.numel() for p in transformer.parameters())
+    return Needs(
+        checkpoint=round(trained * (weight + optimizer_state_bytes(config) + (4 if training.use_ema else 0))),
+        num_checkpoints=_new_checkpoints(checked),
+        result=result,
+        samples=_samples_size(checked),
+    )
+
+
+def room_problem(checked: Preflight, needs: Needs) -> tuple[str | None, str | None]:
+    """Why the run cannot write what it has to, or may not; at most one of the two is said."""
+    root = checked.config.run.output_dir.resolve()
+    there = next(path for path in (root, *root.parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    parts = [("a checkpoint", needs.checkpoint), ("the result", needs.result), ("samples", needs.samples)]
+    said = ", ".join(f"{name} {file_size(size)}" for name, size in parts if size)
+    if free < needs.least:
+        return (
+            f"{there} has {file_size(free)} free, and the run needs about {file_size(needs.least)} there ({said}); make room, or "
+            "give another --output_dir"
+        ), None
+    if free < needs.most:
+        return None, (
+            f"{there} has {file_size(free)} free, and the {needs.num_checkpoints} checkpoints of this run take about "
+            f"{file_size(needs.most)} with its results; --checkpointing_limit bounds how many are kept"
+        )
+    return None, None
+
+
+def check_room(checked: Preflight, parallel: Ranks) -> str | None:
+    """Refuse a run that the disk cannot hold; every rank must call it. A warning, on rank 0.
+
+    Raises:
+        ConfigError: the disk has too little room, or LoRA targets match nothing; on every rank.
+    """
+    problem, warning = None, None
+    if parallel.is_main:
+        try:
+            error, warning = room_problem(checked, disk_needs(checked, network_without_weights(checked)))
+            problem = None if error is None else Problem("--output_dir", error)
+        except ConfigError as error_of_model:
+            [problem] = error_of_model.problems
+    problem = parallel.same_on_all(problem)
+    if problem is not None:
+        raise ConfigError([problem])
+    return warning
+
+
+def _new_checkpoints(checked: Preflight) -> int:
+    """How many checkpoints will lie there at once, besides those of today."""
+    training = checked.config.training
+    todo = _total_steps(checked) - checked.start.step
+    saves = math.ceil(todo / training.checkpointing_steps) if training.checkpointing_steps else 1
+    if training.checkpointing_limit is None or todo <= 0:
+        return max(saves, 0)
+    # An old one is removed only once a new one is there.
+    room = training.checkpointing_limit + 1 - len(checked.found)
+    return min(saves, max(1, room))
+
+
+def _total_steps(checked: Preflight) -> int:
+    config = checked.config
+    if config.training.train_steps:
+        return config.training.train_steps
+    per_process = config.dataloader.batch_size * config.training.gradient_accumulation_steps
+    per_step = per_process * launched_processes()
+    return math.ceil(checked.plan.count * config.training.train_epochs / per_step)
+
+
+def _samples_size(checked: Preflight) -> int:
+    config: TrainConfig = checked.config
+    every, todo = config.validation.validation_steps, _total_steps(checked) - checked.start.step
+    times = 1 + (max(0, todo) // every if every else 0)
+    size = 0.0
+    for prompt in checked.prompts:
+        frames, height, width = prompt.size or checked.plan.size
+        sheet = _SHEET_BYTES * min(frames, _SHEET_FRAMES)
+        size += (_VIDEO_BYTES * frames + sheet) * height * width * config.validation.num_validation_videos
+    return round(size * times)
