@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +25,8 @@ from safetensors.torch import load_file
 
 from finetrainers import Callback, Trainer, load_config, train
 from finetrainers.engine.stopping import SIGNALS
+
+ROOT = Path(__file__).parents[2]
 
 
 class Watcher(Callback):
@@ -142,3 +148,41 @@ def test_a_dry_run_has_trained_nothing(options: Callable[..., dict], capsys: pyt
     assert (result.step, result.metrics, result.samples, result.weights) == (0, [], [], None)
     with pytest.raises(ValueError, match="a dry run trains nothing"):
         result.pipeline()
+
+
+_FRESH = """
+import json, sys, time
+started = time.monotonic()
+from finetrainers import load_config, train
+first = []
+class Noting:
+    def __init__(self, stream): self.stream = stream
+    def write(self, text):
+        if text.strip() and not first: first.extend([text, "torch" in sys.modules])
+        return self.stream.write(text)
+    def __getattr__(self, name): return getattr(self.stream, name)
+sys.stdout = Noting(sys.stdout)
+train(load_config(**json.loads(sys.argv[1])))
+sys.stdout = sys.stdout.stream
+print(json.dumps(first))
+"""
+
+
+def test_a_fresh_process_says_first_what_it_will_do_and_libraries_say_nothing(options: Callable[..., dict]) -> None:
+    """Libraries talk on their import, so they must not have been imported."""
+    values = json.dumps(options(train_steps=1, validation_prompts="a@@@9x64x64", validation_inference_steps=2))
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_VERBOSITY")}
+    done = subprocess.run(
+        [sys.executable, "-c", _FRESH, values], env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    text, had_torch = json.loads(lines[-1])
+    assert text.startswith("sft lora of ltx_video (")
+    assert not had_torch
+    assert re.match(r"to load: text encoder [\d.]+ KiB, VAE [\d.]+ MiB, transformer [\d.]+ KiB$", lines[1])
+    for name in ("text encoder", "VAE", "transformer"):
+        assert [line for line in lines if re.match(rf"loaded the {name}: [\d.]+ [KM]iB in [\d.]+ s$", line)], name
+    assert not [line for line in lines if "WARNING" in line or "Loading" in line]
