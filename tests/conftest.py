@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -22,7 +23,6 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 
-import hypothesis
 import pytest
 import torch
 from loopback_hub import hub  # noqa: F401
@@ -30,9 +30,12 @@ from real_process import Python
 from shares import in_shares
 
 torch.set_num_threads(1)
-# The same examples in every run: a test that fails, fails again.
-hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("suite")
+with contextlib.suppress(ImportError):  # the tests of `gpu` need none
+    import hypothesis
+
+    # The same examples in every run: a test that fails, fails again.
+    hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:

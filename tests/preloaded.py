@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 
@@ -15,7 +16,6 @@ os.environ.update(
     DIFFUSERS_VERBOSITY="error",
 )
 
-import deepspeed
 import torch
 from diffusers import (
     AutoencoderKLLTXVideo,
@@ -39,8 +39,10 @@ import finetrainers.rewards.pixels
 #: Lazily loaded by their packages, so naming them is what imports them.
 LOADED = (
     AutoTokenizer, AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel,
-    T5EncoderModel, deepspeed, finetrainers, fsdp,
+    T5EncoderModel, finetrainers, fsdp,
 )  # fmt: skip
+with contextlib.suppress(ImportError):  # accelerate imports it where it is installed
+    import deepspeed  # noqa: F401
 
 torch.set_num_threads(1)
 gc.collect()

@@ -33,6 +33,10 @@ def add_serve_reward(commands: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all [127.0.0.1]")
     parser.add_argument("--port", type=_port, default=_PORT, help=f"0 for any free one [{_PORT}]")
     parser.add_argument(
+        "--device", help="the reward's option of that name: cuda:7, say, where training on this machine has the GPUs before it "
+        "[auto: the first GPU, which is also that of the first training process]"
+    )  # fmt: skip
+    parser.add_argument(
         "--max_mib", type=positive_integer, default=_MAX_MIB, help=f"largest request in MiB [{_MAX_MIB}]"
     )
     parser.add_argument(
@@ -48,12 +52,19 @@ def add_serve_reward(commands: Any) -> None:
 def _serve_reward(arguments: argparse.Namespace) -> int:
     entry = _entry(arguments.reward)
     token = _token(arguments.token)
+    options = dict(entry.options)
+    if arguments.device is not None:
+        if options.get("device", arguments.device) != arguments.device:
+            raise ConfigError(
+                [Problem("--device", f"{arguments.device}, but the reward says device={options['device']}")]
+            )
+        options["device"] = arguments.device
     from finetrainers.rewards.registry import make_reward
     from finetrainers.rewards.server import serve
 
     quiet_progress_bars()
     try:
-        reward = make_reward(entry.reward, entry.options)
+        reward = make_reward(entry.reward, options)
     except ValueError as error:
         raise ConfigError([Problem("reward", str(error))]) from error
     try:

@@ -12,7 +12,7 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
-from finetrainers.utils.text import quoted
+from finetrainers.utils.text import plural, quoted
 
 DType = Literal["fp32", "bf16", "fp16"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,10 +21,21 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of an option: `auto` is this process's GPU if there is one, else the CPU."""
+    """The device of an option: `auto` is this process's GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is none of torch's: auto, cpu, cuda, cuda:1, ...") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device {name!r}: this process sees {plural(count, 'GPU')}; auto takes what is there")
+    return device
 
 
 def check_path(path: str) -> str:

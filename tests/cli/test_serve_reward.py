@@ -15,9 +15,10 @@ from real_process import Python
 
 from finetrainers.cli import serve_reward
 from finetrainers.config.errors import ConfigError
-from finetrainers.rewards import server
+from finetrainers.rewards import registry, server
 from finetrainers.rewards.pixels import Brightness, Colour
 from finetrainers.rewards.served import ServedReward
+from finetrainers.rewards.weights import torch_device
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +55,29 @@ def test_the_reward_is_made_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
         "batch_size": None,
         "token": None,
     }
+
+
+def test_the_device_is_an_option_of_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that trains as well, by itself a server would take the GPU of the first training process."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(registry, "make_reward", lambda name, options: made.append(dict(options)))
+    monkeypatch.setattr(server, "serve", lambda reward, **options: None)
+    assert run("clip,frames=2", "--device", "cuda:7") == 0
+    assert run("clip,device=cpu", "--device", "cpu") == 0
+    assert run("clip") == 0
+    assert made == [{"frames": "2", "device": "cuda:7"}, {"device": "cpu"}, {}]
+    with pytest.raises(ConfigError, match="--device: cuda:7, but the reward says device=cpu"):
+        run("clip,device=cpu", "--device", "cuda:7")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="device"):
+        run("brightness", "--device", "cuda:7")  # it runs where the clips are
+
+
+@pytest.mark.parametrize(("name", "said"), [("gpu7", "is none of torch's"), ("cuda:99", r"this process sees \d+ GPU")])
+def test_a_device_that_is_not_there_is_said(name: str, said: str) -> None:
+    assert torch_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match=said):
+        torch_device(name)
 
 
 def test_a_token_comes_from_the_environment_or_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
