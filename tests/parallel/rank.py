@@ -1,7 +1,7 @@
 """One rank of a multi-process test: trains one job after another and writes down what it saw.
 
 Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank),
-`_zero_stage` (of DeepSpeed) and `_poisoned` (how many of the first micro-batches have a loss of NaN).
+`_slow_saving` (seconds), `_zero_stage` (of DeepSpeed) and `_poisoned` (how many of the first micro-batches have a loss of NaN).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
@@ -40,7 +41,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found.update(whole.detach().float().numpy().tobytes())
+        found.update(whole.detach().float().cpu().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -58,7 +59,7 @@ def poisoned(number: int) -> Callable[..., Any]:
 
 
 def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
-    failing_rank = options.pop("_fail_saving_on", None)
+    failing_rank, slow = options.pop("_fail_saving_on", None), options.pop("_slow_saving", 0.0)
     if "_zero_stage" in options:
         os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(options.pop("_zero_stage"))
     save_weights, loss = checkpoint.save_weights, SFT.loss
@@ -67,6 +68,12 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
+    def dawdle(*arguments: Any, **options: Any) -> None:
+        time.sleep(slow)
+        save_weights(*arguments, **options)
+
+    if slow:
+        checkpoint.save_weights = dawdle
     if failing_rank == RANK:
         checkpoint.save_weights = fail
     seen.clear()

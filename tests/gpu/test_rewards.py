@@ -1,0 +1,25 @@
+"""Reward finetuning on a device: what is replayed has the density that it was sampled with, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from on_devices import FAMILIES, Run, cases
+
+
+@pytest.mark.parametrize(("device", "family"), cases(*FAMILIES))
+def test_ratios_are_one_under_autocast_and_checkpointing(device: str, family: str, start: Callable[..., Run]) -> None:
+    """Rollout and replay call kernels with other batches: sampled four at a time, trained two at a time."""
+    run = start(device, family, method="grpo", train_steps=1, gradient_checkpointing=True)
+    assert run.curve("ratio_error") == [0.0]
+    assert run.curve("ratio") == pytest.approx([1.0], abs=1e-6)
+    assert all(math.isfinite(norm) and norm > 0 for norm in run.curve("grad_norm"))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_nft_steps(device: str, start: Callable[..., Run]) -> None:
+    run = start(device, method="grpo", rl_algorithm="nft", nft_timesteps=2, init_same_noise=False, train_steps=2)
+    assert all(map(math.isfinite, run.curve()))
+    assert all(norm > 0 for norm in run.curve("grad_norm"))
