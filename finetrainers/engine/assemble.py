@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from diffusers.training_utils import free_memory
 from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -16,6 +15,7 @@ from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_from, lr_schedule
 from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.garbage import free_memory
 
 from .callbacks.build import make_callbacks
 from .callbacks.prompts import encode_prompts

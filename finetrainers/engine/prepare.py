@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from diffusers.training_utils import free_memory
-
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.precompute import Encoded
 from finetrainers.data.progress import duration
@@ -15,6 +13,7 @@ from finetrainers.data.source import cache_directory
 from finetrainers.methods.registry import open_work
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.faults import arm_faults
+from finetrainers.utils.garbage import free_memory
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.text import file_size
 

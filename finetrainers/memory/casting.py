@@ -1,4 +1,4 @@
-"""Weight dtypes: 8-bit storage of frozen weights, and the dtype of trainable ones."""
+"""Weight dtypes: 8-bit storage of frozen weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from diffusers.hooks import apply_layerwise_casting
-from diffusers.training_utils import cast_training_params
 from torch import nn
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -74,16 +73,3 @@ def _frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str =
         for name, child in module.named_children()
         for found in _frozen_layers(child, skip, f"{prefix}.{name}" if prefix else name)
     ]
-
-
-def cast_trainable(model: nn.Module, dtype: torch.dtype) -> int:
-    """Cast the trainable weights in place and return how many numbers they hold.
-
-    Raises:
-        ValueError: nothing is trainable.
-    """
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if not count:
-        raise ValueError("no trainable parameters: add the adapter before casting")
-    cast_training_params(model, dtype=dtype)
-    return count

@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers.training_utils import EMAModel
 from torch import Tensor
 from torch.nn import Parameter
 
+#: What is updated by one call: much enough to keep a device busy, and little memory for the differences.
+_BYTES_AT_ONCE = 64 << 20
+
 
 class EMA:
-    """fp32 averages of named weights: diffusers' `EMAModel`, with names for saving and a swap that always ends.
+    """fp32 averages of named weights, and a swap that always ends.
 
     After optimizer step n (from 1), with s = n - update_after_step - 1, the average moves by
     `average += (1 - d) * (weight - average)`, where d = 0 for s <= 0 (the average is the weight itself), else
     d = min((1 + s) / (10 + s), decay): early averages span few steps, so the starting weights are forgotten.
+
+    diffusers' `EMAModel` computes the same, weight by weight: its way with `foreach` rounds otherwise, and takes memory for
+    the differences of all weights at once; and importing it imports every network of diffusers.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], *, decay: float, update_after_step: int = 0) -> None:
         if not parameters:
             raise ValueError("a moving average needs at least one trained weight")
         self._parameters = dict(parameters)
-        self._model = EMAModel(self._parameters.values(), decay=decay, update_after_step=update_after_step)
-        self._model.to(dtype=torch.float32)
+        self._averages = [p.detach().to(torch.float32, copy=True) for p in self._parameters.values()]
+        self._decay = decay
+        self._start = update_after_step
+        self._num_updates = 0
         self._is_applied = False
 
+    @torch.no_grad()
     def update(self) -> None:
         """Take the current weights into the average; call once after every optimizer step."""
         assert not self._is_applied, "the averages themselves must not be averaged"
-        self._model.step(self._parameters.values())
+        self._num_updates += 1
+        s = self._num_updates - self._start - 1
+        d = min((1 + s) / (10 + s), self._decay) if s > 0 else 0.0
+        for averages, weights in _some_at_once(self._averages, list(self._parameters.values())):
+            moves = torch._foreach_sub(averages, weights)
+            torch._foreach_mul_(moves, 1 - d)
+            torch._foreach_sub_(averages, moves)
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The averages by name, fp32; views, not copies."""
-        return dict(zip(self._parameters, self._model.shadow_params, strict=True))
+        return dict(zip(self._parameters, self._averages, strict=True))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -45,19 +59,22 @@ class EMA:
         The weights wait on the CPU, so that a swap needs no second copy on the device.
         """
         assert not self._is_applied, "already applied"
-        parameters = list(self._parameters.values())
-        self._model.store(parameters)
-        self._model.copy_to(parameters)
+        kept = [p.detach().to("cpu", copy=True) for p in self._parameters.values()]
+        self._put(self._averages)
         self._is_applied = True
         try:
             yield
         finally:
-            self._model.restore(parameters)
+            self._put(kept)
             self._is_applied = False
+
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters.values(), values, strict=True):
+            parameter.data.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by name and the number of updates; tensors are references."""
-        return {"num_updates": self._model.optimization_step, "shadow": self.weights}
+        return {"num_updates": self._num_updates, "shadow": self.weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, exactly. Decay and start come from the configuration, not from the state.
@@ -79,4 +96,15 @@ class EMA:
                     f"the weight {tuple(average.shape)}"
                 )
             average.copy_(saved[name])
-        self._model.optimization_step = int(state["num_updates"])
+        self._num_updates = int(state["num_updates"])
+
+
+def _some_at_once(averages: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Averages and their weights, in lists of at most `_BYTES_AT_ONCE`, or of one tensor that is larger."""
+    first, size = 0, 0
+    for index, average in enumerate(averages):
+        if size and size + average.nbytes > _BYTES_AT_ONCE:
+            yield list(averages[first:index]), list(weights[first:index])
+            first, size = index, 0
+        size += average.nbytes
+    yield list(averages[first:]), list(weights[first:])

@@ -22,6 +22,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from finetrainers.models.spec import unwrap
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import plural
 
@@ -220,7 +221,7 @@ class Parallel(Ranks):
 
     def unwrap(self, model: nn.Module) -> Any:
         """The network itself, below what distributes or compiles it."""
-        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        return unwrap(model)  # accelerate's function imports DeepSpeed to ask whether it is one of its engines
 
     def full_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Trained weights and buffers by name, gathered over ranks, which must all call it. Whole on rank 0 only."""

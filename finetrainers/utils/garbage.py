@@ -1,4 +1,4 @@
-"""Python's garbage collector, where it would only be in the way."""
+"""Python's garbage collector: where it would only be in the way, and where it makes room."""
 
 from __future__ import annotations
 
@@ -24,3 +24,17 @@ def no_collections() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to any more: objects in cycles, and device memory that torch keeps for later use.
+
+    As `diffusers.training_utils.free_memory`, which imports every network of diffusers, bitsandbytes, torchao and scipy.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif torch.xpu.is_available():
+        torch.xpu.empty_cache()

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.training_utils import free_memory
 from torch import Tensor, nn
 
 from finetrainers.config.load import load_config
@@ -39,6 +38,7 @@ from finetrainers.models import common
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Batch, Conditions, VAEStats, VideoMeta
 from finetrainers.optim.factory import create_optimizer
+from finetrainers.utils.garbage import free_memory
 
 RESULTS = "FINETRAINERS_GPU_RESULTS"
 #: The plan leaves out the CUDA context and fragmentation.

@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from diffusers.training_utils import EMAModel
 from torch import nn
 
 from finetrainers.optim.ema import EMA
@@ -42,6 +43,28 @@ def test_average_is_the_formula(decay: float, start: int, dtype: torch.dtype) ->
     for name, value in ema.weights.items():
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), average[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
+def test_many_weights_at_once_give_the_same_bits(
+    at_once: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As diffusers' average, weight by weight, whatever is updated by one call."""
+    monkeypatch.setattr("finetrainers.optim.ema._BYTES_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(33, 17), nn.LayerNorm(17), nn.Linear(17, 5)).to(dtype)
+    ours = EMA(dict(network.named_parameters()), decay=0.97, update_after_step=2)
+    theirs = EMAModel(network.parameters(), decay=0.97, update_after_step=2)
+    theirs.to(dtype=torch.float32)
+    for _ in range(25):
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += torch.randn_like(parameter)
+        ours.update()
+        theirs.step(network.parameters())
+        for name, expected in zip(ours.weights, theirs.shadow_params, strict=True):
+            assert torch.equal(ours.weights[name], expected)
 
 
 def test_applied_swaps_and_restores_bit_for_bit() -> None:

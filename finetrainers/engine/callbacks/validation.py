@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from diffusers.training_utils import free_memory
 from torch import nn
 
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.sections import ValidationSection
 from finetrainers.models.spec import Conditions, SampleRequest
 from finetrainers.utils.faults import fault_point
+from finetrainers.utils.garbage import free_memory
 from finetrainers.utils.seeding import generator
 from finetrainers.utils.video import slug
 

@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.training_utils import free_memory
 
 from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.engine import Parallel
+from finetrainers.utils.garbage import free_memory
 
 from .memory import memory_advice, peak_gib
 

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate.utils.memory import should_reduce_batch_size
-from diffusers.training_utils import free_memory
 
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.methods.base import Step
 from finetrainers.parallel.engine import Parallel
 from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.garbage import free_memory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
