@@ -14,6 +14,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launch_problems, launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
+from finetrainers.utils.versions import version_problem
 
 from .cache import add_cache
 from .check import add_check, check_command
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
+    if _cannot_start(joining=False):
+        return exit_codes.CONFIGURATION
     try:
         return arguments.run(arguments)
     except ConfigError as error:
@@ -61,7 +64,7 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
 
     configure_logging()
     yield_idle_threads()
-    if _launched_wrongly():
+    if _cannot_start():
         return exit_codes.CONFIGURATION
     try:
         config, list_models = parse_flags(argv, prog=prog)
@@ -105,7 +108,7 @@ def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") 
 
     configure_logging()
     yield_idle_threads()
-    if _launched_wrongly():
+    if _cannot_start():
         return exit_codes.CONFIGURATION
     try:
         config, list_models = parse_flags(argv, prog=prog, guide=PREPARE)
@@ -137,9 +140,15 @@ def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") 
     return exit_codes.DONE
 
 
-def _launched_wrongly() -> bool:
-    """Whether the launcher's variables cannot be right, which is said; nothing else can be found out then."""
-    problems = [Problem(name, message) for name, message in launch_problems()]
+def _cannot_start(*, joining: bool = True) -> bool:
+    """Whether libraries are too old, or the launcher's variables cannot be right; it is said, and nothing else can be found out.
+
+    Args:
+        joining: whether the command joins the processes that a launcher has started.
+    """
+    outdated = version_problem()
+    problems = [Problem("", outdated)] if outdated is not None else []
+    problems += [Problem(name, message) for name, message in launch_problems()] if joining else []
     if problems:
         print(f"error: {ConfigError(problems, of='this environment')}", file=sys.stderr)
     return bool(problems)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 #: Largest number of any option that has no smaller bound; sizes computed from it still fit into 64 bits.
 LARGEST = 1e12

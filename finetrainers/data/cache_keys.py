@@ -23,7 +23,7 @@ from .digests import FileDigests
 PIXELS_VERSION = 3
 
 _SHOWN = 60  # characters of a caption in an entry's header
-_PACKAGES = ("torch", "diffusers", "transformers")
+_PACKAGES = ("torch", "diffusers", "transformers", "ftfy")
 
 
 def text_key(identity: str, caption: str) -> str:

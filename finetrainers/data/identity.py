@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ def identity(parts: Mapping[str, Any], **options: object) -> str:
         parts: by name: torch modules, and tokenizers or processors with a vocabulary.
         options: anything else that changes the result; JSON values.
     """
+    if find_spec("ftfy") is not None and any(hasattr(part, "get_vocab") for part in parts.values()):
+        options["ftfy"] = True  # pipelines that clean prompts do so only where it is installed
     digest = hashlib.sha256(json.dumps({**options, "version": ENCODING_VERSION}, sort_keys=True).encode())
     for name, part in sorted(parts.items()):
         digest.update(f"\n{name} {type(part).__name__} ".encode())

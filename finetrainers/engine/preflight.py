@@ -24,6 +24,7 @@ from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.launch import launch_problems, launched_processes
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest
+from finetrainers.utils.versions import version_problem
 
 from .continuation import Start, begin, check_initial, go_on, initial_weights
 from .initial_weights import InitialWeights
@@ -64,8 +65,10 @@ def preflight(
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    problems = [Problem(name, message) for name, message in launch_problems(joining=False)]
-    if problems:  # the number of processes decides over the rest
+    outdated = version_problem()
+    problems = [Problem("", outdated)] if outdated is not None else []
+    problems += [Problem(name, message) for name, message in launch_problems(joining=False)]
+    if problems:  # libraries and the number of processes decide over the rest
         raise ConfigError(problems)
     try:
         config = config.model_copy(update={"model": with_family(config.model)})

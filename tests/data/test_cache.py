@@ -248,3 +248,20 @@ def test_identity_follows_weights_and_options_not_places() -> None:
     assert identity({"vae": module}) == identity({"vae": copy})
     assert identity({"vae": module}, tiling=True) != identity({"vae": module}, tiling=False)
     assert identity({"vae": module}) != identity({"vae": module.float()})
+
+
+def test_identity_says_whether_prompts_may_be_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer:
+        padding_side = "right"
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+    vae = nn.Linear(1, 1)
+    texts, vaes = [], []
+    for installed in (None, object()):
+        monkeypatch.setattr("finetrainers.data.identity.find_spec", lambda name, value=installed: value)
+        texts.append(identity({"tokenizer": Tokenizer()}))
+        vaes.append(identity({"vae": vae}))
+    assert texts[0] != texts[1]
+    assert vaes[0] == vaes[1]

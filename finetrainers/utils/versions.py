@@ -1,0 +1,40 @@
+"""Whether the installed libraries are as new as this package needs; asked before any of them is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+
+def version_problem(requirements: Iterable[str] | None = None) -> str | None:
+    """Which libraries are missing or too old, with the command that installs them; None: all are there.
+
+    pip sees to it when it installs this package, but not when another package's installation replaces a library later.
+
+    Args:
+        requirements: what is needed; default: what this package's metadata says, nothing where it is not installed.
+    """
+    if requirements is None:
+        try:
+            requirements = requires("finetrainers") or []
+        except PackageNotFoundError:
+            return None
+    wrong, wanted = [], []
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = version(requirement.name)
+            # Builds of a coming version, as vendors ship, count as that version.
+            if requirement.specifier.contains(Version(Version(found).base_version), prereleases=True):
+                continue
+            wrong.append(f"{requirement.name} {found}")
+        except PackageNotFoundError:
+            wrong.append(f"no {requirement.name}")
+        wanted.append(f"'{requirement.name}{requirement.specifier}'")
+    if not wrong:
+        return None
+    return f"{', '.join(wrong)} installed, which cannot work; run: pip install {' '.join(wanted)}"
