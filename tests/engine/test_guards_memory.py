@@ -207,10 +207,13 @@ def test_room_for_the_optimizer_that_is_not_there_is_named(monkeypatch: pytest.M
         dry._optimizer_room(trainer)  # type: ignore[arg-type]
 
 
-def test_loading_that_runs_out_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "print_start", fail)
+def test_loading_that_runs_out_of_memory_says_so() -> None:
+    checked, parallel = (
+        SimpleNamespace(config=None, plan=None, start=None),
+        SimpleNamespace(is_main=True, describe=fail),
+    )
     with pytest.raises(OutOfMemory, match=r"while loading and encoding .*--enable_tiling"):
-        assemble.assemble(SimpleNamespace(config=None, plan=None, start=None), None, None)  # type: ignore[arg-type]
+        assemble.assemble(checked, parallel, None)  # type: ignore[arg-type]
 
 
 def test_parts_have_all_clips_and_as_many_pieces_as_asked_for() -> None:

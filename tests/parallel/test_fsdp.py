@@ -100,7 +100,7 @@ def test_same_training_as_one_process(name: str, jobs: Any, single: dict[str, Pa
 def test_weights_are_computed_with_in_bf16_and_kept_in_fp32(jobs: Any, single: dict[str, Path]) -> None:
     """Norm layers see rounded weights here and none under autocast alone, so that the two agree to bf16's precision."""
     root, (rank, _) = jobs
-    assert "(fsdp2, on the host), cpu:0, mixed precision bf16" in rank["offloaded"]["kind"]
+    assert "(fsdp2, on the host) on cpu:0, bf16 mixed precision" in rank["offloaded"]["kind"]
     found, expected = rank["offloaded"]["metrics"], read(single["offloaded"])
     torch.testing.assert_close(
         curve(found, "loss", "grad_norm"), curve(expected, "loss", "grad_norm"), rtol=2e-3, atol=0
