@@ -283,6 +283,10 @@ def _check_data(config: TrainConfig, family: FamilyFacts, found: Findings) -> No
     for option, message in errors:
         found.error(option, message)
     found.warnings += without_effect
+    if family.first_frame in ("none", "tokens") and config.changed("first_frame_noise"):
+        found.warnings.append(
+            f"--first_frame_noise has no effect: this {family.name} takes no first frame on extra channels"
+        )
     if family.first_frame == "none" and data.first_frame_conditioning_p:
         found.error("first_frame_conditioning_p", f"this {family.name} takes no first frame; remove it")
     if validation.eval_steps and not data.eval_num_items:

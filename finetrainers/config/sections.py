@@ -217,11 +217,16 @@ class DataSection(Section):
         ge=1,
         description="Clips of one bucket that the VAE encodes at a time beforehand; more is faster and takes more memory.",
     )
+    first_frame_noise: bool = Field(
+        True,
+        description="Give image-to-video checkpoints that take a first frame on extra channels a slightly noised one, as they were "
+        "trained.",
+    )
     first_frame_conditioning_p: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Probability, per sample, of giving the clean first frame (image-to-video); default: by model.",
+        description="Probability, per sample, of giving the first frame (image-to-video); default: by model.",
     )
     max_bad_samples: int = Field(
         0,

@@ -43,6 +43,7 @@ class CacheKeys:
         data: whether captions may be dropped, and to what.
         seed: seed of the random starts and crops.
         with_first_frame: whether entries also hold moments of the first frame alone.
+        first_frame_noise: what was added to that frame; see `encode.noised`.
         tiled: whether the VAE works on tiles of a clip of this bucket, where its identity does not say it.
         text_words, vae_words: the encoders in words, for people.
     """
@@ -54,6 +55,7 @@ class CacheKeys:
     data: DataSection
     seed: int
     with_first_frame: bool = False
+    first_frame_noise: tuple[float, float] | None = None
     tiled: Callable[[Bucket], bool] = field(default=lambda bucket: False)
     text_words: str = ""
     vae_words: str = ""
@@ -68,7 +70,7 @@ class CacheKeys:
             kind="video",
             vae=self.vae_identity,
             file=self.digests.of(clip.path),
-            first_frame=self.with_first_frame,
+            first_frame=[*self.first_frame_noise, self.seed] if self.first_frame_noise else self.with_first_frame,
             version=PIXELS_VERSION,
             **({"tiled": True} if self.tiled(clip.bucket) else {}),
             **self.cut(clip),

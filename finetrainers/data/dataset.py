@@ -35,7 +35,7 @@ else:
 RUN_WIDE = (
     "dataset", "bucket_keep", "bucket_fall_shorter", "framepack_window_latents", "probe_dir", "caption_dropout_p",
     "caption_dropout_technique", "precompute_conditions", "precompute_dir", "precompute_batch_size",
-    "first_frame_conditioning_p", "max_bad_samples", "max_bad_share", "eval_num_items",
+    "first_frame_conditioning_p", "first_frame_noise", "max_bad_samples", "max_bad_share", "eval_num_items",
 )  # fmt: skip
 
 

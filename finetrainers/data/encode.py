@@ -1,7 +1,8 @@
 """Turns clips in memory into what a method trains on: VAE moments and text conditioning.
 
 Encoding happens on the fly, or once before training into a cache. Both ways give the same batches, caption dropout
-included, except that a random start or crop is then drawn once per clip instead of once per epoch.
+included, except that a random start or crop, and the noise of a given first frame, are then drawn once per clip instead of once
+per epoch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ EncodeText = Callable[[Sequence[str]], Conditions]
 #: VAE moments `[B, 2C, T', H', W']` of videos `[B, 3, T, H, W]` in [-1, 1].
 EncodeVideo = Callable[[Tensor], Tensor]
 
+#: Mean and standard deviation of the logarithm of a noise's standard deviation.
+FrameNoise = tuple[float, float]
+
 MOMENTS = "moments"
 FIRST_FRAME = "first_frame_moments"
 #: Prefixes of text conditioning in a cached batch: of the caption, and of the empty prompt.
@@ -42,12 +46,38 @@ def to_unit_range(video: Tensor) -> Tensor:
     return video.to(torch.float32).div_(127.5).sub_(1.0)
 
 
-def encode_clip(video_BCTHW: Tensor, encode_video: EncodeVideo, *, with_first_frame: bool) -> dict[str, Tensor]:
-    """VAE moments of videos and, if wanted, of their first frames alone."""
+def encode_clip(
+    video_BCTHW: Tensor,
+    encode_video: EncodeVideo,
+    *,
+    with_first_frame: bool,
+    noise: FrameNoise | None = None,
+    generators: Sequence[torch.Generator] = (),
+) -> dict[str, Tensor]:
+    """VAE moments of videos and, if wanted, of their first frames alone.
+
+    Args:
+        video_BCTHW: in [-1, 1].
+        encode_video: the VAE's.
+        with_first_frame: whether the first frame is encoded by itself.
+        noise: what is added to its pixels before; None: nothing.
+        generators: of each clip's noise, on the CPU.
+    """
     moments = {MOMENTS: encode_video(video_BCTHW)}
     if with_first_frame:
-        moments[FIRST_FRAME] = encode_video(video_BCTHW[:, :, :1])
+        frame = video_BCTHW[:, :, :1]
+        moments[FIRST_FRAME] = encode_video(frame if noise is None else noised(frame, noise, generators))
     return moments
+
+
+def noised(frame_BC1HW: Tensor, noise: FrameNoise, generators: Sequence[torch.Generator]) -> Tensor:
+    """Frames plus normal noise, whose standard deviation is log-normal, one for each clip."""
+    mean, spread = noise
+    drawn = []
+    for generator_of_clip in generators:
+        std = torch.exp(mean + spread * torch.randn((), generator=generator_of_clip))
+        drawn.append(std * torch.randn(frame_BC1HW.shape[1:], generator=generator_of_clip))
+    return frame_BC1HW + torch.stack(drawn).to(frame_BC1HW.device, non_blocking=True)
 
 
 class Encoder:
@@ -62,6 +92,7 @@ class Encoder:
         seed: int,
         device: torch.device | str = "cpu",
         with_first_frame: bool = False,
+        first_frame_noise: FrameNoise | None = None,
     ) -> None:
         """Args:
         encode_text, encode_video: the model's encoders.
@@ -69,6 +100,7 @@ class Encoder:
         seed: seed of the run.
         device: where batches go.
         with_first_frame: also encode the first frame alone, for models that take it as channels.
+        first_frame_noise: what is added to it, another draw for each clip and epoch.
         """
         self.encode_text = encode_text
         self.encode_video = encode_video
@@ -76,6 +108,7 @@ class Encoder:
         self.seed = seed
         self.device = device
         self.with_first_frame = with_first_frame
+        self.first_frame_noise = first_frame_noise
 
     def __call__(self, raw: RawBatch, *, dropout: bool = True) -> Batch:
         """Encode a batch of pixels; evaluation turns caption dropout off."""
@@ -94,7 +127,13 @@ class Encoder:
     def _moments(self, raw: RawBatch) -> dict[str, Tensor]:
         if raw.video is not None:
             video = to_unit_range(raw.video.to(self.device, non_blocking=True))
-            return encode_clip(video, self.encode_video, with_first_frame=self.with_first_frame)
+            return encode_clip(
+                video,
+                self.encode_video,
+                with_first_frame=self.with_first_frame,
+                noise=self.first_frame_noise,
+                generators=[generator("cpu", self.seed, "first frame noise", *key) for key in raw.sample_keys],
+            )
         pixels = (to_unit_range(one.to(self.device, non_blocking=True))[None] for one in raw.stretches)
         latents = (self.encode_video(one) for one in pixels)
         return {MOMENTS: torch.cat([cut_latents(one, clip) for one, clip in zip(latents, raw.clips, strict=True)])}

@@ -42,24 +42,28 @@ class KnownModel:
     Attributes:
         identity: see `identity.identity`.
         with_first_frame: whether entries of videos also hold moments of the first frame alone.
+        first_frame_noise: what is added to that frame unless that is turned off.
     """
 
     identity: str
     with_first_frame: bool = False
+    first_frame_noise: tuple[float, float] | None = None
 
 
 def remember_model(directory: Path, model: ModelSection, part: Part, known: KnownModel) -> None:
     """Write down what a part of the configured model turned out to be."""
     folder = _folder(directory, model, part)
     path = folder / f"{known.identity}.json"
-    if not path.is_file():
+    if not path.is_file() or known not in recall_models(directory, model, part):  # or by a version that knew less
         write_json_atomic(path, asdict(known))
 
 
 def recall_models(directory: Path, model: ModelSection, part: Part) -> list[KnownModel]:
     """All that this part of the configured model has ever been: its files may have been replaced under the same name."""
     paths = sorted(_folder(directory, model, part).glob("*.json"))
-    return [KnownModel(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    noises = [tuple(known.pop("first_frame_noise", None) or ()) for known in found]
+    return [KnownModel(**known, first_frame_noise=noise or None) for known, noise in zip(found, noises, strict=True)]
 
 
 def remember_files(directory: Path, spec: ModelSpec, identity: str) -> None:

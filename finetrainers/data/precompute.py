@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from finetrainers.utils.seeding import generator
+
 from .bad_samples import PROBLEMS, BadSample, Note, Substitutes, load_clips, twice
 from .cache import CacheError, is_finite
 from .cache_keys import CacheKeys
@@ -131,7 +133,13 @@ def precompute_video(
         bad += [BadSample(clip, reason) for _, clip, reason in batch if isinstance(reason, str)]
         if good:
             videos = to_unit_range(torch.stack([video for _, _, video in good]))
-            moments = encode_clip(videos, encode_video, with_first_frame=keys.with_first_frame)
+            moments = encode_clip(
+                videos,
+                encode_video,
+                with_first_frame=keys.with_first_frame,
+                noise=keys.first_frame_noise,
+                generators=[generator("cpu", keys.seed, "first frame noise", key) for key, _, _ in good],
+            )
         for row, (key, clip, _) in enumerate(good):
             tensors = {name: tensor[row : row + 1] for name, tensor in moments.items()}
             _refuse_non_finite(tensors, str(clip.path), "vae_dtype")

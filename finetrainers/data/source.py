@@ -26,7 +26,7 @@ from .cache_keys import CacheKeys
 from .clip import all_cuts
 from .course import Course
 from .digests import FileDigests
-from .encode import CachedEncoder, Encoder, EncodeText
+from .encode import CachedEncoder, Encoder, EncodeText, FrameNoise
 from .identity import identity
 from .known_models import KnownModel, describe_model, recall_files, remember_files, remember_model
 from .loader import DecodeFetch, RawBatch, iterate_steps
@@ -159,6 +159,7 @@ class BatchSource:
                 seed=seed,
                 device=device,
                 with_first_frame=self._with_first_frame,
+                first_frame_noise=self._first_frame_noise,
             )
             return vae
         # Tiling changes latents a little at the seams.
@@ -181,7 +182,8 @@ class BatchSource:
             )
 
         self._precompute("clips", work)
-        self._remember("vae", KnownModel(keys.vae_identity, self._with_first_frame))
+        noise = self.spec.first_frame_noise if self._with_first_frame else None
+        self._remember("vae", KnownModel(keys.vae_identity, self._with_first_frame, noise))
         self._ledger.agree(unreadable, None)
         self._fetch_strictly = CacheFetch(keys)
         self._fetch = CacheFetch(keys, self._substitutes)
@@ -305,6 +307,10 @@ class BatchSource:
     def _with_first_frame(self) -> bool:
         return self.spec.first_frame == "channels"
 
+    @property
+    def _first_frame_noise(self) -> FrameNoise | None:
+        return self.spec.first_frame_noise if self._with_first_frame and self.config.data.first_frame_noise else None
+
     def release(self) -> None:
         """The cache is not in use any more."""
         self._cache.release()
@@ -318,6 +324,7 @@ class BatchSource:
             data=self.config.data,
             seed=self.config.training.seed,
             with_first_frame=self._with_first_frame,
+            first_frame_noise=self._first_frame_noise,
             tiled=self.spec.tiles_by_size,
             text_words=describe_model(self.config.model, "text"),
             vae_words=describe_model(self.config.model, "vae"),

@@ -46,7 +46,7 @@ def assemble(checked: Preflight, parallel: Parallel, watchdog: Watchdog) -> Trai
     first_frame_p = first_frame_probability(config, spec)
     asked = config.data.first_frame_conditioning_p is not None
     if parallel.is_main and first_frame_p > 0 and not asked and plan.noun == "clip":
-        print_line(f"note: {first_frame_p:.0%} of samples see their clean first frame (--first_frame_conditioning_p)")
+        print_line(f"note: {first_frame_p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
     sizes = (*plan.buckets, *(prompt.size for prompt in checked.prompts if prompt.size is not None))
     tiled = dict.fromkeys("x".join(map(str, size)) for size in sizes if spec.tiles_by_size(size))
     if parallel.is_main and tiled:

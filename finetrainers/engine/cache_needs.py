@@ -54,6 +54,7 @@ def needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
                     data=config.data,
                     seed=config.training.seed,
                     with_first_frame=vae.with_first_frame,
+                    first_frame_noise=vae.first_frame_noise if config.data.first_frame_noise else None,
                     tiled=checked.family.load(config.model).tiles_by_size,
                 )
                 keys.update(names.video(clip) for clip in clips)

@@ -56,6 +56,8 @@ class CogVideoXSpec(ModelSpec):
 
     vae_pixel_bytes, vae_frames_at_once = 3830, 12
 
+    first_frame_noise = (-3.0, 0.5)  # finetune/models/cogvideox_i2v/lora_trainer.py of THUDM/CogVideo
+
     # ---- the checkpoint's configs ------------------------------------------------------------------------------
 
     @cached_property

@@ -244,6 +244,8 @@ class ModelSpec(ABC):
     first_frame: str = "none"  # "none" | "tokens" | "channels"
     #: Probability with which training conditions on the first frame when the user does not say.
     first_frame_default_p: float = 0.0
+    #: Of a first frame on channels: mean and standard deviation of log s, where noise of s was added to its pixels in training.
+    first_frame_noise: tuple[float, float] | None = None
     #: Scale that clips are sampled with by default, for networks that take guidance as an input; None: they do not.
     sampling_guidance: float | None = None
     #: Bytes that the VAE takes at its peak for each pixel, in bf16, and of how many frames at a time. They were counted on its

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,12 @@ from finetrainers.data.cache_keys import CacheKeys
 from finetrainers.data.clip import Clip
 from finetrainers.data.decode import DecodeError
 from finetrainers.data.digests import FileDigests
-from finetrainers.data.encode import CachedEncoder, Encoder, dropped_captions
+from finetrainers.data.encode import CachedEncoder, Encoder, dropped_captions, noised
 from finetrainers.data.loader import DecodeFetch, RawBatch, iterate_steps
 from finetrainers.data.precompute import CacheFetch, precompute_text, precompute_video
 from finetrainers.data.stream import BatchStream, MicroBatch
 from finetrainers.models.spec import Batch, Conditions
+from finetrainers.utils.seeding import derive_seed
 
 
 class FakeModel:
@@ -184,6 +186,50 @@ def test_first_frame_moments_are_of_the_first_frame_alone(clips: list[Clip]) -> 
     assert torch.equal(batch.first_frame_moments, model.encode_video(raw.video[:, :, :1] / 127.5 - 1))
     assert len(batch) == 1
     assert batch.meta.fps.tolist() == [8.0]
+
+
+def test_the_noise_of_a_first_frame_belongs_to_the_sample(clips: list[Clip], tmp_path: Path) -> None:
+    """Log-normal in its size, fresh for each clip and epoch; from the cache one draw of each clip; the clip itself stays clean."""
+    model, noise = FakeModel(), (-3.0, 0.5)
+    encode = Encoder(
+        model.encode_text,
+        lambda video: video,
+        data=DataSection(),
+        seed=7,
+        with_first_frame=True,
+        first_frame_noise=noise,
+    )
+    raw = [DecodeFetch(7)(MicroBatch(epoch, tuple(clips[:2]))) for epoch in (0, 1)]
+    first, again, second = encode(raw[0]), encode(raw[0]), encode(raw[1])
+    clean = raw[0].video / 127.5 - 1
+    torch.testing.assert_close(first.moments, clean)
+    assert torch.equal(first.first_frame_moments, again.first_frame_moments)
+    for row, (batch, key) in enumerate(zip((first, first), raw[0].sample_keys, strict=True)):
+        drawn = torch.Generator().manual_seed(derive_seed(7, "first frame noise", *key))
+        std = math.exp(-3 + 0.5 * torch.randn((), generator=drawn).item())
+        expected = clean[row, :, :1] + std * torch.randn(clean[row, :, :1].shape, generator=drawn)
+        torch.testing.assert_close(batch.first_frame_moments[row], expected)
+    assert not torch.equal(first.first_frame_moments, second.first_frame_moments)
+    generators = [torch.Generator().manual_seed(k) for k in range(400)]
+    stds = noised(torch.zeros(400, 3, 1, 8, 8), noise, generators).flatten(1).std(dim=1).log()
+    assert stds.mean().item() == pytest.approx(-3.0, abs=0.08)
+    assert stds.std().item() == pytest.approx(0.5, abs=0.06)
+
+    plain, noisy = (
+        replace(keys_for(tmp_path / "cache", DataSection(), first_frame=True), first_frame_noise=n)
+        for n in (None, noise)
+    )
+    names = {
+        keys.video(clips[0])
+        for keys in (plain, noisy, replace(noisy, seed=8), keys_for(tmp_path / "cache", DataSection()))
+    }
+    assert len(names) == 4
+    assert replace(plain, seed=8).video(clips[0]) == plain.video(clips[0])
+    for keys in (plain, noisy):
+        precompute_video(clips[:2], lambda video: video, keys)
+    one, other = (keys.cache.get(keys.video(clips[0])) for keys in (plain, noisy))
+    assert torch.equal(one["moments"], other["moments"])
+    assert 0.005 < (one["first_frame_moments"] - other["first_frame_moments"]).std() < 0.5
 
 
 def test_dropout_is_a_coin_per_sample_and_epoch() -> None:

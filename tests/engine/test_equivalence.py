@@ -67,7 +67,8 @@ def test_clipping_bounds_the_step(options: Callable[..., dict], run: Callable[..
     [
         ("ltx_video", None, {"batch_size": 2, "caption_dropout_p": 0.5, "first_frame_conditioning_p": 0.5}),
         ("hunyuan_video", None, {"caption_dropout_p": 0.5, "caption_dropout_technique": "zero"}),
-        ("cogvideox", "i2v", {"eval_num_items": 1, "eval_steps": 2}),
+        # Noise of the first frame is drawn once per clip there, and once per epoch here.
+        ("cogvideox", "i2v", {"eval_num_items": 1, "eval_steps": 2, "first_frame_noise": False}),
     ],
 )
 def test_precomputing(
