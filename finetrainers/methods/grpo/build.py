@@ -35,10 +35,13 @@ def build_collector(parts: MethodParts, *, keep_means: bool = False, stochastic:
         tables=make_tables(config, parts.process, sampler.times, stochastic=stochastic),
         source=parts.source,
         vae_stats=parts.vae_stats,
-        panel=RewardPanel(
-            section.reward,
-            on_error=section.reward_on_error,
-            failures=config.run.output_dir / "failed_rewards",
+        panel=parts.parallel.in_turns(
+            "loading the rewards",
+            lambda: RewardPanel(
+                section.reward,
+                on_error=section.reward_on_error,
+                failures=config.run.output_dir / "failed_rewards",
+            ),
         ),
         comparison=Comparison(
             mode=section.advantage,
@@ -65,9 +68,12 @@ def build_evaluation(parts: MethodParts, collector: Collector) -> PromptEvaluati
     section, prompts = parts.config.grpo, parts.source.plan.eval_prompts
     if not prompts:
         return None
-    panel = (
-        RewardPanel(section.eval_reward, on_error=section.reward_on_error) if section.eval_reward else collector.panel
-    )
+    panel = collector.panel
+    if section.eval_reward:
+        panel = parts.parallel.in_turns(
+            "loading the evaluation rewards",
+            lambda: RewardPanel(section.eval_reward, on_error=section.reward_on_error),
+        )
     return PromptEvaluation(collector, prompts, panel)
 
 

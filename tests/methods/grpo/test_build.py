@@ -1,0 +1,39 @@
+"""What a run's configuration becomes before the first rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from finetrainers.config.rewards import RewardEntry, parse_reward
+from finetrainers.methods.grpo.build import build_evaluation
+
+
+def test_rewards_are_loaded_in_turns() -> None:
+    """Their networks may have billions of weights, which pass through host memory on every process of a machine."""
+    turns: list[str] = []
+
+    def in_turns(what: str, load: Callable[[], Any]) -> Any:
+        turns.append(what)
+        return load()
+
+    def parts(*rewards: str) -> Any:
+        section = SimpleNamespace(
+            eval_reward=[RewardEntry(**parse_reward(name)) for name in rewards], reward_on_error="raise"
+        )
+        return SimpleNamespace(
+            config=SimpleNamespace(grpo=section),
+            source=SimpleNamespace(plan=SimpleNamespace(eval_prompts=("a red ball",))),
+            parallel=SimpleNamespace(in_turns=in_turns),
+        )
+
+    collector: Any = SimpleNamespace(panel="the one trained on")
+    found = build_evaluation(parts("brightness"), collector)
+    assert found is not None
+    assert turns == ["loading the evaluation rewards"]
+    assert list(found.panel.weights) == ["brightness"]
+    other = build_evaluation(parts(), collector)
+    assert other is not None
+    assert other.panel == collector.panel
+    assert len(turns) == 1
