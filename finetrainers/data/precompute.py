@@ -6,7 +6,9 @@ so an interrupted run goes on where it stopped and several runs may share one ca
 
 from __future__ import annotations
 
+import errno
 import math
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +16,10 @@ import torch
 from torch import Tensor
 
 from finetrainers.utils.seeding import generator
+from finetrainers.utils.text import file_size
 
 from .bad_samples import PROBLEMS, BadSample, Note, Substitutes, load_clips, twice
-from .cache import CacheError, is_finite
+from .cache import CacheError, TensorCache, is_finite
 from .cache_keys import CacheKeys
 from .clip import Clip
 from .encode import EMPTY, TEXT, EncodeText, EncodeVideo, encode_clip, to_unit_range
@@ -70,6 +73,8 @@ def precompute_text(
             tensors = {name: tensor[row : row + 1] for name, tensor in conditions.tensors.items()}
             _refuse_non_finite(tensors, f"the caption {caption!r}", "text_encoder_dtype")
             size += keys.cache.put(key, tensors, keys.about_text(caption))
+        if start == 0:
+            check_room(keys.cache, size / len(batch) * (len(todo) - len(batch)) * world_size, what="captions")
         if progress:
             progress(start + len(batch), len(todo))
     return Encoded(encoded=len(todo), found=len(share) - len(todo), size_bytes=size)
@@ -128,6 +133,10 @@ def precompute_video(
         todo_clips = [clip for _, clip in todo]
         decoded = Workers(order, fetch, clips=todo_clips, count=num_workers, timeout_s=timeout_s).batches()
     done, encoded, size = 0, 0, 0
+    left = sum(
+        math.prod(clip.bucket) for _, clip in todo
+    )  # pixels times frames, to which the size of an entry is proportional
+    checked = False
     for batch in _batches(todo, decoded, batch_size):
         good = [(key, clip, video) for key, clip, video in batch if isinstance(video, Tensor)]
         bad += [BadSample(clip, reason) for _, clip, reason in batch if isinstance(reason, str)]
@@ -144,6 +153,11 @@ def precompute_video(
             tensors = {name: tensor[row : row + 1] for name, tensor in moments.items()}
             _refuse_non_finite(tensors, str(clip.path), "vae_dtype")
             size += keys.cache.put(key, tensors, keys.about_video(clip))
+        left -= sum(math.prod(clip.bucket) for _, clip, _ in batch)
+        if good and not checked:
+            checked = True
+            per_pixel = size / sum(math.prod(clip.bucket) for _, clip, _ in good)
+            check_room(keys.cache, per_pixel * left * world_size, what="clips")
         encoded += len(good)
         done += len(batch)
         if progress:
@@ -153,6 +167,26 @@ def precompute_video(
     if unreadable is not None:
         unreadable += bad
     return Encoded(encoded, len(share) - len(todo), len(bad), size)
+
+
+def check_room(cache: TensorCache, needed: float, *, what: str) -> None:
+    """Refuse to go on encoding what the disk cannot hold, as the first entries show.
+
+    Args:
+        cache: where entries are written.
+        needed: bytes of the entries still to come, of all ranks, about.
+        what: what they are made of, for the message.
+
+    Raises:
+        OSError: the disk has less room than that (ENOSPC).
+    """
+    free = shutil.disk_usage(cache.directory).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the {what} still to be encoded take about {file_size(round(needed))} in {cache.directory}, where {file_size(free)} "
+            "are free; make room, or give another --precompute_dir: what is encoded already is found again",
+        )
 
 
 def _largest_first(clip: Clip) -> tuple[int, tuple[int, ...], int]:

@@ -27,7 +27,8 @@ _SPARE = 1 << 20  # records, and what the file system takes
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run writes, in bytes, without the cache of precomputed tensors (checked when the first of these is written).
+    """What a run writes, in bytes, without the cache of precomputed tensors, which `data.precompute.check_room` judges by its first
+    entries.
 
     Attributes:
         checkpoint: each checkpoint.

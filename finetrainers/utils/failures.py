@@ -25,6 +25,6 @@ def sentence_of(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")
-    if "--resume_from_checkpoint" in text:
-        return text
+    if "make room" in text.lower():
+        return text  # it says how already
     return f"{text}. Earlier checkpoints are intact: make room, and continue with --resume_from_checkpoint latest"

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from finetrainers.config.sections import DataSection, ModelSection
-from finetrainers.data import digests, progress
+from finetrainers.data import digests, precompute, progress
 from finetrainers.data.bad_samples import BadSample
 from finetrainers.data.cache import TensorCache, read_about
 from finetrainers.data.cache_keys import CacheKeys
@@ -32,10 +33,12 @@ from finetrainers.data.known_models import (
     remember_files,
     remember_model,
 )
-from finetrainers.data.precompute import Encoded, precompute_video
+from finetrainers.data.precompute import Encoded, precompute_text, precompute_video
 from finetrainers.data.progress import Meter, duration
 from finetrainers.data.workers import WorkersLost
 from finetrainers.models.registry import get_family
+from finetrainers.models.spec import Conditions
+from finetrainers.utils.failures import sentence_of
 
 
 @pytest.fixture
@@ -189,6 +192,31 @@ def test_a_decoder_that_dies_ends_a_worker_and_at_last_names_the_file(
     always.touch()
     with pytest.raises(WorkersLost, match=r"4 times at the same batch .*reading .*4\.mp4"):
         precompute_video(clips, encode, keys_in(tmp_path / "other"), num_workers=1)
+
+
+def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
+    clips: list[Clip], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One clip of 9x64x64 is encoded; two more of these and two of 17x32x32 are to come: 2.94 times its pixels."""
+    keys = keys_in(tmp_path / "cache")
+    free = [10**9]
+    monkeypatch.setattr(precompute.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    entry = precompute_video(
+        clips[:1], lambda video: video.mean(dim=(2,), keepdim=True), keys_in(tmp_path / "one")
+    ).size_bytes
+
+    free[0] = int(2.9 * entry)
+    with pytest.raises(OSError, match=r"clips still to be encoded take about .*are free; make room") as refused:
+        precompute_video(clips, lambda video: video.mean(dim=(2,), keepdim=True), keys)
+    assert refused.value.errno == errno.ENOSPC
+    assert "--precompute_dir" in str(sentence_of(refused.value))
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 1
+    free[0] = 3 * entry
+    assert precompute_video(clips, lambda video: video.mean(dim=(2,), keepdim=True), keys).found == 1
+
+    free[0] = 0
+    with pytest.raises(OSError, match="captions still to be encoded"):
+        precompute_text(["a", "b"], lambda texts: Conditions({"text": torch.zeros(len(texts), 4)}), keys, batch_size=1)
 
 
 def test_a_clip_with_several_captions_is_encoded_once(clips: list[Clip], tmp_path: Path) -> None:
