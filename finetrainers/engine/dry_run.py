@@ -11,6 +11,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.memory.plan import estimate_for
+from finetrainers.methods.registry import check_work
 from finetrainers.parallel.launched import expected_split
 from finetrainers.utils.text import file_size, plural
 
@@ -39,6 +40,8 @@ def dry_run_report(checked: Preflight) -> None:
     """
     config, unseen = checked.config, why_unseen(checked)
     transformer = network_without_weights(checked, stand_in=unseen is not None)
+    if unseen is None:
+        check_work(checked.plan, config, spec=checked.family.load(config.model))
     needs = disk_needs(checked, transformer)
     problem, warning = room_problem(checked, needs) if unseen is None else (None, None)
     if problem is not None:
