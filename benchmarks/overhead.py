@@ -4,8 +4,7 @@
     python benchmarks/overhead.py --startup    time from the command to the first optimizer step
 
 Both loops train networks with the same weights on the same batches with the same noise, and must report the same
-losses, or the comparison is refused. They take turns in short blocks; a block of the toolkit is compared with the bare
-blocks right before and after it, so that a drifting machine slows both alike.
+losses. They take turns in short blocks, each compared with those right before and after it, as the machine drifts.
 """
 
 from __future__ import annotations

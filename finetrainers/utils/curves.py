@@ -84,6 +84,7 @@ def draw(records: Records, marks: Marks | None = None) -> Any:
         for name in found:
             (panel.draw or _line)(axes, records, name, _label(name), x)
         axes.set(xlabel=xlabel)
+        axes.xaxis.get_major_locator().set_params(integer=True)  # steps, and those of a sampler, are whole
         axes.set_title(panel.title, fontsize="medium", loc="left")
         finish(axes, several=len(_matching(names, panel.names)) > 1)
         if marks is not None and panel.x is None:
