@@ -174,9 +174,7 @@ def test_a_backend_that_is_not_there_is_refused_before_anything_is_loaded(
     make_video(tmp_path / "clips" / "a.mp4")
     (tmp_path / "clips" / "a.txt").write_text("a")
     monkeypatch.setitem(sys.modules, "decord", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "finetrainers.data.video.with_decord", raising=False)
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
-    monkeypatch.delitem(sys.modules, "finetrainers.data.video.with_torchcodec", raising=False)
     config = load_config(
         model_name="ltx_video", pretrained_model_name_or_path="hub/model", data_root=str(tmp_path / "clips"),
         output_dir=str(tmp_path / "run"), train_steps=1, video_backend="decord",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import av
@@ -55,6 +56,18 @@ def is_lasting(error: Exception) -> bool:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether this process has no memory left. FFmpeg says so, too, of damaged sizes, which is about the file."""
     return isinstance(error, MemoryError) and not isinstance(error, av.FFmpegError)
+
+
+@contextmanager
+def decoding(path: Path) -> Iterator[None]:
+    """Turn whatever goes wrong in the block, except a lack of memory, into an `UnusableError` that names the file."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        status = error.status if isinstance(error, UnusableError) else "damaged"
+        raise UnusableError(f"cannot decode {path}: {reason_of(error)}", status) from error
 
 
 def file_state(path: Path) -> os.stat_result | Unusable:

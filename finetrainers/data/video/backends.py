@@ -1,6 +1,6 @@
 """Chooses the backend that decodes a video: it must be importable and show the pixels that PyAV shows.
 
-Imports neither torch nor a backend before one is asked for.
+Imports neither torch nor an optional backend before one is asked for.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Collection, Container
 from contextlib import closing
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from ..reading.media import open_container, packets_of, require_file, video_stream
+from ..reading.media import decoding, open_container, packets_of, require_file, video_stream
 from ..reading.status import UnusableError
-from .reader import VideoReader, decoding
+from .pyav import PyavReader
+from .reader import LibraryReader, VideoReader
 
 #: A backend that decodes.
 Backend = Literal["pyav", "decord", "torchcodec"]
@@ -31,10 +33,12 @@ class _Optional:
     """An optional backend.
 
     Attributes:
+        module: that is imported.
         codecs: of which it gives the pixels that PyAV gives, wherever it begins.
         hint: how to get it.
     """
 
+    module: str
     codecs: Collection[str]
     hint: str
 
@@ -42,8 +46,9 @@ class _Optional:
 # Found by comparing every codec at random frame numbers. decord gives other frames after a seek in HEVC, and in
 # MPEG-4 with B-frames.
 _OPTIONAL: dict[str, _Optional] = {
-    "decord": _Optional(("h264", "vp8", "vp9", "mjpeg"), "pip install decord"),
+    "decord": _Optional("decord", ("h264", "vp8", "vp9", "mjpeg"), "pip install decord"),
     "torchcodec": _Optional(
+        "torchcodec.decoders",
         ("h264", "hevc", "av1", "libdav1d", "vp8", "vp9", "mpeg4", "mjpeg"),
         "pip install torchcodec in the version that belongs to the installed torch, and FFmpeg's shared "
         "libraries (4 to 8), which it does not bring",
@@ -62,7 +67,7 @@ def backend_problem(option: str) -> str | None:
     if name == _DEFAULT:
         return None
     try:
-        _reader_class(name)
+        import_module(_OPTIONAL[name].module)
     except (ImportError, OSError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"{name} cannot be imported ({lines[0]}); it needs {_OPTIONAL[name].hint}. `auto` needs neither"
@@ -72,7 +77,7 @@ def backend_problem(option: str) -> str | None:
 def open_video(path: Path, backend: str = _DEFAULT) -> VideoReader:
     """Open a video, to be used within `decoding`."""
     require_file(path)  # not every backend asks
-    return _reader_class(backend)(path)
+    return PyavReader(path) if backend == _DEFAULT else LibraryReader(path, backend)
 
 
 def reason_against(path: Path, backend: str) -> str | None:
@@ -133,18 +138,3 @@ def _has_idr(packet: bytes, extradata: bytes | None) -> bool:
             at += size + int.from_bytes(packet[at : at + size], "big")
         return False
     return any(unit and unit[0] & 31 == _IDR for unit in packet.split(b"\0\0\1")[1:])
-
-
-def _reader_class(backend: str) -> type[VideoReader]:
-    """Raises ImportError, OSError or RuntimeError where a backend is not there or lacks libraries."""
-    if backend == "decord":
-        from .with_decord import DecordReader
-
-        return DecordReader
-    if backend == "torchcodec":
-        from .with_torchcodec import TorchcodecReader
-
-        return TorchcodecReader
-    from .pyav import PyavReader
-
-    return PyavReader

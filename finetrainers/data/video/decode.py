@@ -21,10 +21,9 @@ from torch import Tensor
 from ..buckets.buckets import cover_size
 from ..buckets.clip import Clip
 from ..buckets.frames import select_frames
-from ..reading.media import open_image
+from ..reading.media import decoding, open_image
 from ..reading.status import UnusableError
 from .backends import open_video
-from .reader import decoding
 from .timeline import shown_at
 
 __all__ = ["UnusableError", "load_clip", "read_frames", "read_image", "resize"]

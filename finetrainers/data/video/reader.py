@@ -1,28 +1,14 @@
-"""The interface of video backends."""
+"""The interface of video backends, and the two optional ones, which are libraries that number frames themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..reading.media import is_out_of_memory, reason_of
-from ..reading.status import UnusableError
-
-
-@contextmanager
-def decoding(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong in the block, except a lack of memory, into an `UnusableError` that names the file."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        status = error.status if isinstance(error, UnusableError) else "damaged"
-        raise UnusableError(f"cannot decode {path}: {reason_of(error)}", status) from error
+_AT_ONCE = 8  # full-size frames held at a time
 
 
 class VideoReader(Protocol):
@@ -30,10 +16,6 @@ class VideoReader(Protocol):
 
     What is wrong with the file is any exception that the library raises; see `decoding`.
     """
-
-    def __init__(self, path: Path) -> None:
-        """Open a video."""
-        ...
 
     @property
     def num_frames(self) -> int:
@@ -55,3 +37,49 @@ class VideoReader(Protocol):
     def close(self) -> None:
         """Close the file."""
         ...
+
+
+class LibraryReader:
+    """A video that decord or torchcodec decodes."""
+
+    def __init__(self, path: Path, backend: str) -> None:
+        self._video, self._pictures = _OPENERS[backend](str(path))
+
+    @property
+    def num_frames(self) -> int:
+        """See `VideoReader`."""
+        return len(self._video)
+
+    def frames(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """See `VideoReader`."""
+        there = [number for number in numbers if number < len(self._video)]
+        for start in range(0, len(there), _AT_ONCE):
+            some = there[start : start + _AT_ONCE]
+            yield from zip(some, self._pictures(some), strict=True)
+
+    def close(self) -> None:
+        """See `VideoReader`."""
+        del self._video, self._pictures
+
+
+Opened = tuple[Any, Callable[[list[int]], np.ndarray]]
+
+
+def _decord(path: str) -> Opened:
+    """A video by decord, whose wheels carry an FFmpeg of their own (4.1): fast on small pictures."""
+    import decord
+
+    video = decord.VideoReader(path, num_threads=1)
+    return video, lambda numbers: video.get_batch(numbers).asnumpy()
+
+
+def _torchcodec(path: str) -> Opened:
+    """A video by torchcodec, which uses the FFmpeg libraries that the machine has."""
+    from torchcodec.decoders import VideoDecoder
+
+    # "exact" reads the file once, so that numbers are right at variable frame rates too.
+    video = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
+    return video, lambda numbers: video.get_frames_at(numbers).data.numpy()
+
+
+_OPENERS = {"decord": _decord, "torchcodec": _torchcodec}
