@@ -198,8 +198,7 @@ class MethodSpec:
         Raises:
             DataError: it cannot be read.
         """
-        from finetrainers.data.reading.datasets import read_datasets
-        from finetrainers.data.reading.read_all import media_dir, read_all
+        from finetrainers.data.reading.datasets import media_dir, read_all, read_datasets
 
         read_all(read_datasets(config.data), media_dir(config))
 

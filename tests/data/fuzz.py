@@ -33,9 +33,8 @@ from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.inspect.decode_worker import Lost, answer, decode_task, thumbnail_task
 from finetrainers.data.inspect.file_facts import Facts, FileFacts
 from finetrainers.data.inspect.probe import Probe, probe
-from finetrainers.data.reading.datasets import read_datasets
+from finetrainers.data.reading.datasets import read_all, read_datasets
 from finetrainers.data.reading.items import DataError
-from finetrainers.data.reading.read_all import read_all
 from finetrainers.data.reading.sources.rows import IMAGE_SUFFIXES
 from finetrainers.data.reading.status import STATUSES, Unusable, UnusableError
 from finetrainers.data.video.decode import load_clip

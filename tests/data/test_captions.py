@@ -64,20 +64,20 @@ def test_policy_for_missing_captions(
 def test_a_key_that_is_left_out_counts_as_missing_with_a_policy(root: Path) -> None:
     (root / "m.jsonl").write_text('{"video": "a.mp4", "text": "x"}\n{"video": "b.mp4"}\n')
     with pytest.raises(DataError, match=r"line 2: no column 'text'"):
-        read_dataset(DataSection(dataset_file=root / "m.jsonl")).check()
-    items = read_dataset(DataSection(dataset_file=root / "m.jsonl", caption_missing="empty")).check()
+        read_dataset(DataSection(dataset_file=root / "m.jsonl"))
+    items = read_dataset(DataSection(dataset_file=root / "m.jsonl", caption_missing="empty")).items
     assert captions(items) == {"a": ("x",), "b": ("",)}
 
 
 def refusals(root: Path) -> dict[str, str]:
     return {
-        item.name: item.unusable.reason for item in read_dataset(DataSection(data_root=root)).check() if item.unusable
+        item.name: item.unusable.reason for item in read_dataset(DataSection(data_root=root)).items if item.unusable
     }
 
 
 def test_a_caption_that_is_no_text_and_a_clip_that_is_none_are_refused(root: Path) -> None:
     (root / "m.jsonl").write_text('{"video": "a.mp4", "text": "\\ud800"}\n{"video": "nan", "text": "x"}\n')
-    items = read_dataset(DataSection(dataset_file=root / "m.jsonl")).check()
+    items = read_dataset(DataSection(dataset_file=root / "m.jsonl")).items
     assert [(item.where, item.unusable.status) for item in items] == [
         ("m.jsonl line 1", "caption_missing"), ("m.jsonl line 2", "missing"),
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_sidecar_in_another_encoding_names_the_byte(root: Path) -> None:
     (root / "d.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9")
     assert refusals(root) == {"d.mp4": "the caption d.txt file is not UTF-8 text: byte 6 is 0xe9"}
     (root / "d.txt").write_bytes(b"\xef\xbb\xbf  caf\xc3\xa9 \r\nau lait\r\n")
-    assert captions(read_dataset(DataSection(data_root=root)).check())["d"] == ("caf\u00e9 au lait",)
+    assert captions(read_dataset(DataSection(data_root=root)).items)["d"] == ("caf\u00e9 au lait",)
     (root / "d.txt").write_bytes(b"x" * ((1 << 20) + 1))
     assert refusals(root)["d.mp4"].startswith("the caption d.txt has 1048577 bytes")
 
@@ -109,7 +109,7 @@ def test_long_captions_are_counted_and_named(root: Path) -> None:
 def test_a_caption_of_a_column_has_the_bound_of_a_file(root: Path) -> None:
     texts = {"a": "x" * (1 << 20), "b": "x" * ((1 << 20) + 1)}
     (root / "m.jsonl").write_text("\n".join(json.dumps({"video": f"{k}.mp4", "text": v}) for k, v in texts.items()))
-    first, second = read_dataset(DataSection(dataset_file=root / "m.jsonl")).check()
+    first, second = read_dataset(DataSection(dataset_file=root / "m.jsonl")).items
     assert len(first.caption) == 1 << 20
     assert first.unusable is None
     assert second.unusable.status == "caption_missing"
@@ -129,20 +129,20 @@ def test_several_captions_from_every_source(root: Path) -> None:
     for name, text in (("a", "one\n\n two \n"), ("b", "single"), ("c", "\n"), ("d", "this video shows x\ny")):
         (root / f"{name}.txt").write_text(text)
     data = DataSection(data_root=root, caption_lines=True, id_token="T", remove_common_llm_caption_prefixes=True)
-    assert captions(read_dataset(data).check()) == {
+    assert captions(read_dataset(data).items) == {
         "a": ("T one", "T two"),
         "b": ("T single",),
         "c": ("T",),
         "d": ("T x", "T y"),
     }
-    assert captions(read_dataset(DataSection(data_root=root)).check())["a"] == ("one two",)
+    assert captions(read_dataset(DataSection(data_root=root)).items)["a"] == ("one two",)
     (root / "m.json").write_text('[{"video": "a.mp4", "text": ["one", "two", " "]}, {"video": "b.mp4", "text": "x"}]')
-    assert captions(read_dataset(DataSection(dataset_file=root / "m.json")).check()) == {
+    assert captions(read_dataset(DataSection(dataset_file=root / "m.json")).items) == {
         "a": ("one", "two"),
         "b": ("x",),
     }
     (root / "m.csv").write_text("video,short,long,fps\na.mp4,s,l,8\nb.mp4,,l,9\n")
-    items = read_dataset(DataSection(dataset_file=root / "m.csv", caption_columns=["short", "long"])).check()
+    items = read_dataset(DataSection(dataset_file=root / "m.csv", caption_columns=["short", "long"])).items
     assert captions(items) == {"a": ("s", "l"), "b": ("l",)}
     assert [item.extra for item in items] == [{"fps": "8"}, {"fps": "9"}]
 
@@ -188,18 +188,18 @@ MALFORMED = [
 def test_malformed_metadata_name_the_line(root: Path, name: str, content: str, message: str) -> None:
     (root / name).write_text(content)
     with pytest.raises(DataError, match=message):
-        read_dataset(DataSection(dataset_file=root / name)).check()
+        read_dataset(DataSection(dataset_file=root / name))
 
 
 def test_quoted_line_breaks_and_quotes_are_captions(root: Path) -> None:
     (root / "m.csv").write_bytes(
         b'\xef\xbb\xbfvideo,text\r\na.mp4,"two\r\nlines, ""quoted"""\r\nb.mp4,a "word"\r\n\r\n'
     )
-    assert captions(read_dataset(DataSection(dataset_file=root / "m.csv")).check()) == {
+    assert captions(read_dataset(DataSection(dataset_file=root / "m.csv")).items) == {
         "a": ('two\nlines, "quoted"',), "b": ('a "word"',),
     }  # fmt: skip
 
 
 def test_max_items_takes_the_first(root: Path) -> None:
     (root / "m.jsonl").write_text("".join(json.dumps({"video": f"{n}.mp4", "text": n}) + "\n" for n in "abcd"))
-    assert list(captions(read_dataset(DataSection(dataset_file=root / "m.jsonl", max_items=2)).check())) == ["a", "b"]
+    assert list(captions(read_dataset(DataSection(dataset_file=root / "m.jsonl", max_items=2)).items)) == ["a", "b"]

@@ -221,11 +221,11 @@ def test_columns_at_the_top_are_those_of_tables(place: Path) -> None:
     )
     first, second = read_datasets(write(place, text))
     assert (first.data.video_column, first.data.caption_column) == ("video", "text")
-    assert [item.caption for item in read_dataset(first.data).check()] == ["clip a", "clip b", "clip c"]
-    assert [item.captions for item in read_dataset(second.data).check()] == [("one", "two")]
+    assert [item.caption for item in read_dataset(first.data).items] == ["clip a", "clip b", "clip c"]
+    assert [item.captions for item in read_dataset(second.data).items] == [("one", "two")]
     own = text.replace('data_root = "phone"', 'data_root = "phone"\ncaption_column = "prompts.txt"')
     with pytest.raises(DataError, match=r"neither 'image' nor 'prompts.txt'"):
-        read_dataset(read_datasets(write(place, own))[0].data).check()
+        read_dataset(read_datasets(write(place, own))[0].data)
 
 
 def test_home_is_expanded_in_paths_of_a_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_home_is_expanded_in_paths_of_a_file(place: Path, monkeypatch: pytest.Mo
     [only] = read_datasets(DataSection(dataset=Path("~/elsewhere/d.toml")))
     assert only.data.data_root == place / "phone"
     (place / "phone" / "t.csv").write_text(f"video,text\n~/phone/a.mp4,x\n~/stills/s.png,y\n{place}/phone/b.mp4,z\n")
-    found = read_dataset(DataSection(dataset_file=place / "phone" / "t.csv")).check()
+    found = read_dataset(DataSection(dataset_file=place / "phone" / "t.csv")).items
     assert [item.unusable and item.unusable.status for item in found] == [None, "outside_root", None]
 
 

@@ -96,11 +96,11 @@ def test_all_names_that_lead_out_are_listed(place: Path) -> None:
     file = place / "root" / "m.jsonl"
     names = ["a.mp4", "../secret/a.mp4", "out.mp4", str(place / "root" / "sub" / "a.mp4")]
     file.write_text("".join(json.dumps({"video": name, "text": "x"}) + "\n" for name in names))
-    refused = [item for item in read_dataset(DataSection(dataset_file=file)).check() if item.unusable]
+    refused = [item for item in read_dataset(DataSection(dataset_file=file)).items if item.unusable]
     assert [(item.where, item.unusable.status) for item in refused] == [
         ("m.jsonl line 2", "outside_root"), ("m.jsonl line 3", "outside_root"),
     ]  # fmt: skip
-    assert not any(item.unusable for item in read_dataset(DataSection(dataset_file=file, allow_outside=True)).check())
+    assert not any(item.unusable for item in read_dataset(DataSection(dataset_file=file, allow_outside=True)).items)
 
 
 def test_a_folder_follows_links_out_only_if_allowed(place: Path, tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_a_folder_follows_links_out_only_if_allowed(place: Path, tmp_path: Path)
     (tmp_path / "root" / "linked").symlink_to(tmp_path / "other")
     (tmp_path / "root" / "itself").symlink_to(".")
     with pytest.raises(DataError, match=r"linked is a link to .*other'; give --allow_outside"):
-        read_dataset(DataSection(data_root=tmp_path / "root")).check()
-    items = read_dataset(DataSection(data_root=tmp_path / "root", allow_outside=True)).check()
+        read_dataset(DataSection(data_root=tmp_path / "root"))
+    items = read_dataset(DataSection(data_root=tmp_path / "root", allow_outside=True)).items
     assert [(item.name, item.caption) for item in items] == [("a.mp4", "a"), ("linked/b.mp4", "b")]
 
 
@@ -128,9 +128,9 @@ def test_lists_of_names_and_captions_do_not_lead_out(place: Path, tmp_path: Path
     (root / "prompts.txt").symlink_to(tmp_path / "private")
     options = {"data_root": root, "video_column": "videos.txt", "caption_column": "prompts.txt"}
     with pytest.raises(DataError, match=r"prompts\.txt is a link to .* outside the dataset's folder") as raised:
-        read_dataset(DataSection(**options)).check()
+        read_dataset(DataSection(**options))
     assert "a secret" not in str(raised.value)
-    assert read_dataset(DataSection(**options, allow_outside=True)).check()[0].caption == "a secret"
+    assert read_dataset(DataSection(**options, allow_outside=True)).items[0].caption == "a secret"
 
 
 @pytest.mark.timeout(20)
@@ -154,7 +154,6 @@ def test_pipes_sockets_devices_and_folders_are_never_opened(tmp_path: Path) -> N
         "gone.mp4": "is a link to 'nowhere.mp4', which does not exist",
         "caption.mp4": "the caption caption.txt is not a regular file but a named pipe",
     }  # a folder that is called like a film is a folder
-    assert found.problems == []
 
 
 ODD = [
@@ -167,12 +166,12 @@ def test_odd_names_work_in_every_source(tmp_path: Path) -> None:
     for name in ODD:
         (tmp_path / f"{name}.mp4").write_bytes(b"x")
         (tmp_path / f"{name}.txt").write_text(f"of {name}", encoding="utf-8")
-    in_folder = read_dataset(DataSection(data_root=tmp_path)).check()
+    in_folder = read_dataset(DataSection(data_root=tmp_path)).items
     assert {item.path.stem for item in in_folder} == set(ODD)
     assert all(item.caption == " ".join(f"of {item.path.stem}".split()) for item in in_folder)
     listed = tmp_path / "m.jsonl"
     listed.write_text("".join(json.dumps({"video": f"{name}.mp4", "text": "x"}) + "\n" for name in ODD))
-    assert [item.path.stem for item in read_dataset(DataSection(dataset_file=listed)).check()] == ODD
+    assert [item.path.stem for item in read_dataset(DataSection(dataset_file=listed)).items] == ODD
     assert not (tmp_path / "gone").exists()
 
 
@@ -180,7 +179,7 @@ def test_case_tells_files_apart(tmp_path: Path) -> None:
     for name in ("a", "A"):
         (tmp_path / f"{name}.mp4").write_bytes(b"x")
         (tmp_path / f"{name}.txt").write_text(name)
-    assert [item.caption for item in read_dataset(DataSection(data_root=tmp_path)).check()] == ["A", "a"]
+    assert [item.caption for item in read_dataset(DataSection(data_root=tmp_path)).items] == ["A", "a"]
 
 
 @pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
@@ -194,7 +193,7 @@ def test_names_are_found_in_another_unicode_form(tmp_path: Path, on_disk: str) -
     (tmp_path / folder / unicodedata.normalize("NFD" if on_disk == "NFC" else "NFC", f"{file}.txt")).write_text(
         "coffee"
     )
-    assert [item.caption for item in read_dataset(DataSection(data_root=tmp_path)).check()] == ["coffee"]
+    assert [item.caption for item in read_dataset(DataSection(data_root=tmp_path)).items] == ["coffee"]
 
 
 def test_a_name_that_could_be_two_files_is_ambiguous(tmp_path: Path) -> None:
@@ -211,6 +210,6 @@ def test_names_that_are_no_text_are_a_problem(tmp_path: Path) -> None:
         (tmp_path / os.fsdecode(b"caf\xe9.mp4")).write_bytes(b"x")
     except OSError:
         pytest.skip("this file system has text names only")
-    [item] = read_dataset(DataSection(data_root=tmp_path, caption_missing="empty")).check()
+    [item] = read_dataset(DataSection(data_root=tmp_path, caption_missing="empty")).items
     assert item.unusable.reason.startswith("is not a file name")
     item.unusable.reason.encode()

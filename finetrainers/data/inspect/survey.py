@@ -17,9 +17,8 @@ from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
 from ..buckets.frames import is_slower
 from ..buckets.windows import apart, first_of_items, item_of
-from ..reading.datasets import Dataset, read_datasets, repeats_of
+from ..reading.datasets import Dataset, media_dir, read_all, read_datasets, repeats_of
 from ..reading.items import DataError, Reading
-from ..reading.read_all import labels, media_dir, read_all
 from ..reading.sources.rows import counted, shown
 from .assign_buckets import Part, assign_buckets
 from .batch_counts import count_batches
@@ -60,7 +59,7 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
     data = config.data
     datasets = read_datasets(data)
     readings = read_all(datasets, media_dir(config))
-    names = labels(datasets, readings)
+    names = [item.name for reading in readings for item in reading.items]
     parts = [
         _part(dataset, reading, number, geometry, options)
         for number, (dataset, reading) in enumerate(zip(datasets, readings, strict=True))

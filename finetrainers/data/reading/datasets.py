@@ -1,4 +1,4 @@
-"""The datasets of a run: the one of its options, or those of a TOML file, each with its own options.
+"""The datasets of a run: the one of its options, or those of a TOML file, each with its own options. Imports no torch.
 
 A file has defaults at its top and a `[[dataset]]` table for each dataset, whose keys are data options by their own
 names, `name`, and `num_repeats` or `weight`. Files of diffusion-pipe, with `[[directory]]` tables, are read without
@@ -19,14 +19,14 @@ from finetrainers.config.base import Section
 from finetrainers.config.checks.data import bucket_problems, bucket_warnings, check_source
 from finetrainers.config.errors import value_message
 from finetrainers.config.names import INSTEAD, meant_by
-from finetrainers.config.root import fields, former_names
+from finetrainers.config.root import TrainConfig, fields, former_names
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.files import not_there
 from finetrainers.utils.text import plural, quoted
 
 from .diffusion_pipe import Translated, translate
+from .items import DataError, Reading, read_dataset
 from .sources.folder import LISTS, lacks_lists
-from .sources.rows import DataError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -97,6 +97,40 @@ def read_datasets(data: DataSection) -> list[Dataset]:
         problems = list(dict.fromkeys(problems))  # what is wrong at the top is wrong with every table
         raise DataError(f"{data.dataset}: {plural(len(problems), 'problem')}", problems)
     return _with_names(datasets)
+
+
+def media_dir(config: TrainConfig) -> Path:
+    """The folder into which media of tars and parquet files are unpacked, next to the precomputed tensors."""
+    return (config.data.precompute_dir or config.run.output_dir / "precomputed") / "media"
+
+
+def read_all(datasets: Sequence[Dataset], media: Path) -> list[Reading]:
+    """The items of each dataset, with consecutive numbers, under names that do not depend on the machine.
+
+    Args:
+        datasets: of the run.
+        media: see `media_dir`.
+
+    Raises:
+        DataError: what is wrong with any of them.
+    """
+    readings: list[Reading] = []
+    problems: list[str] = []
+    count = 0
+    for dataset in datasets:
+        try:
+            prefix = f"{dataset.name}/" if dataset.name else ""
+            reading = read_dataset(dataset.data, media_dir=media, first=count, prefix=prefix)
+        except DataError as error:
+            if not dataset.name:
+                raise
+            problems += [f"{dataset.prefix}{text}" for text in error.problems or [str(error)]]
+            continue
+        readings.append(reading)
+        count += len(reading.items)
+    if problems:
+        raise DataError(f"datasets that cannot be used: {plural(len(problems), 'problem')}", problems)
+    return readings
 
 
 def repeats_of(datasets: Sequence[Dataset], counts: Sequence[int]) -> list[float]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.files import not_there
@@ -63,37 +63,14 @@ class Item:
         return self.captions[0]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What a dataset holds.
+class Reading(NamedTuple):
+    """The items of a dataset, and what is odd about it, each with a count."""
 
-    Attributes:
-        source: what it is called in messages.
-        items: its rows.
-        problems: why others are none.
-        warnings: what is odd about it, each with a count.
-    """
-
-    source: str
     items: list[Item]
-    problems: list[str]
     warnings: list[str]
 
-    def check(self) -> list[Item]:
-        """The items of a dataset that can be read; single items may be unusable all the same.
 
-        Raises:
-            DataError: there are problems, or no items but skipped ones.
-        """
-        if self.problems:
-            raise DataError(f"{self.source}: {plural(len(self.problems), 'problem')}", self.problems)
-        if all(item.unusable is not None and item.unusable.status == "skipped" for item in self.items):
-            why = f" ({'; '.join(self.warnings)})" if self.warnings else ""
-            raise DataError(f"{self.source}: no items found{why}")
-        return self.items
-
-
-def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int = 0) -> Reading:
+def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int = 0, prefix: str = "") -> Reading:
     """Read the dataset that `data` names.
 
     The source is `hf_dataset`, or `dataset_file` (.csv, .json, .jsonl, .parquet, .tar) if given; else the two text
@@ -105,15 +82,16 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         data: its options.
         media_dir: where media of tars and parquet files are unpacked.
         first: index of the first item.
+        prefix: of the items' names.
 
     Raises:
-        DataError: nothing in it can be read.
+        DataError: there are malformed rows, or no items but skipped ones; single items may be unusable all the same.
     """
     found = Findings()
     root = _root(data)
     rows = _rows(data, root, media_dir, found)[: data.max_items]
     items: list[Item] = []
-    prefix = str(root.folder / "_")[:-1]
+    below = str(root.folder / "_")[:-1]
     for row, (path, looked) in zip(rows, map_paths_threaded(lambda row: _look_up(row, root), rows), strict=True):
         captions = _captions(row, data, found)
         unusable, state = None, None
@@ -125,11 +103,17 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         elif unusable is None:
             state = looked
         text = str(path)
-        name = row.media if row.stored is not None else text.removeprefix(prefix)
+        name = row.media if row.stored is not None else text.removeprefix(below)
         kind: Kind = "image" if text.lower().endswith(_IMAGES) else "video"
-        items.append(Item(first + len(items), path, captions, kind, name, row.where, unusable, state, row.extra))
+        index = first + len(items)
+        items.append(Item(index, path, captions, kind, f"{prefix}{name}", row.where, unusable, state, row.extra))
     source = data.hf_dataset or str(data.dataset_file or data.data_root)
-    return Reading(source, items, found.problems, found.warnings)
+    if found.problems:
+        raise DataError(f"{source}: {plural(len(found.problems), 'problem')}", found.problems)
+    if all(item.unusable is not None and item.unusable.status == "skipped" for item in items):
+        why = f" ({'; '.join(found.warnings)})" if found.warnings else ""
+        raise DataError(f"{source}: no items found{why}")
+    return Reading(items, found.warnings)
 
 
 def _root(data: DataSection) -> Root:
@@ -155,15 +139,13 @@ def _rows(data: DataSection, root: Root, media_dir: Path | None, found: Findings
         return folder.read_folder(root, data, found)
     if file is not None and file.suffix.lower() in _TABLES:
         return tables.read_table(file, data, found)
-    unpacked = media_dir or (data.precompute_dir / "media" if data.precompute_dir else None)
     is_tar = file is not None and file.name.lower().endswith(tars.SUFFIXES)
     if not is_tar and file is not None and file.suffix.lower() != ".parquet":
         raise DataError(f"dataset_file {quoted(str(file))} must end in .csv, .json, .jsonl, .parquet or .tar")
-    if unpacked is None:
-        raise DataError("media of this dataset have to be unpacked; give `precompute_dir`, the folder for them")
+    assert media_dir is not None, "media of this dataset have to be unpacked"
     if file is not None and is_tar:
-        return tars.read_tars(file, data, MediaFolder(unpacked), found)
-    return hub.read_hub(data, root, MediaFolder(unpacked), found)
+        return tars.read_tars(file, data, MediaFolder(media_dir), found)
+    return hub.read_hub(data, root, MediaFolder(media_dir), found)
 
 
 def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Unusable]:

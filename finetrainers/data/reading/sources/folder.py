@@ -95,7 +95,7 @@ def _read_two_files(media_list: Path, caption_list: Path, found: Findings) -> li
         if name:
             rows.append(Row(where, name, (caption,)))
         elif caption:
-            found.problem(f"{where} is empty, but {caption_list.name} has a caption there")
+            found.problems.append(f"{where} is empty, but {caption_list.name} has a caption there")
     return rows
 
 
@@ -168,7 +168,7 @@ def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str
         try:
             entries = list(os.scandir(folder))
         except OSError as error:
-            found.problem(f"{os.path.relpath(folder, top)}: cannot be listed: {error.strerror or error}")
+            found.problems.append(f"{os.path.relpath(folder, top)}: cannot be listed: {error.strerror or error}")
             continue
         if folder != top and {entry.name for entry in entries} >= _OF_A_RUN:
             found.note("left out, being the folder of a run", shown(os.path.relpath(folder, top)))
@@ -193,7 +193,9 @@ def _is_link_to_follow(entry: os.DirEntry[str], root: Root, walked: set[str], fo
         return False
     top, real = os.fspath(root.folder), os.path.realpath(entry.path)
     if root.is_outside(entry.path):
-        found.problem(f"{os.path.relpath(entry.path, top)} is a link to {real!r}; give --allow_outside to follow it")
+        found.problems.append(
+            f"{os.path.relpath(entry.path, top)} is a link to {real!r}; give --allow_outside to follow it"
+        )
         return False
     if real in walked or real.startswith(os.path.realpath(top) + os.sep):
         return False

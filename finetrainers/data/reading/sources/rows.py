@@ -68,10 +68,6 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     odd: dict[str, list[str]] = field(default_factory=dict)
 
-    def problem(self, text: str) -> None:
-        """Record why there is no row."""
-        self.problems.append(text)
-
     def note(self, kind: str, name: str) -> None:
         """Record a warning, which is counted with others of its kind (`items without a caption left out`)."""
         self.odd.setdefault(kind, []).append(name)

@@ -74,16 +74,16 @@ class Columns:
     def row(self, where: str, record: Mapping[str, Any], found: Findings) -> Row | None:
         """The row of a record whose media is a path; None, with the reason in `found`, if it is malformed."""
         if not self.needed <= record.keys():
-            found.problem(f"{where}: {self.missing(record)}")
+            found.problems.append(f"{where}: {self.missing(record)}")
             return None
         media = record[self.media]
         if not isinstance(media, str) or not media.strip():
-            found.problem(f"{where}: column {self.media!r} must be a path, got {media!r}")
+            found.problems.append(f"{where}: column {self.media!r} must be a path, got {media!r}")
             return None
         try:
             captions = self.captions_of(record)
         except ValueError as error:
-            found.problem(f"{where}: {error}")
+            found.problems.append(f"{where}: {error}")
             return None
         return Row(where, media.strip(), captions, self.extra(record))
 
@@ -119,9 +119,9 @@ def _csv_records(path: Path, found: Findings) -> Records:
             if not fields:
                 continue
             if len(fields) > len(header):
-                found.problem(f"{where}: more fields than the header has; quote captions that contain commas")
+                found.problems.append(f"{where}: more fields than the header has; quote captions that contain commas")
             elif len(fields) < len(header):
-                found.problem(f"{where}: fewer fields than the header has")
+                found.problems.append(f"{where}: fewer fields than the header has")
             else:
                 yield where, dict(zip(header, fields, strict=True))
     except csv.Error as error:
@@ -139,7 +139,7 @@ def _json_records(path: Path, found: Findings) -> Records:
         if isinstance(record, dict):
             yield f"{path.name} entry {number}", record
         else:
-            found.problem(f"{path.name} entry {number}: must be an object, got {record!r}")
+            found.problems.append(f"{path.name} entry {number}: must be an object, got {record!r}")
 
 
 def _jsonl_records(path: Path, found: Findings) -> Records:
@@ -154,12 +154,12 @@ def _jsonl_records(path: Path, found: Findings) -> Records:
             if end < len(line):
                 raise json.JSONDecodeError("Extra data", line, end)
         except (ValueError, RecursionError) as error:
-            found.problem(f"{where} is not JSON: {error}")
+            found.problems.append(f"{where} is not JSON: {error}")
             continue
         if isinstance(record, dict):
             yield where, record
         else:
-            found.problem(f"{where}: must be an object, got {record!r}")
+            found.problems.append(f"{where}: must be an object, got {record!r}")
 
 
 def _refuse_constant(name: str) -> NoReturn:
