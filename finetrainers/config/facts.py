@@ -19,8 +19,10 @@ class Facts:
 
     Attributes:
         geometry: size rules.
-        parts: everything that a run loads, in the order in which it loads it.
-        trained: which of the parts is trained.
+        text_parts: tokenizers and text encoders, in the order in which they are loaded.
+        clip_parts: the VAE, and what else encodes clips: an image encoder with its processor, say.
+        companions: frozen parts that only sampling needs.
+        trained: the part that is trained.
         is_flow: whether it is a flow-matching model, so that the flow options mean something.
         first_frame: how a given first frame reaches the network: "none", as clean "tokens" with noise level 0, on extra
             "channels", or "unknown" where that depends on a config that is not on this disk.
@@ -34,7 +36,9 @@ class Facts:
     """
 
     geometry: Geometry
-    parts: tuple[str, ...] = ("scheduler", "tokenizer", "text_encoder", "vae", "transformer")
+    text_parts: tuple[str, ...] = ("tokenizer", "text_encoder")
+    clip_parts: tuple[str, ...] = ("vae",)
+    companions: tuple[str, ...] = ()
     trained: str = "transformer"
     is_flow: bool = True
     first_frame: str = "none"
@@ -46,9 +50,19 @@ class Facts:
     noise_range: tuple[float, float] = (0.0, 1.0)
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Everything that a run may load, in the order in which it loads it."""
+        return ("scheduler", *self.text_parts, *self.clip_parts, self.trained, *self.companions)
+
+    @property
     def networks(self) -> tuple[str, ...]:
-        """The parts that are networks."""
-        return tuple(part for part in self.parts if not part.startswith(("scheduler", "tokenizer")))
+        """The parts that are networks and that training needs, the trained one last."""
+        return tuple(filter(is_network, (*self.text_parts, *self.clip_parts, self.trained)))
+
+
+def is_network(part: str) -> bool:
+    """Whether a part has weights; the others are schedulers, tokenizers, and processors of images and of text."""
+    return not part.startswith(("scheduler", "tokenizer")) and not part.endswith(("processor", "extractor"))
 
 
 #: Reads the configs of a checkpoint; without any, it tells what the published checkpoints have in common.

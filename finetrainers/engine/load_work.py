@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torch import nn
-
 from finetrainers.config.checks.windows import window_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
@@ -15,7 +13,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.data.loading.text_conditioning import TextCache, TextConditioning
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import WorkPlan, WorkSource
-from finetrainers.models.spec import ModelSpec, TextEncoders, VAEStats
+from finetrainers.models.spec import ModelSpec, Parts, VAEStats
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.gc_pause import free_memory
 
@@ -32,7 +30,7 @@ def load_texts(
     parallel: Ranks,
     watchdog: Watchdog,
     *,
-    use: Callable[[TextEncoders], T] | None = None,
+    use: Callable[[Parts], T] | None = None,
 ) -> tuple[TextConditioning, T | None]:
     """Phase 1: the conditioning of all texts, and what `use` makes of the text encoders while they are loaded.
 
@@ -77,16 +75,26 @@ def load_work(
     config, plan = checked.config, checked.plan
     watchdog.enter("loading")
     with loading(checked, "VAE", speaks=parallel.is_main):
-        vae: nn.Module = parallel.in_turns("loading the VAE", lambda: spec.load_vae().to(parallel.device))
+        encodes = plan.encodes_clips  # else clips are only decoded
+        clip_encoders = parallel.in_turns(
+            "loading the VAE",
+            lambda: (spec.load_clip_encoders() if encodes else Parts({"vae": spec.load_vae()})).to(parallel.device),
+        )
     with parallel.raise_on_all_ranks("checking the sizes"):
-        vae_stats = spec.vae_stats(vae)
+        vae_stats = spec.vae_stats(clip_encoders["vae"])
         geometry = spec.facts.geometry
         check_geometry(plan, config, geometry)
     watchdog.enter("encoding")
     source = method_spec(config).open(
-        plan, config, spec=spec, parallel=parallel, texts=texts, vae=vae, data_position=checked.start.data_position
+        plan,
+        config,
+        spec=spec,
+        parallel=parallel,
+        texts=texts,
+        clip_encoders=clip_encoders,
+        data_position=checked.start.data_position,
     )
-    del vae
+    del clip_encoders
     free_memory()
     return Work(source, vae_stats, geometry)
 

@@ -16,7 +16,7 @@ from torch import nn
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.video.decode import read_frames
-from finetrainers.models.spec import Conditions, ModelSpec, SampleRequest, TextEncoders
+from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PromptRequest:
 
 
 def encode_prompts(
-    spec: ModelSpec, encoders: TextEncoders, prompts: Sequence[ValidationPrompt], dtype: torch.dtype
+    spec: ModelSpec, encoders: Parts, prompts: Sequence[ValidationPrompt], dtype: torch.dtype
 ) -> EncodedPrompts:
     """Encode prompts and the empty prompt, and read the images or videos whose first frame conditions a clip."""
     return EncodedPrompts(

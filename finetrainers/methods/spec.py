@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetrainers.data.inspect.probe_all import ProbeOptions
     from finetrainers.data.loading.precompute import Encoded
     from finetrainers.data.loading.text_conditioning import TextConditioning
-    from finetrainers.models.spec import ModelSpec
+    from finetrainers.models.spec import ModelSpec, Parts
 
 
 class WorkPlan(Protocol):
@@ -216,14 +216,20 @@ class MethodSpec:
         spec: ModelSpec,
         parallel: Any,
         texts: TextConditioning,
-        vae: nn.Module,
+        clip_encoders: Parts,
         data_position: DataPosition,
     ) -> WorkSource:
         """What feeds the method, from what `plan` gave (imports torch). Clips are encoded here if that is asked for."""
         from finetrainers.data.loading.training_data import TrainingData
 
         return TrainingData(
-            plan, config, spec=spec, parallel=parallel, texts=texts, vae=vae, data_position=data_position
+            plan,
+            config,
+            spec=spec,
+            parallel=parallel,
+            texts=texts,
+            clip_encoders=clip_encoders,
+            data_position=data_position,
         )
 
     def problems(self, config: TrainConfig) -> list[Problem]:

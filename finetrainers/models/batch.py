@@ -83,13 +83,16 @@ def _lengths(mask: Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class TextEncoders:
-    """Tokenizers and text encoders of a model, by the names its pipeline gives them; removed from memory as one."""
+class Parts:
+    """Frozen parts of a model (tokenizers, encoders, a VAE), by the names its pipeline gives them; moved and freed as one."""
 
     modules: Mapping[str, Any]
 
-    def to(self, device: torch.device | str) -> TextEncoders:
-        """Move the encoders (in place, as modules do) and return self."""
+    def __getitem__(self, name: str) -> Any:
+        return self.modules[name]
+
+    def to(self, device: torch.device | str) -> Parts:
+        """Move the networks (in place, as modules do) and return self."""
         for module in self.modules.values():
             if isinstance(module, nn.Module):
                 module.to(device)

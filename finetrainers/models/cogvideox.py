@@ -21,7 +21,7 @@ from transformers import T5EncoderModel, T5Tokenizer
 from finetrainers.diffusion.process import Process, VariancePreserving
 
 from . import common
-from .batch import Conditions, TextEncoders, VAEStats, VideoMeta
+from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .spec import ModelSpec
 
@@ -69,7 +69,7 @@ class CogVideoXSpec(ModelSpec):
         return VariancePreserving(scheduler.alphas_cumprod.float().cpu())
 
     @torch.no_grad()
-    def encode_text(self, encoders: TextEncoders, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """The pipeline's encoding: T5 states, padded to the transformer's text length, `[B, 226, D]`."""
         embeds, _ = common.build_pipeline(CogVideoXPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts),

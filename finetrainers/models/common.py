@@ -8,13 +8,13 @@ and are not applied to replacements.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import diffusers
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
 from diffusers.hooks import apply_layerwise_casting
 from safetensors import SafetensorError
 from torch import nn
@@ -24,8 +24,8 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.utils.packaged import model_path
 
 from . import hub
-from .batch import TextEncoders
-from .files import file_problems, option_of, replacement_of
+from .batch import Parts
+from .files import dtype_of, file_problems, option_of, replacement_of
 from .hub_help import hub_help
 from .weights import check_loaded
 
@@ -105,27 +105,18 @@ def _places(config: ModelSection, part: str, replacement: str | None) -> list[tu
     return [(replacement, part), (replacement, None)]
 
 
-def load_text_encoders(classes: Mapping[str, Any], config: ModelSection) -> TextEncoders:
-    """Tokenizers and frozen text encoders of these classes, by part; on the CPU, in the configured dtypes."""
+def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterable[str]) -> Parts:
+    """Parts of these classes by name: tokenizers and processors; networks on the CPU, in eval mode, in the configured dtypes."""
     found: dict[str, Any] = {}
-    for part, cls in classes.items():
-        if part.startswith("tokenizer"):
+    for part in parts:
+        cls = classes[part]
+        if not issubclass(cls, nn.Module):
             found[part] = load_part(cls.from_pretrained, config, part)
-        elif part.startswith("text_encoder"):
-            target = DTYPES[getattr(config, f"{part}_dtype")]
-            found[part] = _frozen(load_network(cls, config, part, {"dtype": _loadable(target)}), target)
-    return TextEncoders(found)
-
-
-def load_vae(cls: Any, config: ModelSection) -> nn.Module:
-    """The frozen VAE, in eval mode, in `vae_dtype`, with slicing and tiling as asked for."""
-    target = DTYPES[config.vae_dtype]
-    vae: Any = load_network(cls, config, "vae", {"torch_dtype": _loadable(target)})
-    if config.enable_slicing:
-        vae.enable_slicing()
-    if config.enable_tiling:
-        vae.enable_tiling()
-    return _frozen(vae, target)
+            continue
+        target = DTYPES[dtype_of(config, part)]
+        argument = "torch_dtype" if issubclass(cls, ModelMixin) else "dtype"
+        found[part] = _frozen(load_network(cls, config, part, {argument: _loadable(target)}), target)
+    return Parts(found)
 
 
 def on_meta(cls: Any, config: ModelSection, part: str) -> nn.Module:
@@ -161,7 +152,7 @@ def build_pipeline(cls: Any, parts: Mapping[str, Any], *, settings: Mapping[str,
     return cls(**{**dict.fromkeys(required), **plain, **parts})
 
 
-def encoder_device(encoders: TextEncoders, name: str = "text_encoder") -> torch.device:
+def encoder_device(encoders: Parts, name: str = "text_encoder") -> torch.device:
     """Where a text encoder's weights are."""
     return next(encoders.modules[name].parameters()).device
 

@@ -58,7 +58,7 @@ def hunyuan_video(configs: Configs) -> Facts:
             fps=24.0,
             pixels=16,
         ),
-        parts=("scheduler", "tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "vae", "transformer"),
+        text_parts=("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2"),
         guidance=6.0 if takes_guidance else None,  # the default of the pipeline's `guidance_scale`
     )
 

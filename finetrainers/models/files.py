@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from finetrainers.config.errors import Problem
-from finetrainers.config.facts import Json
+from finetrainers.config.facts import Json, is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import model_path
@@ -26,12 +26,19 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 #: Files of which a tokenizer's folder holds at least one.
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
-_MAIN_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json", *_VOCABULARIES)
+_MAIN_FILES = (
+    "config.json", "scheduler_config.json", "tokenizer_config.json", "preprocessor_config.json", *_VOCABULARIES,
+)  # fmt: skip
 
 
 def replacement_of(config: ModelSection, part: str) -> str | None:
     """The id or folder that takes the place of the model's own part."""
     return getattr(config, f"{part}_id", None)
+
+
+def dtype_of(config: ModelSection, part: str) -> str:
+    """The dtype that a frozen part is loaded in; a second transformer has that of the first."""
+    return getattr(config, f"{'transformer' if part.startswith('transformer') else part}_dtype", "bf16")
 
 
 def option_of(config: ModelSection, part: str) -> str:
@@ -116,7 +123,9 @@ def part_config(config: ModelSection, part: str) -> Json | None:
 
 
 def _config_name(part: str) -> str:
-    return "scheduler_config.json" if part == "scheduler" else "config.json"
+    if part == "scheduler":
+        return "scheduler_config.json"
+    return "config.json" if is_network(part) else "preprocessor_config.json"
 
 
 def read_configs(config: ModelSection, parts: Sequence[str]) -> dict[str, Json]:
@@ -145,7 +154,7 @@ def weight_files(folder: Path, part: str, variant: str | None) -> tuple[list[Pat
     Raises:
         ValueError: there are none, or their index cannot be read.
     """
-    stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
+    stem = "model" if "encoder" in part else "diffusion_pytorch_model"
     middle = "" if variant is None else f".{variant}"
     single, index = folder / f"{stem}{middle}.safetensors", folder / f"{stem}.safetensors.index{middle}.json"
     # diffusers looks for an index first, transformers for a single file.
@@ -248,7 +257,7 @@ def _examine(config: ModelSection, part: str, weights: bool) -> Iterator[str]:
     yield from _json_problems(folder)
     if is_local:
         yield from _missing_files(folder, part)
-    if weights and part != "scheduler" and not part.startswith("tokenizer"):
+    if weights and is_network(part):
         yield from tensor_shapes(folder, part, None if replacement else config.variant, is_complete=is_local)[1]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, LlamaModel, LlamaTokenizerFast
 
 from . import common
-from .batch import Conditions, TextEncoders, VAEStats, VideoMeta
+from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .spec import ModelSpec
 
@@ -50,7 +50,7 @@ class HunyuanVideoSpec(ModelSpec):
     blocks = ("transformer_blocks", "single_transformer_blocks")
     vae_pixel_bytes, vae_frames_at_once = 2340, 17
 
-    def load_text_encoders(self) -> TextEncoders:
+    def load_text_encoders(self) -> Parts:
         """LLaMA and CLIP with their tokenizers.
 
         Raises:
@@ -71,7 +71,7 @@ class HunyuanVideoSpec(ModelSpec):
         return transformer
 
     @torch.no_grad()
-    def encode_text(self, encoders: TextEncoders, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """The pipeline's encoding: LLaMA states `[B, 256, D]` without the prompt template, and CLIP's `[B, D2]`."""
         embeds, pooled, mask = common.build_pipeline(HunyuanVideoPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts), device=common.encoder_device(encoders)

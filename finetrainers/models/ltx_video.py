@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import T5EncoderModel, T5TokenizerFast
 
 from . import common
-from .batch import Conditions, SampleRequest, TextEncoders, VAEStats, VideoMeta
+from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .spec import ModelSpec
 
@@ -44,7 +44,7 @@ class LTXVideoSpec(ModelSpec):
     vae_pixel_bytes = 118
 
     @torch.no_grad()
-    def encode_text(self, encoders: TextEncoders, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """`prompt_embeds` `[B, 128, D]` and `prompt_attention_mask` `[B, 128]` (bool), by the pipeline's own code."""
         pipeline = common.build_pipeline(LTXPipeline, encoders.modules)
         embeds, mask, _, _ = pipeline.encode_prompt(

@@ -20,7 +20,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from finetrainers.config.errors import Problem
-from finetrainers.config.facts import Configs, Facts, Read
+from finetrainers.config.facts import Configs, Facts, Read, is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching, Process
 from finetrainers.diffusion.schedule import sampling_times
@@ -29,8 +29,8 @@ from . import common, saving
 from .batch import (
     Batch,
     Conditions,
+    Parts,
     SampleRequest,
-    TextEncoders,
     VAEStats,
     VideoMeta,
     even_bounds,
@@ -48,8 +48,8 @@ __all__ = [
     "Batch",
     "Conditions",
     "ModelSpec",
+    "Parts",
     "SampleRequest",
-    "TextEncoders",
     "VAEStats",
     "VideoMeta",
     "even_bounds",
@@ -101,7 +101,7 @@ class ModelSpec(ABC):
         """The checkpoint's configs by part; those of diffusers' networks are fetched where they are not on this disk."""
         found = read_configs(self.config, ("scheduler", *self.parts))
         for part, cls in reversed([*self.parts.items()]):
-            if part not in found and issubclass(cls, ModelMixin):
+            if part not in found and part in self._read(found).parts and issubclass(cls, ModelMixin):
                 found[part] = common.load_part(cls.load_config, self.config, part)
         return found
 
@@ -135,7 +135,7 @@ class ModelSpec(ABC):
 
     def examine(self) -> tuple[list[Problem], list[str]]:
         """Compare the networks' weight files with their classes, as far as they are on this disk, by headers: problems, warnings."""
-        return network_problems(self.config, {n: c for n, c in self.parts.items() if issubclass(c, nn.Module)})
+        return network_problems(self.config, {n: self.parts[n] for n in self.facts.parts if is_network(n)})
 
     def folder_of(self, part: str) -> Path | None:
         """The directory that a part would be loaded from; None: not on this disk."""
@@ -143,13 +143,23 @@ class ModelSpec(ABC):
 
     # ---- loading -----------------------------------------------------------------------------------------------
 
-    def load_text_encoders(self) -> TextEncoders:
+    def load_text_encoders(self) -> Parts:
         """Tokenizers and text encoders, on the CPU, in eval mode, in the configured dtypes."""
-        return common.load_text_encoders(self.parts, self.config)
+        return common.load_frozen(self.parts, self.config, self.facts.text_parts)
 
     def load_vae(self) -> nn.Module:
         """The VAE, on the CPU, in eval mode, in `vae_dtype`, with slicing and tiling as asked for."""
-        return common.load_vae(self.parts["vae"], self.config)
+        vae = common.load_frozen(self.parts, self.config, ["vae"])["vae"]
+        if self.config.enable_slicing:
+            vae.enable_slicing()
+        if self.config.enable_tiling:
+            vae.enable_tiling()
+        return vae
+
+    def load_clip_encoders(self) -> Parts:
+        """What `encode_clip` needs, likewise: the VAE, and the family's other `clip_parts`."""
+        others = common.load_frozen(self.parts, self.config, [p for p in self.facts.clip_parts if p != "vae"])
+        return Parts({"vae": self.load_vae(), **others.modules})
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
         """The network that is trained, on the CPU, in `dtype`.
@@ -173,14 +183,14 @@ class ModelSpec(ABC):
         return common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained)
 
     @cached_property
-    def companions(self) -> Mapping[str, Any]:
-        """Frozen parts that the pipeline needs besides, by name, on the CPU: another expert, say. Loaded for the first sample."""
-        return {}
+    def companions(self) -> Parts:
+        """Frozen parts that only sampling needs: another expert, say. Loaded for the first sample, and on the CPU between samples."""
+        return common.load_frozen(self.parts, self.config, self.facts.companions)
 
     # ---- conditioning and latents ------------------------------------------------------------------------------
 
     @abstractmethod
-    def encode_text(self, encoders: TextEncoders, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """Text conditioning of the prompts, equal to what the family's pipeline computes. Padded, batch first."""
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
@@ -230,20 +240,20 @@ class ModelSpec(ABC):
         return self.facts.first_frame == "channels"
 
     def encode_clip(
-        self, vae: nn.Module, video_BCTHW: Tensor, generators: Sequence[torch.Generator] | None
+        self, encoders: Parts, video_BCTHW: Tensor, generators: Sequence[torch.Generator] | None
     ) -> dict[str, Tensor]:
         """All that training needs of clips, by name, batch first: `moments`, and for "channels" `first_frame_moments`.
 
         Args:
-            vae: where the family's own VAE is loaded.
+            encoders: see `load_clip_encoders`.
             video_BCTHW: clips in [-1, 1].
             generators: of the noise that is added to each clip's given first frame, on the CPU; None: none is.
         """
-        moments = {MOMENTS: self.encode_video(vae, video_BCTHW)}
+        moments = {MOMENTS: self.encode_video(encoders["vae"], video_BCTHW)}
         if self.facts.first_frame == "channels":
             frame, noise = video_BCTHW[:, :, :1], self.facts.first_frame_noise
             frame = frame if noise is None or generators is None else noised(frame, noise, generators)
-            moments[FIRST_FRAME] = self.encode_video(vae, frame)
+            moments[FIRST_FRAME] = self.encode_video(encoders["vae"], frame)
         return moments
 
     def latent_shape(self, moments: Tensor) -> tuple[int, ...]:
@@ -339,7 +349,7 @@ class ModelSpec(ABC):
         transformer: nn.Module,
         vae: nn.Module,
         scheduler: Any,
-        encoders: TextEncoders | None = None,
+        encoders: Parts | None = None,
         *,
         image_to_video: bool = False,
     ) -> Any:
@@ -353,9 +363,14 @@ class ModelSpec(ABC):
             raise ValueError(self._no_image)
         network = unwrap(transformer)
         device = next(network.parameters()).device
-        besides = {n: p.to(device) if isinstance(p, nn.Module) else p for n, p in self.companions.items()}
         texts = encoders.modules if encoders is not None else {}
-        parts = {**texts, **besides, self.facts.trained: network, "vae": vae, "scheduler": scheduler}
+        parts = {
+            **texts,
+            **self.companions.to(device).modules,
+            self.facts.trained: network,
+            "vae": vae,
+            "scheduler": scheduler,
+        }
         return common.build_pipeline(cls, parts, settings=self.configs.get(MODEL_INDEX, {}))
 
     def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:

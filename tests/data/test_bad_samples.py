@@ -33,7 +33,7 @@ from finetrainers.data.loading.precompute import CacheFetch, precompute_text, pr
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.data.loading.workers import WorkersLost
 from finetrainers.data.reading.status import UnusableError
-from finetrainers.models.spec import Conditions
+from finetrainers.models.spec import Conditions, Parts
 
 
 def clip(index: int, bucket: tuple[int, int, int] = (9, 32, 48), path: Path | None = None) -> Clip:
@@ -116,7 +116,8 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3)
     spec: Any = SimpleNamespace(facts=SimpleNamespace(first_frame="none"))
     texts: Any = SimpleNamespace(encode=lambda prompts: None)
-    source = TrainingData(plan, config, spec=spec, parallel=OneOf(), texts=texts, vae=None)  # type: ignore[arg-type]
+    encoders = Parts({"vae": None})
+    source = TrainingData(plan, config, spec=spec, parallel=OneOf(), texts=texts, clip_encoders=encoders)  # type: ignore[arg-type]
     source._fetch, source._encoder = fetch, lambda raw, dropout=True: raw  # type: ignore[assignment]
     steps, seen = source.steps(0), []
     for _ in range(4):

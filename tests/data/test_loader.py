@@ -26,7 +26,7 @@ from finetrainers.data.loading.loader import DecodeFetch, RawBatch, StepSampler,
 from finetrainers.data.loading.precompute import CacheFetch, Share, precompute_text, precompute_video
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.models.batch import noised
-from finetrainers.models.spec import Batch, Conditions, ModelSpec
+from finetrainers.models.spec import Batch, Conditions, ModelSpec, Parts
 from finetrainers.utils.seeding import derive_seed
 
 
@@ -46,7 +46,7 @@ class FakeModel:
         return Conditions({"embeds": torch.stack(rows), "mask": mask})
 
     def encode_clip(self, video: Tensor, generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
-        return ModelSpec.encode_clip(self, None, video, generators)  # type: ignore[arg-type]
+        return ModelSpec.encode_clip(self, Parts({"vae": None}), video, generators)  # type: ignore[arg-type]
 
     def encode_video(self, vae: None, video: Tensor) -> Tensor:
         self.videos += len(video)

@@ -60,7 +60,7 @@ def test_batches_give_what_one_at_a_time_gives(family: str, clips: list[Clip], t
     config = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), vae_dtype="fp32")
     spec = get_family(family).load(config)
     spec.facts = replace(spec.facts, first_frame="channels")  # so that there are two tensors of each clip
-    vae, encode_video = spec.load_vae(), spec.encode_video
+    encoders, encode_video = spec.load_clip_encoders(), spec.encode_video
     sizes: list[tuple[int, ...]] = []
 
     def recorded(vae: Any, video: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def test_batches_give_what_one_at_a_time_gives(family: str, clips: list[Clip], t
         return encode_video(vae, video)
 
     def encode(video: Tensor, generators: Any) -> dict[str, Tensor]:
-        return spec.encode_clip(vae, video, None)
+        return spec.encode_clip(encoders, video, None)
 
     spec.encode_video = recorded  # type: ignore[method-assign]
 

@@ -56,7 +56,7 @@ def opened(
     family = get_family("ltx_video")
     spec = family.load(config.model)
     plan = plan_dataset(config, family.facts_of(config.model).geometry)
-    encoders, vae = spec.load_text_encoders(), spec.load_vae()
+    encoders, clip_encoders = spec.load_text_encoders(), spec.load_clip_encoders()
     texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=ranks)
     source = TrainingData(
         plan,
@@ -64,9 +64,9 @@ def opened(
         spec=spec,
         parallel=ranks,
         texts=texts.encode(encoders) if precompute else texts.live(encoders),
-        vae=vae,
+        clip_encoders=clip_encoders,
     )
-    assert source.vae is (None if precompute else vae)
+    assert source.vae is (None if precompute else clip_encoders["vae"])
     return source
 
 

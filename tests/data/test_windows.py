@@ -244,7 +244,8 @@ def source(family: str, repo: Path, root: Path, output: Path, *, precompute: boo
     plan, encoders = plan_dataset(config, found.facts_of(config.model).geometry), spec.load_text_encoders()
     captions = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=OneOf())  # type: ignore[arg-type]
     texts = captions.encode(encoders) if precompute else captions.live(encoders)
-    return TrainingData(plan, config, spec=spec, parallel=OneOf(), texts=texts, vae=spec.load_vae())  # type: ignore[arg-type]
+    encoders = spec.load_clip_encoders()
+    return TrainingData(plan, config, spec=spec, parallel=OneOf(), texts=texts, clip_encoders=encoders)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

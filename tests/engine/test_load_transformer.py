@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +25,6 @@ from finetrainers.models.families import ltx_video
 from finetrainers.models.ltx_video import LTXVideoSpec
 
 LORA = "pytorch_lora_weights.safetensors"
-TWO_EXPERTS = ("scheduler", "tokenizer", "text_encoder", "vae", "transformer_2")
 
 
 class TwoExperts(DiffusionPipeline):
@@ -42,23 +40,20 @@ class TwoExperts(DiffusionPipeline):
 
 
 class TwoExpertsSpec(LTXVideoSpec):
-    parts: ClassVar = {
-        **{part: cls for part, cls in LTXVideoSpec.parts.items() if part != "transformer"},
-        "transformer_2": LTXVideoTransformer3DModel,
-    }
+    parts: ClassVar = {**LTXVideoSpec.parts, "transformer_2": LTXVideoTransformer3DModel}
     pipeline_class = TwoExperts
     image_pipeline_class = None
-
-    @cached_property
-    def companions(self) -> dict[str, Any]:
-        root = self.config.pretrained_model_name_or_path
-        return {"transformer": LTXVideoTransformer3DModel.from_pretrained(root, subfolder="transformer")}
 
 
 def read(configs: Configs) -> Facts:
     facts = ltx_video({**configs, "transformer": configs.get("transformer_2", {})})
-    targets = ("to_k", "to_v")
-    return replace(facts, parts=TWO_EXPERTS, trained="transformer_2", noise_range=(0.0, 0.5), lora_targets=targets)
+    return replace(
+        facts,
+        trained="transformer_2",
+        companions=("transformer",),
+        noise_range=(0.0, 0.5),
+        lora_targets=("to_k", "to_v"),
+    )
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching
 from finetrainers.models.hunyuan_video import HunyuanVideoSpec
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions, SampleRequest, TextEncoders, VideoMeta
+from finetrainers.models.spec import Conditions, Parts, SampleRequest, VideoMeta
 
 SHORT, LONG = "a red ball", "a blue square moves slowly to the left over the dark sea at night"
 FRAMES, HEIGHT, WIDTH = 9, 64, 48
@@ -407,7 +407,7 @@ def test_sampling_from_conditions_equals_the_pipeline_from_prompts(spec, repo, t
 
 
 def test_the_pipeline_takes_prompts_when_given_encoders(spec, transformer):
-    encoders: TextEncoders = spec.load_text_encoders()
+    encoders: Parts = spec.load_text_encoders()
     pipe = spec.pipeline(transformer, spec.load_vae(), spec.load_scheduler(), encoders)
     frames = pipe(SHORT, num_frames=5, height=32, width=32, num_inference_steps=1, output_type="pt").frames
     assert frames.shape == (1, 5, 3, 32, 32)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.models.spec import ModelSpec, TextEncoders
+from finetrainers.models.spec import ModelSpec, Parts
 from finetrainers.utils.progress import Meter, Progress
 
 from ..cache.encoder_index import EncoderEntry, describe_model, recall_files, remember_files, remember_model
@@ -79,7 +79,7 @@ class TextCache:
             return None
         return TextConditioning(keys, None, Encoded(found=len(wanted)))
 
-    def encode(self, encoders: TextEncoders) -> TextConditioning:
+    def encode(self, encoders: Parts) -> TextConditioning:
         """All texts; those that the cache does not have are encoded, by each rank a share."""
         self._keys.cache.hold()
         # The shapes tell of prompt lengths and templates, which are not the encoders' own.
@@ -102,7 +102,7 @@ class TextCache:
             remember_files(self._directory, self.spec, keys.text_identity)
         return TextConditioning(keys, None, encoded)
 
-    def live(self, encoders: TextEncoders) -> TextConditioning:
+    def live(self, encoders: Parts) -> TextConditioning:
         """Nothing is encoded beforehand: the encoders stay loaded."""
         return TextConditioning(self._keys, lambda prompts: self.spec.encode_text(encoders, prompts), Encoded())
 

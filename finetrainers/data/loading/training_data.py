@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from finetrainers.config.checks.windows import slice_problem
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.models.spec import Batch, ModelSpec
+from finetrainers.models.spec import Batch, ModelSpec, Parts
 from finetrainers.utils.progress import Progress
 
 from ..buckets.clip import all_cuts
@@ -50,7 +50,7 @@ class TrainingData:
         spec: ModelSpec,
         parallel: Ranks,
         texts: TextConditioning,
-        vae: nn.Module,
+        clip_encoders: Parts,
         data_position: DataPosition | None = None,
         fetch_with: Callable[[Fetch[RawBatch]], Fetch[RawBatch]] = lambda fetch: fetch,
     ) -> None:
@@ -60,7 +60,7 @@ class TrainingData:
         spec: of the model.
         parallel: the processes of the run.
         texts: the captions.
-        vae: encodes the clips.
+        clip_encoders: encode the clips; freed where they are encoded beforehand.
         data_position: default: the beginning of the data.
         fetch_with: wraps what fetches a micro-batch's clips, to fetch others with them, say.
         """
@@ -88,29 +88,29 @@ class TrainingData:
         fetch: Fetch[RawBatch]
         data, seed, device = config.data, config.training.seed, parallel.device
         if texts.encode is None:
-            keys = self._encode_clips(texts.keys, vae)
+            keys = self._encode_clips(texts.keys, clip_encoders)
             self.vae: nn.Module | None = None
             strict, fetch = CacheFetch(keys), CacheFetch(keys, self._substitutes)
             self._encoder = CachedEncoder(data=data, seed=seed, device=device)
         else:
-            self.vae = vae
+            self.vae = clip_encoders["vae"]
             strict, fetch = DecodeFetch(seed), DecodeFetch(seed, self._substitutes)
-            encode_clip = partial(self._encode_clip, vae)
+            encode_clip = partial(self._encode_clip, clip_encoders)
             self._encoder = Encoder(texts.encode, encode_clip, data=data, seed=seed, device=device)
         self._fetch_strictly, self._fetch = fetch_with(strict), fetch_with(fetch)
 
     def _encode_clip(
-        self, vae: nn.Module, video: Tensor, generators: Sequence[torch.Generator]
+        self, clip_encoders: Parts, video: Tensor, generators: Sequence[torch.Generator]
     ) -> Mapping[str, Tensor]:
-        return self.spec.encode_clip(vae, video, generators if self.config.data.first_frame_noise else None)
+        return self.spec.encode_clip(clip_encoders, video, generators if self.config.data.first_frame_noise else None)
 
-    def _encode_clips(self, keys: CacheKeys, vae: nn.Module) -> CacheKeys:
+    def _encode_clips(self, keys: CacheKeys, clip_encoders: Parts) -> CacheKeys:
         """Encode every clip that the cache does not have, on all ranks; the names of entries."""
         data, loading = self.config.data, self.config.dataloader
         keys = replace(
             keys,
             # Tiling changes latents a little at the seams.
-            vae_identity=model_fingerprint({"vae": vae}, tiling=bool(self.config.model.enable_tiling)),
+            vae_identity=model_fingerprint(clip_encoders.modules, tiling=bool(self.config.model.enable_tiling)),
             with_first_frame=self.spec.clip_version,
             first_frame_noise=self.spec.facts.first_frame_noise if data.first_frame_noise else None,
             tiled=self.spec.tiles_by_size,
@@ -120,7 +120,7 @@ class TrainingData:
         def work(progress: Progress) -> Encoded:
             return precompute_video(
                 self.plan.encoded_clips(),
-                partial(self._encode_clip, vae),
+                partial(self._encode_clip, clip_encoders),
                 keys,
                 Share(
                     self.parallel.rank,

@@ -15,12 +15,10 @@ from finetrainers.methods.spec import MethodMemory, MethodSpec
 from .pairs import CHOSEN, PROMPT, REJECTED, PairFetch, PairPlan, of_column, survey_pairs
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from finetrainers.data.inspect.probe_all import ProbeOptions
     from finetrainers.data.loading.text_conditioning import TextConditioning
     from finetrainers.data.loading.training_data import TrainingData
-    from finetrainers.models.spec import ModelSpec
+    from finetrainers.models.spec import ModelSpec, Parts
 
 _FILE = f"give a file of pairs, --dataset_file FILE with the columns `{PROMPT}`, `{CHOSEN}` and `{REJECTED}`"
 #: Options of datasets that pairs have no use for, and why.
@@ -55,7 +53,7 @@ class PreferencePairs(MethodSpec):
         spec: ModelSpec,
         parallel: Any,
         texts: TextConditioning,
-        vae: nn.Module,
+        clip_encoders: Parts,
         data_position: DataPosition,
     ) -> TrainingData:
         from finetrainers.data.loading.training_data import TrainingData
@@ -66,7 +64,7 @@ class PreferencePairs(MethodSpec):
             spec=spec,
             parallel=parallel,
             texts=texts,
-            vae=vae,
+            clip_encoders=clip_encoders,
             data_position=data_position,
             fetch_with=partial(PairFetch, rejected=plan.rejected),
         )

@@ -18,10 +18,8 @@ from finetrainers.utils.launch import launched_processes
 from .plan import PromptPlan, plan_prompts
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from finetrainers.data.loading.text_conditioning import TextConditioning
-    from finetrainers.models.spec import ModelSpec
+    from finetrainers.models.spec import ModelSpec, Parts
 
     from .source import PromptSource
 
@@ -45,13 +43,19 @@ class RewardFinetuning(MethodSpec):
         spec: ModelSpec,
         parallel: Any,
         texts: TextConditioning,
-        vae: nn.Module,
+        clip_encoders: Parts,
         data_position: DataPosition,
     ) -> PromptSource:
         from .source import PromptSource
 
         return PromptSource(
-            plan, config, spec=spec, parallel=parallel, texts=texts, vae=vae, data_position=data_position
+            plan,
+            config,
+            spec=spec,
+            parallel=parallel,
+            texts=texts,
+            vae=clip_encoders["vae"],
+            data_position=data_position,
         )
 
     def problems(self, config: TrainConfig) -> list[Problem]:
