@@ -40,7 +40,16 @@ def five_clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def options(tiny_repo: Callable[..., Path], five_clips: Path) -> Callable[..., dict[str, Any]]:
+def five_pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of five preference pairs of the five clips."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"prompt": f"pair {k}", "chosen": f"{k}.mp4", "rejected": f"{(k + 1) % 5}.mp4"} for k in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def options(tiny_repo: Callable[..., Path], five_clips: Path, five_pairs: str) -> Callable[..., dict[str, Any]]:
     """`options(output_dir, family, **changes)`: options of a short fp32 run on five clips."""
 
     def build(output_dir: Path, family: str = "ltx_video", **changes: Any) -> dict[str, Any]:
@@ -61,6 +70,8 @@ def options(tiny_repo: Callable[..., Path], five_clips: Path) -> Callable[..., d
         }
         if family == "hunyuan_video":
             values["text_encoder_2_dtype"] = "fp32"
+        if values.get("method") == "dpo":
+            values["dataset_file"] = five_pairs
         if values.get("training_type", "lora") == "lora":
             values = {"rank": 4, "lora_alpha": 8, **values}
         return values

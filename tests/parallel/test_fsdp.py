@@ -30,12 +30,15 @@ FULL = {"train_steps": 2, "training_type": "full-finetune", "gradient_accumulati
 #: Groups of one: each process holds all weights, and gradients are averaged over the groups.
 HYBRID = {"fsdp": "hybrid", "fsdp_group_size": 1, "sync_each_batch": True}
 MIXED = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp_cpu_offload": True, "train_steps": 2}
+#: The reference model is a frozen copy of the network, which is sharded as well.
+PAIRS = {"method": "dpo", **FULL, "gradient_accumulation_steps": 1, "eval_num_items": 1, "eval_steps": 2}
 JOBS: dict[str, dict[str, Any]] = {
     "lora": {**LORA, **SAMPLES},
     "full": {**FULL, "checkpointing_steps": 1, "async_checkpointing": True},
     "resumed": {**FULL, "resume_from_checkpoint": "1"},
     "hybrid": {**LORA, **HYBRID, "dry_batches": "on"},
     "offloaded": MIXED,
+    "pairs": PAIRS,
     "refused": {"use_ema": True, "optimizer": "lion"},
     "uneven": {"fsdp": "hybrid", "fsdp_group_size": 3},
 }
@@ -57,7 +60,12 @@ def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactor
     """The same runs on one process, with twice the batch."""
     root = tmp_path_factory.mktemp("single")
     bf16 = {**MIXED, "fsdp_cpu_offload": False, "batch_size": 2}
-    larger = {"lora": {**LORA, "batch_size": 2}, "full": {**FULL, "gradient_accumulation_steps": 4}, "offloaded": bf16}
+    larger = {
+        "lora": {**LORA, "batch_size": 2},
+        "full": {**FULL, "gradient_accumulation_steps": 4},
+        "offloaded": bf16,
+        "pairs": {**PAIRS, "batch_size": 2},
+    }
     for name, changes in larger.items():
         train(load_config(**options(root / name, **changes)))
     return {**{name: root / name for name in larger}, "hybrid": root / "lora"}
@@ -82,7 +90,7 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], *, rtol: float = 1e-5, a
         torch.testing.assert_close(value, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("name", ["lora", "full", "hybrid"])
+@pytest.mark.parametrize("name", ["lora", "full", "hybrid", "pairs"])
 def test_same_training_as_one_process(name: str, jobs: Any, single: dict[str, Path]) -> None:
     root, (rank, other) = jobs
     kind = "fsdp2 in groups of 1" if name == "hybrid" else "fsdp2"

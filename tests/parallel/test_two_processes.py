@@ -42,6 +42,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "ltx": FULL,
     "hunyuan": {"family": "hunyuan_video", "train_steps": 1, **FULL},
     "cog": {"family": "cogvideox", "train_steps": 1, **FULL},
+    "pairs": {"method": "dpo", "dpo": {"beta": 50.0}, "eval_num_items": 1, "eval_steps": 1, "train_steps": 3, "max_grad_norm": 0.02},
     "in the background": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3, "checkpointing_steps": 1, "async_checkpointing": True},
     "the writer fails": {"train_steps": 4, "checkpointing_steps": 1, "async_checkpointing": True, "_fail_saving_on": 0},
     "rank 0 fails": {"_fail_saving_on": 0},
@@ -93,7 +94,7 @@ def close(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog"])
+@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog", "pairs"])
 def test_two_ranks_are_one_with_twice_the_batch(
     job: str, ranks: Ranks, options: Callable[..., dict], tmp_path: Path
 ) -> None:
@@ -101,6 +102,11 @@ def test_two_ranks_are_one_with_twice_the_batch(
     train(load_config(**options(tmp_path, batch_size=2, **changes)))
     close(ranks.directory(job), tmp_path)
     assert all("2 processes (DDP)" in rank["kind"] for rank in ranks[job])
+    if job == "pairs":
+        pairs = ("margin", "gain_chosen", "accuracy")
+        torch.testing.assert_close(
+            metrics(ranks.directory(job), *pairs), metrics(tmp_path, *pairs), rtol=1e-3, atol=1e-5
+        )
     if "eval_steps" in changes:
         # One held-out clip on two ranks: the second one's share does not count.
         ours, theirs = (metrics(path, "eval_loss", "eval_loss_0.30") for path in (ranks.directory(job), tmp_path))
@@ -129,13 +135,13 @@ def test_ranks_share_the_work_of_precomputing(ranks: Ranks) -> None:
     close(ranks.directory("precomputed"), ranks.directory("plain"))
 
 
-@pytest.mark.parametrize("job", ["plain", "straight", "rounding", "ltx"])
+@pytest.mark.parametrize("job", ["plain", "straight", "rounding", "ltx", "pairs"])
 def test_ranks_draw_different_noise_and_hold_the_same_weights(job: str, ranks: Ranks) -> None:
     one, other = ranks[job]
     assert one["digest"] == other["digest"]
     assert one["inputs"]
     assert len(one["inputs"]) == len(other["inputs"])
-    if job != "plain":  # where both also evaluate the one held-out clip
+    if job not in ("plain", "pairs"):  # where both also evaluate the one held-out clip
         assert not set(one["inputs"]) & set(other["inputs"])
 
 
