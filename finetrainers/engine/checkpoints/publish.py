@@ -6,9 +6,10 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from .find import REPLACED, scan_checkpoints
 from .manifest import write_manifest
 
 _GIB = 2**30
+
+
+def temporary_of(final: Path) -> Path:
+    """Where a checkpoint is written until it is whole."""
+    return final.with_name(f".{final.name}.tmp")
 
 
 def reserve(final: Path, *, needed: int) -> Path:
@@ -42,7 +48,7 @@ def reserve(final: Path, *, needed: int) -> Path:
             "written, earlier checkpoints are intact. Make room (--checkpointing_limit bounds how many are kept) and "
             "continue with --resume_from_checkpoint latest",
         )
-    temporary = root / f".{final.name}.tmp"
+    temporary = temporary_of(final)
     temporary.mkdir()
     return temporary
 
@@ -85,9 +91,14 @@ def published_size(output_dir: Path) -> int:
     return whole[-1].size if whole else 0
 
 
-def discard(final: Path) -> None:
-    """Remove what was written for a checkpoint that is not to be published."""
-    shutil.rmtree(final.with_name(f".{final.name}.tmp"), ignore_errors=True)
+@contextlib.contextmanager
+def discarded_on_error(final: Path) -> Iterator[None]:
+    """An error within the block removes what was written for the checkpoint; the next try needs the room."""
+    try:
+        yield
+    except Exception:
+        shutil.rmtree(temporary_of(final), ignore_errors=True)
+        raise
 
 
 def _remove(path: Path) -> None:

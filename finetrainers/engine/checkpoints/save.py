@@ -24,12 +24,12 @@ from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_json_atomic
 
-from ..run_dir import RunDirectory, package_versions
+from ..run_dir import package_versions
 from ..state import TrainState
 from ..trainable import save_weights, trainable_parameters
 from .async_save import BackgroundSave
 from .find import FORMAT, checkpoints_dir
-from .publish import discard, prune, publish, published_size, reserve
+from .publish import discarded_on_error, prune, publish, published_size, reserve, temporary_of
 from .staging import host_copy, parts_of, tensors_in
 
 logger = logging.getLogger(__name__)
@@ -116,40 +116,25 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
     started = time.perf_counter()
     parallel = state.parallel
     final = checkpoints_dir(state.run_dir.root) / f"step-{state.step}"
-    temporary = final.with_name(f".{final.name}.tmp")
+    what = f"saving {final}"
     in_background = _in_background(state)
     _wait_for_previous(state, background)
-    begun = time.perf_counter()
-    with parallel.raise_on_all_ranks(f"saving {final}"):
+    with parallel.raise_on_all_ranks(what):
         fault_point("save")
         snapshot = take_snapshot(state)
         if parallel.is_main:
-            if not in_background:
-                snapshot.check_finite()
             reserve(final, needed=_bytes_needed(state, snapshot))
-    try:
-        with parallel.raise_on_all_ranks(f"saving {final}"):
-            parallel.save_own_files(temporary)
-            job = None
-            if parallel.is_main and in_background:
-                job = _background_job(state, snapshot.on_host(), final, started=started)
-            elif parallel.is_main:
-                snapshot.write(temporary)
-        if in_background:
-            background.start(job, what=f"saving {final}")
-            return final
-        with parallel.raise_on_all_ranks(f"publishing {final}"):
-            if parallel.is_main:
-                publish(temporary, final, facts=snapshot.facts)
-                now = time.perf_counter()
-                _record(state.run_dir, snapshot, final, blocked_s=now - started, write_s=now - begun)
-    except Exception:
+    job = None
+    with discarded_on_error(final), parallel.raise_on_all_ranks(what):  # in this order: then no rank writes any more
+        parallel.save_own_files(temporary_of(final))
         if parallel.is_main:
-            discard(final)  # room for the next try; no rank writes any more
-        raise
-    with parallel.raise_on_all_ranks(f"removing checkpoints older than {final}"):
-        if parallel.is_main:
-            _prune(state.run_dir, step=state.step, limit=state.config.training.checkpointing_limit)
+            job = _job(state, snapshot, final, started=started, in_background=in_background)
+    if in_background:
+        background.start(job, what=what)
+        return final
+    with parallel.raise_on_all_ranks(what):
+        if job is not None:
+            job()
     return final
 
 
@@ -170,36 +155,27 @@ def _wait_for_previous(state: TrainState, background: BackgroundSave) -> None:
             logger.info("step %d waited %.1f s until the checkpoint before was written", state.step, waited)
 
 
-def _background_job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float) -> Callable[[], None]:
-    """What the thread does: all that rank 0 does with a snapshot. It touches no part of the state that changes."""
+def _job(
+    state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool
+) -> Callable[[], None]:
+    """All that rank 0 does with a snapshot. In the background with a copy, and no part of the state that changes."""
     run_dir, step, limit = state.run_dir, state.step, state.config.training.checkpointing_limit
-    temporary = final.with_name(f".{final.name}.tmp")
-    blocked = time.perf_counter() - started
+    if in_background:
+        snapshot = snapshot.on_host()
+    begun = time.perf_counter()
 
     def write() -> None:
-        begun = time.perf_counter()
-        try:
+        with discarded_on_error(final):
             snapshot.check_finite()
-            snapshot.write(temporary)
-            publish(temporary, final, facts=snapshot.facts)
-        except Exception:
-            discard(final)
-            raise
-        _record(run_dir, snapshot, final, blocked_s=blocked, write_s=time.perf_counter() - begun)
-        _prune(run_dir, step=step, limit=limit)
+            snapshot.write(temporary_of(final))
+            publish(temporary_of(final), final, facts=snapshot.facts)
+        now = time.perf_counter()
+        times = {"blocked_s": round((begun if in_background else now) - started, 3), "write_s": round(now - begun, 3)}
+        run_dir.event("checkpoint", step=step, path=str(final), **times)
+        for path in prune(run_dir.root, step=step, limit=limit):
+            run_dir.event("checkpoint_removed", path=str(path))
 
     return write
-
-
-def _record(run_dir: RunDirectory, snapshot: Snapshot, final: Path, *, blocked_s: float, write_s: float) -> None:
-    """An event: what was published, how long training stood still for it, and how long it took to write."""
-    times = {"blocked_s": round(blocked_s, 3), "write_s": round(write_s, 3)}
-    run_dir.event("checkpoint", step=snapshot.state["step"], path=str(final), **times)
-
-
-def _prune(run_dir: RunDirectory, *, step: int, limit: int | None) -> None:
-    for path in prune(run_dir.root, step=step, limit=limit):
-        run_dir.event("checkpoint_removed", path=str(path))
 
 
 def take_snapshot(state: TrainState) -> Snapshot:
