@@ -40,9 +40,9 @@ from finetrainers.demo.small_ltx import build_small_ltx  # noqa: E402
 from finetrainers.engine.assemble import assemble  # noqa: E402
 from finetrainers.engine.callbacks.base import Callback  # noqa: E402
 from finetrainers.engine.init_distributed import make_strategy  # noqa: E402
-from finetrainers.engine.load_transformer import load_trainable_transformer, trainable_dtype  # noqa: E402
 from finetrainers.engine.preflight import preflight  # noqa: E402
 from finetrainers.engine.state import TrainState  # noqa: E402
+from finetrainers.engine.trainable import load_trainable_transformer, trainable_dtype  # noqa: E402
 from finetrainers.engine.watchdog import Watchdog  # noqa: E402
 from finetrainers.methods.base import standard_normal  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -10,23 +12,27 @@ from torch import nn
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
+from finetrainers.methods.spec import WorkSource
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_from, lr_schedule
 from finetrainers.parallel.strategy import Strategy
 
-from .callbacks.build import make_callbacks
+from .callbacks.base import Callback
+from .callbacks.evaluation import MethodEvaluation
+from .callbacks.metrics import MetricsFile, RewardFiles, Tracker
+from .callbacks.progress import ProgressLine
+from .callbacks.validation import Validation
 from .checkpoints.restore import check_restorable, restore
 from .guards.memory import memory_advice
-from .load_transformer import load_trainable_transformer, trainable_dtype
 from .load_work import load_texts, load_work
 from .preflight import Preflight
 from .run_dir import RunDirectory
-from .sampling import encode_prompts
+from .sampling import EncodedPrompts, encode_prompts
 from .start_report import loading, print_line
 from .state import TrainState
-from .trainable import trainable_parameters
+from .trainable import load_trainable_transformer, trainable_dtype, trainable_parameters
 from .trainer import Trainer
 from .watchdog import Watchdog
 
@@ -73,10 +79,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
         total_steps=total_steps, run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
         watchdog=watchdog, checkpoint_fields=start.refreshed(config).checkpoint_fields(), ema=make_ema(config, network),
     )  # fmt: skip
-    callbacks = make_callbacks(
-        checked, parallel, method=method, source=source, scheduler=scheduler, encoded=encoded,
-        load_vae=lambda: spec.load_vae() if source.vae is None else source.vae,
-    )  # fmt: skip
+    callbacks = _make_callbacks(state, checked, source, scheduler=scheduler, encoded=encoded)
     restore(state, start)
     _start_records(state, checked)
     begun = start.schedule_start
@@ -115,6 +118,45 @@ def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr
             ),
             blocks=spec.blocks,
         )
+
+
+def _make_callbacks(
+    state: TrainState, checked: Preflight, source: WorkSource, *, scheduler: Any, encoded: EncodedPrompts | None
+) -> list[Callback]:
+    """What watches the run."""
+    config, headline, speaks = state.config, state.method.headline, state.parallel.is_main
+    callbacks: list[Callback] = [MetricsFile(), ProgressLine(enabled=speaks, headline=headline)]
+    if config.run.report_to != "none":
+        callbacks.append(Tracker(config.run, enabled=speaks))
+    if "reward/" in headline:
+        callbacks.append(RewardFiles())
+    if state.method.evaluates:
+        callbacks.append(MethodEvaluation(fps=checked.plan.fps))
+    if encoded is not None:
+        callbacks.append(
+            Validation(
+                encoded=encoded,
+                size=checked.plan.size,
+                section=config.validation,
+                frame_rate=config.validation.validation_frame_rate or checked.geometry.fps,
+                scheduler=scheduler,
+                load_vae=lambda: state.spec.load_vae() if source.vae is None else source.vae,
+                due=_validation_schedule(state, source),
+            )
+        )
+    return callbacks
+
+
+def _validation_schedule(state: TrainState, source: WorkSource) -> Callable[[int], bool]:
+    """Whether to sample after a step: every N steps, at the ends of every N epochs, and after the last step."""
+    steps, epochs = state.config.validation.validation_steps, state.config.validation.validation_epochs
+    at = {state.total_steps}
+    if steps:
+        at |= set(range(steps, state.total_steps + 1, steps))
+    if epochs:
+        ends = (source.steps_for_epochs(n) for n in count(epochs, epochs))
+        at |= set(takewhile(lambda step: step <= state.total_steps, ends))
+    return at.__contains__
 
 
 def _start_records(state: TrainState, checked: Preflight) -> None:

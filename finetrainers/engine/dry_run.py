@@ -15,11 +15,10 @@ from finetrainers.methods.registry import method_spec
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.utils.text import file_size, plural
 
-from .load_transformer import network_without_weights
 from .preflight import Preflight
 from .room import disk_needs, room_problem
 from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
-from .trainable import trainable_parameters
+from .trainable import network_without_weights, trainable_parameters
 
 #: Asked of this invocation, not of the run.
 _OF_THIS_COMMAND = ("dry_run", "verbose")

@@ -10,7 +10,7 @@ from finetrainers.models.spec import DTYPES
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.versions import __version__
 
-from .lora_layout import LORA_FILE
+from .initial_weights import LORA_FILE
 from .model_card import model_card
 from .preflight import Preflight
 from .state import TrainState

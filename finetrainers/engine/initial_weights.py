@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,11 @@ from finetrainers.utils.text import plural
 
 from .checkpoints.find import checkpoints_dir, find_checkpoint
 from .checkpoints.manifest import MANIFEST, damage
-from .lora_layout import LORA_FILE, is_expression, is_target, without_part
 
+#: Name under which diffusers looks for a LoRA in a folder.
+LORA_FILE = "pytorch_lora_weights.safetensors"
+_PART = re.compile(r"transformer(_\d+)?\.")
+_REGEX_CHARACTERS = re.compile(r"[*+?^$|()\[\]\\]")
 _LORA_NAME = re.compile(r"\.lora_?(A|B|down|up)\b|\.lora_magnitude_vector")
 _MODULE = re.compile(r"(?P<module>.+)\.(?:lora_(?:A|B)(?:\.\w+)?\.weight|lora_magnitude_vector(?:\.weight)?)$")
 
@@ -191,3 +194,18 @@ def _target_differences(modules: list[str], targets: list[str]) -> list[str]:
     if idle:
         found.append(f"target_modules: {' '.join(idle)} in this run, which the file does not adapt")
     return found
+
+
+def is_expression(targets: Sequence[str]) -> bool:
+    """Whether LoRA targets are one regular expression over full names, rather than suffixes."""
+    return len(targets) == 1 and _REGEX_CHARACTERS.search(targets[0]) is not None
+
+
+def without_part(name: str) -> str:
+    """A name in a LoRA file without the part of the pipeline, the network that it is for: `transformer.`, `transformer_2.`"""
+    return _PART.sub("", name, count=1) if _PART.match(name) else name
+
+
+def is_target(module: str, target: str) -> bool:
+    """Whether a suffix names a module."""
+    return module == target or module.endswith("." + target)

@@ -16,9 +16,8 @@ from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import file_size
 
-from .load_transformer import network_without_weights
 from .preflight import Preflight
-from .trainable import trainable_parameters
+from .trainable import network_without_weights, trainable_parameters
 
 #: Of a sampled video: bytes a pixel and frame of H.264, and of the eight frames of its contact sheet.
 _VIDEO_BYTES, _SHEET_BYTES, _SHEET_FRAMES = 0.1, 1.5, 8

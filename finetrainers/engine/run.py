@@ -29,7 +29,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
 
     Args:
         checked: what to train.
-        handle_signals: whether a signal (`stopping.SIGNALS`) stops the run with a checkpoint; only in the main thread.
+        handle_signals: whether a signal (`control.SIGNALS`) stops the run with a checkpoint; only in the main thread.
         callbacks: what watches the run besides its own, after these.
     """
     config = checked.config

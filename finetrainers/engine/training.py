@@ -15,7 +15,7 @@ from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import restored
 
 from .callbacks.base import Callback
-from .lora_layout import LORA_FILE
+from .initial_weights import LORA_FILE
 from .ready import get_ready
 
 

@@ -12,8 +12,8 @@ import pytest
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import room
-from finetrainers.engine.load_transformer import network_without_weights
 from finetrainers.engine.ready import get_ready
+from finetrainers.engine.trainable import network_without_weights
 from finetrainers.engine.training import train
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.callbacks.rewards import RewardFiles
+from finetrainers.engine.callbacks.metrics import RewardFiles
 from finetrainers.engine.checkpoints import publish
 from finetrainers.engine.checkpoints.find import find_checkpoint
 from finetrainers.engine.checkpoints.manifest import write_manifest

@@ -24,7 +24,7 @@ from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file
 
 from finetrainers import Callback, TrainState, load_config, train
-from finetrainers.engine.stopping import SIGNALS
+from finetrainers.engine.control import SIGNALS
 
 ROOT = Path(__file__).parents[2]
 

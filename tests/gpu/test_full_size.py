@@ -25,12 +25,11 @@ from finetrainers.data.inspect.batch_counts import BatchCounts
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.engine.init_distributed import make_strategy
-from finetrainers.engine.load_transformer import load_trainable_transformer, trainable_dtype
 from finetrainers.engine.preflight import Preflight
 from finetrainers.engine.resume_plan import new_run
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.state import TrainState
-from finetrainers.engine.trainable import attach, trainable_parameters
+from finetrainers.engine.trainable import attach, load_trainable_transformer, trainable_dtype, trainable_parameters
 from finetrainers.engine.trainer import Trainer
 from finetrainers.engine.watchdog import Watchdog
 from finetrainers.memory.estimate import GIB, estimate_for

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class MethodEvaluation(Callback):
-    """Has the method evaluate the network before the first step, when `due(step)`, and at the end; keeps the clips."""
+    """Has the method evaluate the network before the first step, every `eval_steps` steps, and at the end; keeps the clips."""
 
     samples = True
 
-    def __init__(self, *, fps: float, due: Callable[[int], bool]) -> None:
+    def __init__(self, *, fps: float) -> None:
         self.fps = fps
-        self.due = due
 
     def on_start(self, state: TrainState) -> Record | None:
         return self.evaluate(state) if state.step == 0 else None
 
     def on_step(self, state: TrainState) -> Record | None:
-        is_due = state.requests.sample or self.due(state.step) or state.step == state.total_steps
+        every = state.config.validation.eval_steps
+        is_due = state.requests.sample or state.step == state.total_steps or (every and state.step % every == 0)
         return self.evaluate(state) if is_due else None
 
     def evaluate(self, state: TrainState) -> Record:

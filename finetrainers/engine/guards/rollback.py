@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from finetrainers.engine.load_transformer import trainable_dtype
-from finetrainers.engine.trainable import load_lora_weights
+from finetrainers.engine.trainable import load_lora_weights, trainable_dtype
 
 from ..checkpoints.find import find_checkpoint, read_state
 from ..checkpoints.restore import load_checkpoint

@@ -22,7 +22,7 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import control
 from finetrainers.engine.checkpoints.find import list_checkpoints
-from finetrainers.engine.stopping import SIGNALS
+from finetrainers.engine.control import SIGNALS
 from finetrainers.engine.trainer import Trainer
 from finetrainers.engine.training import train
 from finetrainers.utils import exit_codes
@@ -100,7 +100,7 @@ def assert_same(ours: Path, theirs: Path) -> None:
 #: Stands still where no Python runs: a lock of the C library that is taken already.
 _STUCK = """
 import ctypes, signal, sys, time
-from finetrainers.engine.stopping import StopSignals
+from finetrainers.engine.control import StopSignals
 before = signal.getsignal(signal.SIGTERM)
 signals = StopSignals(speaks=True)
 with signals.listening():
