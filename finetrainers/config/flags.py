@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 
 from finetrainers.utils.text import quoted, shortened
 
-from .dialects.aliases import REFUSED, SWITCHES, WITHOUT_EFFECT, foreign_names
-from .dialects.former_methods import ALGORITHM
-from .dialects.load_variants import LOAD_VARIANTS
+from .dialects.aliases import FOREIGN
 from .errors import ConfigError, Problem
+from .given import Given
 from .help import TRAIN, Guide, help_text
-from .load import Source, build_config, file_source
-from .names import INSTEAD, SAME, unknown_option
+from .load import build_config, file_source
+from .names import DEPENDENT, INSTEAD, SAME, unknown_option
 from .root import TrainConfig, belongs, fields, sections, split_name
 from .shape import is_list, is_switch
 
@@ -56,25 +55,17 @@ def make_parser(prog: str, *, guide: Guide = TRAIN) -> argparse.ArgumentParser:
         elif is_list(option.field):
             options["nargs"] = "*"
         parser.add_argument(f"--{name}", **options)
-    for name, shape in _other_flags().items():
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **shape)
+    for name in dict.fromkeys((*SAME, *INSTEAD, *FOREIGN, *DEPENDENT)):
+        parser.add_argument(f"--{name}", action=_Other, nargs="*", default=argparse.SUPPRESS)
     return parser
 
 
-def _other_flags() -> dict[str, dict[str, Any]]:
-    """Flags of other programs, with the arguments of `add_argument` for each."""
-    alone: dict[str, Any] = {"nargs": "?", "const": True}
-    any_number: dict[str, Any] = {"nargs": "*"}
-    found = dict.fromkeys(INSTEAD, any_number)
-    for name in foreign_names():
-        found[name] = any_number if name in REFUSED or name in WITHOUT_EFFECT else alone if name in SWITCHES else {}
-    for name, option in SAME.items():
-        field = fields()[option].field
-        found[name] = alone if is_switch(field) else any_number if is_list(field) else {}
-    found[ALGORITHM] = {}
-    for name in LOAD_VARIANTS:
-        found[name] = alone if name == "start_from_scratch" else {}
-    return found
+class _Other(argparse.Action):
+    """A flag of another program. Ours that it becomes decides later about its value; alone it is a switch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        is_several = len(values) > 1 or (self.dest in SAME and is_list(fields()[SAME[self.dest]].field))
+        setattr(namespace, self.dest, values if is_several else values[0] if values else True)
 
 
 def flat_flag(argument: str) -> str:
@@ -135,11 +126,11 @@ def parse_flags(
                 f"unexpected {' '.join(shortened(quoted(one)) for one in stray)}; values follow their flag",
             )
         )
-    sources: list[Source] = []
+    sources: list[Given] = []
     if config_path is not None:
         try:
             sources.append(file_source(config_path))
         except ConfigError as error:  # what the file would have set is not known, so nothing more can be judged
             raise ConfigError([*problems, *error.problems]) from None
-    sources.append(Source(values, {name: f"--{name}" for name in values}, problems))
+    sources.append(Given(values, {name: f"--{name}" for name in values}, problems))
     return build_config(sources), False

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import tomli_w
 from pydantic import SecretStr, ValidationError
 
+from finetrainers.utils.logs import NOTES
 from finetrainers.utils.text import nearest
 
-from .dialects.aliases import is_foreign as is_alias
-from .dialects.aliases import note, translate
+from .dialects.aliases import FOREIGN, translate
 from .dialects.diffusion_pipe import is_diffusion_pipe, translate_document
-from .dialects.former_methods import ALGORITHM, translate_algorithm
-from .dialects.load_variants import LOAD_VARIANTS, translate_load_variants
 from .errors import ConfigError, Problem, value_message
 from .files import read_text
+from .given import Given, Locate
 from .grpo import REWARD_METHODS
-from .names import VALUES, is_known, translate_names, unknown_option
+from .names import DEPENDENT, VALUES, is_known, translate_dependent, translate_names, unknown_option
 from .presets import fill_preset
 from .root import TrainConfig, belongs, fields, flat_name, former_names, sections, split_name
 
@@ -31,50 +30,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-#: Where something is given, for messages: from the table (None: none) and the name (None: the table itself).
-Locate = Callable[[str | None, str | None], str]
-
-
-@dataclass
-class Source:
-    """Flat option values from one place.
-
-    Attributes:
-        values: by flat name, other programs' names among them.
-        where: the place of each, for messages.
-        problems: what is wrong with their names.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    where: dict[str, str] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-
-    def take(self, document: Mapping[str, Any], locate: Locate) -> None:
-        """Add options that stand in their section's table, or flat at the top level."""
-        for entry, value in document.items():
-            if not isinstance(value, Mapping):
-                self._add(*split_name(entry), value, locate)
-            elif entry in sections():
-                for name, inner in value.items():
-                    self._add(entry, name, inner, locate)
-            else:
-                message = f"unknown table [{entry}]{nearest(entry, sections())}"
-                self.problems.append(Problem(locate(entry, None), message))
-
-    def _add(self, table: str | None, name: str, value: Any, locate: Locate) -> None:
-        where = locate(table, name)
-        name = flat_name(name.replace("-", "_"), table)
-        option = former_names().get(name, name)
-        if option in fields() and not belongs(option, table):
-            message = f"{name!r} belongs in [{fields()[option].section}], not in [{table}]"
-            self.problems.append(Problem(where, message))
-        elif option not in fields() and not is_foreign(name):
-            self.problems.append(unknown_option(name, where))
-        elif name in self.values:
-            self.problems.append(Problem(where, f"{name!r} is given twice"))
-        else:
-            self.values[name], self.where[name] = value, where
-
 
 def load_config(path: str | Path | None = None, **options: Any) -> TrainConfig:
     """Load a configuration from a TOML file, if any; `options`, by flat name, override it.
@@ -82,12 +37,12 @@ def load_config(path: str | Path | None = None, **options: Any) -> TrainConfig:
     Raises:
         ConfigError: anything unknown, missing or out of bounds; all of it at once.
     """
-    given = Source()
-    given.take(options, lambda table, name: ".".join(part for part in (table, name) if part))
+    given = Given()
+    _take(given, options, lambda table, name: ".".join(part for part in (table, name) if part))
     return build_config([*([file_source(Path(path))] if path is not None else []), given])
 
 
-def file_source(path: Path) -> Source:
+def file_source(path: Path) -> Given:
     """Read a TOML file; options stand in their section's table, or flat at the top level.
 
     Raises:
@@ -98,21 +53,39 @@ def file_source(path: Path) -> Source:
     def locate(table: str | None, name: str | None) -> str:
         return f"{path}:{_line_of(text, name, table)}"
 
-    found = Source()
+    found = Given()
     if is_diffusion_pipe(document):
-        theirs = translate_document(document)
-        document, found.values = theirs.rest, theirs.options
-        found.where = {name: locate(*theirs.keys.get(name, (None, name))) for name in theirs.options}
-        found.problems += [Problem(locate(*key), f"{key[1]}: {message}") for key, message in theirs.problems]
-        for key, message in theirs.notes:
-            note(f"{locate(*key)}: {key[1]} {message}")
-    found.take(document, locate)
+        document = translate_document(document, found, locate)
+    _take(found, document, locate)
     return found
 
 
-def is_foreign(name: str) -> bool:
-    """Whether a name is another program's for one of our options."""
-    return is_alias(name) or is_known(name) or name in LOAD_VARIANTS or name == ALGORITHM
+def _take(given: Given, document: Mapping[str, Any], locate: Locate) -> None:
+    """Add options that stand in their section's table, or flat at the top level."""
+    for entry, value in document.items():
+        if not isinstance(value, Mapping):
+            _take_one(given, *split_name(entry), value, locate)
+        elif entry in sections():
+            for name, inner in value.items():
+                _take_one(given, entry, name, inner, locate)
+        else:
+            message = f"unknown table [{entry}]{nearest(entry, sections())}"
+            given.problems.append(Problem(locate(entry, None), message))
+
+
+def _take_one(given: Given, table: str | None, name: str, value: Any, locate: Locate) -> None:
+    where = locate(table, name)
+    name = flat_name(name.replace("-", "_"), table)
+    option = former_names().get(name, name)
+    if option in fields() and not belongs(option, table):
+        message = f"{name!r} belongs in [{fields()[option].section}], not in [{table}]"
+        given.problems.append(Problem(where, message))
+    elif option not in fields() and not (is_known(name) or name in FOREIGN or name in DEPENDENT):
+        given.problems.append(unknown_option(name, where))
+    elif name in given.values:
+        given.problems.append(Problem(where, f"{name!r} is given twice"))
+    else:
+        given.values[name], given.where[name] = value, where
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
@@ -149,52 +122,39 @@ def _line_of(text: str, name: str | None, table: str | None) -> int:
     return 1
 
 
-def build_config(sources: Sequence[Source]) -> TrainConfig:
+def build_config(sources: Sequence[Given]) -> TrainConfig:
     """Merge sources (later ones override), translate other programs' names, apply the preset, and validate.
 
     Raises:
         ConfigError: all problems of all sources at once.
     """
-    problems: list[Problem] = []
-    merged: dict[str, Any] = {}
-    where: dict[str, str] = {}
     method = next((source.values["method"] for source in reversed(sources) if "method" in source.values), None)
+    given = Given()
     for source in sources:
-        values, places = dict(source.values), dict(source.where)
-        misnamed, taken = translate_names(values, places, others=is_alias if method in REWARD_METHODS else None)
-        problems += [*source.problems, *misnamed]
-        for text in taken:
-            note(text)
-        merged |= values
-        where |= places
-
-    problems += translate_load_variants(merged, where)
-    misnamed, said = translate_algorithm(merged, where)
-    problems += misnamed
-    for text in said:
-        note(text)
-    translated = translate(merged, where)
-    problems += translated.problems
-    lost = [*(name for problem in problems for name in problem.about), *translated.lost]
-    for text in fill_preset(merged):
-        note(text)
-    return _validated(merged, where, problems, lost)
+        translate_names(source, others=FOREIGN if method in REWARD_METHODS else ())
+        given.override(source)
+    translate_dependent(given)
+    translate(given)
+    fill_preset(given)
+    if os.environ.get("RANK", "0") == "0":
+        for note in given.notes:
+            NOTES.warning(note)
+    return _validated(given)
 
 
-def _validated(
-    merged: Mapping[str, Any], where: Mapping[str, str], problems: Sequence[Problem], lost: Sequence[str]
-) -> TrainConfig:
+def _validated(given: Given) -> TrainConfig:
     """Validate flat options; raise if there are problems already, or if a value is invalid."""
     nested: dict[str, dict[str, Any]] = {"model": {}}
-    for name, value in merged.items():
+    for name, value in given.values.items():
         nested.setdefault(fields()[name].section, {})[fields()[name].key] = value
     try:
         config = TrainConfig.model_validate(nested)
     except ValidationError as error:
-        found = _translate(error, where)
-        raise ConfigError([*problems, *found.values()], rest=_without(nested, found), wrong=[*found, *lost]) from None
-    if problems:
-        raise ConfigError(problems, rest=config, wrong=lost)
+        found = _translate(error, given.where)
+        problems, wrong = [*given.problems, *found.values()], [*found, *given.lost]
+        raise ConfigError(problems, rest=_without(nested, found), wrong=wrong) from None
+    if given.problems:
+        raise ConfigError(given.problems, rest=config, wrong=given.lost)
     return config
 
 
@@ -228,9 +188,8 @@ def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Pr
 
 def dump_toml(config: TrainConfig) -> str:
     """Dump the resolved configuration as TOML that loads back to an equal one; see `Option.dumped`."""
-    dumped = config.model_dump(mode="json", exclude_none=True)
-    kept: dict[str, dict[str, Any]] = {table: {} for table in dumped}
-    for option in fields().values():
-        if option.dumped and option.key in dumped[option.section]:
-            kept[option.section][option.key] = dumped[option.section][option.key]
-    return tomli_w.dumps(kept)
+    tables: dict[str, dict[str, Any]] = {table: {} for table in sections()}
+    for name, value in config.plain().items():
+        if value is not None:
+            tables[fields()[name].section][fields()[name].key] = value
+    return tomli_w.dumps(tables)

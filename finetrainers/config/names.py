@@ -1,5 +1,5 @@
 """What other trainers call our options: sd-scripts and musubi-tuner, diffusers' scripts, ai-toolkit, Lightricks'
-trainers, SimpleTuner, diffusion-pipe, later releases of these scripts.
+trainers, SimpleTuner, diffusion-pipe, Open-Sora, later releases of these scripts.
 
 A name that means the same is accepted, with a note. One that means something else, or that has no counterpart, is
 refused with what to use instead. DanceGRPO's names are in `aliases.py`; with `--method grpo` they come first.
@@ -8,14 +8,20 @@ refused with what to use instead. DanceGRPO's names are in `aliases.py`; with `-
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from finetrainers.utils.text import quoted, shortened
 
 from .errors import Problem
+from .given import Given
 from .root import fields, former_names, split_name
+
+
+def names_of(groups: Mapping[str, str]) -> dict[str, str]:
+    """A table by name from one whose values are all the names, separated by spaces."""
+    return {name: value for value, names in groups.items() for name in names.split()}
+
 
 #: Our options, and the names that mean the same.
 _SAME = {
@@ -49,8 +55,8 @@ _SAME = {
     "checkpointing_steps": "save_every save_every_n_steps save_steps save_interval checkpoint_steps "
     "checkpoint_step_interval",
     "checkpointing_limit": "checkpoints_total_limit save_total_limit keep_last_n max_step_saves_to_keep",
-    "resume_from_checkpoint": "resume resume_from",
-    "init_from": "network_weights init_lora init_from_existing lora_weights",
+    "resume_from_checkpoint": "resume resume_from load",
+    "init_from": "network_weights init_lora init_from_existing lora_weights ckpt_path",
     "use_ema": "ema",
     "optimizer": "optimizer_type optim",
     "use_8bit_bnb": "use_8bit_adam",
@@ -79,101 +85,111 @@ _SAME = {
     "hub_token": "hf_token huggingface_token",
 }
 #: Names that mean the same as one of ours, to that one; those of our own earlier versions, too.
-SAME = {name: option for option, names in _SAME.items() for name in names.split()} | former_names()
+SAME = names_of(_SAME) | former_names()
+#: Names whose meaning depends on other options: Open-Sora's, and ours of earlier versions, when DiffusionNFT was
+#: `--method grpo --rl_algorithm nft`.
+DEPENDENT = ("start_from_scratch", "rl_algorithm")
 
-_BUCKETS = "sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768, and may be several"
-_CAPTIONS = "captions are .txt files with the names of the clips, or a metadata file (--dataset_file)"
-_CACHE = "--precompute_conditions encodes clips and captions once, before training, and keeps them on disk"
-_ATTENTION = "attention is PyTorch's own, which chooses the fastest kernel; leave it out"
-_FP8 = "--layerwise_upcasting_modules transformer stores the frozen weights in 8 bits"
-_SWAP = "blocks are not swapped; use --gradient_checkpointing and --layerwise_upcasting_modules transformer, or --fsdp full --fsdp_cpu_offload"
-_LOSS = "the loss is the squared error, weighted by --flow_weighting_scheme; leave it out"
-_COMPILE = "networks are not compiled; leave it out"
-_STEPS = "it is counted in optimizer steps here: --checkpointing_steps"
-_PARTS = "single weight files are not read; --pretrained_model_name_or_path is a hub id or folder in diffusers layout, and --transformer_id, --vae_id, --text_encoder_id replace parts of it"
-_LORA = "there is LoRA (--training_type lora, also --use_dora, --use_rslora) and no other adapter; modules are named by --target_modules"
-_PRIOR = "there is no prior preservation; leave it out"
-_TEXT = "text encoders are not trained; --lr is the only learning rate"
-_AUGMENT = "clips and captions are not augmented; --video_reshape_mode random crops at random"
-_BUCKETING = "clips are always sorted into buckets; --resolutions with --num_ar_buckets chooses sizes for you"
-_LAUNCH = "the launcher takes it: `accelerate launch ... train.py`, or CUDA_VISIBLE_DEVICES in the environment"
-_PARALLEL = "several GPUs are DDP unless --fsdp full, --fsdp hybrid with --fsdp_group_size, or --deepspeed"
-_TIMESTEPS = "noise levels are --flow_weighting_scheme logit_normal (`sigmoid` elsewhere) or none (`uniform`), and --flow_shift (`shift`)"
-_DATASETS = (
-    "several datasets, with num_repeats or weight each, are --dataset FILE.toml; one is --data_root or --dataset_file"
-)
-_PROMPTS = "--validation_prompts takes the prompts themselves, joined by `:::`, or a .jsonl or .toml file"
-_KEY = "keys are not options; set WANDB_API_KEY in the environment"
-_LOW = "docs/how-to/memory.md says which options save memory; --gradient_checkpointing is the first"
-_SAVED = "weights are always safetensors, LoRAs in fp32 and networks in --transformer_dtype"
-
-#: Names that are no option here, and what to do instead.
-INSTEAD = {
-    **dict.fromkeys(["width", "height", "h", "w", "t", "num_frames", "max_num_frames", "target_frames", "frames", "num_frame", "video_dims", "video_size"], _BUCKETS),
-    "resolution": "--resolutions 512 gives an area by the side of a square; exact " + _BUCKETS,
-    **dict.fromkeys(["size", "image_size", "video_resolution", "target_resolution", "max_resolution"], _BUCKETS),
-    **dict.fromkeys(["fps", "frame_rate", "source_fps"], "clips are resampled to --target_fps, samples have --validation_frame_rate"),
-    **dict.fromkeys(["caption_ext", "caption_extension", "caption_strategy", "caption_file"], _CAPTIONS),
-    **dict.fromkeys(["instance_prompt", "prompt", "caption"], f"every clip has a caption of its own, and --id_token puts a trigger word before each; {_CAPTIONS}"),
-    **dict.fromkeys(["train_data_dir", "instance_data_dir", "image_dir"], f"--data_root is the folder of the clips; repeats in folder names are not read, and {_CAPTIONS}"),
-    **dict.fromkeys(["dataset_config", "data_config", "data_backend_config", "datasets", "num_repeats", "dataset_repeats", "repeats"], _DATASETS),
-    "preprocessed_data_root": f"--data_root is the folder of the clips themselves; {_CACHE}",
-    **dict.fromkeys(
-        ["cache_latents", "cache_latents_to_disk", "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk", "cache_text_embeddings", "cache_text_embeds", "precompute_latents", "precompute_text_embeddings"], _CACHE),
-    **dict.fromkeys(["cache_directory", "latent_cache_dir"], "the cache is in --precompute_dir, with --precompute_conditions"),
-    **dict.fromkeys(["class_data_dir", "class_prompt", "with_prior_preservation", "prior_loss_weight", "num_class_images", "reg_data_dir"], _PRIOR),
-    **dict.fromkeys(["random_flip", "flip_aug", "color_aug", "shuffle_caption", "shuffle_tokens", "keep_tokens", "skip_frames_start", "skip_frames_end"], _AUGMENT),
-    **dict.fromkeys(["enable_bucket", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale"], _BUCKETING),
-    **dict.fromkeys(["dit", "unet", "vae", "vae_path", "transformer_path", "text_encoder", "text_encoder1", "text_encoder2", "text_encoder_path", "clip", "t5", "t5xxl", "clip_l", "single_file_path"], _PARTS),
-    "model_type": "the family is --model_name, and LoRA or all weights is --training_type lora or full-finetune",
-    "task": "the family is --model_name, and the checkpoint decides between text and image to video",
-    **dict.fromkeys(["use_lora", "lora", "lora_type", "lycoris_config", "network_module", "network_args", "network_type", "peft"], _LORA),
-    **dict.fromkeys(["full_finetune", "full_finetuning", "finetune_type"], "use --training_type full-finetune"),
-    **dict.fromkeys(["full_bf16", "full_fp16"], "use --training_type full-finetune --master_weights stochastic_rounding"),
-    **dict.fromkeys(["bf16", "fp16"], "use --mixed_precision bf16 or fp16"),
-    **dict.fromkeys(["dtype", "weight_dtype", "torch_dtype"], "use --transformer_dtype, --vae_dtype and --text_encoder_dtype"),
-    **dict.fromkeys(["xformers", "sdpa", "flash_attn", "flash3", "sage_attn", "split_attn", "mem_eff_attn", "attn_mode", "attention_mechanism", "enable_xformers_memory_efficient_attention", "attn_provider_training"], _ATTENTION),
-    **dict.fromkeys(["blocks_to_swap", "block_swap", "block_to_swap", "num_blocks_to_swap"], _SWAP),
-    "gradient_checkpointing_cpu_offload": "--gradient_checkpointing recomputes activations, and none are moved to the CPU",
-    **dict.fromkeys(["fp8_base", "fp8_scaled", "fp8_llm", "fp8", "quantize", "quantize_te", "quantization", "base_model_precision"], _FP8),
-    **dict.fromkeys(["lowram", "lowvram", "low_vram", "highvram", "medvram"], _LOW),
-    **dict.fromkeys(["compile", "torch_compile", "compile_with_inductor", "dynamo_backend"], _COMPILE),
-    **dict.fromkeys(["timestep_sampling", "timestep_type", "timestep_sampling_mode", "timestep_sample_method", "weighting_scheme"], _TIMESTEPS),
-    "sigmoid_scale": "it is --flow_logit_std, with --flow_weighting_scheme logit_normal",
-    "logit_std": "it is --flow_logit_std, with --flow_weighting_scheme logit_normal",
-    "logit_mean": "it is --flow_logit_mean; a positive one trains more noise here, and less in diffusers' scripts",
-    "mode_scale": "it is --flow_mode_scale; diffusers' scripts run it the other way round, from low noise to high",
-    **dict.fromkeys(["min_timestep", "max_timestep", "timestep_boundaries"], "all noise levels are trained; --flow_weighting_scheme and --flow_logit_mean move them"),
-    **dict.fromkeys(["loss_type", "huber_c", "pseudo_huber_c", "huber_schedule", "min_snr_gamma", "snr_gamma", "noise_offset", "multires_noise_iterations", "ip_noise_gamma", "masked_loss"], _LOSS),
-    **dict.fromkeys(["save_every_n_epochs", "save_every_n_minutes", "checkpoint_epoch_interval"], _STEPS),
-    **dict.fromkeys(["save_last_n_steps", "save_last_n_epochs"], "--checkpointing_limit N keeps the newest N checkpoints"),
-    **dict.fromkeys(["save_model_as", "save_precision", "save_dtype"], _SAVED),
-    "save_state": "every checkpoint holds the whole training state; --checkpointing_steps says how often",
-    "load_checkpoint": "--resume_from_checkpoint continues a run, and --init_from starts from weights alone",
-    "output_name": "files have fixed names in --output_dir; the LoRA is pytorch_lora_weights.safetensors",
-    **dict.fromkeys(["name", "training_folder"], "a run is named by its --output_dir"),
-    **dict.fromkeys(["ema_start_step", "ema_beta", "ema_config"], "use --use_ema with --ema_decay and --ema_update_after_step"),
-    **dict.fromkeys(["optimizer_args", "optimizer_params", "optimizer_config", "betas"], "use --beta1, --beta2, --weight_decay and --epsilon"),
-    **dict.fromkeys(["lr_scheduler_args", "scheduler_params"], "use --lr_warmup_steps, --lr_num_cycles and --lr_power"),
-    "warmup_ratio": "warm-up is counted in optimizer steps: --lr_warmup_steps",
-    **dict.fromkeys(["unet_lr", "text_encoder_lr", "train_text_encoder", "text_encoder_learning_rate", "learning_rate_te1"], _TEXT),
-    **dict.fromkeys(["sample_prompts", "validation_prompt_file", "validation_dataset_file", "user_prompt_library"], _PROMPTS),
-    "sample_steps": "denoising steps of a sample are --validation_inference_steps, and how often is --validation_steps",
-    "guidance_scale": "that of samples is --validation_guidance_scale; networks that take guidance are trained at 1",
-    **dict.fromkeys(["negative_prompt", "validation_negative_prompt", "neg"], "samples have an empty negative prompt; leave it out"),
-    "validation_seed": "--seed decides the noise of samples too",
-    "sample_at_first": "an empty file `control/sample` in the run's directory asks for samples at any time",
-    **dict.fromkeys(["log_every", "logging_interval", "steps_per_print", "log_interval"], "it is --logging_steps, in optimizer steps"),
-    "wandb_run_name": "a run is named by its --output_dir, and its project by --tracker_name",
-    **dict.fromkeys(["wandb_api_key", "wandb_key"], _KEY),
-    **dict.fromkeys(["persistent_data_loader_workers", "persistent_workers"], "workers always stay for the whole run; leave it out"),
-    **dict.fromkeys(["num_processes", "num_machines", "machine_rank", "main_process_port", "gpu_ids", "num_cpu_threads_per_process", "devices", "num_gpus", "gpus"], _LAUNCH),
-    "device": _LAUNCH,
-    **dict.fromkeys(["parallel_backend", "dp_degree", "dp_shards", "tp_degree", "cp_degree", "pp_degree", "pipeline_stages"], _PARALLEL),
-    "ddp_timeout": "it is --nccl_timeout, in seconds",
-    **dict.fromkeys(["config_file", "config_path"], "a file of options is --config FILE.toml"),
-    **dict.fromkeys(["debug", "log_level"], "set FINETRAINERS_LOG_LEVEL=debug in the environment"),
+#: What to do instead, and the names that are no option here.
+_INSTEAD = {
+    "sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768, and may be several":
+        "width height h w t num_frames max_num_frames target_frames frames num_frame video_dims video_size size "
+        "image_size video_resolution target_resolution max_resolution",
+    "--resolutions 512 gives an area by the side of a square; exact sizes are --video_resolution_buckets "
+    "FRAMESxHEIGHTxWIDTH, for example 49x512x768, and may be several": "resolution",
+    "clips are resampled to --target_fps, samples have --validation_frame_rate": "fps frame_rate source_fps",
+    "captions are .txt files with the names of the clips, or a metadata file (--dataset_file)":
+        "caption_ext caption_extension caption_strategy caption_file",
+    "every clip has a caption of its own, and --id_token puts a trigger word before each; captions are .txt files "
+    "with the names of the clips, or a metadata file (--dataset_file)": "instance_prompt prompt caption",
+    "--data_root is the folder of the clips; repeats in folder names are not read, and captions are .txt files with "
+    "the names of the clips, or a metadata file (--dataset_file)": "train_data_dir instance_data_dir image_dir",
+    "several datasets, with num_repeats or weight each, are --dataset FILE.toml; one is --data_root or --dataset_file":
+        "dataset_config data_config data_backend_config datasets num_repeats dataset_repeats repeats",
+    "--data_root is the folder of the clips themselves; --precompute_conditions encodes clips and captions once, "
+    "before training, and keeps them on disk": "preprocessed_data_root",
+    "--precompute_conditions encodes clips and captions once, before training, and keeps them on disk":
+        "cache_latents cache_latents_to_disk cache_text_encoder_outputs cache_text_encoder_outputs_to_disk "
+        "cache_text_embeddings cache_text_embeds precompute_latents precompute_text_embeddings",
+    "the cache is in --precompute_dir, with --precompute_conditions": "cache_directory latent_cache_dir",
+    "there is no prior preservation; leave it out":
+        "class_data_dir class_prompt with_prior_preservation prior_loss_weight num_class_images reg_data_dir",
+    "clips and captions are not augmented; --video_reshape_mode random crops at random":
+        "random_flip flip_aug color_aug shuffle_caption shuffle_tokens keep_tokens skip_frames_start skip_frames_end",
+    "clips are always sorted into buckets; --resolutions with --num_ar_buckets chooses sizes for you":
+        "enable_bucket min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale",
+    "single weight files are not read; --pretrained_model_name_or_path is a hub id or folder in diffusers layout, and"
+    " --transformer_id, --vae_id, --text_encoder_id replace parts of it":
+        "dit unet vae vae_path transformer_path text_encoder text_encoder1 text_encoder2 text_encoder_path clip t5 "
+        "t5xxl clip_l single_file_path",
+    "the family is --model_name, and LoRA or all weights is --training_type lora or full-finetune": "model_type",
+    "the family is --model_name, and the checkpoint decides between text and image to video": "task",
+    "there is LoRA (--training_type lora, also --use_dora, --use_rslora) and no other adapter; modules are named by "
+    "--target_modules": "use_lora lora lora_type lycoris_config network_module network_args network_type peft",
+    "use --training_type full-finetune": "full_finetune full_finetuning finetune_type",
+    "use --training_type full-finetune --master_weights stochastic_rounding": "full_bf16 full_fp16",
+    "use --mixed_precision bf16 or fp16": "bf16 fp16",
+    "use --transformer_dtype, --vae_dtype and --text_encoder_dtype": "dtype weight_dtype torch_dtype",
+    "attention is PyTorch's own, which chooses the fastest kernel; leave it out":
+        "xformers sdpa flash_attn flash3 sage_attn split_attn mem_eff_attn attn_mode attention_mechanism "
+        "enable_xformers_memory_efficient_attention attn_provider_training",
+    "blocks are not swapped; use --gradient_checkpointing and --layerwise_upcasting_modules transformer, or --fsdp "
+    "full --fsdp_cpu_offload": "blocks_to_swap block_swap block_to_swap num_blocks_to_swap",
+    "--gradient_checkpointing recomputes activations, and none are moved to the CPU":
+        "gradient_checkpointing_cpu_offload",
+    "--layerwise_upcasting_modules transformer stores the frozen weights in 8 bits":
+        "fp8_base fp8_scaled fp8_llm fp8 quantize quantize_te quantization base_model_precision",
+    "docs/how-to/memory.md says which options save memory; --gradient_checkpointing is the first":
+        "lowram lowvram low_vram highvram medvram",
+    "networks are not compiled; leave it out": "compile torch_compile compile_with_inductor dynamo_backend",
+    "noise levels are --flow_weighting_scheme logit_normal (`sigmoid` elsewhere) or none (`uniform`), and "
+    "--flow_shift (`shift`)":
+        "timestep_sampling timestep_type timestep_sampling_mode timestep_sample_method weighting_scheme",
+    "it is --flow_logit_std, with --flow_weighting_scheme logit_normal": "sigmoid_scale logit_std",
+    "it is --flow_logit_mean; a positive one trains more noise here, and less in diffusers' scripts": "logit_mean",
+    "it is --flow_mode_scale; diffusers' scripts run it the other way round, from low noise to high": "mode_scale",
+    "all noise levels are trained; --flow_weighting_scheme and --flow_logit_mean move them":
+        "min_timestep max_timestep timestep_boundaries",
+    "the loss is the squared error, weighted by --flow_weighting_scheme; leave it out":
+        "loss_type huber_c pseudo_huber_c huber_schedule min_snr_gamma snr_gamma noise_offset multires_noise_iterations"
+        " ip_noise_gamma masked_loss",
+    "it is counted in optimizer steps here: --checkpointing_steps":
+        "save_every_n_epochs save_every_n_minutes checkpoint_epoch_interval",
+    "--checkpointing_limit N keeps the newest N checkpoints": "save_last_n_steps save_last_n_epochs",
+    "weights are always safetensors, LoRAs in fp32 and networks in --transformer_dtype":
+        "save_model_as save_precision save_dtype",
+    "every checkpoint holds the whole training state; --checkpointing_steps says how often": "save_state",
+    "--resume_from_checkpoint continues a run, and --init_from starts from weights alone": "load_checkpoint",
+    "files have fixed names in --output_dir; the LoRA is pytorch_lora_weights.safetensors": "output_name",
+    "a run is named by its --output_dir": "name training_folder",
+    "use --use_ema with --ema_decay and --ema_update_after_step": "ema_start_step ema_beta ema_config",
+    "use --beta1, --beta2, --weight_decay and --epsilon": "optimizer_args optimizer_params optimizer_config betas",
+    "use --lr_warmup_steps, --lr_num_cycles and --lr_power": "lr_scheduler_args scheduler_params",
+    "warm-up is counted in optimizer steps: --lr_warmup_steps": "warmup_ratio",
+    "text encoders are not trained; --lr is the only learning rate":
+        "unet_lr text_encoder_lr train_text_encoder text_encoder_learning_rate learning_rate_te1",
+    "--validation_prompts takes the prompts themselves, joined by `:::`, or a .jsonl or .toml file":
+        "sample_prompts validation_prompt_file validation_dataset_file user_prompt_library",
+    "denoising steps of a sample are --validation_inference_steps, and how often is --validation_steps": "sample_steps",
+    "that of samples is --validation_guidance_scale; networks that take guidance are trained at 1": "guidance_scale",
+    "samples have an empty negative prompt; leave it out": "negative_prompt validation_negative_prompt neg",
+    "--seed decides the noise of samples too": "validation_seed",
+    "an empty file `control/sample` in the run's directory asks for samples at any time": "sample_at_first",
+    "it is --logging_steps, in optimizer steps": "log_every logging_interval steps_per_print log_interval",
+    "a run is named by its --output_dir, and its project by --tracker_name": "wandb_run_name",
+    "keys are not options; set WANDB_API_KEY in the environment": "wandb_api_key wandb_key",
+    "workers always stay for the whole run; leave it out": "persistent_data_loader_workers persistent_workers",
+    "the launcher takes it: `accelerate launch ... train.py`, or CUDA_VISIBLE_DEVICES in the environment":
+        "num_processes num_machines machine_rank main_process_port gpu_ids num_cpu_threads_per_process devices num_gpus"
+        " gpus device",
+    "several GPUs are DDP unless --fsdp full, --fsdp hybrid with --fsdp_group_size, or --deepspeed":
+        "parallel_backend dp_degree dp_shards tp_degree cp_degree pp_degree pipeline_stages",
+    "it is --nccl_timeout, in seconds": "ddp_timeout",
+    "a file of options is --config FILE.toml": "config_file config_path",
+    "set FINETRAINERS_LOG_LEVEL=debug in the environment": "debug log_level",
 }  # fmt: skip
+#: Names that are no option here, and what to do instead.
+INSTEAD = names_of(_INSTEAD)
 #: What other trainers call values of ours, in lower case, by option.
 VALUES = {
     "optimizer": {
@@ -227,34 +243,54 @@ def meant_by(name: str, options: Iterable[str]) -> str | None:
     return known[close[0]] if close else None
 
 
-def translate_names(
-    options: MutableMapping[str, Any], where: MutableMapping[str, str], *, others: Callable[[str], bool] | None = None
-) -> tuple[list[Problem], list[str]]:
-    """Replace other trainers' names, and former ones, by ours; returns problems, and notes on the names accepted.
+def translate_names(given: Given, *, others: Container[str]) -> None:
+    """Replace other trainers' names, and former ones, by ours, with notes on those accepted.
 
     Args:
-        options: flat options by name; changed in place.
-        where: place of each, for messages; gets that of what is added.
-        others: whether somebody else translates a name.
+        given: the options of one place.
+        others: names that belong to another dialect.
     """
-    problems: list[Problem] = []
     taken: dict[bool, list[str]] = {False: [], True: []}  # by whether it is a former name of ours
-    for name in [name for name in options if is_known(name) and not (others and others(name))]:
-        value, place = options.pop(name), where[name]
+    for name in [name for name in given.values if is_known(name) and name not in others]:
+        place = given.where[name]
         if name in INSTEAD:
-            problems.append(unknown_option(name, place))
-            continue
-        option = SAME[name]
-        if options.get(option) is not None:
-            message = f"{name} and {option} ({where[option]}) set the same; give one of them"
-            problems.append(Problem(place, message, about=(option,)))
-            continue
-        options[option], where[option] = value, place
-        said = f"{place} as --{option}" if place.startswith("--") else f"{name} ({place}) as {option}"
-        taken[name in former_names()].append(said)
-    notes = [f"names of earlier versions: {', '.join(taken[True])}"] if taken[True] else []
+            problem = unknown_option(name, place)
+            given.refuse(name, problem.message, *problem.about)
+        elif given.put(option := SAME[name], given.values[name], name):
+            shown = name if place == name else f"{name} ({place})"
+            said = f"{place} as --{option}" if place.startswith("--") else f"{shown} as {option}"
+            taken[name in former_names()].append(said)
+    notes = [f"names of earlier versions are accepted: {', '.join(taken[True])}"] if taken[True] else []
     if taken[False]:
-        notes.append(f"names of other trainers: {', '.join(taken[False])}")
-    if notes and "network_dim" in where and "network_alpha" not in where and options.get("lora_alpha") is None:
+        notes.append(f"names of other trainers are accepted: {', '.join(taken[False])}")
+    alpha_is_default = "network_alpha" not in given.where and given.values.get("lora_alpha") is None
+    if notes and "network_dim" in given.where and alpha_is_default:
         notes[-1] += "; with network_dim alone sd-scripts has an alpha of 1, here it is --lora_alpha 64"
-    return problems, notes
+    given.notes += notes
+
+
+def translate_dependent(given: Given) -> None:
+    """Replace the names of `DEPENDENT`, when the options of all places are known."""
+    values, where = given.values, given.where
+    scratch, algorithm, method = (
+        values.get("start_from_scratch"),
+        values.pop("rl_algorithm", None),
+        values.get("method"),
+    )
+    if str(scratch).lower() == "true" and values.get("resume_from_checkpoint") is not None:
+        given.put("reset", ["data"], "start_from_scratch")
+    elif str(scratch).lower() == "true":
+        message = "resets the position in the data of a run that --load resumes; give --load, or remove it"
+        given.refuse("start_from_scratch", message)
+    elif str(values.pop("start_from_scratch", False)).lower() != "false":
+        given.refuse("start_from_scratch", f"wanted true or false, got {scratch!r}")
+    if algorithm not in (None, "grpo", "nft"):
+        given.refuse("rl_algorithm", f"must be grpo or nft, got {algorithm!r}; --method says it now")
+    elif algorithm is None and method == "grpo" and values.get("grpo_preset") == "nft":
+        values["method"] = "nft"
+        given.notes.append("--grpo_preset nft is of --method nft, which is used")
+    elif algorithm == "nft" and method == "grpo":
+        values["method"] = "nft"
+        given.notes.append(f"{where['rl_algorithm']} nft is --method nft now")
+    elif algorithm == "nft" and method != "nft":
+        given.refuse("rl_algorithm", "nft is a method of its own; give --method nft, or leave it out")

@@ -6,13 +6,14 @@ belong to a checkpoint, and are listed with the rest that is not set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from textwrap import fill
 from typing import Any
 
 from finetrainers.utils.launch import launched_to_split_weights
 
+from .given import Given
 from .grpo import REWARD_METHODS
 
 
@@ -50,23 +51,18 @@ class Preset:
         return {name: setting.value for name, setting in {**self.settings, **further}.items()}
 
 
-def fill_preset(options: MutableMapping[str, Any]) -> list[str]:
-    """Add the settings of the preset named in `options` that are not given; returns notes on those left out.
-
-    None is what TOML cannot say: not given.
-    """
-    found, notes = preset_options(options), []
-    strategy = _splits_weights(options)
+def fill_preset(given: Given) -> None:
+    """Add the settings of the preset that is named and that are not given; None is what TOML cannot say: not given."""
+    options = given.values
+    found, strategy = preset_options(options), _splits_weights(options)
     if found.get("use_ema") and options.get("use_ema") is None and strategy is not None:
         for name in ("use_ema", "ema_decay"):
             found.pop(name, None)
-        notes.append(
-            f"--grpo_preset {options['grpo_preset']} without its --use_ema: averages need whole weights, and {strategy} splits them"
+        given.notes.append(
+            f"--grpo_preset {options['grpo_preset']} without its --use_ema: averages need whole weights, and "
+            f"{strategy} splits them"
         )
-    for name, value in found.items():
-        if options.get(name) is None:
-            options[name] = value
-    return notes
+    options |= {name: value for name, value in found.items() if options.get(name) is None}
 
 
 def _splits_weights(options: Mapping[str, Any]) -> str | None:

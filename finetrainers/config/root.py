@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import Field
 
 from .base import Section
-from .dialects.former_methods import with_current_method
 from .dpo import DPOSection
 from .grpo import GRPOSection
 from .option import Option, read_option
@@ -128,8 +127,9 @@ def former_names() -> dict[str, str]:
 
 
 def by_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename options that an earlier version wrote to disk."""
-    return with_current_method({former_names().get(name, name): value for name, value in values.items()})
+    """Rename options that an earlier version wrote to disk, which called the method nft an algorithm of grpo."""
+    found = {former_names().get(name, name): value for name, value in values.items()}
+    return {**found, "method": "nft"} if values.get("rl_algorithm") == "nft" else found
 
 
 def critical_options(*tables: str) -> dict[str, str | None]:

@@ -17,6 +17,8 @@ _CHATTER = (
     "diffusers.quantizers.torchao.torchao_quantizer",
     "diffusers.utils.torch_utils",
 )
+#: Logger of what a command has to say to its user besides results: `note: ...`, without level and module.
+NOTES = logging.getLogger("finetrainers").getChild("notes")
 
 
 def yield_idle_threads() -> None:
@@ -29,11 +31,20 @@ def yield_idle_threads() -> None:
 
 def configure_logging() -> None:
     """Set up logging for a command; the level comes from FINETRAINERS_LOG_LEVEL, else INFO."""
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Format("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("finetrainers").setLevel(_level())
     # huggingface_hub prints its warnings itself; the handler above would print each a second time.
     logging.getLogger("huggingface_hub").propagate = False
     _quiet_chatter(contextlib.ExitStack())
+
+
+class _Format(logging.Formatter):
+    """The format of log lines, and of notes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"note: {record.getMessage()}" if record.name == NOTES.name else super().format(record)
 
 
 def quiet_progress_bars() -> None:

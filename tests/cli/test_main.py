@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,8 @@ from finetrainers.config.root import fields
 from finetrainers.config.shape import is_list
 from finetrainers.demo import quickstart, rewarded, scratch
 from finetrainers.engine.preflight import preflight
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -294,6 +297,21 @@ def test_folders_that_are_files_are_refused_before_anything_is_loaded(option, tm
         ]  # fmt: skip
         assert train_command(arguments, prog="train.py") == 2
         assert f"--{option}: {tmp_path / 'file'} is a file; give a directory" in capsys.readouterr().err
+
+
+def test_names_that_are_read_as_others_are_noted_by_the_first_process_alone(python, tmp_path):
+    names = ("--network_dim", "8", "--load", "latest", "--framepack_window_size", "9")
+    arguments = (str(ROOT / "train.py"), "--pretrained_model_name_or_path", "demo://ltx", *names)
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    first, second = (python(*arguments, cwd=tmp_path, **launched, RANK=rank) for rank in "01")
+    assert (first.wait(), second.wait()) == (2, 2)
+    notes, _ = first.stderr.split("error: ")
+    assert notes.splitlines() == [
+        "note: names of earlier versions are accepted: --framepack_window_size as --sliding_window_size",
+        "note: names of other trainers are accepted: --network_dim as --rank, --load as --resume_from_checkpoint; with "
+        "network_dim alone sd-scripts has an alpha of 1, here it is --lora_alpha 64",
+    ]
+    assert second.stderr == first.stdout == ""
 
 
 TEXTS = [name for name, option in fields().items() if re.search(r"\b(str|Path)\b", str(option.field.annotation))]

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from finetrainers.config.dialects import aliases
-from finetrainers.config.dialects.load_variants import LOAD_VARIANTS
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import is_secret, parse_flags
 from finetrainers.config.load import load_config
-from finetrainers.config.names import INSTEAD, SAME, VALUES, unknown_option
+from finetrainers.config.names import DEPENDENT, INSTEAD, SAME, VALUES, unknown_option
 from finetrainers.config.root import fields
 from finetrainers.config.shape import choices
 from finetrainers.engine.run_dir import without_secrets
@@ -30,7 +29,7 @@ def problems(*flags: str) -> list[str]:
 
 def test_the_tables_name_options_that_exist_and_no_name_twice():
     assert not SAME.keys() & INSTEAD.keys()
-    assert not (SAME.keys() | INSTEAD.keys()) & (fields().keys() | LOAD_VARIANTS.keys())
+    assert not (SAME.keys() | INSTEAD.keys()) & {*fields(), *DEPENDENT}
     assert set(SAME.values()) <= fields().keys()
     for sentence in INSTEAD.values():
         assert set(re.findall(r"--(\w+)", sentence)) <= {*fields(), "config"}, sentence
@@ -70,9 +69,9 @@ def test_what_is_accepted_is_said_once(caplog, tmp_path):
         config, _ = parse_flags([*FLAGS, "--config", str(file), "--learning_rate", "1e-3", "--max_steps", "5"])
     assert (config.training.rank, config.optimizer.lr, config.training.train_steps) == (8, 1e-3, 5)
     assert [record.getMessage() for record in caplog.records] == [
-        f"names of other trainers: network_dim ({file}:2) as rank; with network_dim alone sd-scripts has an alpha of 1, "
+        f"names of other trainers are accepted: network_dim ({file}:2) as rank; with network_dim alone sd-scripts has an alpha of 1, "
         "here it is --lora_alpha 64",
-        "names of other trainers: --learning_rate as --lr, --max_steps as --train_steps",
+        "names of other trainers are accepted: --learning_rate as --lr, --max_steps as --train_steps",
     ]
 
 
@@ -97,7 +96,7 @@ def test_with_reward_finetuning_the_same_words_have_another_meaning(monkeypatch)
     assert (config.dataloader.batch_size, config.optimizer.lr, config.training.rank) == (1, 1e-5, 8)
     config = load_config(**options)
     assert (config.training.train_steps, config.dataloader.batch_size) == (3, 2)
-    shared = [name for name in SAME if aliases.is_foreign(name)]
+    shared = [name for name in SAME if name in aliases.FOREIGN]
     assert {"learning_rate", "train_batch_size", "max_train_steps", "num_train_epochs"} <= set(shared)
 
 

@@ -155,9 +155,9 @@ def test_former_names_are_read_and_said_once(tmp_path, caplog):
     assert (config.data.sliding_window_size, config.data.sliding_window_stride) == (9, 3)
     assert config.data.bucket_keep_prob == [((9, 64, 64), 0.5)]
     assert [record.getMessage() for record in caplog.records] == [
-        f"names of earlier versions: framepack_window_size ({file}:2) as sliding_window_size, bucket_keep ({file}:3) as "
+        f"names of earlier versions are accepted: framepack_window_size ({file}:2) as sliding_window_size, bucket_keep ({file}:3) as "
         "bucket_keep_prob",
-        "names of earlier versions: --framepack_window_stride as --sliding_window_stride",
+        "names of earlier versions are accepted: --framepack_window_stride as --sliding_window_stride",
     ]
     assert by_current_names({"bucket_keep": 1, "rank": 2}) == {"bucket_keep_prob": 1, "rank": 2}
     assert "Also accepted: --framepack_window_size" in " ".join(help_text("train", "sliding_window_size").split())

@@ -7,117 +7,99 @@ file of its may hold options of ours too. What it says of the data stands in a f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetrainers.utils.text import nearest
 
-#: A key by its table (empty: the top of the file) and name.
-Key = tuple[str, str]
+from ..errors import Problem
+from ..given import Given, Locate
+from ..names import names_of
 
-#: Keys that mean the same as an option of ours.
-RENAMED: dict[Key, str] = {
-    ("", "epochs"): "train_epochs",
-    ("", "max_steps"): "train_steps",
-    ("", "gradient_clipping"): "max_grad_norm",
-    ("", "save_every_n_steps"): "checkpointing_steps",
-    ("", "steps_per_print"): "logging_steps",
-    ("", "caching_batch_size"): "precompute_batch_size",
-    ("model", "framepack_window_size"): "sliding_window_size",
-    ("model", "first_frame_conditioning_p"): "first_frame_conditioning_p",
-    ("model", "shift"): "flow_shift",
-    ("model", "sigmoid_scale"): "flow_logit_std",
-    ("model", "diffusers_path"): "pretrained_model_name_or_path",
-    ("adapter", "rank"): "rank",
-    ("adapter", "dropout"): "lora_dropout",
-    ("adapter", "init_from_existing"): "init_from",
-    ("optimizer", "lr"): "lr",
-    ("optimizer", "weight_decay"): "weight_decay",
-    ("optimizer", "eps"): "epsilon",
-    ("monitoring", "wandb_tracker_name"): "tracker_name",
+#: Keys, `TABLE.NAME` or `NAME` at the top of the file, that mean the same as an option of ours.
+RENAMED = {
+    "epochs": "train_epochs",
+    "max_steps": "train_steps",
+    "gradient_clipping": "max_grad_norm",
+    "save_every_n_steps": "checkpointing_steps",
+    "steps_per_print": "logging_steps",
+    "caching_batch_size": "precompute_batch_size",
+    "model.framepack_window_size": "sliding_window_size",
+    "model.first_frame_conditioning_p": "first_frame_conditioning_p",
+    "model.shift": "flow_shift",
+    "model.sigmoid_scale": "flow_logit_std",
+    "model.diffusers_path": "pretrained_model_name_or_path",
+    "adapter.rank": "rank",
+    "adapter.dropout": "lora_dropout",
+    "adapter.init_from_existing": "init_from",
+    "optimizer.lr": "lr",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.eps": "epsilon",
+    "monitoring.wandb_tracker_name": "tracker_name",
 }
 #: Keys that become options of ours by a choice, see `_Translation`.
-COMPUTED: tuple[Key, ...] = (
-    ("", "micro_batch_size_per_gpu"), ("", "warmup_steps"), ("", "lr_scheduler"), ("", "activation_checkpointing"),
-    ("", "video_clip_mode"), ("", "pipeline_stages"),
-    ("model", "type"), ("model", "dtype"), ("model", "transformer_dtype"), ("model", "transformer_path"), ("model", "vae_path"),
-    ("model", "llm_path"), ("model", "clip_path"), ("model", "framepack"), ("model", "timestep_sample_method"),
-    ("model", "guidance"),
-    ("adapter", "type"), ("adapter", "dtype"), ("adapter", "alpha"),
-    ("optimizer", "type"), ("optimizer", "betas"),
-    ("monitoring", "enable_wandb"),
+COMPUTED = (
+    "micro_batch_size_per_gpu", "warmup_steps", "lr_scheduler", "activation_checkpointing", "video_clip_mode",
+    "pipeline_stages",
+    "model.type", "model.dtype", "model.transformer_dtype", "model.transformer_path", "model.vae_path",
+    "model.llm_path", "model.clip_path", "model.framepack", "model.timestep_sample_method", "model.guidance",
+    "adapter.type", "adapter.dtype", "adapter.alpha", "optimizer.type", "optimizer.betas", "monitoring.enable_wandb",
 )  # fmt: skip
-_IN_STEPS = "is counted in optimizer steps here: --checkpointing_steps (whole state and weights), without it every 500"
 _EVALUATION = "evaluation is every --eval_steps, on the clips of --eval_num_items"
 _BATCHES = "give one number as micro_batch_size_per_gpu, and --bucket_batch_sizes for single buckets"
 _STAGES = "no network is split into stages here; several GPUs share it with --fsdp full or --deepspeed --zero_stage 3"
-_PACKED = "FramePack's own training is not here; framepack_window_size cuts sliding windows, see docs/how-to/sliding-windows.md"
 _DIFFUSERS = "is a single weight file; this program reads diffusers layout"
-#: Keys that are refused, and what to use instead; false, 0 and empty are not.
-REFUSED: dict[Key, str] = {
-    ("", "image_micro_batch_size_per_gpu"): _BATCHES,
-    ("", "partition_split"): _STAGES,
-    ("", "force_constant_lr"): "use --lr, and --resume_from_checkpoint with --reset scheduler for a run that is continued",
-    ("", "blocks_to_swap"): "blocks are not swapped; use --gradient_checkpointing and --layerwise_upcasting_modules transformer, "
-    "or --fsdp full --fsdp_cpu_offload",
-    ("", "pseudo_huber_c"): "the loss is the squared error; remove it",
-    ("", "eval_datasets"): f"{_EVALUATION}; remove it",
-    ("", "huggingface_repo"): "use --push_to_hub and --hub_model_id",
-    ("model", "ckpt_path"): "is the layout of the official scripts; give diffusers_path or "
-    "--pretrained_model_name_or_path, a repository in diffusers layout",
-    ("model", "single_file_path"): f"{_DIFFUSERS}: leave it out, diffusers_path holds the same",
-    ("model", "min_t"): "all noise levels are trained; --flow_weighting_scheme and --flow_logit_mean move them",
-    ("model", "max_t"): "all noise levels are trained; --flow_weighting_scheme and --flow_logit_mean move them",
-    ("model", "latent_window_size"): _PACKED,
-    ("model", "f1"): _PACKED,
-    ("model", "siglip_path"): _PACKED,
-    ("adapter", "fuse_adapters"): "fuse it beforehand with diffusers' fuse_lora, and give the result as --transformer_id",
-    ("adapter", "decompose_factor"): "there is no LoKr here; use type = 'lora'",
-    ("optimizer", "gradient_release"): "gradients are kept until the step; use --use_cpu_offload_optimizer "
-    "--offload_gradients",
-    ("monitoring", "wandb_api_key"): "keys are not read from files; set WANDB_API_KEY in the environment",
-}  # fmt: skip
-#: Keys that do nothing here, and why.
-WITHOUT_EFFECT: dict[Key, str] = {
-    ("", "save_every_n_epochs"): _IN_STEPS,
-    ("", "save_every_n_examples"): _IN_STEPS,
-    ("", "checkpoint_every_n_epochs"): _IN_STEPS,
-    ("", "checkpoint_every_n_minutes"): _IN_STEPS,
-    ("", "eval_every_n_steps"): _EVALUATION,
-    ("", "eval_every_n_epochs"): _EVALUATION,
-    ("", "eval_every_n_examples"): _EVALUATION,
-    ("", "eval_before_first_step"): _EVALUATION,
-    ("", "eval_micro_batch_size_per_gpu"): "evaluation has the batches of training",
-    ("", "image_eval_micro_batch_size_per_gpu"): "evaluation has the batches of training",
-    ("", "eval_gradient_accumulation_steps"): "evaluation has the batches of training",
-    ("", "disable_block_swap_for_eval"): "blocks are not swapped",
-    ("", "reentrant_activation_checkpointing"): "gradient checkpointing is never reentrant",
-    ("", "partition_method"): "no network is split into stages",
-    ("", "upload_hf_from_epoch"): "use --push_to_hub, which uploads when training ends",
-    ("", "save_dtype"): "results are written in the dtype of `transformer_dtype`, LoRAs in fp32",
-    ("", "map_num_proc"): "use --dataloader_num_workers",
-    ("", "compile"): "networks are not compiled",
-    ("", "x_axis_examples"): "metrics are over optimizer steps",
-    ("monitoring", "wandb_run_name"): "runs are named by `output_dir`",
-    ("monitoring", "log_dir"): "use --logging_dir",
-}
+#: Keys that are refused, by what to use instead; false, 0 and empty are not.
+REFUSED = names_of({
+    _BATCHES: "image_micro_batch_size_per_gpu",
+    _STAGES: "partition_split",
+    "use --lr, and --resume_from_checkpoint with --reset scheduler for a run that is continued": "force_constant_lr",
+    "blocks are not swapped; use --gradient_checkpointing and --layerwise_upcasting_modules transformer, or --fsdp "
+    "full --fsdp_cpu_offload": "blocks_to_swap",
+    "the loss is the squared error; remove it": "pseudo_huber_c",
+    f"{_EVALUATION}; remove it": "eval_datasets",
+    "use --push_to_hub and --hub_model_id": "huggingface_repo",
+    "is the layout of the official scripts; give diffusers_path or --pretrained_model_name_or_path, a repository in "
+    "diffusers layout": "model.ckpt_path",
+    f"{_DIFFUSERS}: leave it out, diffusers_path holds the same": "model.single_file_path",
+    "all noise levels are trained; --flow_weighting_scheme and --flow_logit_mean move them": "model.min_t model.max_t",
+    "FramePack's own training is not here; framepack_window_size cuts sliding windows, see "
+    "docs/how-to/sliding-windows.md": "model.latent_window_size model.f1 model.siglip_path",
+    "fuse it beforehand with diffusers' fuse_lora, and give the result as --transformer_id": "adapter.fuse_adapters",
+    "there is no LoKr here; use type = 'lora'": "adapter.decompose_factor",
+    "gradients are kept until the step; use --use_cpu_offload_optimizer --offload_gradients":
+        "optimizer.gradient_release",
+    "keys are not read from files; set WANDB_API_KEY in the environment": "monitoring.wandb_api_key",
+})  # fmt: skip
+#: Keys that do nothing here, by the reason.
+WITHOUT_EFFECT = names_of({
+    "is counted in optimizer steps here: --checkpointing_steps (whole state and weights), without it every 500":
+        "save_every_n_epochs save_every_n_examples checkpoint_every_n_epochs checkpoint_every_n_minutes",
+    _EVALUATION: "eval_every_n_steps eval_every_n_epochs eval_every_n_examples eval_before_first_step",
+    "evaluation has the batches of training":
+        "eval_micro_batch_size_per_gpu image_eval_micro_batch_size_per_gpu eval_gradient_accumulation_steps",
+    "blocks are not swapped": "disable_block_swap_for_eval",
+    "gradient checkpointing is never reentrant": "reentrant_activation_checkpointing",
+    "no network is split into stages": "partition_method",
+    "use --push_to_hub, which uploads when training ends": "upload_hf_from_epoch",
+    "results are written in the dtype of `transformer_dtype`, LoRAs in fp32": "save_dtype",
+    "use --dataloader_num_workers": "map_num_proc",
+    "networks are not compiled": "compile",
+    "metrics are over optimizer steps": "x_axis_examples",
+    "runs are named by `output_dir`": "monitoring.wandb_run_name",
+    "use --logging_dir": "monitoring.log_dir",
+})  # fmt: skip
 _TABLES = ("model", "adapter", "optimizer", "monitoring")
 _KNOWN = {*RENAMED, *COMPUTED, *REFUSED, *WITHOUT_EFFECT}
-#: Keys by which a file of theirs is recognized.
-_TELLING: tuple[Key, ...] = (
-    ("", "micro_batch_size_per_gpu"), ("model", "type"), ("model", "transformer_path"), ("adapter", "type"),
-)  # fmt: skip
+#: Keys by which a file of theirs is recognized, as tables and names.
+_TELLING = (("", "micro_batch_size_per_gpu"), ("model", "type"), ("model", "transformer_path"), ("adapter", "type"))
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _FLOAT8 = {"float8": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
-#: Optimizers by their names, lower case, and what is not quite the same.
-_OPTIMIZERS: dict[str, tuple[str, str | None]] = {
-    "adamw": ("adamw", None),
-    "adamw_optimi": ("adamw", "Kahan summation is for bf16 weights; trained weights are kept in fp32 here"),
-    "adamw8bit": ("adamw-bnb-8bit", None),
-    "adamw8bitkahan": ("adamw-bnb-8bit", "Kahan summation is for bf16 weights; trained weights are kept in fp32 here"),
-    **{name: (name, None) for name in ("adam", "adafactor", "muon", "prodigy", "came", "lion")},
-}
+_KAHAN = "Kahan summation is for bf16 weights; trained weights are kept in fp32 here"
+#: Optimizers by their names, lower case.
+_OPTIMIZERS = {name: name for name in ("adamw", "adam", "adafactor", "muon", "prodigy", "came", "lion")}
+_OPTIMIZERS |= {"adamw_optimi": "adamw", "adamw8bit": "adamw-bnb-8bit", "adamw8bitkahan": "adamw-bnb-8bit"}
 _WEIGHT_FILES = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.json")
 #: Its defaults that differ from ours.
@@ -133,48 +115,37 @@ def is_diffusion_pipe(document: Mapping[str, Any]) -> bool:
     return any(key in document.get(table, {}) if table else key in document for table, key in _TELLING)
 
 
-@dataclass
-class Translated:
-    """A training file of diffusion-pipe, translated.
+def translate_document(document: Mapping[str, Any], given: Given, locate: Locate) -> dict[str, Any]:
+    """Translate a file for which `is_diffusion_pipe` holds; returns what stands in it under other keys than theirs.
 
-    Attributes:
-        options: ours, by flat name.
-        keys: which of their keys each comes from; defaults of theirs come from none.
-        problems: why a key is refused, by key.
-        notes: what differs, by key.
-        rest: the file without their keys.
+    Args:
+        document: the parsed file.
+        given: gets our options; defaults of theirs have the first line as their place.
+        locate: says where a key stands.
     """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    keys: dict[str, Key] = field(default_factory=dict)
-    problems: list[tuple[Key, str]] = field(default_factory=list)
-    notes: list[tuple[Key, str]] = field(default_factory=list)
-    rest: dict[str, Any] = field(default_factory=dict)
-
-
-def translate_document(document: Mapping[str, Any]) -> Translated:
-    """Translate a file for which `is_diffusion_pipe` holds; keys that are not theirs stay in `rest`."""
-    given: dict[Key, Any] = {}
-    found = Translated()
+    theirs: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
     for name, value in document.items():
         if name in _TABLES and isinstance(value, dict):
-            given.update({(name, key): inner for key, inner in value.items() if (name, key) in _KNOWN})
-            others = {key: inner for key, inner in value.items() if (name, key) not in _KNOWN}
+            theirs |= {f"{name}.{key}": inner for key, inner in value.items() if f"{name}.{key}" in _KNOWN}
+            others = {key: inner for key, inner in value.items() if f"{name}.{key}" not in _KNOWN}
             if name in ("model", "optimizer"):
-                found.rest[name] = others
+                rest[name] = others
                 continue
-            names = [key for table, key in _KNOWN if table == name]
-            found.problems += [((name, key), f"unknown option {key!r}{nearest(key, names)}") for key in others]
-        elif ("", name) in _KNOWN:
-            given["", name] = value
+            names = [key.removeprefix(f"{name}.") for key in _KNOWN if key.startswith(f"{name}.")]
+            for key in others:
+                message = f"{key}: unknown option {key!r}{nearest(key, names)}"
+                given.problems.append(Problem(locate(name, key), message))
+        elif name in _KNOWN:
+            theirs[name] = value
         else:
-            found.rest[name] = value
-    own = {*found.rest, *(key for table in found.rest.values() if isinstance(table, dict) for key in table)}
-    _Translation(given, found, own).run()
+            rest[name] = value
+    own = {*rest, *(key for table in rest.values() if isinstance(table, dict) for key in table)}
+    _Translation(theirs, given, locate, own).run()
     for option, value in _DEFAULTS.items():
-        if option not in own:
-            found.options.setdefault(option, value)
-    return found
+        if option not in own and option not in given.values:
+            given.values[option], given.where[option] = value, locate(None, option)
+    return rest
 
 
 @dataclass
@@ -182,25 +153,27 @@ class _Translation:
     """Translates the keys, group by group.
 
     Attributes:
-        given: their keys and values.
-        found: gets our options.
+        theirs: their keys and values.
+        given: gets our options.
+        locate: says where a key stands.
         own: our names that the file gives as well.
     """
 
-    given: dict[Key, Any]
-    found: Translated
+    theirs: dict[str, Any]
+    given: Given
+    locate: Locate
     own: set[str]
 
     def run(self) -> None:
         for key, message in REFUSED.items():
-            if self.given.get(key):
+            if self.theirs.get(key):
                 self.refuse(key, message)
         for key, message in WITHOUT_EFFECT.items():
-            if self.given.get(key):
-                self.found.notes.append((key, f"has no effect: {message}"))
+            if self.theirs.get(key):
+                self.note(key, f"has no effect: {message}")
         for key, option in RENAMED.items():
-            if self.given.get(key) not in (None, ""):
-                self.put(option, self.given[key], key)
+            if self.theirs.get(key) not in (None, ""):
+                self.put(key, option, self.theirs[key])
         self._batches()
         self._schedule()
         self._model()
@@ -209,164 +182,160 @@ class _Translation:
         self._adapter()
         self._optimizer()
 
-    def refuse(self, key: Key, message: str) -> None:
-        self.found.problems.append((key, message))
+    def place(self, key: str) -> tuple[str, str]:
+        """File and line of a key, and its name there."""
+        table, _, name = key.rpartition(".")
+        return self.locate(table, name), name
 
-    def note(self, key: Key, message: str) -> None:
-        self.found.notes.append((key, message))
+    def refuse(self, key: str, message: str) -> None:
+        where, name = self.place(key)
+        self.given.problems.append(Problem(where, f"{name}: {message}"))
 
-    def put(self, option: str, value: Any, key: Key) -> None:
-        self.found.options[option] = value
-        self.found.keys[option] = key
+    def note(self, key: str, message: str) -> None:
+        where, name = self.place(key)
+        self.given.notes.append(f"{where}: {name} {message}")
 
-    def choose(self, key: Key, choices: Mapping[str, Any]) -> Any:
-        """Our value for a key's value; None if there is none, which is a problem if the key is given."""
-        value = self.given.get(key)
-        if value is None:
-            return None
-        if str(value) not in choices:
+    def put(self, key: str, option: str, value: Any) -> None:
+        self.given.values[option], self.given.where[option] = value, self.place(key)[0]
+
+    def choose(self, key: str, choices: Mapping[str, Any], *options: str) -> None:
+        """Set options to our value for a key's; it is a problem if there is none."""
+        value = self.theirs.get(key)
+        if value is not None and str(value) not in choices:
             self.refuse(key, f"{value!r} is none of: {', '.join(choices)}")
-            return None
-        return choices[str(value)]
+        elif value is not None:
+            for option in options:
+                self.put(key, option, choices[str(value)])
 
     def _batches(self) -> None:
-        key = ("", "micro_batch_size_per_gpu")
-        size = self.given.get(key)
+        size = self.theirs.get("micro_batch_size_per_gpu")
         if isinstance(size, list):
-            self.refuse(key, _BATCHES)
+            self.refuse("micro_batch_size_per_gpu", _BATCHES)
         elif size is not None:
-            self.put("batch_size", size, key)
-        stages = self.given.get(("", "pipeline_stages"), 1)
+            self.put("micro_batch_size_per_gpu", "batch_size", size)
+        stages = self.theirs.get("pipeline_stages", 1)
         if stages != 1:
-            self.refuse(("", "pipeline_stages"), f"{stages}: {_STAGES}")
-        checkpointing = self.given.get(("", "activation_checkpointing"))
+            self.refuse("pipeline_stages", f"{stages}: {_STAGES}")
+        checkpointing = self.theirs.get("activation_checkpointing")
         if checkpointing is not None:
-            self.put("gradient_checkpointing", bool(checkpointing), ("", "activation_checkpointing"))
-            if checkpointing == "unsloth":
-                self.note(("", "activation_checkpointing"), "activations are recomputed, not moved to the CPU")
-        modes = {"single_beginning": "head", "single_middle": "middle", "multiple_overlapping": None}
-        mode = self.choose(("", "video_clip_mode"), modes)
-        if mode:
-            self.put("frame_selection", mode, ("", "video_clip_mode"))
-        elif self.given.get(("", "video_clip_mode")) == "multiple_overlapping":
-            self.refuse(("", "video_clip_mode"), "use framepack_window_size, and --sliding_window_stride")
+            self.put("activation_checkpointing", "gradient_checkpointing", bool(checkpointing))
+        if checkpointing == "unsloth":
+            self.note("activation_checkpointing", "activations are recomputed, not moved to the CPU")
+        if self.theirs.get("video_clip_mode") == "multiple_overlapping":
+            self.refuse("video_clip_mode", "use framepack_window_size, and --sliding_window_stride")
+        else:
+            modes = {"single_beginning": "head", "single_middle": "middle"}
+            self.choose("video_clip_mode", modes, "frame_selection")
 
     def _schedule(self) -> None:
         """Translate schedule and warmup; a constant one with warmup is a schedule of its own here."""
-        key, warmup = ("", "lr_scheduler"), self.given.get(("", "warmup_steps")) or 0
-        names = ("constant", "linear", "cosine")
-        schedule = self.choose(key, dict(zip(names, names, strict=True))) or "constant"
-        if key in self.given or warmup:
-            source = key if key in self.given else ("", "warmup_steps")
-            self.put("lr_scheduler", "constant_with_warmup" if warmup and schedule == "constant" else schedule, source)
+        warmup, schedule = self.theirs.get("warmup_steps") or 0, self.theirs.get("lr_scheduler") or "constant"
+        constant = "constant_with_warmup" if warmup else "constant"
+        if "lr_scheduler" in self.theirs:
+            choices = {"constant": constant, "linear": "linear", "cosine": "cosine"}
+            self.choose("lr_scheduler", choices, "lr_scheduler")
+        elif warmup:
+            self.put("warmup_steps", "lr_scheduler", constant)
         if warmup or schedule != "constant":
-            self.put("lr_warmup_steps", warmup, ("", "warmup_steps") if warmup else key)
+            self.put("warmup_steps" if warmup else "lr_scheduler", "lr_warmup_steps", warmup)
 
     def _model(self) -> None:
-        kind = self.given.get(("model", "type"))
+        kind = self.theirs.get("model.type")
         if kind is not None:
-            self.put("model_name", str(kind).replace("-", "_"), ("model", "type"))
-        dtype = self.choose(("model", "dtype"), _DTYPES)
-        if dtype is not None:
-            for option in ("transformer_dtype", "vae_dtype", "text_encoder_dtype"):
-                self.put(option, dtype, ("model", "dtype"))
-            if ("model", "clip_path") in self.given:
-                self.put("text_encoder_2_dtype", dtype, ("model", "dtype"))
-        key = ("model", "transformer_dtype")
-        if self.given.get(key) in _FLOAT8:
-            self.put("layerwise_upcasting_modules", ["transformer"], key)
-            self.put("layerwise_upcasting_storage_dtype", _FLOAT8[self.given[key]], key)
-        elif (dtype := self.choose(key, {**_DTYPES, **_FLOAT8})) is not None:
-            self.put("transformer_dtype", dtype, key)
-        scheme = self.choose(("model", "timestep_sample_method"), {"logit_normal": "logit_normal", "uniform": "none"})
-        if scheme is not None:
-            self.put("flow_weighting_scheme", scheme, ("model", "timestep_sample_method"))
-        guidance = self.given.get(("model", "guidance"))
-        if guidance not in (None, 1, 1.0):
-            self.refuse(("model", "guidance"), f"{guidance}: networks that take guidance are trained at 1; remove it")
+            self.put("model.type", "model_name", str(kind).replace("-", "_"))
+        self.choose("model.dtype", _DTYPES, "transformer_dtype", "vae_dtype", "text_encoder_dtype")
+        if "model.clip_path" in self.theirs and "text_encoder_dtype" in self.given.values:
+            self.put("model.dtype", "text_encoder_2_dtype", self.given.values["text_encoder_dtype"])
+        key = "model.transformer_dtype"
+        if self.theirs.get(key) in _FLOAT8:
+            self.put(key, "layerwise_upcasting_modules", ["transformer"])
+            self.put(key, "layerwise_upcasting_storage_dtype", _FLOAT8[self.theirs[key]])
+        else:
+            self.choose(key, {**_DTYPES, **_FLOAT8}, "transformer_dtype")
+        schemes = {"logit_normal": "logit_normal", "uniform": "none"}
+        self.choose("model.timestep_sample_method", schemes, "flow_weighting_scheme")
+        guidance = self.theirs.get("model.guidance", 1)
+        if guidance != 1:
+            self.refuse("model.guidance", f"{guidance}: networks that take guidance are trained at 1; remove it")
 
     def _places(self) -> None:
         """Translate the parts of the model: folders of a repository that also has the parts without a key."""
         base: Path | None = None
-        for name, option, tokenizer in (
-            ("transformer_path", "transformer_id", None),
-            ("vae_path", "vae_id", None),
-            ("llm_path", "text_encoder_id", "tokenizer_id"),
-            ("clip_path", "text_encoder_2_id", "tokenizer_2_id"),
+        for key, option, tokenizer in (
+            ("model.transformer_path", "transformer_id", None),
+            ("model.vae_path", "vae_id", None),
+            ("model.llm_path", "text_encoder_id", "tokenizer_id"),
+            ("model.clip_path", "text_encoder_2_id", "tokenizer_2_id"),
         ):
-            key = ("model", name)
-            if key not in self.given:
+            if key not in self.theirs:
                 continue
-            place = Path(str(self.given[key]))
+            place = Path(str(self.theirs[key]))
             if place.suffix in _WEIGHT_FILES or place.is_file():
-                part = option.removesuffix("_id")
-                self.refuse(
-                    key,
-                    f"{place} {_DIFFUSERS}: give the folder `{part}` of such a repository, with config.json; or leave "
-                    "it out and give the repository as --pretrained_model_name_or_path, a folder or hub id",
+                message = (
+                    f"{place} {_DIFFUSERS}: give the folder `{option.removesuffix('_id')}` of such a repository, with "
+                    "config.json; or leave it out and give the repository as --pretrained_model_name_or_path, a folder "
+                    "or hub id"
                 )
+                self.refuse(key, message)
                 continue
-            self.put(option, str(place), key)
+            self.put(key, option, str(place))
             if tokenizer is not None and any((place / file).is_file() for file in _TOKENIZER_FILES):
-                self.put(tokenizer, str(place), key)
+                self.put(key, tokenizer, str(place))
             if base is None and (place.parent / "model_index.json").is_file():
                 base = place.parent
-        if base is not None and "pretrained_model_name_or_path" not in {*self.found.options, *self.own}:
-            self.put("pretrained_model_name_or_path", str(base), ("model", "transformer_path"))
+        if base is not None and "pretrained_model_name_or_path" not in {*self.given.values, *self.own}:
+            self.put("model.transformer_path", "pretrained_model_name_or_path", str(base))
 
     def _windows(self) -> None:
-        key, size = ("model", "framepack"), ("model", "framepack_window_size")
-        wanted = self.given.get(key)
-        if wanted and size not in self.given:
-            self.refuse(key, "needs framepack_window_size, the frames of a window")
+        wanted, has_size = self.theirs.get("model.framepack"), "model.framepack_window_size" in self.theirs
+        if wanted and not has_size:
+            self.refuse("model.framepack", "needs framepack_window_size, the frames of a window")
         elif wanted:
-            self.note(
-                key,
-                "clips are cut into sliding windows, each trained as a clip of its own; this is not FramePack's compression of "
-                "what came before",
+            message = (
+                "clips are cut into sliding windows, each trained as a clip of its own; this is not FramePack's "
+                "compression of what came before"
             )
-        elif size in self.given:
-            self.found.options.pop("sliding_window_size")
-            self.note(size, "has no effect without framepack = true")
+            self.note("model.framepack", message)
+        elif has_size:
+            self.given.values.pop("sliding_window_size", None)
+            self.note("model.framepack_window_size", "has no effect without framepack = true")
 
     def _adapter(self) -> None:
-        if not any(table == "adapter" for table, _ in self.given):
-            self.put("training_type", "full-finetune", ("", "epochs"))
+        if not any(key.startswith("adapter.") for key in self.theirs):
+            self.put("epochs", "training_type", "full-finetune")
             return
-        key = ("adapter", "type")
-        kind = self.given.get(key)
+        kind = self.theirs.get("adapter.type")
         if kind != "lora":
-            self.refuse(key, f"{kind!r}: of adapters there is 'lora' here (and --use_dora)")
+            self.refuse("adapter.type", f"{kind!r}: of adapters there is 'lora' here (and --use_dora)")
             return
-        self.put("training_type", "lora", key)
-        alpha = self.given.get(("adapter", "alpha"), self.given.get(("adapter", "rank")))
-        if alpha is not None:
-            self.put("lora_alpha", alpha, ("adapter", "alpha" if ("adapter", "alpha") in self.given else "rank"))
-        self.note(
-            key,
-            "adapts the attention's projections; diffusion-pipe adapts every linear layer of the blocks, see --target_modules",
+        self.put("adapter.type", "training_type", "lora")
+        alpha = "adapter.alpha" if "adapter.alpha" in self.theirs else "adapter.rank"
+        if alpha in self.theirs:
+            self.put(alpha, "lora_alpha", self.theirs[alpha])
+        message = (
+            "adapts the attention's projections; diffusion-pipe adapts every linear layer of the blocks, see "
+            "--target_modules"
         )
-        if self.given.get(("adapter", "dtype")) not in (None, "float32"):
-            self.note(("adapter", "dtype"), "has no effect: LoRA weights are trained in fp32")
+        self.note("adapter.type", message)
+        if self.theirs.get("adapter.dtype", "float32") != "float32":
+            self.note("adapter.dtype", "has no effect: LoRA weights are trained in fp32")
 
     def _optimizer(self) -> None:
-        key = ("optimizer", "type")
-        kind = self.given.get(key)
-        if kind is not None:
-            name, note = _OPTIMIZERS.get(str(kind).lower(), (None, None))
-            if name is None:
-                self.refuse(key, f"{kind!r} is none of: {', '.join(_OPTIMIZERS)}; others are named by --optimizer")
-            else:
-                self.put("optimizer", name, key)
-            if note is not None:
-                self.note(key, note)
-        betas = self.given.get(("optimizer", "betas"))
+        kind = str(self.theirs.get("optimizer.type", "")).lower()
+        if kind in _OPTIMIZERS:
+            self.put("optimizer.type", "optimizer", _OPTIMIZERS[kind])
+        elif kind:
+            message = f"{kind!r} is none of: {', '.join(_OPTIMIZERS)}; others are named by --optimizer"
+            self.refuse("optimizer.type", message)
+        if kind in ("adamw_optimi", "adamw8bitkahan"):
+            self.note("optimizer.type", _KAHAN)
+        betas = self.theirs.get("optimizer.betas", [])
         if isinstance(betas, list):
             for number, beta in enumerate(betas[:3], start=1):
-                self.put(f"beta{number}", beta, ("optimizer", "betas"))
-        elif betas is not None:
-            self.refuse(("optimizer", "betas"), f"wanted a list of numbers, got {betas!r}")
-        if self.given.get(("monitoring", "enable_wandb")):
-            self.put("report_to", "wandb", ("monitoring", "enable_wandb"))
+                self.put("optimizer.betas", f"beta{number}", beta)
         else:
-            self.found.options.pop("tracker_name", None)
+            self.refuse("optimizer.betas", f"wanted a list of numbers, got {betas!r}")
+        if self.theirs.get("monitoring.enable_wandb"):
+            self.put("monitoring.enable_wandb", "report_to", "wandb")
+        else:
+            self.given.values.pop("tracker_name", None)

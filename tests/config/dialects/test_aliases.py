@@ -37,10 +37,10 @@ def problems(**options):
 
 
 def test_no_name_is_ours_too():
-    assert [name for name in aliases.foreign_names() if name in fields()] == []
-    assert len(set(aliases.foreign_names())) == len(aliases.foreign_names())
-    assert all(aliases.ours(name) in {*fields(), None} for name in aliases.foreign_names())
-    assert set(aliases.foreign_names()) >= aliases.SWITCHES
+    assert [name for name in aliases.FOREIGN if name in fields()] == []
+    tables = (aliases.RENAMED, aliases._Theirs.model_fields, aliases.WITHOUT_EFFECT, aliases.REFUSED)
+    assert len(aliases.FOREIGN) == sum(map(len, tables))
+    assert all(target in {*fields(), None} for target in aliases.FOREIGN.values())
 
 
 def test_the_published_script(monkeypatch, caplog):
@@ -63,7 +63,9 @@ def test_the_published_script(monkeypatch, caplog):
     assert str(config.grpo.prompts) == "data/rl_embeddings/videos2caption.json"
     assert trained_steps(config.grpo) == 9
     said = "\n".join(caplog.messages)
-    assert "--use_videoalign, --vq_coef, --mq_coef: DanceGRPO's names, so --grpo_preset dancegrpo sets" in said
+    assert (
+        "--use_videoalign, --vq_coef, --mq_coef: these are DanceGRPO's names, so --grpo_preset dancegrpo sets" in said
+    )
     assert "--max_train_steps 202 and --checkpointing_steps 50 count rollouts, of 2 optimizer steps each" in said
     for flag in ("model_type", "validation_prompt_dir", "validation_sampling_steps", "checkpoints_total_limit",
                  "ema_start_step", "log_validation", "validation_steps"):  # fmt: skip
@@ -165,7 +167,7 @@ def test_rollouts_become_steps_and_checkpoints_with_them(caplog):
 def test_dancegrpos_names_choose_its_preset(caplog):
     with caplog.at_level(logging.WARNING, logger="finetrainers"):
         config = load(bestofn=4, num_generations=8, timestep_fraction=0.5, sampling_steps=12)
-        assert "bestofn: DanceGRPO's names, so --grpo_preset dancegrpo sets what is not given" in caplog.text
+        assert "bestofn: these are DanceGRPO's names, so --grpo_preset dancegrpo sets what is not given" in caplog.text
         assert (config.grpo.grpo_preset, config.grpo.sampler, trained_steps(config.grpo)) == ("dancegrpo", "dance", 5)
         caplog.clear()
         config = load(use_group=True, sampler="flow", window_size=2)
@@ -175,7 +177,8 @@ def test_dancegrpos_names_choose_its_preset(caplog):
         # A preset or an algorithm that is named wins, and the contradiction is said.
         assert load(bestofn=4, use_group=True, grpo_preset="flow-grpo").grpo.sampler == "flow"
         assert (
-            "bestofn, use_group: DanceGRPO's names, but the algorithm is that of --grpo_preset flow-grpo" in caplog.text
+            "bestofn, use_group: these are DanceGRPO's names, but the algorithm is that of --grpo_preset flow-grpo"
+            in caplog.text
         )
         caplog.clear()
         assert load(bestofn=4, method="nft").grpo.grpo_preset is None
@@ -203,16 +206,16 @@ def test_a_step_that_never_comes_is_refused_with_the_sum():
     ("options", "expected"),
     [
         ({"train_sp_batch_size": 2}, "a clip is not split over processes"),
-        ({"train_sp_batch_size": "two"}, "wanted a positive integer, got 'two'"),
+        ({"train_sp_batch_size": "two"}, "train_sp_batch_size: not a whole number, got 'two'"),
         ({"cfg": 0.1}, "rate of dropped prompts"),
         ({"use_group": "false"}, "within the group of their prompt"),
-        ({"master_weight_type": "fp16"}, "wanted fp32 or bf16, got 'fp16'"),
+        ({"master_weight_type": "fp16"}, "unknown value 'fp16'; did you mean 'bf16'? Valid: fp32, bf16"),
         ({"h": 64, "t": 9}, "needs h, w and t; w is not given"),
         ({"vq_coef": 1.0}, "needs use_videoalign"),
-        ({"use_videoalign": True, "vq_coef": "much"}, "wanted a number, got 'much'"),
+        ({"use_videoalign": True, "vq_coef": "much"}, "vq_coef: not a number, got 'much'"),
         ({"train_batch_size": 2, "bestofn": 3}, "3 kept clips of a process do not divide by its train_batch_size of 2"),
-        ({"train_batch_size": 0}, "wanted a positive integer, got 0"),
-        ({"max_train_steps": "all"}, "wanted a positive integer, got 'all'"),
+        ({"train_batch_size": 0}, "train_batch_size: input should be greater than or equal to 1, got 0"),
+        ({"max_train_steps": "all"}, "max_train_steps: not a whole number, got 'all'"),
         ({"h": 64, "w": 64, "t": "9.5"}, "'9.5x64x64' is not FRAMESxHEIGHTxWIDTH"),
         ({"learning_rate": "fast"}, "lr: not a number, got 'fast'"),
     ],
@@ -241,7 +244,7 @@ def test_flags_that_nobody_reads_are_named(name, caplog):
     [message] = caplog.messages
     assert f"\n  --{name}  {aliases.WITHOUT_EFFECT[name]}" in message
     mentioned = [word.strip(",;").removeprefix("--") for word in message.split() if word.startswith("--")]
-    assert [flag for flag in mentioned if flag not in {*fields(), *aliases.foreign_names()}] == []
+    assert [flag for flag in mentioned if flag not in {*fields(), *aliases.FOREIGN}] == []
 
 
 def test_flags_that_nobody_reads_need_no_value(caplog):
@@ -303,7 +306,7 @@ def test_what_is_not_quite_the_same_is_said_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="finetrainers"):
         load(bestofn=4, selective_checkpointing=0.3, sampler_seed=1, seed=2)
     text = caplog.text
-    assert text.count("bestofn: DanceGRPO's names") == 1
+    assert text.count("bestofn: these are DanceGRPO's names") == 1
     assert "selective_checkpointing 0.3" in text
     assert "sampler_seed 1" in text
     caplog.clear()

@@ -61,6 +61,8 @@ def test_in_a_file(tmp_path: Path) -> None:
         ),
         (["--load", "a", "--start-from-scratch", "perhaps"], "wanted true or false, got 'perhaps'"),
         (["--reset", "dat", "--load", "a"], "did you mean 'data'?"),
+        (["--load", "a", "b"], "resume_from_checkpoint: not text, got ['a', 'b']"),
+        (["--ckpt_path", "--rank", "0"], "--ckpt_path: init_from: not text, got True"),
     ],
 )
 def test_what_does_not_go_together_is_said(given: list[str], said: str) -> None:
