@@ -41,16 +41,14 @@ from .watchdog import Watchdog
 def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trainer:
     """Load everything in three phases and build the trainer, resumed if asked."""
     config, plan, start = checked.config, checked.plan, checked.start
-    if parallel.is_main:
-        print_line(parallel.describe())
+    print_line(parallel.describe())
     check_restorable(start, parallel)
     spec = checked.family.load(config.model)
     method_spec(config).check(plan, config, spec=spec)
     scheduler = spec.load_scheduler()
     process = spec.process(scheduler)
     first_frame_p = first_frame_probability(config, spec)
-    if parallel.is_main:
-        _print_notes(checked, spec, first_frame_p)
+    _print_notes(checked, spec, first_frame_p)
 
     # Phases 1 and 2: text encoders, then the VAE.
     dtype = _sampling_dtype(config, parallel)
@@ -58,8 +56,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
         checked, spec, parallel, watchdog,
         use=(lambda encoders: encode_prompts(spec, encoders, checked.prompts, dtype)) if checked.prompts else None,
     )  # fmt: skip
-    work = load_work(checked, spec, parallel, watchdog, texts)
-    source = work.source
+    source, vae_stats = load_work(checked, spec, parallel, watchdog, texts)
 
     # Phase 3: the transformer.
     watchdog.enter("loading")
@@ -68,8 +65,8 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method).create(
         MethodParts(
-            config=config, spec=spec, process=process, scheduler=scheduler, geometry=work.geometry,
-            vae_stats=work.vae_stats, first_frame_p=first_frame_p, source=source, parallel=parallel, network=network,
+            config=config, spec=spec, process=process, scheduler=scheduler, geometry=spec.facts.geometry,
+            vae_stats=vae_stats, first_frame_p=first_frame_p, source=source, parallel=parallel, network=network,
             weights_dtype=trainable_dtype(config),
         )
     )  # fmt: skip
@@ -106,7 +103,7 @@ def _sampling_dtype(config: TrainConfig, parallel: Strategy) -> torch.dtype:
 def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr: float) -> tuple[nn.Module, Any]:
     """The transformer, with what is trained attached, and its optimizer, as the strategy has prepared them."""
     config = checked.config
-    with loading(checked, "transformer", speaks=parallel.is_main):
+    with loading(checked, "transformer"):
         return parallel.prepare(
             lambda: load_trainable_transformer(checked, spec, trainable_dtype(config)),
             lambda parameters: create_optimizer(

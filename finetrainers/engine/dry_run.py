@@ -7,7 +7,6 @@ from dataclasses import replace
 import tomli_w
 from torch import nn
 
-from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.memory.estimate import estimate_for
@@ -16,7 +15,8 @@ from finetrainers.parallel.sharding import expected_split
 from finetrainers.utils.text import file_size, plural
 
 from .preflight import Preflight
-from .room import disk_needs, room_problem
+from .ready import examine_weights
+from .room import disk_needs, room_warnings
 from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
 from .trainable import network_without_weights, trainable_parameters
 
@@ -31,15 +31,14 @@ def dry_run_report(checked: Preflight) -> None:
         ConfigError: the model's parts do not go with the options (a LoRA target that matches nothing, say).
     """
     config, unseen = checked.config, why_unseen(checked)
+    if unseen is None:
+        checked = examine_weights(checked)
     transformer = network_without_weights(checked, stand_in=unseen is not None)
     if unseen is None:
         method_spec(config).check(checked.plan, config, spec=checked.family.load(config.model))
     needs = disk_needs(checked, transformer)
-    problem, warning = room_problem(checked, needs) if unseen is None else (None, None)
-    if problem is not None:
-        raise ConfigError([Problem("--output_dir", problem)])
-    if warning is not None:
-        checked = replace(checked, warnings=[*checked.warnings, warning])
+    if unseen is None:
+        checked = replace(checked, warnings=[*checked.warnings, *room_warnings(checked, needs)])
     print_first_line(checked, before="dry run: ")
     print_data(checked)
     steps = config.training.train_steps

@@ -43,24 +43,6 @@ class InitialWeights:
     model_name: str | None = None
 
 
-@dataclass(frozen=True)
-class LoraFacts:
-    """What a LoRA file says of itself.
-
-    Attributes:
-        ranks: by module; empty if the names are another program's, and known only when it is read.
-        alpha: None if the file does not say: then it is the rank, as for diffusers.
-        use_rslora, use_dora: see the options.
-        patterns: settings of single modules.
-    """
-
-    ranks: Mapping[str, int]
-    alpha: float | None
-    use_rslora: bool
-    use_dora: bool
-    patterns: Mapping[str, Any]
-
-
 def find_initial_weights(given: str) -> InitialWeights:
     """What a path holds.
 
@@ -142,41 +124,42 @@ def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[st
     return header.shapes, {without_part(k): v for k, v in stored.items() if without_part(k) != k}
 
 
-def lora_facts(shapes: Mapping[str, Iterable[int]], settings: Mapping[str, Any]) -> LoraFacts:
-    """Of adapter weights by name, with or without `transformer.` before it, and the settings stored with them."""
-    ranks, dora = {}, False
-    for name, shape in shapes.items():
-        match = _MODULE.match(without_part(name))
-        if match is None or name.startswith("diffusion_model."):
-            continue
-        dora |= "lora_magnitude_vector" in name
-        if ".lora_A" in name:
-            ranks[match["module"]] = next(iter(shape))
-    patterns = {key: settings[key] for key in ("rank_pattern", "alpha_pattern") if settings.get(key)}
-    alpha = settings.get("lora_alpha")
-    return LoraFacts(ranks, None if alpha is None else float(alpha), bool(settings.get("use_rslora")), dora, patterns)
+def check_lora(
+    path: Path, shapes: Mapping[str, Iterable[int]], settings: Mapping[str, Any], training: TrainingSection
+) -> None:
+    """Refuse a LoRA that cannot become the adapter which the options describe. Names of other programs pass unjudged.
 
+    Args:
+        path: its file.
+        shapes: of its weights by name, with or without `transformer.` before it.
+        settings: PEFT's, if the file has them.
+        training: the options.
 
-def lora_differences(facts: LoraFacts, training: TrainingSection) -> list[str]:
-    """Why a LoRA cannot become the adapter that the options describe; empty if it can, or names are not known yet."""
-    if not facts.ranks:
-        return []
+    Raises:
+        ValueError: with every difference.
+    """
+    ours = {name: match["module"] for name in shapes if (match := _MODULE.match(without_part(name)))}
+    ours = {name: module for name, module in ours.items() if not name.startswith("diffusion_model.")}
+    if not any(".lora_A" in name for name in ours):
+        return
+    ranks = sorted({next(iter(shapes[name])) for name in ours if ".lora_A" in name})
     found = []
-    ranks = sorted(set(facts.ranks.values()))
     if ranks != [training.rank]:
         found.append(f"rank: {', '.join(map(str, ranks))} in the file, {training.rank} in this run")
-    rank = ranks[-1]
-    alpha, said = (
-        (float(rank), ", which says none, so that it is the rank") if facts.alpha is None else (facts.alpha, "")
-    )
+    # Without a word it is the rank, as for diffusers.
+    given = settings.get("lora_alpha")
+    alpha, said = (ranks[-1], ", which says none, so that it is the rank") if given is None else (float(given), "")
     if not math.isclose(alpha, training.lora_alpha):
         found.append(f"lora_alpha: {alpha:g} in the file{said}, {training.lora_alpha:g} in this run")
-    for option in ("use_rslora", "use_dora"):
-        theirs, ours = getattr(facts, option), getattr(training, option)
-        if theirs != ours:
-            found.append(f"{option}: {theirs} in the file, {ours} in this run")
-    found += [f"{name}: {value} in the file; here all modules have the same" for name, value in facts.patterns.items()]
-    return found + _target_differences(sorted(facts.ranks), training.target_modules)
+    has_dora = any("lora_magnitude_vector" in name for name in ours)
+    for option, theirs in (("use_rslora", bool(settings.get("use_rslora"))), ("use_dora", has_dora)):
+        if theirs != getattr(training, option):
+            found.append(f"{option}: {theirs} in the file, {getattr(training, option)} in this run")
+    patterns = [f"{key}: {settings[key]}" for key in ("rank_pattern", "alpha_pattern") if settings.get(key)]
+    found += [f"{pattern} in the file; here all modules have the same" for pattern in patterns]
+    found += _target_differences(sorted(set(ours.values())), training.target_modules)
+    if found:
+        raise ValueError(f"{path} does not fit this run's adapter: {'; '.join(found)}. Set the options as in the file")
 
 
 def _target_differences(modules: list[str], targets: list[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from finetrainers.config.checks.windows import window_problems
@@ -41,10 +40,9 @@ def load_texts(
     texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel)
     cached = method_spec(config).caches_texts(config)
     if cached and use is None and (recalled := texts.recall()) is not None:
-        if parallel.is_main:
-            print_line("text encoders are not loaded: every caption is in the cache")
+        print_line("text encoders are not loaded: every caption is in the cache")
         return recalled, None
-    with loading(checked, "text encoder", speaks=parallel.is_main):
+    with loading(checked, "text encoder"):
         encoders = parallel.in_turns("loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device))
     watchdog.enter("encoding")
     with parallel.raise_on_all_ranks("encoding the prompts"):
@@ -55,18 +53,9 @@ def load_texts(
     return conditioning, used
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a method is fed with, and what the VAE says of the checkpoint."""
-
-    source: WorkSource
-    vae_stats: VAEStats
-    geometry: Geometry
-
-
 def load_work(
     checked: Preflight, spec: ModelSpec, parallel: Ranks, watchdog: Watchdog, texts: TextConditioning
-) -> Work:
+) -> tuple[WorkSource, VAEStats]:
     """Phase 2: load the VAE, compare the sizes with it, and open the method's source, which may encode its clips.
 
     Raises:
@@ -74,7 +63,7 @@ def load_work(
     """
     config, plan = checked.config, checked.plan
     watchdog.enter("loading")
-    with loading(checked, "VAE", speaks=parallel.is_main):
+    with loading(checked, "VAE"):
         encodes = plan.encodes_clips  # else clips are only decoded
         clip_encoders = parallel.in_turns(
             "loading the VAE",
@@ -82,8 +71,7 @@ def load_work(
         )
     with parallel.raise_on_all_ranks("checking the sizes"):
         vae_stats = spec.vae_stats(clip_encoders["vae"])
-        geometry = spec.facts.geometry
-        check_geometry(plan, config, geometry)
+        check_geometry(plan, config, spec.facts.geometry)
     watchdog.enter("encoding")
     source = method_spec(config).open(
         plan,
@@ -96,7 +84,7 @@ def load_work(
     )
     del clip_encoders
     free_memory()
-    return Work(source, vae_stats, geometry)
+    return source, vae_stats
 
 
 def check_geometry(plan: WorkPlan, config: TrainConfig, geometry: Geometry) -> None:

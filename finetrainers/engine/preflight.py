@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -201,18 +201,6 @@ def _noted(problems: list[Problem], where: str, kind: type[Exception] = ValueErr
 def _concern(problems: list[Problem], options: Collection[str]) -> bool:
     """Whether a problem is one of these options."""
     return any(problem.where.removeprefix("--") in options for problem in problems)
-
-
-def weights_examined(checked: Preflight) -> Preflight:
-    """A configuration whose model's weight files hold what its networks need, by their headers; the first step that needs torch.
-
-    Raises:
-        ConfigError: tensors are missing, or of other shapes.
-    """
-    problems, warnings = checked.family.load(checked.config.model).examine()
-    if problems:
-        raise ConfigError(named_as_given(problems, checked.start.initial))
-    return replace(checked, warnings=[*checked.warnings, *warnings])
 
 
 def for_preparing(config: TrainConfig) -> TrainConfig:

@@ -10,14 +10,13 @@ from finetrainers.data.loading.precompute import Encoded
 from finetrainers.data.loading.text_conditioning import cache_directory
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.faults import arm_faults
-from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.text import duration, file_size
 
 from .dry_run import dry_run_report
 from .guards.memory import memory_advice
 from .init_distributed import make_strategy
 from .load_work import load_texts, load_work
-from .preflight import Preflight, weights_examined
+from .preflight import Preflight
 from .ready import examine_weights
 from .start_report import print_line
 from .watchdog import Watchdog
@@ -31,25 +30,21 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
     """
     config = checked.config
     if config.run.dry_run:
-        if launched_rank() == 0:
-            dry_run_report(weights_examined(checked))
+        dry_run_report(checked)
         return {}
     checked = examine_weights(checked)
     started = time.monotonic()
     parallel = make_strategy(config)
     try:
         arm_faults()
-        if parallel.is_main:
-            print_line(parallel.describe())
+        print_line(parallel.describe())
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank, directory=cache_directory(config))
         with watchdog.running():
             encoded = _encode(checked, parallel, watchdog)
-        if parallel.is_main:
-            for what, counts in encoded.items():
-                print_line(_summary(what, counts))
-            print_line(
-                f"done in {duration(time.monotonic() - started)}; cache: {cache_directory(config)}{_how_to_train(checked)}"
-            )
+        for what, counts in encoded.items():
+            print_line(_summary(what, counts))
+        seconds = time.monotonic() - started
+        print_line(f"done in {duration(seconds)}; cache: {cache_directory(config)}{_how_to_train(checked)}")
     finally:
         parallel.close()
     return encoded
@@ -64,7 +59,8 @@ def _encode(checked: Preflight, parallel: Ranks, watchdog: Watchdog) -> Mapping[
     try:
         encoded = {checked.plan.texts: texts.encoded}
         if checked.plan.encodes_clips:
-            encoded |= load_work(checked, spec, parallel, watchdog, texts).source.precomputed
+            source, _ = load_work(checked, spec, parallel, watchdog, texts)
+            encoded |= source.precomputed
         return encoded
     finally:
         texts.keys.cache.release()

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.launch import launched_rank
 
-from .preflight import Preflight, preflight, weights_examined
+from .preflight import Preflight, named_as_given, preflight
 from .start_report import print_start, print_warnings
 
 
@@ -38,14 +37,20 @@ def get_ready(config: TrainConfig, *, preparing: bool = False) -> Preflight:
     elif fetched.away is not None and not fetched.is_offline_by_choice:
         warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used as it lies on this disk"
         checked = replace(checked, warnings=[*checked.warnings, warning])
-    if launched_rank() == 0 and not config.run.dry_run:
+    if not config.run.dry_run:
         print_start(checked)
     return checked
 
 
 def examine_weights(checked: Preflight) -> Preflight:
-    """See `weights_examined`, the first step that needs torch; its warnings are printed, as all others have been."""
-    examined = weights_examined(checked)
-    if launched_rank() == 0:
-        print_warnings(examined.warnings[len(checked.warnings) :])
-    return examined
+    """The run, if its weight files have what the networks need, by their headers; the first step that needs torch.
+
+    Raises:
+        ConfigError: tensors are missing, or of other shapes.
+    """
+    problems, warnings = checked.family.load(checked.config.model).examine()
+    if problems:
+        raise ConfigError(named_as_given(problems, checked.start.initial))
+    if not checked.config.run.dry_run:  # which prints all its warnings together
+        print_warnings(warnings)
+    return replace(checked, warnings=[*checked.warnings, *warnings])

@@ -20,7 +20,7 @@ from finetrainers.utils.text import plural
 
 from .checkpoints.find import read_state, scan_checkpoints
 from .checkpoints.manifest import is_sealed, read_manifest
-from .initial_weights import InitialWeights, find_initial_weights, lora_differences, lora_facts, read_lora_header
+from .initial_weights import InitialWeights, check_lora, find_initial_weights, read_lora_header
 from .run_dir import package_versions
 
 #: What else must be the same: facts about the model and the data, which are not options.
@@ -181,11 +181,7 @@ def check_initial(initial: InitialWeights, config: TrainConfig) -> None:
         if given is not None and Path(given).resolve() != initial.path.resolve():
             raise ValueError(f"{initial.path} would take the place of --transformer_id {given}; give one of them")
     elif config.training.training_type == "lora":
-        differences = lora_differences(lora_facts(*read_lora_header(initial.path)), config.training)
-        if differences:
-            raise ValueError(
-                f"{initial.path} does not fit this run's adapter: {'; '.join(differences)}. Set the options as in the file"
-            )
+        check_lora(initial.path, *read_lora_header(initial.path), config.training)
 
 
 def resume_run(

@@ -73,43 +73,48 @@ def disk_needs(checked: Preflight, transformer: nn.Module) -> Needs:
     )
 
 
-def room_problem(checked: Preflight, needs: Needs) -> tuple[str | None, str | None]:
-    """Why the run cannot write what it has to, or may not; at most one of the two is said."""
+def room_warnings(checked: Preflight, needs: Needs) -> list[str]:
+    """What the user should know of the room on disk.
+
+    Raises:
+        ConfigError: there is too little for the run to end well.
+    """
     root = checked.config.run.output_dir.resolve()
     there = next(path for path in (root, *root.parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     parts = [("a checkpoint", needs.checkpoint), ("the result", needs.result), ("samples", needs.samples)]
     said = ", ".join(f"{name} {file_size(size)}" for name, size in parts if size)
     if free < needs.least:
-        return (
+        message = (
             f"{there} has {file_size(free)} free, and the run needs about {file_size(needs.least)} there ({said}); make room, or "
             "give another --output_dir"
-        ), None
+        )
+        raise ConfigError([Problem("--output_dir", message)])
     if free < needs.most:
-        return None, (
+        return [
             f"{there} has {file_size(free)} free, and the {needs.num_checkpoints} checkpoints of this run take about "
             f"{file_size(needs.most)} with its results; --checkpointing_limit bounds how many are kept"
-        )
-    return None, None
+        ]
+    return []
 
 
-def check_room(checked: Preflight, parallel: Ranks) -> str | None:
-    """Refuse a run that the disk cannot hold; every rank must call it. A warning, on rank 0.
+def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
+    """Refuse a run that the disk cannot hold, as rank 0 sees it; warnings. Every rank must call it.
 
     Raises:
         ConfigError: the disk has too little room, or LoRA targets match nothing; on every rank.
     """
-    problem, warning = None, None
+    warnings: list[str] = []
+    problems: list[Problem] = []
     if parallel.is_main:
         try:
-            error, warning = room_problem(checked, disk_needs(checked, network_without_weights(checked)))
-            problem = None if error is None else Problem("--output_dir", error)
-        except ConfigError as error_of_model:
-            [problem] = error_of_model.problems
-    problem = parallel.same_on_all(problem)
-    if problem is not None:
-        raise ConfigError([problem])
-    return warning
+            warnings = room_warnings(checked, disk_needs(checked, network_without_weights(checked)))
+        except ConfigError as error:
+            problems = error.problems
+    problems = parallel.same_on_all(problems)
+    if problems:
+        raise ConfigError(problems)
+    return warnings
 
 
 def _new_checkpoints(checked: Preflight) -> int:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 
 from finetrainers.utils.faults import arm_faults, fault_point
-from finetrainers.utils.launch import launched_rank
 
 from .assemble import assemble
 from .callbacks.base import Callback
@@ -15,7 +14,7 @@ from .dry_run import dry_run_report
 from .export import export
 from .init_distributed import make_strategy
 from .lock import exclusive
-from .preflight import Preflight, weights_examined
+from .preflight import Preflight
 from .ready import examine_weights, get_ready
 from .room import check_room
 from .start_report import print_results, print_stopped, print_warnings
@@ -34,8 +33,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
     """
     config = checked.config
     if config.run.dry_run:
-        if launched_rank() == 0:
-            dry_run_report(weights_examined(checked))
+        dry_run_report(checked)
         return None
     checked = examine_weights(checked)
     parallel = make_strategy(config)
@@ -48,8 +46,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
             if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
                 checked = examine_weights(get_ready(config))
-            room = check_room(checked, parallel)
-            print_warnings([] if room is None else [room])
+            print_warnings(check_room(checked, parallel))
             trainer = assemble(checked, parallel, watchdog)
             trainer.callbacks.extend(callbacks)
             state = trainer.state
@@ -74,8 +71,6 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
     if state.stopped_by is not None:
         # Launchers end all processes once one has exited with a code other than 0, and rank 0 has records to close.
         state.parallel.barrier()
-    if not state.parallel.is_main:
-        return
     if state.stopped_by is None:
         print_results(state.run_dir.root)
     else:

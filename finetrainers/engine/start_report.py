@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.text import file_size, plural
 
 from .preflight import Preflight
@@ -48,14 +49,13 @@ def _name(part: str) -> str:
 
 
 @contextlib.contextmanager
-def loading(checked: Preflight, what: str, *, speaks: bool) -> Iterator[None]:
+def loading(checked: Preflight, what: str) -> Iterator[None]:
     """Around the loading of networks, `text encoder` for all of these: says then how much it was, and how long it took."""
     started = time.perf_counter()
     yield
-    if speaks:
-        sizes = {name: size or 0 for name, size in sizes_on_disk(checked).items() if name.endswith(what)}
-        seconds = time.perf_counter() - started
-        print_line(f"loaded the {' and '.join(sizes)}: {file_size(sum(sizes.values()))} in {seconds:.1f} s")
+    sizes = {name: size or 0 for name, size in sizes_on_disk(checked).items() if name.endswith(what)}
+    seconds = time.perf_counter() - started
+    print_line(f"loaded the {' and '.join(sizes)}: {file_size(sum(sizes.values()))} in {seconds:.1f} s")
 
 
 def print_origin(checked: Preflight) -> None:
@@ -91,7 +91,7 @@ def print_data(checked: Preflight) -> None:
         table.add_column(heading)
     for row in rows:
         table.add_row(*row)
-    Console(soft_wrap=True, highlight=False).print(table)
+    _print(table)
 
 
 def print_stopped(*, step: int, by: str, resume_command: str) -> None:
@@ -118,4 +118,10 @@ def print_results(root: Path) -> None:
 
 def print_line(text: str) -> None:
     """One line for the user."""
-    Console(soft_wrap=True, highlight=False).print(text, markup=False)
+    _print(text)
+
+
+def _print(what: str | Table) -> None:
+    """Rank 0 speaks for all."""
+    if launched_rank() == 0:
+        Console(soft_wrap=True, highlight=False).print(what, markup=False)

@@ -24,7 +24,7 @@ from finetrainers.utils.faults import fault_point
 from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import nearest
 
-from .initial_weights import LORA_FILE, is_expression, is_target, lora_differences, lora_facts, without_part
+from .initial_weights import LORA_FILE, check_lora, is_expression, is_target, without_part
 from .preflight import Preflight, named_as_given
 
 
@@ -209,10 +209,7 @@ def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, trai
         transformer.requires_grad_(True)
         return
     state, settings = spec.read_lora(path)
-    facts = lora_facts({name: tensor.shape for name, tensor in state.items()}, settings)
-    differences = lora_differences(facts, training)
-    if differences:
-        raise ValueError(f"{path} does not fit this run's adapter: {'; '.join(differences)}")
+    check_lora(path, {name: tensor.shape for name, tensor in state.items()}, settings, training)
     _set_adapter(state, transformer, path)
 
 
