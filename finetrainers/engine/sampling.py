@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +99,31 @@ def _first_frame(prompt: ValidationPrompt) -> Any:
 @torch.no_grad()
 def sample_prompts(spec: ModelSpec, parts: SamplingParts, requests: Iterable[PromptRequest]) -> Iterator[np.ndarray]:
     """Yield the clip of each request, frames `[T, H, W, 3]` uint8."""
+    for image_to_video, group in groupby(requests, key=lambda wanted: wanted.request.image is not None):
+        with _pipeline(spec, parts, image_to_video=image_to_video) as pipeline:
+            for wanted in group:
+                request = wanted.request
+                spec.fit_vae(parts.vae, (request.num_frames, request.height, request.width))
+                conditions, negative = wanted.conditions.to(parts.device), wanted.negative.to(parts.device)
+                frames = spec.sample(pipeline, conditions, negative, request, wanted.noise)
+                yield (np.asarray(frames) * 255).round().clip(0, 255).astype(np.uint8)
+
+
+@contextmanager
+def _pipeline(spec: ModelSpec, parts: SamplingParts, *, image_to_video: bool) -> Iterator[Any]:
+    """A pipeline on the device; afterwards the trained parts are there, and what only sampling needs is not."""
     offload = parts.offload and parts.device.type != "cpu"
-    for wanted in requests:
-        request = wanted.request
-        pipeline = spec.pipeline(
-            parts.transformer, parts.vae, parts.scheduler, image_to_video=request.image is not None
-        )
-        pipeline.set_progress_bar_config(disable=True)
+    pipeline = spec.pipeline(parts.transformer, parts.vae, parts.scheduler, image_to_video=image_to_video)
+    pipeline.set_progress_bar_config(disable=True)
+    try:
         if offload:
             pipeline.enable_model_cpu_offload(device=parts.device)
-        spec.fit_vae(parts.vae, (request.num_frames, request.height, request.width))
-        call = spec.pipeline_call(wanted.conditions.to(parts.device), wanted.negative.to(parts.device), request)
-        try:
-            frames = pipeline(**call, generator=wanted.noise, output_type="np").frames[0]
-        finally:
-            if offload:  # hooks would pull the transformer off the device in the next training step
-                pipeline.remove_all_hooks()
-                parts.transformer.to(parts.device)
-                parts.vae.to(parts.device)
-        yield (np.asarray(frames) * 255).round().clip(0, 255).astype(np.uint8)
+        else:
+            spec.companions.to(parts.device)
+        yield pipeline
+    finally:
+        if offload:  # hooks would pull the transformer off the device in the next training step
+            pipeline.remove_all_hooks()
+            parts.transformer.to(parts.device)
+            parts.vae.to(parts.device)
+        spec.companions.to("cpu")

@@ -9,8 +9,9 @@ checkpointing a block keeps its input, 1 U. `docs/how-to/memory.md` compares the
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
@@ -197,7 +198,7 @@ def estimate_for(
     num_trainable = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     trainable_bytes = 2 if rounds else 4
     width = computed_bytes(config)
-    method = method_spec(config)
+    method, blocks = method_spec(config), spec.block_modules(transformer)
     kept = method.memory(
         config,
         (transformer.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[union-attr, arg-type]
@@ -211,7 +212,7 @@ def estimate_for(
         Workload(
             frozen_bytes=_frozen_bytes(config, transformer),
             num_trainable=num_trainable,
-            num_blocks=spec.num_blocks(transformer),
+            num_blocks=len(blocks),
             hidden=spec.width(transformer),
             num_tokens=geometry.num_tokens(*bucket),
             batch_size=kept.batch_size,
@@ -225,7 +226,7 @@ def estimate_for(
             trajectory_bytes=kept.trajectories,
             gradients_stay=not (options.offload_gradients or split.weights_on_host),
             split=split,
-            gathered_bytes=gathered_bytes(transformer, width=width) if split.gathers else 0.0,
+            gathered_bytes=gathered_bytes(transformer, blocks, width=width) if split.gathers else 0.0,
             casts=not (split.gathers and width == _HALF),  # gathered weights arrive in what they compute in
         )
     )
@@ -271,10 +272,9 @@ def computed_bytes(config: TrainConfig) -> int:
     return _HALF if precision in ("bf16", "fp16") else 4
 
 
-def gathered_bytes(transformer: Any, *, width: int) -> float:
+def gathered_bytes(transformer: nn.Module, blocks: Sequence[nn.Module], *, width: int) -> float:
     """Weights of the block that computes, of the next one, which is fetched meanwhile, and outside of blocks; and gradients of
     one block in fp32, which are summed over processes."""
-    blocks = [block for child in transformer.children() if type(child).__name__ == "ModuleList" for block in child]
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks]
     outside = sum(p.numel() for p in transformer.parameters()) - sum(sizes)

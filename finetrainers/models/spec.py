@@ -129,9 +129,9 @@ class ModelSpec(ABC):
         """Numbers of one token inside the transformer's blocks, for the memory estimate."""
         return network.config.num_attention_heads * network.config.attention_head_dim
 
-    def num_blocks(self, network: nn.Module) -> int:
-        """Blocks of the transformer, likewise."""
-        return sum(len(getattr(network, name)) for name in self.blocks)
+    def block_modules(self, network: nn.Module) -> list[nn.Module]:
+        """The transformer's repeated blocks, likewise."""
+        return [block for name in self.blocks for block in getattr(network, name)]
 
     def examine(self) -> tuple[list[Problem], list[str]]:
         """Compare the networks' weight files with their classes, as far as they are on this disk, by headers: problems, warnings."""
@@ -361,17 +361,30 @@ class ModelSpec(ABC):
         cls = self.image_pipeline_class if image_to_video else self.pipeline_class
         if cls is None:
             raise ValueError(self._no_image)
-        network = unwrap(transformer)
-        device = next(network.parameters()).device
         texts = encoders.modules if encoders is not None else {}
-        parts = {
-            **texts,
-            **self.companions.to(device).modules,
-            self.facts.trained: network,
-            "vae": vae,
-            "scheduler": scheduler,
-        }
+        own = {self.facts.trained: unwrap(transformer), "vae": vae, "scheduler": scheduler}
+        parts = {**texts, **self.companions.modules, **own}
         return common.build_pipeline(cls, parts, settings=self.configs.get(MODEL_INDEX, {}))
+
+    def sample(
+        self,
+        pipeline: Any,
+        conditions: Conditions,
+        negative: Conditions,
+        request: SampleRequest,
+        generator: torch.Generator,
+    ) -> Any:
+        """Frames `[T, H, W, 3]` in [0, 1] of one clip, by a pipeline that all clips of a validation share.
+
+        Args:
+            pipeline: from `pipeline`, on its device.
+            conditions: of the prompt, with B = 1.
+            negative: of the empty prompt, likewise.
+            request: what is sampled, and how.
+            generator: of the initial noise.
+        """
+        call = self.pipeline_call(conditions, negative, request)
+        return pipeline(**call, generator=generator, output_type="np").frames[0]
 
     def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call for one prompt (B = 1) given as encoded conditions.

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers import ClassifierFreeGuidance, LTXPipeline
+from PIL import Image
 
 from finetrainers.config.prompts import parse_validation_prompts
+from finetrainers.config.sections import ModelSection
 from finetrainers.engine.callbacks import validation
 from finetrainers.engine.sampling import PromptRequest, SamplingParts, encode_prompts, sample_prompts
 from finetrainers.engine.trainable import attach, load_lora_weights
-from finetrainers.models.spec import SampleRequest
+from finetrainers.models.families import ltx_video
+from finetrainers.models.ltx_video import LTXVideoSpec
+from finetrainers.models.spec import Parts, SampleRequest
 from finetrainers.utils.seeding import generator
 
 
@@ -57,3 +66,71 @@ def test_results_on_disk_give_the_frames_of_the_last_validation(
     assert [clip.shape for clip in clips] == [(9, 64, 64, 3)] * 2
     assert [np.array_equal(ours, theirs) for ours, theirs in zip(clips, written, strict=True)] == [True, True]
     assert not np.array_equal(*clips)
+
+
+class GuidedPipeline(LTXPipeline):
+    """A pipeline that takes its guidance from an attribute, and returns sound too."""
+
+    def __init__(self, scheduler, vae, text_encoder, tokenizer, transformer, guider) -> None:
+        super().__init__(scheduler, vae, text_encoder, tokenizer, transformer)
+        self.register_modules(guider=guider)
+
+    def __call__(self, **call: Any) -> Any:
+        assert "guidance_scale" not in call
+        frames = super().__call__(**call, guidance_scale=self.guider.guidance_scale).frames
+        return SimpleNamespace(sound=torch.zeros(1), videos=frames)
+
+
+class GuidedSpec(LTXVideoSpec):
+    pipeline_class = GuidedPipeline
+
+    @cached_property
+    def companions(self) -> Parts:
+        return Parts({"guider": ClassifierFreeGuidance()})
+
+    def sample(self, pipeline: Any, conditions: Any, negative: Any, request: Any, generator: Any) -> Any:
+        pipeline.guider.guidance_scale = request.guidance_scale
+        call = self.pipeline_call(conditions, negative, replace(request, guidance_scale=None))
+        return pipeline(**call, generator=generator, output_type="np").videos[0]
+
+
+def test_a_pipeline_is_built_once_for_all_clips_of_a_kind(
+    tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelSection(
+        model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")),
+        vae_dtype="fp32", text_encoder_dtype="fp32",
+    )  # fmt: skip
+    stock, guided = (cls(config, name="ltx_video", read=ltx_video) for cls in (LTXVideoSpec, GuidedSpec))
+    parts = SamplingParts(
+        stock.load_transformer(torch.float32).eval(), stock.load_vae(), stock.load_scheduler(), torch.device("cpu")
+    )
+    conditions = stock.encode_text(stock.load_text_encoders(), ["a red ball", ""])
+    text = SampleRequest(9, 32, 32, frame_rate=25.0, num_inference_steps=2, guidance_scale=3.0)
+    image = replace(text, image=Image.new("RGB", (32, 32), (200, 30, 30)))
+
+    def wanted(*requests: SampleRequest) -> list[PromptRequest]:
+        rows = conditions.rows([0]), conditions.rows([1])
+        return [PromptRequest(*rows, request, torch.Generator().manual_seed(i)) for i, request in enumerate(requests)]
+
+    def frames(request: PromptRequest) -> np.ndarray:
+        """Of a pipeline of its own."""
+        own = stock.pipeline(
+            parts.transformer, parts.vae, stock.load_scheduler(), image_to_video=request.request.image is not None
+        )
+        call = stock.pipeline_call(request.conditions, request.negative, request.request)
+        return own(**call, generator=request.noise, output_type="np").frames[0]
+
+    expected = [(frames(one) * 255).round().astype(np.uint8) for one in wanted(text, text, image)]
+    built = []
+    build = LTXVideoSpec.pipeline
+    monkeypatch.setattr(LTXVideoSpec, "pipeline", lambda *a, **k: built.append(k["image_to_video"]) or build(*a, **k))
+    found = list(sample_prompts(stock, parts, wanted(text, text, image)))
+    assert [np.array_equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * 3
+    assert built == [False, True]
+    assert not np.array_equal(*found[:2])
+
+    by_guider = list(sample_prompts(guided, parts, wanted(text, replace(text, guidance_scale=1.0))))
+    assert np.array_equal(by_guider[0], expected[0])
+    assert not np.array_equal(by_guider[1], expected[1])
+    assert built == [False, True, False]
