@@ -7,8 +7,10 @@ different noise, and resuming needs nothing but the step number.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,8 +93,7 @@ class SFT:
         return True
 
     def loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
-        per_sample, t = self.errors(transformer, batch, purpose="train", quantile=None)
-        weight = self.noise_levels.weight(t)
+        per_sample, weight = self.errors(transformer, batch, purpose="train", quantile=None)
         loss = (weight * per_sample).mean() * batch.weight
         return loss, {"loss": loss.detach()}
 
@@ -103,35 +104,49 @@ class SFT:
     def errors(
         self, transformer: nn.Module, batch: Batch, *, purpose: str, quantile: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Mean squared error of the prediction per sample `[B]`, over the latents that are not given, and its time `[B]`.
+        """Mean squared error of the prediction per sample `[B]`, over the latents that are not given, and its loss weight `[B]`.
+
+        Where latent frames have noise levels of their own, each frame's error is weighted already.
 
         Args:
             transformer: the network, or another one of the same model.
             batch: samples; those of equal keys get the same noise, noise level and conditioning.
             purpose: decides, with the seed of the run and a sample's key, what is drawn for it.
-            quantile: of the noise level; None: drawn.
+            quantile: of the noise level, without loss weights; None: drawn.
         """
         device = batch.moments.device
         generators = [generator("cpu", self.seed, purpose, *key) for key in batch.sample_keys]
         noise = standard_normal(generators, self.spec.latent_shape(batch.moments), device)
-        x0 = self.spec.padded(self.spec.latents(batch.moments, noise, self.vae_stats))
+        x0, context = self.spec.section(self.spec.latents(batch.moments, noise, self.vae_stats), generators)
         eps = standard_normal(generators, x0.shape[1:], device)
-        if quantile is None:
-            num_tokens = round(x0[0, 0].numel() * self.tokens_per_latent)
-            quantiles = self.noise_levels.sample(generators, num_tokens).to(device)
-        else:
-            quantiles = self.noise_levels.ranged(torch.full((len(batch),), quantile, device=device))
-        t = self.process.time_from_quantile(quantiles)
+        t = self._times(generators, x0, quantile)
+        weight = torch.ones(len(x0), device=device) if quantile is not None else self.noise_levels.weight(t)
 
         meta, trained = self.spec.condition(batch, x0, self._given_first_frame(batch, purpose), self.vae_stats)
-        frame_t = t if trained is None else t[:, None] * trained
+        if context:
+            meta = replace(meta, extra={**meta.extra, **context})
+        frame_t = t if trained is None else t.view(len(x0), -1) * trained
         x_t = self.process.add_noise(x0, eps, frame_t)
         prediction = self.spec.predict(transformer, x_t, frame_t, batch.conditions, meta)
         error = (prediction.float() - self.process.target(x0, eps, t)) ** 2
-        if trained is None:
-            return error.flatten(1).mean(1), t
+        if trained is None and t.ndim == 1:
+            return error.flatten(1).mean(1), weight
         # A given frame is an input, not something to predict: it leaves the loss and the mean.
-        return (error.mean(dim=(1, 3, 4)) * trained).sum(1) / trained.sum(1), t
+        per_frame, trained = error.mean(dim=(1, 3, 4)), torch.ones_like(frame_t) if trained is None else trained
+        if weight.ndim == 2:
+            per_frame, weight = per_frame * weight, torch.ones(len(x0), device=device)
+        return (per_frame * trained).sum(1) / trained.sum(1), weight
+
+    def _times(self, generators: Sequence[torch.Generator], x0: Tensor, quantile: float | None) -> Tensor:
+        """Process time of each sample `[B]`, or of each of its latent frames `[B, T]`; `quantile` is the same for all."""
+        frames = [] if self.spec.noise_per == "clip" else [x0.shape[2]]
+        if quantile is None:
+            num_tokens = round(x0[0, 0].numel() * self.tokens_per_latent)
+            draws = [self.noise_levels.sample(generators, num_tokens) for _ in range(math.prod(frames))]
+            quantiles = torch.stack(draws, dim=1).view(len(x0), *frames).to(x0.device)
+        else:
+            quantiles = self.noise_levels.ranged(torch.full((len(x0), *frames), quantile, device=x0.device))
+        return self.process.time_from_quantile(quantiles)
 
     def _given_first_frame(self, batch: Batch, purpose: str) -> list[bool]:
         """Which samples see their clean first frame; a coin per sample, on the host, so that nothing waits."""

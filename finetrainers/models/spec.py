@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from diffusers import ModelMixin
@@ -84,6 +84,9 @@ class ModelSpec(ABC):
     image_pipeline_class: Any = None
     #: Names of the transformer's repeated block lists: for checkpointing, wrapping, compiling, and the memory estimate.
     blocks: tuple[str, ...] = ("transformer_blocks",)
+    #: What has a noise level of its own in training: a clip, or each of its latent frames (diffusion forcing), for networks that
+    #: take a time per frame.
+    noise_per: Literal["clip", "frame"] = "clip"
     #: Bytes that the VAE takes at its peak for each pixel, in bf16, and of how many frames at a time. They were counted on its
     #: operations without weights; what kernels take besides (cuDNN's workspace) is left out. 0: not known, never tiled by itself.
     vae_pixel_bytes: float = 0.0
@@ -280,6 +283,20 @@ class ModelSpec(ABC):
         """
         return latents_BCTHW
 
+    def section(
+        self, latents_BCTHW: Tensor, generators: Sequence[torch.Generator]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The part of clean latents that is noised and predicted in training, and the rest, as further inputs of `predict`.
+
+        Args:
+            latents_BCTHW: of whole clips.
+            generators: of each clip, on the CPU, for what is drawn at random.
+
+        Returns:
+            By default all latents, `padded`. And tensors by name, batch first, which `predict` finds in `VideoMeta.extra`.
+        """
+        return self.padded(latents_BCTHW), {}
+
     def condition(
         self, batch: Batch, x0: Tensor, given: Sequence[bool], vae_stats: VAEStats
     ) -> tuple[VideoMeta, Tensor | None]:
@@ -287,7 +304,7 @@ class ModelSpec(ABC):
 
         Args:
             batch: what was encoded of the clips.
-            x0: its clean latents, `[B, C, T, H, W]`, with the frames that `padded` adds.
+            x0: what `section` gives of its clean latents, `[B, C, T, H, W]`.
             given: which samples see their first frame.
             vae_stats: normalization constants of the VAE.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from derived import KEYS, SEED, Setting, derive, make_batch
+from derived import KEYS, SEED, Setting, derive, make_batch, normalize
 from every_family import FAMILIES
 from torch import Tensor
 
@@ -156,6 +156,91 @@ def test_an_image_has_no_first_frame_to_give(tiny_repo: Callable[..., Path]) -> 
     expected = derive(setting, "ltx_video", batch, "train", uniform)
     close(setting.seen[0][1], [e["t"] for e in expected])
     close(loss, sum(((answer(i, e["x"].shape) - e["target"]) ** 2).mean() for i, e in enumerate(expected)) / 3)
+
+
+@pytest.mark.parametrize(("family", "first_frame_p"), [("ltx_video", 1.0), ("ltx_video", 0.0), ("cogvideox", 0.0)])
+def test_every_latent_frame_has_a_noise_level_of_its_own(
+    family: str, first_frame_p: float, tiny_repo: Callable[..., Path]
+) -> None:
+    """Diffusion forcing: each frame is noised, weighted and averaged by itself; a given one is clean and leaves the loss."""
+    scheme = "cosmap" if family == "ltx_video" else "none"
+    setting = Setting(tiny_repo(family), family, first_frame_p=first_frame_p, flow_weighting_scheme=scheme)
+    setting.spec.noise_per = "frame"
+    batch = make_batch(setting)
+    loss, _ = setting.method.loss(torch.nn.Identity(), batch)
+    levels = setting.method.eval_loss(torch.nn.Identity(), batch, 0.3)
+    (x, t, *_), (_, evaluated, *_) = setting.seen
+    assert t.shape == evaluated.shape == (3, 3)
+    first = int(first_frame_p)
+    drawn: list[list[float]] = []
+
+    def quantiles(generator: torch.Generator) -> float:
+        drawn.append([uniform(generator) for _ in range(3)])
+        return 0.0
+
+    errors, at_level = [], []
+    for row, clean in enumerate(derive(setting, family, batch, "train", quantiles)):
+        times = torch.tensor([min(int(u * 1000), 999) if family == "cogvideox" else u for u in drawn[row]]).double()
+        alpha, sigma = 1 - times, times
+        if family == "cogvideox":
+            alpha_bar = setting.scheduler.alphas_cumprod.double()[times.long()]
+            alpha, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+        # At its lowest level the derivation has x = x0 for flow matching, from which the noise follows by the target.
+        low = setting.scheduler.alphas_cumprod.double()[0] if family == "cogvideox" else torch.tensor(1.0).double()
+        eps = clean["target"] + clean["x0"] if family == "ltx_video" else (
+            clean["x"] - low.sqrt() * clean["x0"]) / (1 - low).sqrt()  # fmt: skip
+        a, s = alpha.view(1, 3, 1, 1), sigma.view(1, 3, 1, 1)
+        noisy = a * clean["x0"] + s * eps
+        noisy[:, :first] = clean["x0"][:, :first]
+        close(x[row], noisy)
+        close(t[row, first:], times[first:])
+        close(t[row, :first], times[:first] * 0)
+        target = eps - clean["x0"] if family == "ltx_video" else a * eps - s * clean["x0"]
+        error = ((answer(row, target.shape) - target) ** 2).mean(dim=(0, 2, 3))
+        weight = 2 / (math.pi * (1 - 2 * times + 2 * times**2)) if scheme == "cosmap" else torch.ones(3)
+        errors.append((error * weight)[first:].mean())
+        at_level.append(0.3 * 1000 if family == "cogvideox" else 0.3)
+    close(loss, sum(errors) / 3)
+    close(evaluated[:, first:], torch.tensor(at_level)[:, None].expand(3, 3)[:, first:])
+    assert levels.shape == (3,)
+
+
+def test_a_section_of_the_clip_is_predicted_and_the_rest_given(tiny_repo: Callable[..., Path]) -> None:
+    """Its noise, its tokens and its loss are those of the section; both are drawn from the clip's own generator."""
+    setting = Setting(
+        tiny_repo("ltx_video"), "ltx_video", flow_resolution_shifting=True, flow_base_seq_len=4, flow_max_seq_len=12,
+        flow_base_shift=0.5, flow_max_shift=2.5,
+    )  # fmt: skip
+    starts: list[int] = []
+
+    def section(latents: Tensor, generators: Sequence[torch.Generator]) -> tuple[Tensor, dict[str, Tensor]]:
+        starts[:] = [int(torch.randint(2, (), generator=generator)) for generator in generators]
+        x0 = torch.stack([clip[:, start : start + 2] for clip, start in zip(latents, starts, strict=True)])
+        return x0, {"history": latents[:, :, :1]}
+
+    setting.spec.section = section  # type: ignore[method-assign]
+    batch = make_batch(setting)
+    loss, _ = setting.method.loss(torch.nn.Identity(), batch)
+    ((x, t, _, meta),) = setting.seen
+    assert x.shape[2] == 2
+    tokens = 2 * 4 * 4 / 4  # 8: half way
+    shift = math.exp(0.5 + (tokens - 4) / 8 * 2.0)
+    errors = []
+    for row, (epoch, item) in enumerate(batch.sample_keys):
+        generator = torch.Generator().manual_seed(derive_seed(SEED, "train", epoch, item))
+        mean, logvar = batch.moments[row].double().chunk(2)
+        clip = mean + (0.5 * logvar).exp() * torch.randn(mean.shape, generator=generator).double()
+        clip = normalize("ltx_video", setting.vae, clip)
+        start = int(torch.randint(2, (), generator=generator))
+        x0, eps = clip[:, start : start + 2], torch.randn(x[row].shape, generator=generator).double()
+        u = uniform(generator)
+        u = shift * u / (1 + (shift - 1) * u)
+        close(t[row], u)
+        close(x[row], (1 - u) * x0 + u * eps)
+        close(meta.extra["history"][row], clip[:, :1])
+        errors.append(((answer(row, x0.shape) - (eps - x0)) ** 2).mean())
+        assert start == starts[row]
+    close(loss, sum(errors) / 3)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])

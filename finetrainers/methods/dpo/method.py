@@ -111,11 +111,10 @@ class DPO:
     ) -> tuple[Tensor, Tensor]:
         """The margin of every pair `[B]`, and by how much the error of every clip has fallen `[2B]`."""
         errors = partial(self.sft.errors, batch=clips, purpose=purpose, quantile=quantile)
-        found, t = errors(transformer)
+        found, weight = errors(transformer)
         with torch.no_grad(), self.reference(transformer) as network:
             reference, _ = errors(network)
-        weight = self.sft.noise_levels.weight(t)[0::2] if quantile is None else 1.0
-        return preference_margin(found, reference, self.beta * weight), reference - found
+        return preference_margin(found, reference, self.beta * weight[0::2]), reference - found
 
     @property
     def evaluates(self) -> bool:
