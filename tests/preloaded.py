@@ -30,7 +30,7 @@ import finetrainers.cli.main
 import finetrainers.config.flags
 import finetrainers.data.loading.training_data
 import finetrainers.engine.run
-import finetrainers.methods.grpo.build
+import finetrainers.methods.grpo.method
 import finetrainers.methods.sft
 import finetrainers.models.ltx_video
 import finetrainers.rewards.pixels

@@ -63,7 +63,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
     lr = config.optimizer.lr * lr_scale(config, parallel)
     transformer, optimizer = _load_trained(checked, spec, parallel, lr=lr)
     network = parallel.unwrap(transformer)
-    method = load_method(config.training.method).create(
+    method = load_method(config.training.method)(
         MethodParts(
             config=config, spec=spec, process=process, scheduler=scheduler, geometry=spec.facts.geometry,
             vae_stats=vae_stats, first_frame_p=first_frame_p, source=source, parallel=parallel, network=network,

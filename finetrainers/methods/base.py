@@ -138,6 +138,8 @@ class Step(Sequence[T]):
 class Method(Protocol):
     """One training algorithm. The trainer asks for the micro-batches of a step and for the loss of each.
 
+    The class is called with `MethodParts`.
+
     Attributes:
         headline: the numbers that say how training goes, most important first; a name that ends in `/` stands for all that
             begin so.
@@ -150,11 +152,6 @@ class Method(Protocol):
 
     @property
     def evaluates(self) -> bool: ...
-
-    @classmethod
-    def create(cls, parts: MethodParts[Any]) -> Method:
-        """The method of a run."""
-        ...
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Any]]:
         """Optimizer steps `start`, `start + 1`, ... of this rank, without end.

@@ -29,7 +29,7 @@ def register_method(name: str, method: str, *, spec: str = "finetrainers.methods
 
     Args:
         name: what users call it.
-        method: the class, with `create(parts: MethodParts)`.
+        method: the class, which is called with `MethodParts`.
         spec: the subclass of `MethodSpec`, in a module that imports no torch; default: that of training on clips.
 
     Raises:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from finetrainers.data.loading.training_data import TrainingData
-from finetrainers.diffusion.process import Process
 from finetrainers.diffusion.timesteps import NoiseLevels
-from finetrainers.models.spec import Batch, ModelSpec, VAEStats
+from finetrainers.models.spec import Batch
 from finetrainers.utils.seeding import derive_seed, generator
 
 from .base import Evaluation, MethodParts, Metrics, Step, Summary, standard_normal
@@ -32,53 +31,22 @@ class SFT:
     headline = ("loss", "eval_loss")
     summaries: Mapping[str, Summary] = {"bad_samples": "last"}
 
-    def __init__(
-        self,
-        *,
-        spec: ModelSpec,
-        process: Process,
-        vae_stats: VAEStats,
-        noise_levels: NoiseLevels,
-        tokens_per_latent: float,
-        first_frame_p: float,
-        seed: int,
-        batches: TrainingData,
-    ) -> None:
-        """Args:
-        spec, process, vae_stats: the model's description.
-        noise_levels: the configured distribution of noise levels.
-        tokens_per_latent: transformer tokens per latent cell (1 / patch volume), for resolution-dependent shifts.
-        first_frame_p: probability, per sample, of conditioning on the clean first frame.
-        seed: seed of the run.
-        batches: the clips.
-        """
-        self.spec = spec
-        self.process = process
-        self.vae_stats = vae_stats
-        self.noise_levels = noise_levels
-        self.tokens_per_latent = tokens_per_latent
-        self.first_frame_p = first_frame_p
-        self.seed = seed
-        self.batches = batches
-
-    @classmethod
-    def create(cls, parts: MethodParts[TrainingData]) -> SFT:
-        config, geometry, is_flow = parts.config, parts.geometry, parts.process.is_flow
-        return cls(
-            spec=parts.spec,
-            process=parts.process,
-            vae_stats=parts.vae_stats,
-            noise_levels=NoiseLevels(
-                config.diffusion,
-                is_flow=is_flow,
-                scheduler_config=dict(parts.scheduler.config),
-                within=parts.spec.facts.noise_range,
-            ),
-            tokens_per_latent=1 / (geometry.patch_t * geometry.patch**2),
-            first_frame_p=parts.first_frame_p,
-            seed=config.training.seed,
-            batches=parts.source,
+    def __init__(self, parts: MethodParts[TrainingData]) -> None:
+        config, geometry = parts.config, parts.geometry
+        self.spec = parts.spec
+        self.process = parts.process
+        self.vae_stats = parts.vae_stats
+        self.noise_levels = NoiseLevels(
+            config.diffusion,
+            is_flow=parts.process.is_flow,
+            scheduler_config=dict(parts.scheduler.config),
+            within=parts.spec.facts.noise_range,
         )
+        #: Transformer tokens per latent cell, for resolution-dependent shifts.
+        self.tokens_per_latent = 1 / (geometry.patch_t * geometry.patch**2)
+        self.first_frame_p = parts.first_frame_p
+        self.seed = config.training.seed
+        self.batches = parts.source
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Batch]]:
         for batches in self.batches.steps(start):

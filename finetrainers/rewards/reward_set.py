@@ -81,6 +81,15 @@ class Scores:
     heads: Mapping[str, HeadScores]
     failed: Tensor
 
+    @staticmethod
+    def joined(parts: Sequence[Scores]) -> Scores:
+        """The scores of several batches by the same rewards, in their order."""
+        heads = {}
+        for label in parts[0].heads:
+            found = [part.heads[label] for part in parts]
+            heads[label] = HeadScores(torch.cat([h.raw for h in found]), torch.cat([h.normalized for h in found]))
+        return Scores(heads, torch.cat([part.failed for part in parts]))
+
 
 class RewardSet:
     """The rewards that a list of entries names.

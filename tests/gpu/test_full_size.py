@@ -23,7 +23,6 @@ from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.inspect.batch_counts import BatchCounts
 from finetrainers.data.inspect.plan import DatasetPlan
-from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.engine.init_distributed import make_strategy
 from finetrainers.engine.preflight import Preflight
 from finetrainers.engine.resume_plan import new_run
@@ -33,7 +32,7 @@ from finetrainers.engine.trainable import attach, load_trainable_transformer, tr
 from finetrainers.engine.trainer import Trainer
 from finetrainers.engine.watchdog import Watchdog
 from finetrainers.memory.estimate import GIB, estimate_for
-from finetrainers.methods.base import Step
+from finetrainers.methods.base import MethodParts, Step
 from finetrainers.methods.sft import SFT
 from finetrainers.models import common
 from finetrainers.models.registry import get_family
@@ -215,15 +214,12 @@ def train_random(
     process = spec.process(scheduler)
     batch = _batch(text, geometry.latent_shape(*bucket), channels=transformer.config.out_channels, device=device)
     method = SFT(
-        spec=spec,
-        process=process,
-        vae_stats=VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(1.0)),
-        noise_levels=NoiseLevels(config.diffusion, is_flow=process.is_flow, scheduler_config=dict(scheduler.config)),
-        tokens_per_latent=1 / (geometry.patch_t * geometry.patch**2),
-        first_frame_p=0.0,
-        seed=0,
-        batches=None,
-    )
+        MethodParts(
+            config=config, spec=spec, process=process, scheduler=scheduler, geometry=geometry,
+            vae_stats=VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(1.0)), first_frame_p=0.0, source=None,
+            parallel=parallel, network=transformer, weights_dtype=trainable_dtype(config),
+        )
+    )  # fmt: skip
     wrapped, optimizer = parallel.prepare(
         lambda: transformer,
         lambda parameters: create_optimizer(

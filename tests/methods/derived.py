@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DiffusionSection, ModelSection
-from finetrainers.diffusion.timesteps import NoiseLevels
+from finetrainers.methods.base import MethodParts
 from finetrainers.methods.sft import SFT
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Batch, Conditions, VideoMeta
@@ -35,20 +36,16 @@ class Setting:
         self.vae = self.spec.load_vae()
         self.scheduler = self.spec.load_scheduler()
         self.process = self.spec.process(self.scheduler)
-        self.method = SFT(
-            spec=self.spec,
-            process=self.process,
-            vae_stats=self.spec.vae_stats(self.vae),
-            noise_levels=NoiseLevels(
-                DiffusionSection(**diffusion),
-                is_flow=self.process.is_flow,
-                scheduler_config=dict(self.scheduler.config),
+        self.parts: Any = MethodParts(
+            config=TrainConfig(
+                model=self.spec.config, diffusion=DiffusionSection(**diffusion), training={"seed": SEED},  # type: ignore[arg-type]
             ),
-            tokens_per_latent=0.25,
-            first_frame_p=first_frame_p,
-            seed=SEED,
-            batches=None,
-        )
+            spec=self.spec, process=self.process, scheduler=self.scheduler, geometry=self.spec.facts.geometry,
+            vae_stats=self.spec.vae_stats(self.vae), first_frame_p=first_frame_p, source=None, parallel=None,
+            network=torch.nn.Identity(), weights_dtype=torch.float32,
+        )  # fmt: skip
+        self.method = SFT(self.parts)
+        self.method.tokens_per_latent = 0.25
         self.seen: list[tuple[Tensor, Tensor, Conditions, VideoMeta]] = []
         self.spec.predict = self._predict  # type: ignore[method-assign]
 

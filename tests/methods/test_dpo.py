@@ -48,7 +48,9 @@ class PairSetting(Setting):
         yield REFERENCE
 
     def dpo(self) -> DPO:
-        return DPO(sft=self.method, reference=self.reference, beta=BETA)
+        method = DPO(self.parts)
+        method.reference, method.beta = self.reference, BETA
+        return method
 
 
 def pairs_batch(setting: Setting, **changes: Any) -> Batch:
@@ -86,7 +88,8 @@ def test_loss_against_float64(family: str, tiny_repo: Callable[..., Path]) -> No
 
 def test_a_network_like_the_reference_model_prefers_nothing(tiny_repo: Callable[..., Path]) -> None:
     setting = PairSetting(tiny_repo("ltx_video"), "ltx_video")
-    method = DPO(sft=setting.method, reference=lambda network: contextlib.nullcontext(network), beta=BETA)
+    method = setting.dpo()
+    method.reference = contextlib.nullcontext
     loss, metrics = method.loss(NETWORK, Pairs(pairs_batch(setting)))
     assert float(loss.detach()) == pytest.approx(math.log(2))
     assert (float(metrics["margin"]), float(metrics["accuracy"])) == (0.0, 0.5)

@@ -26,7 +26,7 @@ from torch.nn.functional import logsigmoid
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.methods.base import Evaluation, MethodParts, Metrics, Step, Summary
 from finetrainers.methods.held_out import held_out_means
-from finetrainers.methods.reference import Reference, reference_model
+from finetrainers.methods.reference import reference_model
 from finetrainers.methods.sft import SFT
 from finetrainers.models.spec import Batch, even_bounds
 
@@ -74,19 +74,10 @@ class DPO:
     headline = ("loss", "accuracy", "eval_accuracy", "eval_loss")
     summaries: Mapping[str, Summary] = SFT.summaries
 
-    def __init__(self, *, sft: SFT, reference: Reference, beta: float) -> None:
-        """Args:
-        sft: gives the batches, and the errors of predictions.
-        reference: see `reference_model`.
-        beta: how closely the model is held to the reference model.
-        """
-        self.sft = sft
-        self.reference = reference
-        self.beta = beta
-
-    @classmethod
-    def create(cls, parts: MethodParts[TrainingData]) -> DPO:
-        return cls(sft=SFT.create(parts), reference=reference_model(parts), beta=parts.config.dpo.beta)
+    def __init__(self, parts: MethodParts[TrainingData]) -> None:
+        self.sft = SFT(parts)  # gives the batches, and the errors of predictions
+        self.reference = reference_model(parts)
+        self.beta = parts.config.dpo.beta
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Pairs]]:
         for step in self.sft.steps(start, transformer):

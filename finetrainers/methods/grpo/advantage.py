@@ -27,15 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from finetrainers.config.grpo import GRPOSection
 from finetrainers.utils.text import plural
-
-Mode = Literal["group_std", "global_std", "mean_only"]
-Combination = Literal["sum", "separate", "weighted", "gdpo"]
 
 _SHOWN = 3  # positions named in an error
 
@@ -49,14 +46,14 @@ class Advantages:
         terms: `[P, G, K]` float64, what the values are the sum of: one term each for rewards that are clipped apart.
         group_std: by reward, the population standard deviation within every group, `[P]`; NaN where no clip has a score.
         constant: the groups in which every advantage is exactly 0: no update comes from them.
-        failed: how many clips took no part.
+        failed: clips without a score, `[P, G]`, which took no part.
     """
 
     values: Tensor
     terms: Tensor
     group_std: Mapping[str, Tensor]
     constant: tuple[int, ...]
-    failed: int
+    failed: Tensor
 
     @property
     def constant_share(self) -> float:
@@ -65,16 +62,7 @@ class Advantages:
 
 
 def compute_advantages(
-    scores: Mapping[str, Tensor],
-    *,
-    weights: Mapping[str, float],
-    failed: Tensor | None = None,
-    mode: Mode = "group_std",
-    combination: Combination = "sum",
-    eps: float = 1e-4,
-    floor: float = 0.0,
-    clip: float | None = 5.0,
-    correction: int = 0,
+    scores: Mapping[str, Tensor], *, weights: Mapping[str, float], failed: Tensor, section: GRPOSection
 ) -> Advantages:
     """Advantages of all clips of a rollout, over all ranks.
 
@@ -83,68 +71,54 @@ def compute_advantages(
             `weighted`.
         weights: by reward; a reward of weight 0 takes no part, and its scores are only looked at for `group_std`.
         failed: clips without a score, shaped like the scores, boolean. They have no share in any mean or deviation.
-        mode: what a group's scores are divided by.
-        combination: how several rewards become one advantage.
-        eps: added to a standard deviation before dividing by it.
-        floor: smallest standard deviation divided by, before `eps`: where a deviation this small is noise.
-        clip: advantages are limited to [-clip, clip]; None for no limit.
-        correction: 0 for the population's variance, 1 for the sample estimate.
+        section: the options `advantage`, `advantage_*` and `reward_combination`.
 
     Raises:
-        ValueError: shapes differ, a score is not finite although its clip did not fail, a weight is missing, no reward
-            has one, or a setting is out of range.
+        ValueError: a score is not finite although its clip did not fail, or no reward has a weight.
     """
-    if not scores or not any(weights.get(name, 0.0) for name in scores):
+    members = _members(failed)
+    table = {name: _values(name, found, failed, counts=weights[name] != 0) for name, found in scores.items()}
+    weighted = {name: values for name, values in table.items() if weights[name]}
+    if not weighted:
         raise ValueError(
             f"no advantage without a weighted reward; scored: {', '.join(scores) or 'none'}. At least one reward with "
             "a weight other than 0 must be scored in every rollout (every=1)"
         )
-    if eps < 0 or floor < 0 or correction not in (0, 1) or (clip is not None and not clip > 0):
-        raise ValueError(
-            f"eps={eps} and floor={floor} must not be negative, clip={clip} must be positive or None, and "
-            f"correction={correction} 0 or 1"
-        )
-    shape = next(iter(scores.values())).shape
-    members = _members(shape, failed)
-    table = {name: _values(name, tensor, shape, members) for name, tensor in scores.items()}
-    for name, values in table.items():
-        if name not in weights:
-            raise ValueError(f"reward {name!r} has no weight; weights are given for: {', '.join(weights)}")
-        if weights[name]:
-            _check_finite(name, values, members)
-
-    def normalized(values: Sequence[float]) -> list[float]:
-        return _normalize(values, members, mode=mode, eps=eps, floor=floor, correction=correction)
-
-    weighted = {name: values for name, values in table.items() if weights[name]}
-    terms: list[list[float]] = []
-    if combination == "weighted":
-        result = _clip(normalized(_sum(weighted, weights)), clip)
-    elif combination in ("sum", "separate"):
-        clipped = {name: _clip(normalized(values), clip) for name, values in weighted.items()}
-        result = _sum(clipped, weights)
-        if combination == "separate":
-            terms = [[weights[name] * value for value in values] for name, values in clipped.items()]
-    elif combination == "gdpo":
-        total = _sum({name: normalized(values) for name, values in weighted.items()}, weights)
-        _, std = _moments([total[i] for group in members for i in group], correction)
-        result = _clip([value / (std + eps) if value else 0.0 for value in total], clip)
-    else:
-        raise ValueError(f"unknown combination {combination!r}; valid: sum, separate, weighted, gdpo")
-    terms = terms or [result]
-    spreads = {name: [_spread(values, group) for group in members] for name, values in table.items()}
+    terms = _terms(weighted, weights, members, section)
+    result = terms[0] if len(terms) == 1 else [math.fsum(row) for row in zip(*terms, strict=True)]
     return Advantages(
-        values=torch.tensor(result, dtype=torch.float64).view(shape),
-        terms=torch.tensor(terms, dtype=torch.float64).T.reshape(*shape, len(terms)),
-        group_std={name: torch.tensor(found, dtype=torch.float64) for name, found in spreads.items()},
+        values=torch.tensor(result, dtype=torch.float64).view(failed.shape),
+        terms=torch.tensor(terms, dtype=torch.float64).T.reshape(*failed.shape, len(terms)),
+        group_std={name: _spreads(values, members) for name, values in table.items()},
         constant=tuple(
             prompt for prompt, group in enumerate(members) if not any(term[i] for term in terms for i in group)
         ),
-        failed=shape.numel() - sum(map(len, members)),
+        failed=failed,
     )
 
 
-def best_of_n(advantages: Tensor, n: int, *, failed: Tensor | None = None) -> Tensor:
+def _terms(
+    scores: Mapping[str, Sequence[float]],
+    weights: Mapping[str, float],
+    members: Sequence[Sequence[int]],
+    section: GRPOSection,
+) -> list[list[float]]:
+    """What the advantages are the sum of: a term, or with `separate` one for each reward."""
+    limit = section.advantage_clip
+    if section.reward_combination == "weighted":
+        return [_clip(_normalize(_sum(scores, weights), members, section), limit)]
+    each = {name: _normalize(values, members, section) for name, values in scores.items()}
+    if section.reward_combination == "gdpo":
+        total = _sum(each, weights)
+        _, std = _moments([total[i] for group in members for i in group], section.advantage_correction)
+        return [_clip([value / (std + section.advantage_eps) if value else 0.0 for value in total], limit)]
+    clipped = {name: _clip(values, limit) for name, values in each.items()}
+    if section.reward_combination == "sum":
+        return [_sum(clipped, weights)]
+    return [[weights[name] * value for value in values] for name, values in clipped.items()]
+
+
+def best_of_n(advantages: Tensor, n: int, *, failed: Tensor) -> Tensor:
     """Indices of the n/2 best and the n/2 worst clips of every group, `[P, n]`, ascending in each row.
 
     DanceGRPO's best-of-n takes them from all clips of a rank, whatever their prompt; here no group loses its share. The
@@ -161,13 +135,12 @@ def best_of_n(advantages: Tensor, n: int, *, failed: Tensor | None = None) -> Te
     Raises:
         ValueError: n is odd, below 2, or more than a group has.
     """
-    members, size = _members(advantages.shape, None), advantages.shape[1]
+    size = advantages.shape[1]
     if n < 2 or n % 2 or n > size:
         raise ValueError(f"best of {n}: must be even, at least 2 and at most the {size} clips of a group")
-    values = advantages.double().flatten().tolist()
-    lost = [False] * len(values) if failed is None else failed.flatten().tolist()
+    values, lost = advantages.double().flatten().tolist(), failed.flatten().tolist()
     rows = []
-    for group in members:
+    for group in torch.arange(advantages.numel()).view(-1, size).tolist():
         ranked = sorted((i for i in group if not lost[i]), key=lambda i: (values[i], i))
         if len(ranked) >= n:
             kept = ranked[: n // 2] + ranked[-(n // 2) :]
@@ -180,11 +153,10 @@ def best_of_n(advantages: Tensor, n: int, *, failed: Tensor | None = None) -> Te
 # ---- arithmetic on lists of floats ---------------------------------------------------------------------------------
 
 
-def _normalize(
-    scores: Sequence[float], members: Sequence[Sequence[int]], *, mode: Mode, eps: float, floor: float, correction: int
-) -> list[float]:
+def _normalize(scores: Sequence[float], members: Sequence[Sequence[int]], section: GRPOSection) -> list[float]:
     """Scores relative to their group; 0 for who is in none, and exactly 0 in a group whose scores are all equal."""
     result = [0.0] * len(scores)
+    mode, correction = section.advantage, section.advantage_correction
     _, overall = _moments([scores[i] for group in members for i in group], correction)
     for group in members:
         values = [scores[i] for i in group]
@@ -192,12 +164,9 @@ def _normalize(
         if not values or min(values) == max(values):
             continue
         mean, std = _moments(values, correction)
-        if mode == "mean_only":
-            divisor = 1.0
-        elif mode in ("group_std", "global_std"):
-            divisor = max(std if mode == "group_std" else overall, floor) + eps
-        else:
-            raise ValueError(f"unknown advantage {mode!r}; valid: group_std, global_std, mean_only")
+        divisor = 1.0
+        if mode != "mean_only":
+            divisor = max(std if mode == "group_std" else overall, section.advantage_std_floor) + section.advantage_eps
         for i in group:
             result[i] = (scores[i] - mean) / divisor
     return result
@@ -211,11 +180,11 @@ def _moments(values: Sequence[float], correction: int) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(len(values) - correction, 1))
 
 
-def _spread(values: Sequence[float], group: Sequence[int]) -> float:
-    found = [values[i] for i in group if math.isfinite(values[i])]
-    if not found:
-        return math.nan
-    return 0.0 if min(found) == max(found) else _moments(found, 0)[1]
+def _spreads(values: Sequence[float], members: Sequence[Sequence[int]]) -> Tensor:
+    """The population standard deviation of the finite scores of every group, `[P]`; NaN of none."""
+    found = [[values[i] for i in group if math.isfinite(values[i])] for group in members]
+    spreads = [0.0 if len(set(group)) == 1 else _moments(group, 0)[1] if group else math.nan for group in found]
+    return torch.tensor(spreads, dtype=torch.float64)
 
 
 def _sum(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
@@ -224,41 +193,23 @@ def _sum(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> 
             for row in zip(*terms.values(), strict=True)]  # fmt: skip
 
 
-def _clip(values: Sequence[float], limit: float | None) -> list[float]:
-    return list(values) if limit is None else [min(max(value, -limit), limit) for value in values]
+def _clip(values: Sequence[float], limit: float) -> list[float]:
+    return [min(max(value, -limit), limit) for value in values]
 
 
-# ---- what was given ------------------------------------------------------------------------------------------------
-
-
-def _members(shape: torch.Size, failed: Tensor | None) -> list[list[int]]:
+def _members(failed: Tensor) -> list[list[int]]:
     """Of each group the indices of the clips that did not fail, among all clips of the rollout."""
-    if len(shape) != 2:
-        raise ValueError(f"scores must be [prompts, generations], got {list(shape)}")
-    if not shape.numel():
-        raise ValueError("there are no clips to compare")
-    if failed is not None and (failed.shape != shape or failed.dtype != torch.bool):
-        raise ValueError(f"failed must be boolean {list(shape)}, got {failed.dtype} {list(failed.shape)}")
-    lost = [False] * shape.numel() if failed is None else failed.flatten().tolist()
-    rows = (range(first, first + shape[1]) for first in range(0, shape.numel(), shape[1]))
-    return [[i for i in row if not lost[i]] for row in rows]
+    index = torch.arange(failed.numel()).view(failed.shape)
+    return [row[~lost].tolist() for row, lost in zip(index, failed, strict=True)]
 
 
-def _values(name: str, scores: Tensor, shape: torch.Size, members: Sequence[Sequence[int]]) -> list[float]:
-    """Scores as a list, with NaN for failed clips, whatever stood there."""
-    if scores.shape != shape:
-        raise ValueError(f"scores of {name!r} are {list(scores.shape)}, those of the first reward {list(shape)}")
-    given, result = scores.detach().double().flatten().tolist(), [math.nan] * shape.numel()
-    for group in members:
-        for i in group:
-            result[i] = given[i]
-    return result
-
-
-def _check_finite(name: str, values: Sequence[float], members: Sequence[Sequence[int]]) -> None:
-    wrong = [i for group in members for i in group if not math.isfinite(values[i])]
+def _values(name: str, scores: Tensor, failed: Tensor, *, counts: bool) -> list[float]:
+    """Scores as a list, with NaN for failed clips, whatever stood there; the others must be finite if they count."""
+    values = scores.double().masked_fill(failed, math.nan).flatten()
+    wrong = (~(values.isfinite() | failed.flatten())).nonzero().flatten().tolist() if counts else []
     if wrong:
-        shown = ", ".join(f"{i} ({values[i]})" for i in sorted(wrong)[:_SHOWN])
+        shown = ", ".join(f"{i} ({values[i]})" for i in wrong[:_SHOWN])
         raise ValueError(
             f"scores of {name!r} are not finite for {plural(len(wrong), 'clip')} that did not fail: {shown}"
         )
+    return values.tolist()

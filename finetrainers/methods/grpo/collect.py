@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from finetrainers.models.spec import VAEStats
+from finetrainers.methods.base import MethodParts
 from finetrainers.rewards.pixels import to_uint8
-from finetrainers.rewards.reward_set import RewardSet
+from finetrainers.rewards.reward_set import RewardSet, Scores
 
 from .advantage import Advantages, best_of_n, compute_advantages
 from .keep_pairs import PairKeeper
-from .sampler import Job, Replay, Sampler
+from .prompts import Job
+from .sampler import Replay, Sampler
 from .source import PromptSource
-from .tables import StepTables
-from .timing import timed
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How scores become advantages; see `compute_advantages`."""
-
-    mode: Any
-    combination: Any
-    eps: float
-    clip: float | None
-    best_of_n: int | None
-    floor: float = 0.0
-    correction: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,75 +46,42 @@ class Collected:
     stats: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class RolloutOptions:
-    """How many clips a rollout has, and how they are made.
+class Collector:
+    """Makes rollouts. All ranks call it together; what they make does not depend on how many they are.
 
     Attributes:
-        seed: of the run.
-        num_generations: clips per prompt.
         batch_size: clips sampled at once; training uses as many, so that both compute the same numbers.
-        same_noise: whether the clips of a prompt start from the same noise.
         reward_fps: frame rate at which clips are scored; what is generated does not depend on it.
-        keep_means, keep_on: see `Sampler.rollout`.
-        pairs: writes the best and the worst clip of each prompt, if they are kept.
+        panel: what scores clips.
     """
 
-    seed: int
-    num_generations: int
-    batch_size: int
-    same_noise: bool
-    reward_fps: float
-    keep_means: bool = False
-    keep_on: str | None = None
-    pairs: PairKeeper | None = None
-
-
-class Collector:
-    """Makes rollouts. All ranks call it together; what they make does not depend on how many they are."""
-
-    def __init__(
-        self,
-        *,
-        sampler: Sampler,
-        tables: StepTables,
-        source: PromptSource,
-        vae_stats: VAEStats,
-        panel: RewardSet,
-        comparison: Comparison,
-        parallel: Any,
-        options: RolloutOptions,
-    ) -> None:
-        """Args:
-        sampler: how clips are denoised.
-        tables: which steps are stochastic and trained.
-        source: prompts, their text conditioning, and the VAE.
-        vae_stats: of the VAE.
-        panel: what scores clips.
-        comparison: how scores become advantages.
-        parallel: the processes of the run.
-        options: how many clips, and from which noise.
-        """
-        self.sampler = sampler
-        self.tables = tables
-        self.source = source
-        self.vae_stats = vae_stats
-        self.panel = panel
-        self.comparison = comparison
-        self.parallel = parallel
-        self.options = options
+    def __init__(self, parts: MethodParts[PromptSource]) -> None:
+        config, section = parts.config, parts.config.grpo
+        self.section = section
+        self.batch_size = config.dataloader.batch_size
+        self.reward_fps = section.reward_fps or parts.geometry.fps
+        self.parallel = parts.parallel
+        self.source = parts.source
+        self.sampler = Sampler(parts)
+        self.panel = parts.parallel.in_turns(
+            "loading the rewards",
+            lambda: RewardSet(
+                section.reward, on_error=section.reward_on_error, failures=config.run.output_dir / "failed_rewards"
+            ),
+        )
+        self._vae_stats = parts.vae_stats
+        folder = config.run.output_dir / "pairs"
+        self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
 
     def jobs(self, rollout: int) -> list[Job]:
         """This rank's clips: the clips of all prompts in order, cut into as many equal parts as there are ranks."""
-        prompts = self.source.prompts_of(rollout)
-        jobs = [
-            Job(slot, prompt, g) for slot, prompt in enumerate(prompts) for g in range(self.options.num_generations)
-        ]
+        prompts, size = self.source.prompts_of(rollout), self.section.num_generations
+        jobs = [Job(rollout, slot, prompt, g) for slot, prompt in enumerate(prompts) for g in range(size)]
         share, rest = divmod(len(jobs), self.parallel.data_size)
-        if rest or share % self.options.batch_size:
+        if rest or share % self.batch_size:
             raise ValueError(
-                f"{len(prompts)} prompts x {self.options.num_generations} generations = {len(jobs)} clips do not divide into "
-                f"{self.parallel.data_size} ranks x batches of {self.options.batch_size}; change --prompts_per_step, "
+                f"{len(prompts)} prompts x {size} generations = {len(jobs)} clips do not divide into "
+                f"{self.parallel.data_size} ranks x batches of {self.batch_size}; change --prompts_per_step, "
                 "--num_generations or --batch_size"
             )
         start = self.parallel.data_rank * share
@@ -135,50 +89,55 @@ class Collector:
 
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         """Sample this rank's clips of a rollout, have all clips scored, and compare them."""
-        jobs = self.jobs(rollout)
+        jobs, device = self.jobs(rollout), self.parallel.device
         spent: dict[str, float] = defaultdict(float)
         latents: list[Tensor] = []
         replays: list[Replay] = []
         videos: list[Tensor] = []  # on the host, if some are to be kept
-        said: dict[str, Any] = {"raw": defaultdict(list), "normalized": defaultdict(list), "failed": {"": []}}
+        said: list[Scores] = []
         error: Exception | None = None
-        for first in range(0, len(jobs), self.options.batch_size):
-            chunk = jobs[first : first + self.options.batch_size]
-            with timed(spent, "rollout", self.parallel.device):
-                clean, found = self._sample(transformer, chunk, rollout)
+        for first in range(0, len(jobs), self.batch_size):
+            chunk = jobs[first : first + self.batch_size]
+            texts = [job.prompt.text for job in chunk]
+            number = self.parallel.data_rank * len(jobs) + first
+            with timed(spent, "rollout", device):
+                conditions = self.source.conditions([job.prompt for job in chunk])
+                clean, found = self.sampler.rollout(transformer, chunk, conditions)
             latents += list(clean)
             replays += found
             try:
                 if error is None:  # else only sample on: sharded ranks must call the network equally often
-                    number = self.parallel.data_rank * len(jobs) + first
-                    decoded = self._score(clean, chunk, rollout, number, said, spent)
-                    videos += [] if self.options.pairs is None else list(to_uint8(decoded))
+                    with timed(spent, "decode", device):
+                        decoded = self.decode(clean)
+                    with timed(spent, "reward", device):
+                        fps = self.reward_fps
+                        said.append(self.panel.score(decoded, texts, fps=fps, rollout=rollout, first_clip=number))
+                    videos += [] if self._pairs is None else list(to_uint8(decoded))
             except Exception as caught:
                 error = caught
         # Another rank's reward may have failed, and would be waited for until the process group gives up.
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
-        everything = self.parallel.gather_shares([{kind: dict(values) for kind, values in said.items()}])
-        lost = _grid(everything, "failed", "", self.options.num_generations).bool()
-        compared = self._compare(everything, list(said["normalized"]), lost)
-        if self.options.pairs is not None:
-            self.options.pairs.keep(
-                rollout, jobs, [self.source.text(job.prompt) for job in jobs], videos, compared, lost
-            )
-        stats = {"rollout": float(rollout), **self._stats(everything, compared, spent)}
-        return self._select(jobs, latents, replays, compared, lost, stats)
+        scores = Scores.joined(self.parallel.gather_shares(said))
+        compared = self._compare(scores)
+        if self._pairs is not None:
+            self._pairs.keep(jobs, videos, compared)
+        stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
+        return self._select(jobs, latents, replays, compared, stats)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of denoised latents."""
+        return self.source.decode(self.sampler.clips(latents), self._vae_stats)
 
     def dummy_rollout(self) -> Collected:
         """One batch of the first rollout's clips as if they had been sampled: of its shapes, and all zeros."""
-        jobs, shape, device = self.jobs(0)[: self.options.batch_size], self.sampler.shape, self.parallel.device
-        steps = torch.tensor(self.tables.trained(0, jobs[0].slot), dtype=torch.long)
-        path = torch.zeros(len(steps), *shape, dtype=self.sampler.storage, device=self.options.keep_on or device)
-        means = (
-            torch.zeros(len(steps), *shape, device=self.options.keep_on or device) if self.options.keep_means else None
-        )
-        replay = Replay(steps, path, path, torch.zeros(len(steps), device=device), means)
+        jobs, sampler = self.jobs(0)[: self.batch_size], self.sampler
+        steps = torch.tensor(sampler.tables.trained(0, jobs[0].slot), dtype=torch.long)
+        path = torch.zeros(len(steps), *sampler.shape, dtype=sampler.storage, device=sampler.keep_on)
+        means = path.float() if sampler.keeps_means else None
+        replay = Replay(steps, path, path, torch.zeros(len(steps), device=sampler.device), means)
         return Collected(
             jobs=jobs,
-            latents=dict.fromkeys(range(len(jobs)), torch.zeros(shape, device=device)),
+            latents=dict.fromkeys(range(len(jobs)), torch.zeros(sampler.shape, device=sampler.device)),
             replays=dict.fromkeys(range(len(jobs)), replay) if len(steps) else {},
             advantages=torch.zeros(len(jobs), 1),
             kept=range(len(jobs)),
@@ -186,58 +145,14 @@ class Collector:
             stats={},
         )
 
-    def _sample(self, transformer: nn.Module, chunk: Sequence[Job], rollout: int) -> tuple[Tensor, list[Replay]]:
-        device = self.parallel.device
-        noise = self.sampler.initial_noise(
-            chunk, seed=self.options.seed, rollout=rollout, same=self.options.same_noise, device=device
-        )
-        return self.sampler.rollout(
-            transformer,
-            noise,
-            jobs=chunk,
-            tables=[self.tables.of(rollout, job.slot) for job in chunk],
-            trained=torch.tensor([self.tables.trained(rollout, job.slot) for job in chunk]).view(len(chunk), -1),
-            conditions=self.source.conditions([job.prompt for job in chunk], device),
-            negative=self.source.negative(len(chunk), device) if self.sampler.cfg != 1.0 else None,
-            seed=self.options.seed,
-            rollout=rollout,
-            keep_means=self.options.keep_means,
-            keep_on=self.options.keep_on,
-        )
-
-    def _score(
-        self,
-        clean: Tensor,
-        chunk: Sequence[Job],
-        rollout: int,
-        number: int,
-        said: dict[str, Any],
-        spent: dict[str, float],
-    ) -> Tensor:
-        """Decode and score clips, the first of which is the rollout's `number`-th; adds to what this rank says."""
-        with timed(spent, "decode", self.parallel.device):
-            videos = self.source.decode(self.sampler.clips(clean), self.vae_stats)
-        with timed(spent, "reward", self.parallel.device):
-            texts = [self.source.text(job.prompt) for job in chunk]
-            scores = self.panel.score(videos, texts, fps=self.options.reward_fps, rollout=rollout, first_clip=number)
-        for name, head in scores.heads.items():
-            said["raw"][name] += head.raw.tolist()
-            said["normalized"][name] += head.normalized.tolist()
-        said["failed"][""] += scores.failed.tolist()
-        return videos
-
-    def _compare(self, everything: Sequence[Mapping[str, Any]], names: Sequence[str], lost: Tensor) -> Advantages:
-        """Advantages `[P, G]` over all ranks."""
+    def _compare(self, scores: Scores) -> Advantages:
+        """Advantages `[P, G]` of all ranks' clips."""
+        size = self.section.num_generations
         return compute_advantages(
-            {name: _grid(everything, "normalized", name, self.options.num_generations) for name in names},
+            {name: head.normalized.view(-1, size) for name, head in scores.heads.items()},
             weights=self.panel.weights,
-            failed=lost,
-            mode=self.comparison.mode,
-            combination=self.comparison.combination,
-            eps=self.comparison.eps,
-            floor=self.comparison.floor,
-            clip=self.comparison.clip,
-            correction=self.comparison.correction,
+            failed=scores.failed.view(-1, size),
+            section=self.section,
         )
 
     def _select(
@@ -246,17 +161,16 @@ class Collector:
         latents: list[Tensor],
         replays: list[Replay],
         found: Advantages,
-        lost: Tensor,
         stats: dict[str, float],
     ) -> Collected:
         """Which clips are trained on: the best and worst of their group, none of a group that teaches nothing."""
         values = found.values
         wanted = torch.ones_like(values, dtype=torch.bool)
-        if self.comparison.best_of_n is not None:
+        if self.section.best_of_n is not None:
             wanted = torch.zeros_like(wanted)
-            wanted.view(-1)[best_of_n(values, self.comparison.best_of_n, failed=lost).flatten()] = True
+            wanted.view(-1)[best_of_n(values, self.section.best_of_n, failed=found.failed).flatten()] = True
         wanted[list(found.constant)] = False
-        wanted &= ~lost  # their advantage is 0, and they would only thin out the mean
+        wanted &= ~found.failed  # their advantage is 0, and they would only thin out the mean
         flat = wanted.flatten().tolist()
         share = len(jobs)
         counts = [sum(flat[start : start + share]) for start in range(0, len(flat), share)]
@@ -273,29 +187,36 @@ class Collector:
             stats={**stats, "clips_trained": float(sum(counts))},
         )
 
-    def _stats(
-        self, everything: Sequence[Mapping[str, Any]], found: Advantages, spent: Mapping[str, float]
-    ) -> dict[str, float]:
+    def _stats(self, scores: Scores, found: Advantages, spent: Mapping[str, float]) -> dict[str, float]:
         """Scores raw and normalized, spread within groups, share of groups that teach nothing, seconds by phase."""
         stats: dict[str, float] = {}
-        for kind, prefix in (("raw", "reward"), ("normalized", "reward_normalized")):
-            for name in everything[0][kind]:
-                values = _grid(everything, kind, name, self.options.num_generations)
-                values = values[torch.isfinite(values)]
-                stats[f"{prefix}/{name}"] = values.mean().item()
-                if kind == "raw":
-                    stats[f"reward_std/{name}"] = values.std(correction=0).item()
-                    stats[f"reward_min/{name}"] = min(values.tolist(), default=math.nan)
-                    stats[f"reward_max/{name}"] = max(values.tolist(), default=math.nan)
+        for name, head in scores.heads.items():
+            raw = head.raw[head.raw.isfinite()]
+            stats[f"reward/{name}"] = raw.mean().item()
+            stats[f"reward_std/{name}"] = raw.std(correction=0).item()
+            stats[f"reward_min/{name}"] = min(raw.tolist(), default=math.nan)
+            stats[f"reward_max/{name}"] = max(raw.tolist(), default=math.nan)
+        for name, head in scores.heads.items():
+            stats[f"reward_normalized/{name}"] = head.normalized[head.normalized.isfinite()].mean().item()
         for name, spread in found.group_std.items():
             stats[f"group_std/{name}"] = spread.nanmean().item()
         stats["constant_groups"] = found.constant_share
-        stats["failed_clips"] = float(found.failed)
+        stats["failed_clips"] = float(found.failed.sum())
         stats["advantage_abs"] = found.values.abs().mean().item()
         return stats | {f"seconds/{name}": seconds for name, seconds in spent.items()}
 
 
-def _grid(everything: Sequence[Mapping[str, Any]], kind: str, name: str, generations: int) -> Tensor:
-    """All ranks' scores of one head, `[P, G]` fp64."""
-    values = [value for rank in everything for value in rank[kind][name]]
-    return torch.tensor(values, dtype=torch.float64).view(-1, generations)
+@contextmanager
+def timed(totals: MutableMapping[str, float], name: str, device: torch.device) -> Iterator[None]:
+    """Add the seconds of a block to a named total, until the device has done what the block gave it to do."""
+    _wait(device)
+    start = time.perf_counter()
+    yield
+    _wait(device)
+    totals[name] = totals.get(name, 0.0) + time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    """Wait for a device that works on its own; else the seconds of one block would be counted in a later one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

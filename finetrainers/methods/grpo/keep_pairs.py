@@ -13,7 +13,7 @@ from finetrainers.utils.files import read_jsonl, write_json_lines_atomic
 from finetrainers.utils.video import write_mp4
 
 from .advantage import Advantages
-from .sampler import Job
+from .prompts import Job
 
 
 class PairKeeper:
@@ -29,31 +29,23 @@ class PairKeeper:
         self.parallel = parallel
         self.fps = fps
 
-    def keep(
-        self,
-        rollout: int,
-        jobs: Sequence[Job],
-        texts: Sequence[str],
-        videos: Sequence[Tensor],
-        found: Advantages,
-        failed: Tensor,
-    ) -> None:
+    def keep(self, jobs: Sequence[Job], videos: Sequence[Tensor], found: Advantages) -> None:
         """Write the pairs of a rollout; all ranks call it. A prompt whose clips scored alike has none.
 
+        Pairs of this rollout and of later ones, from before a resume, are replaced.
+
         Args:
-            rollout: its number; pairs of this one and of later ones, from before a resume, are replaced.
             jobs: this rank's clips.
-            texts: their prompts.
             videos: their pixels, `[T, H, W, C]` uint8 on the host.
             found: of all ranks' clips.
-            failed: clips without a score, `[P, G]`.
         """
+        rollout = jobs[0].rollout
         start, error = self.parallel.data_rank * len(jobs), None
         rows: list[dict[str, Any]] = []
         try:
             for kind, values in (
-                ("chosen", found.values.masked_fill(failed, -torch.inf)),
-                ("rejected", found.values.masked_fill(failed, torch.inf)),
+                ("chosen", found.values.masked_fill(found.failed, -torch.inf)),
+                ("rejected", found.values.masked_fill(found.failed, torch.inf)),
             ):
                 picked = values.argmax(1) if kind == "chosen" else values.argmin(1)
                 for slot in sorted(set(range(len(values))) - set(found.constant)):
@@ -61,7 +53,7 @@ class PairKeeper:
                     if 0 <= index < len(jobs):
                         name = f"rollout-{rollout:06d}-{slot:03d}-{kind}.mp4"
                         write_mp4(self.folder / name, videos[index].numpy(), fps=self.fps)
-                        rows.append({"slot": slot, "prompt": texts[index], kind: name})
+                        rows.append({"slot": slot, "prompt": jobs[index].prompt.text, kind: name})
         except Exception as caught:
             error = caught
         self.parallel.raise_if_any_failed(error, "writing preference pairs")

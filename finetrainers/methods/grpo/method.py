@@ -7,6 +7,7 @@ weighs the ratio of the new policy's density to that of the policy that sampled 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,13 +18,10 @@ from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import Transitions, log_density, transition_mean
 from finetrainers.methods.base import MethodParts, Metrics
-from finetrainers.methods.reference import Reference, reference_model
 from finetrainers.models.spec import Conditions
 
 from .batches import Part
-from .build import build_collector, build_evaluation
-from .collect import Collected, Collector
-from .evaluate import PromptEvaluation
+from .collect import Collected
 from .objective import (
     clip_range,
     clipped_ratio,
@@ -33,6 +31,7 @@ from .objective import (
     without_drift,
 )
 from .rollout_method import RolloutMethod
+from .source import PromptSource
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Transition:
         advantage: `[B, K]`; see `Advantages.terms`.
         weight: share of each clip in the step's loss, times its step's weight, `[B]`; 0 for clips that only fill up.
         share: the same without the step's weight, for averages of what is watched.
-        conditions, negative: text.
+        conditions: text, as `Sampler.predict` takes it.
         is_first: whether it is the first micro-batch of its update.
         is_fresh: whether the policy is still the one that sampled.
     """
@@ -66,7 +65,6 @@ class Transition:
     weight: Tensor
     share: Tensor
     conditions: Conditions
-    negative: Conditions | None
     is_first: bool
     is_fresh: bool
 
@@ -74,79 +72,36 @@ class Transition:
 class GRPO(RolloutMethod[Transition]):
     """Group relative policy optimization of any registered model."""
 
-    def __init__(
-        self,
-        *,
-        collector: Collector,
-        reference: Reference | None,
-        evaluation: PromptEvaluation | None,
-        updates: int,
-        epsilon: float | None,
-        ratio_norm: bool,
-        kl_coef: float,
-        kl_space: str,
-        seed: int,
-    ) -> None:
-        """Args:
-        collector: makes rollouts.
-        reference: context manager factory within which the network is the reference policy, or None.
-        evaluation: scores held-out prompts, if there are any.
-        updates: optimizer steps per rollout.
-        epsilon: clip range of the ratio; None: by the size of a latent.
-        ratio_norm: center and scale the log-ratios of all steps alike (GRPO-Guard).
-        kl_coef, kl_space: weight of the divergence from the reference, and what of: predictions, means of steps in units
-            of their std (`mean`), or in units of the noise rate (`rate`).
-        seed: of the run.
-        """
-        super().__init__(
-            collector=collector, evaluation=evaluation, updates=updates, repeats=collector.tables.num_trained, seed=seed
-        )
-        self.reference = reference
-        elements = int(torch.tensor(self.sampler.shape).prod())
-        self.epsilon = clip_range(epsilon, elements)
-        self.ratio_norm = ratio_norm
-        self.kl_coef = kl_coef
-        self.kl_space = kl_space
+    def __init__(self, parts: MethodParts[PromptSource]) -> None:
+        super().__init__(parts, uses_reference=parts.config.grpo.kl_coef > 0)
+        self.repeats = self.sampler.tables.num_trained
+        self.epsilon = clip_range(self.section.clip_range, math.prod(self.sampler.shape))
         self._ratio_error = torch.zeros(())  # the largest of the current step
-
-    @classmethod
-    def create(cls, parts: MethodParts) -> GRPO:
-        section = parts.config.grpo
-        collector = build_collector(parts, keep_means=section.ratio_norm)
-        return cls(
-            collector=collector,
-            evaluation=build_evaluation(parts, collector),
-            reference=reference_model(parts) if section.kl_coef else None,
-            updates=section.updates_per_rollout,
-            epsilon=section.clip_range,
-            ratio_norm=section.ratio_norm,
-            kl_coef=section.kl_coef,
-            kl_space=section.kl_space,
-            seed=parts.config.training.seed,
-        )
 
     # ---- batches -----------------------------------------------------------------------------------------------
 
     def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Transition:
         """One trained transition of each of some clips."""
-        source, device, k = self.collector.source, self.collector.parallel.device, part.repeat
+        device, tables, k = self.sampler.device, self.sampler.tables, part.repeat
         replays = [collected.replays[i] for i in part.clips]
         steps = torch.stack([replay.steps[k] for replay in replays])
-        means = None if replays[0].mean_old is None else torch.stack([r.mean_old[k] for r in replays]).to(device)  # type: ignore[index]
         share = torch.tensor(part.shares, device=device)
+
+        def stacked(name: str) -> Tensor:
+            return torch.stack([getattr(replay, name)[k] for replay in replays]).to(device).float()
+
         return Transition(
-            before=torch.stack([r.before[k] for r in replays]).to(device).float(),
-            after=torch.stack([r.after[k] for r in replays]).to(device).float(),
-            time=self.sampler.time(steps, device),
-            step=self.collector.tables.stochastic.at(steps, device),
-            length=self.collector.tables.lengths[steps.cpu()].to(device, torch.float32),
-            log_old=torch.stack([r.log_old[k] for r in replays]).to(device),
-            mean_old=means,
+            before=stacked("before"),
+            after=stacked("after"),
+            time=self.sampler.time(steps),
+            step=tables.stochastic.at(steps, device),
+            length=tables.lengths[steps.cpu()].to(device, torch.float32),
+            log_old=stacked("log_old"),
+            mean_old=stacked("mean_old") if self.sampler.keeps_means else None,
             advantage=collected.advantages[part.clips].to(device),
-            weight=share * self.collector.tables.weights[steps.cpu()].to(device, torch.float32),
+            weight=share * tables.weights[steps.cpu()].to(device, torch.float32),
             share=share,
-            conditions=source.conditions([collected.jobs[i].prompt for i in part.clips], device),
-            negative=source.negative(len(part.clips), device) if self.sampler.cfg != 1.0 else None,
+            conditions=self.collector.source.conditions([collected.jobs[i].prompt for i in part.clips]),
             is_first=part.is_first,
             is_fresh=part.update == 0,
         )
@@ -158,7 +113,7 @@ class GRPO(RolloutMethod[Transition]):
         transformer.eval()
         prediction, mean = self._mean(transformer, batch)
         log_new = log_density(batch.after, mean, batch.step.std)
-        if self.ratio_norm:
+        if self.section.ratio_norm:
             assert batch.mean_old is not None
             log_new = without_drift(log_new, batch.log_old, mean, batch.mean_old, batch.step.std)
         found = clipped_ratio(log_new, batch.log_old, batch.advantage, self.epsilon)
@@ -172,7 +127,7 @@ class GRPO(RolloutMethod[Transition]):
         }
         if self.reference is not None:
             divergence = self._divergence(self.reference(transformer), batch, prediction, mean)
-            loss = loss + self.kl_coef * (batch.share * divergence).sum()
+            loss = loss + self.section.kl_coef * (batch.share * divergence).sum()
             watched["kl"] = divergence.detach()
         metrics = {name: (batch.share * value).sum() for name, value in watched.items()}
         metrics["ratio_error"] = self._ratio_error_grown(batch, found.ratio)
@@ -182,7 +137,7 @@ class GRPO(RolloutMethod[Transition]):
 
     def _mean(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Tensor]:
         """The network's prediction, and the mean of the transition that it makes."""
-        prediction = self.sampler.predict(transformer, batch.before, batch.time, batch.conditions, batch.negative)
+        prediction = self.sampler.predict(transformer, batch.before, batch.time, batch.conditions)
         return prediction, transition_mean(self.sampler.process, prediction, batch.before, batch.time, batch.step)
 
     def _divergence(
@@ -191,11 +146,11 @@ class GRPO(RolloutMethod[Transition]):
         """How far the policy is from the reference at this transition, `[B]`."""
         with torch.no_grad(), reference as network:
             prediction_ref, mean_ref = self._mean(network, batch)
-        if self.kl_space == "velocity":
+        if self.section.kl_space == "velocity":
             return velocity_divergence(prediction, prediction_ref)
         divergence = mean_divergence(mean, mean_ref, batch.step.std)
         # A step's variance is the squared noise rate times its length, which Flow-GRPO leaves out.
-        return divergence * batch.length if self.kl_space == "rate" else divergence
+        return divergence * batch.length if self.section.kl_space == "rate" else divergence
 
     def _ratio_error_grown(self, batch: Transition, ratio: Tensor) -> Tensor:
         """How much this micro-batch raises the step's largest error of a ratio that must be 1: summed up, that error.

@@ -13,7 +13,7 @@ where r = clip(A / (2 c) + 1/2, 0, 1) with the advantage A and its clip c.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,17 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from finetrainers.diffusion.process import Process
-from finetrainers.methods.base import MethodParts, Metrics, standard_normal
-from finetrainers.methods.reference import Reference, reference_model
+from finetrainers.methods.base import MethodParts, Metrics
 from finetrainers.models.spec import Conditions
 from finetrainers.utils.seeding import derive_seed
 
 from .batches import Part
-from .build import build_collector, build_evaluation
-from .collect import Collected, Collector
-from .evaluate import PromptEvaluation
-from .prompts import clip_generator
+from .collect import Collected
+from .objective import velocity_divergence
 from .rollout_method import RolloutMethod
+from .source import PromptSource
 
 _SMALLEST_DIVISOR = 1e-5
 
@@ -47,7 +45,7 @@ class Noised:
         reward_weight: r, `[B]`.
         share: part of each clip in the step's loss, `[B]`; 0 for clips that only fill up.
         old: prediction of the policy that made the clips, like `x0`.
-        conditions, negative: text.
+        conditions: text, as `Sampler.predict` takes it.
     """
 
     x0: Tensor
@@ -57,20 +55,15 @@ class Noised:
     share: Tensor
     old: Tensor
     conditions: Conditions
-    negative: Conditions | None
 
 
-@dataclass(frozen=True)
-class Follow:
-    """How closely the sampling policy follows: `old = d old + (1 - d) new` with d = min((step - flat) rate, most)."""
+def decay(step: int, schedule: Sequence[float]) -> float:
+    """d after an optimizer step, of `old = d old + (1 - d) new`; 0 makes the old policy the new one.
 
-    flat: float
-    rate: float
-    most: float
-
-    def decay(self, step: int) -> float:
-        """d after an optimizer step; 0 makes the old policy the new one."""
-        return min(max(step - self.flat, 0.0) * self.rate, self.most)
+    d = min((step - flat) rate, most), of which `schedule` has flat, rate and most.
+    """
+    flat, rate, most = schedule
+    return min(max(step - flat, 0.0) * rate, most)
 
 
 class OldPolicy:
@@ -125,96 +118,39 @@ def implicit_loss(
 class NFT(RolloutMethod[Noised]):
     """DiffusionNFT of any registered model."""
 
-    def __init__(
-        self,
-        *,
-        collector: Collector,
-        old: OldPolicy,
-        follow: Follow,
-        reference: Reference | None,
-        evaluation: PromptEvaluation | None,
-        updates: int,
-        levels: int,
-        beta: float,
-        kl: float,
-        advantage_clip: float,
-        seed: int,
-    ) -> None:
-        """Args:
-        collector: makes rollouts, without noise on the way.
-        old: the policy that samples.
-        follow: how it follows.
-        reference: context manager factory within which the network is the reference policy, or None.
-        evaluation: scores held-out prompts, if there are any.
-        updates: optimizer steps per rollout.
-        levels: noise levels at which each clip is trained.
-        beta: b, how far the two implicit policies lie from the old one.
-        kl: weight of the distance from the reference.
-        advantage_clip: c.
-        seed: of the run.
-        """
-        super().__init__(collector=collector, evaluation=evaluation, updates=updates, repeats=levels, seed=seed)
-        self.old = old
-        self.policy_follow = follow
-        self.reference = reference
-        self.beta = beta
-        self.kl = kl
-        self.advantage_clip = advantage_clip
-
-    @classmethod
-    def create(cls, parts: MethodParts) -> NFT:
-        section = parts.config.grpo
-        collector = build_collector(parts, stochastic=False)
-        return cls(
-            collector=collector,
-            evaluation=build_evaluation(parts, collector),
-            old=OldPolicy(parts.network),
-            follow=Follow(*section.nft_decay),
-            reference=reference_model(parts) if section.nft_kl else None,
-            updates=section.updates_per_rollout,
-            levels=section.nft_timesteps,
-            beta=section.nft_beta,
-            kl=section.nft_kl,
-            advantage_clip=section.advantage_clip,
-            seed=parts.config.training.seed,
-        )
+    def __init__(self, parts: MethodParts[PromptSource]) -> None:
+        super().__init__(parts, uses_reference=parts.config.grpo.nft_kl > 0)
+        self.repeats = self.section.nft_timesteps
+        self.old = OldPolicy(parts.network)
 
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         if rollout:
-            self.old.follow(self.policy_follow.decay(rollout * self.updates))
+            self.old.follow(decay(rollout * self.updates, self.section.nft_decay))
         with self.old.applied():
             return super().collect(transformer, rollout)
 
     def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Noised:
         """Some clips, each with its own noise at a noise level of its own."""
-        device, source, level = self.collector.parallel.device, self.collector.source, part.repeat
+        device, level = self.sampler.device, part.repeat
         jobs = [collected.jobs[i] for i in part.clips]
-        keys = [(job.slot, job.generation) for job in jobs]
         # Without replacement, as in the published code: a clip is trained at `levels` different noise levels.
-        steps = torch.tensor([self._order(rollout, *key)[level] for key in keys])
-        generators = [
-            clip_generator(seed=self.seed, rollout=rollout, slot=slot, generation=g, stream=f"noised {level}")
-            for slot, g in keys
-        ]
+        steps = torch.tensor([self._order(rollout, job.slot, job.generation)[level] for job in jobs])
         x0 = torch.stack([collected.latents[i] for i in part.clips]).to(device).float()
-        time = self.sampler.time(steps, device)
-        x_t = self.sampler.process.add_noise(x0, standard_normal(generators, self.sampler.shape, device), time)
-        conditions = source.conditions([job.prompt for job in jobs], device)
-        negative = source.negative(len(jobs), device) if self.sampler.cfg != 1.0 else None
+        time = self.sampler.time(steps)
+        x_t = self.sampler.process.add_noise(x0, self.sampler.noise(jobs, f"noised {level}"), time)
+        conditions = self.collector.source.conditions([job.prompt for job in jobs])
         transformer.eval()
         with self.old.applied(), torch.no_grad():
-            old = self.sampler.predict(transformer, x_t, time, conditions, negative)
+            old = self.sampler.predict(transformer, x_t, time, conditions)
+        advantages = collected.advantages[part.clips].sum(1).to(device)
         return Noised(
             x0=x0,
             x_t=x_t,
             time=time,
-            reward_weight=(collected.advantages[part.clips].sum(1).to(device) / self.advantage_clip / 2 + 0.5).clamp(
-                0, 1
-            ),
+            reward_weight=(advantages / self.section.advantage_clip / 2 + 0.5).clamp(0, 1),
             share=torch.tensor(part.shares, device=device),
             old=old,
             conditions=conditions,
-            negative=negative,
         )
 
     def _order(self, *key: int) -> list[int]:
@@ -224,21 +160,22 @@ class NFT(RolloutMethod[Noised]):
         return order * -(-self.repeats // len(order))
 
     def _predict(self, transformer: nn.Module, batch: Noised) -> Tensor:
-        return self.sampler.predict(transformer, batch.x_t, batch.time, batch.conditions, batch.negative)
+        return self.sampler.predict(transformer, batch.x_t, batch.time, batch.conditions)
 
     def loss(self, transformer: nn.Module, batch: Noised) -> tuple[Tensor, Metrics]:
         transformer.eval()
         prediction = self._predict(transformer, batch)
-        per_clip = self.advantage_clip * implicit_loss(
-            self.sampler.process, prediction, batch.old, batch.x0, batch.x_t, batch.time, batch.reward_weight, self.beta
+        process, beta = self.sampler.process, self.section.nft_beta
+        per_clip = self.section.advantage_clip * implicit_loss(
+            process, prediction, batch.old, batch.x0, batch.x_t, batch.time, batch.reward_weight, beta
         )
-        moved = ((prediction.detach() - batch.old) ** 2).flatten(1).mean(1)
+        moved = velocity_divergence(prediction.detach(), batch.old)
         metrics = {"moved": (batch.share * moved).sum()}
         if self.reference is not None:
             with torch.no_grad(), self.reference(transformer) as network:
                 reference = self._predict(network, batch)
-            divergence = ((prediction - reference) ** 2).flatten(1).mean(1)
-            per_clip = per_clip + self.kl * divergence
+            divergence = velocity_divergence(prediction, reference)
+            per_clip = per_clip + self.section.nft_kl * divergence
             metrics["kl"] = (batch.share * divergence.detach()).sum()
         loss = (batch.share * per_clip).sum()
         return loss, {"loss": loss.detach(), **metrics}

@@ -113,18 +113,33 @@ class PromptOrder:
         return tuple(order)
 
 
-def clip_generator(*, seed: int, rollout: int, slot: int, generation: int, stream: str) -> torch.Generator:
-    """Random numbers of one clip for one purpose; another stream, clip, rollout or seed gives others.
+@dataclass(frozen=True)
+class Job:
+    """One clip of a rollout.
 
-    Args:
-        seed: of the run.
+    Attributes:
         rollout: its number.
-        slot: place of the prompt in the rollout. Not the prompt's index: a prompt that comes twice would twice give the
-            same clips.
-        generation: of the clip within its group; for the initial noise that a group shares, 0 for all of it.
-        stream: what they are for, such as `start`.
+        slot: position of its group, which shares a prompt, among the groups of the rollout.
+        prompt: what is sampled.
+        generation: position within the group.
     """
-    return generator("cpu", seed, "rollout", rollout, slot, generation, stream)
+
+    rollout: int
+    slot: int
+    prompt: Prompt
+    generation: int
+
+    def generator(self, seed: int, stream: str, *, of_group: bool = False) -> torch.Generator:
+        """Random numbers of the clip for one purpose; another stream, clip, rollout or seed gives others.
+
+        The slot decides, not the prompt: a prompt that comes twice would twice give the same clips.
+
+        Args:
+            seed: of the run.
+            stream: what they are for, such as `start`.
+            of_group: those that all clips of the group share.
+        """
+        return generator("cpu", seed, "rollout", self.rollout, self.slot, 0 if of_group else self.generation, stream)
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

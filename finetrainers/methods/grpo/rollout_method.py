@@ -11,19 +11,27 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from finetrainers.methods.base import Evaluation, Step, Summary
+from finetrainers.methods.base import Evaluation, MethodParts, Step, Summary
+from finetrainers.methods.reference import Reference, reference_model
 
 from .batches import Part, parts_of_updates
-from .collect import Collected, Collector
+from .collect import Collected, Collector, timed
 from .evaluate import PromptEvaluation
-from .timing import timed
+from .source import PromptSource
 
 T = TypeVar("T")
 
 
 class RolloutMethod(ABC, Generic[T]):
-    """A method that trains on clips which the network has just sampled."""
+    """A method that trains on clips which the network has just sampled.
 
+    Attributes:
+        updates: optimizer steps per rollout.
+        repeats: how often each clip is trained in a step.
+        reference: gives the reference policy; None where the loss does not ask for it.
+    """
+
+    repeats: int
     headline = ("reward/", "kl", "eval_reward/")
     summaries: Mapping[str, Summary] = {
         "rollout": "last",
@@ -32,22 +40,14 @@ class RolloutMethod(ABC, Generic[T]):
         "ratio_error": "max",
     }
 
-    def __init__(
-        self, *, collector: Collector, evaluation: PromptEvaluation | None, updates: int, repeats: int, seed: int
-    ) -> None:
-        """Args:
-        collector: makes rollouts.
-        evaluation: scores held-out prompts, if there are any.
-        updates: optimizer steps per rollout.
-        repeats: how often each clip is trained in a step.
-        seed: of the run.
-        """
-        self.collector = collector
-        self.sampler = collector.sampler
-        self.evaluation = evaluation
-        self.updates = updates
-        self.repeats = repeats
-        self.seed = seed
+    def __init__(self, parts: MethodParts[PromptSource], *, uses_reference: bool) -> None:
+        self.section = parts.config.grpo
+        self.seed = parts.config.training.seed
+        self.updates = self.section.updates_per_rollout
+        self.collector = Collector(parts)
+        self.sampler = self.collector.sampler
+        self.evaluation = PromptEvaluation(parts, self.collector)
+        self.reference: Reference | None = reference_model(parts) if uses_reference else None
 
     @abstractmethod
     def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> T:
@@ -74,7 +74,7 @@ class RolloutMethod(ABC, Generic[T]):
         for parts in parts_of_updates(
             collected,
             data_rank=parallel.data_rank,
-            batch_size=self.collector.options.batch_size,
+            batch_size=self.collector.batch_size,
             updates=self.updates,
             repeats=self.repeats,
             seed=self.seed,
@@ -96,10 +96,9 @@ class RolloutMethod(ABC, Generic[T]):
 
     @property
     def evaluates(self) -> bool:
-        return self.evaluation is not None
+        return bool(self.evaluation.prompts)
 
     def evaluate(self, transformer: nn.Module) -> Evaluation:
-        assert self.evaluation is not None, "nothing is held out"
         return self.evaluation.run(transformer)
 
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import Transitions, log_density, sample, transition_mean
-from finetrainers.diffusion.process import Process
-from finetrainers.methods.base import standard_normal
-from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
+from finetrainers.methods.base import MethodParts, standard_normal
+from finetrainers.models.spec import DTYPES, Conditions, VideoMeta
 
-from .prompts import clip_generator
-
-
-@dataclass(frozen=True)
-class Job:
-    """One clip of a rollout.
-
-    Attributes:
-        slot: position of its group, which shares a prompt, among the groups of the rollout.
-        prompt: index of the prompt.
-        generation: position within the group.
-    """
-
-    slot: int
-    prompt: int
-    generation: int
+from .prompts import Job
+from .source import PromptSource
+from .tables import StepTables
 
 
 @dataclass(frozen=True)
@@ -46,159 +34,128 @@ class Replay:
     before: Tensor
     after: Tensor
     log_old: Tensor
-    mean_old: Tensor | None
+    mean_old: Tensor | None = None
 
 
-@dataclass(frozen=True)
 class Sampler:
-    """How clips are denoised, the same in rollout and replay.
+    """How clips of the configured size are denoised, the same in rollout and replay.
 
     Attributes:
-        spec, process: the model's description.
+        tables: the transitions of a rollout's clips.
+        process: the noise process.
         times: process times of the steps, `[S]`.
         shape: `(C, T, H, W)` of what is denoised.
-        num_frames: how many of its T frames, the last ones, are the clip; None: all.
-        fps: frame rate of the clips.
-        guidance: scale for networks that take it as an input; None: what they are trained at.
-        cfg: classifier-free guidance scale; 1 calls the network once and without the empty prompt.
-        storage: dtype in which latents are kept.
+        device: where clips are sampled.
+        storage, keep_on, keeps_means: dtype and device in which transitions are kept, and whether with their means.
     """
 
-    spec: ModelSpec
-    process: Process
-    times: Tensor
-    shape: tuple[int, int, int, int]
-    fps: float
-    num_frames: int | None = None
-    guidance: float | None = None
-    cfg: float = 1.0
-    storage: torch.dtype = torch.float32
+    def __init__(self, parts: MethodParts[PromptSource]) -> None:
+        section, geometry, size = parts.config.grpo, parts.geometry, parts.config.grpo.rollout_size
+        assert size is not None, "checked before anything is loaded"
+        network: Any = parts.network
+        self.spec, self.process = parts.spec, parts.process
+        self.times = parts.spec.sampling_times(
+            parts.scheduler, section.sampling_steps, num_tokens=geometry.num_tokens(*size), shift=section.shift
+        )
+        self.tables = StepTables(parts.config, parts.process, self.times)
+        self.shape = (network.config.out_channels, *geometry.denoised_shape(*size))
+        self.device = parts.parallel.device
+        self.storage = DTYPES[section.trajectory_dtype]
+        self.keep_on = torch.device("cpu") if section.offload_trajectory else self.device
+        self._num_frames = geometry.latent_shape(*size)[0]
+        self._fps = geometry.fps
+        self._guidance = parts.spec.facts.guidance if section.rollout_guidance is None else section.rollout_guidance
+        self._cfg = section.rollout_cfg
+        self.keeps_means = section.ratio_norm
+        self._same_noise = section.init_same_noise
+        self._seed = parts.config.training.seed
 
-    def predict(
-        self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: Conditions, negative: Conditions | None
-    ) -> Tensor:
-        """The network's prediction in fp32, guided: empty + cfg (prompt - empty), both in one call."""
-        empty = negative if self.cfg != 1.0 else None
-        if empty is not None:
-            x, t, conditions = torch.cat([x, x]), torch.cat([t, t]), Conditions.cat([conditions, empty])
-        meta = VideoMeta(fps=torch.full((len(x),), self.fps, device=x.device), guidance=self.guidance)
+    def predict(self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: Conditions) -> Tensor:
+        """The network's prediction in fp32, guided: empty + cfg (prompt - empty), both in one call.
+
+        Args:
+            transformer: the (wrapped) network.
+            x, t: noisy latents and process times, `[B, ...]`.
+            conditions: of the prompts; with guidance, as many rows of the empty prompt follow them.
+        """
+        rows = len(x)
+        if len(conditions) > rows:
+            x, t = torch.cat([x, x]), torch.cat([t, t])
+        meta = VideoMeta(fps=torch.full((len(x),), self._fps, device=x.device), guidance=self._guidance)
         prediction = self.spec.predict(transformer, x, t, conditions, meta).float()
-        if empty is None:
+        if len(x) == rows:
             return prediction
         with_prompt, without = prediction.chunk(2)
-        return without + self.cfg * (with_prompt - without)
+        return without + self._cfg * (with_prompt - without)
 
     def clips(self, latents: Tensor) -> Tensor:
         """Denoised latents without the frames in front that only make temporal patches whole."""
-        return latents if self.num_frames is None else latents[:, :, -self.num_frames :]
+        return latents[:, :, -self._num_frames :]
 
-    def time(self, step: Tensor, device: torch.device) -> Tensor:
+    def time(self, step: Tensor) -> Tensor:
         """Process time of each clip's step, `[B]`."""
-        return self.times[step.cpu()].to(device)
+        return self.times[step.cpu()].to(self.device)
 
-    @torch.no_grad()
-    def initial_noise(
-        self, jobs: Sequence[Job], *, seed: int, rollout: int, same: bool, device: torch.device
-    ) -> Tensor:
-        """Where the clips start, `[B, C, T, H, W]`; `same` gives all clips of a group one start."""
-        return standard_normal(
-            [
-                clip_generator(
-                    seed=seed,
-                    rollout=rollout,
-                    slot=job.slot,
-                    generation=0 if same else job.generation,
-                    stream="start",
-                )
-                for job in jobs
-            ],
-            self.shape,
-            device,
-        )
+    def noise(self, jobs: Sequence[Job], stream: str, *, of_group: bool = False) -> Tensor:
+        """Noise of each clip for one purpose, `[B, C, T, H, W]`; see `Job.generator`."""
+        generators = [job.generator(self._seed, stream, of_group=of_group) for job in jobs]
+        return standard_normal(generators, self.shape, self.device)
 
-    @torch.no_grad()
     def rollout(
-        self,
-        transformer: nn.Module,
-        x: Tensor,
-        *,
-        jobs: Sequence[Job],
-        tables: Sequence[Transitions],
-        trained: Tensor,
-        conditions: Conditions,
-        negative: Conditions | None,
-        seed: int,
-        rollout: int,
-        keep_means: bool = False,
-        keep_on: torch.device | str | None = None,
+        self, transformer: nn.Module, jobs: Sequence[Job], conditions: Conditions
     ) -> tuple[Tensor, list[Replay]]:
-        """Denoise from `x`; the clean latents `[B, C, T, H, W]`, and of each clip what replaying its transitions takes.
+        """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and of each what replaying its transitions takes.
 
         Args:
             transformer: the (wrapped) network, in the mode in which it will be trained.
-            x: pure noise.
-            jobs: what the clips are.
-            tables: the transitions of each clip's prompt; where their std is 0, no noise is drawn.
-            trained: steps to keep of each clip, `[B, K]`, ascending; K may be 0.
-            conditions, negative: text of the clips, on the device; `negative` of as many empty prompts.
-            seed, rollout: with a clip's slot and generation, they decide its noise.
-            keep_means: also keep the means.
-            keep_on: device to keep latents on; default: where they are.
+            jobs: the clips.
+            conditions: see `predict`.
         """
-        device, kept = x.device, []
+        start = self.noise(jobs, "start", of_group=self._same_noise)
+        return self.denoise(transformer, start, conditions, jobs)
+
+    @torch.no_grad()
+    def denoise(
+        self, transformer: nn.Module, x: Tensor, conditions: Conditions, jobs: Sequence[Job] = ()
+    ) -> tuple[Tensor, list[Replay]]:
+        """Denoise from pure noise `x`; see `rollout`. Without jobs all transitions are deterministic, and none is kept."""
+        tables = [self.tables.of(job.rollout, job.slot) for job in jobs] or [self.tables.deterministic] * len(x)
+        trained = torch.tensor([self.tables.trained(job.rollout, job.slot) for job in jobs])
+        kept: list[tuple[list[int], list[Tensor]]] = []
         x = x.to(self.storage).float()  # what is stored of it must be what the network has seen
         for step in range(len(self.times)):
             index = torch.full((len(x),), step)
-            at = [table.at(index[:1], device) for table in tables]
+            at = [table.at(index[:1], self.device) for table in tables]
             now = Transitions(*(torch.cat(parts) for parts in zip(*((a.x0, a.eps, a.std) for a in at), strict=True)))
-            time = self.time(index, device)
-            prediction = self.predict(transformer, x, time, conditions, negative)
+            time = self.time(index)
+            prediction = self.predict(transformer, x, time, conditions)
             mean = transition_mean(self.process, prediction, x, time, now)
             noise = torch.zeros_like(mean)
             if any(float(table.std[step]) > 0 for table in tables):
-                noise = standard_normal(
-                    [
-                        clip_generator(
-                            seed=seed,
-                            rollout=rollout,
-                            slot=job.slot,
-                            generation=job.generation,
-                            stream=f"step {step}",
-                        )
-                        for job in jobs
-                    ],
-                    self.shape,
-                    device,
-                )
+                noise = self.noise(jobs, f"step {step}")
             after = sample(mean, noise, now.std, storage=self.storage)
-            rows, _ = torch.nonzero(trained == step, as_tuple=True)
+            rows = (trained == step).nonzero()[:, 0]
             if len(rows):
-                rows = rows.to(device)
                 # Over the whole batch, as in replay: sums over fewer rows may run in another order.
-                log_old = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))[rows]
-                kept.append(
-                    (
-                        step,
-                        rows.cpu(),
-                        x[rows].to(keep_on or device, self.storage),
-                        after[rows].to(keep_on or device, self.storage),
-                        log_old,
-                        mean[rows].to(keep_on or device) if keep_means else None,
-                    )
-                )
+                log_old = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
+                kept.append((rows.tolist(), self._kept(rows.to(self.device), x, after, log_old, mean)))
             x = after
-        return x, _by_clip(kept, trained) if trained.shape[1] else []
+        return x, _by_clip(kept, trained)
+
+    def _kept(self, rows: Tensor, before: Tensor, after: Tensor, log_old: Tensor, mean: Tensor) -> list[Tensor]:
+        """Of a step's tensors what replaying it takes, of some rows, in the order of `Replay`."""
+        latents = [tensor[rows].to(self.keep_on, self.storage) for tensor in (before, after)]
+        means = [mean[rows].to(self.keep_on)] if self.keeps_means else []
+        return [*latents, log_old[rows], *means]
 
 
-def _by_clip(kept: list[tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor | None]], trained: Tensor) -> list[Replay]:
+def _by_clip(kept: Sequence[tuple[list[int], list[Tensor]]], trained: Tensor) -> list[Replay]:
     """What was kept per step, per clip; each in memory of its own, so that some can be dropped."""
-    found: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
-    for step, rows, before, after, log_old, mean in kept:
-        for i, row in enumerate(rows.tolist()):
-            found[row, step] = (before[i], after[i], log_old[i], None if mean is None else mean[i])
-    replays = []
-    for row, steps in enumerate(trained):
-        starts, ends, log_olds, means = zip(*(found[row, int(step)] for step in steps), strict=True)
-        mean_old = None if means[0] is None else torch.stack(means)
-        replays.append(Replay(steps.clone(), torch.stack(starts), torch.stack(ends), torch.stack(log_olds), mean_old))
-    return replays
+    found: dict[int, list[list[Tensor]]] = defaultdict(list)
+    for rows, tensors in kept:
+        for i, row in enumerate(rows):
+            found[row].append([tensor[i] for tensor in tensors])
+    return [
+        Replay(trained[row].clone(), *(torch.stack(steps) for steps in zip(*found[row], strict=True)))
+        for row in sorted(found)
+    ]

@@ -63,6 +63,7 @@ class PromptSource:
         self.order = PromptOrder(
             len(plan.prompts), prompts_per_step=config.grpo.prompts_per_step, seed=data_position.seed
         )
+        self._guided = config.grpo.rollout_cfg != 1.0
         self._keys = texts.keys
         self._cache = texts.keys.cache
         self._length = self._longest()
@@ -102,25 +103,14 @@ class PromptSource:
 
     # ---- what a method asks for --------------------------------------------------------------------------------
 
-    def prompts_of(self, rollout: int) -> list[int]:
-        """Indices of a rollout's prompts, in the order of its groups."""
-        return self.order.prompts_of(rollout - self.first_rollout)
+    def prompts_of(self, rollout: int) -> list[Prompt]:
+        """A rollout's prompts, in the order of its groups."""
+        return [self.plan.prompts[i] for i in self.order.prompts_of(rollout - self.first_rollout)]
 
-    def text(self, prompt: int) -> str:
-        """The prompt."""
-        return self.plan.prompts[prompt].text
-
-    def conditions(self, prompts: Sequence[int], device: torch.device) -> Conditions:
-        """Text conditioning of prompts, one row each."""
-        return self.encoded([self.plan.prompts[i] for i in prompts], device)
-
-    def negative(self, count: int, device: torch.device) -> Conditions:
-        """That of the empty prompt, as many rows."""
-        return Conditions.cat([self._row(None)] * count).to(device)
-
-    def encoded(self, prompts: Sequence[Prompt], device: torch.device) -> Conditions:
-        """Text conditioning of any of the plan's prompts."""
-        return Conditions.cat([self._row(prompt) for prompt in prompts]).to(device)
+    def conditions(self, prompts: Sequence[Prompt]) -> Conditions:
+        """Text conditioning, one row each, on the device; with guidance, as many rows of the empty prompt follow."""
+        rows = [self._row(prompt) for prompt in prompts]
+        return Conditions.cat(rows + [self._row(None)] * (len(rows) if self._guided else 0)).to(self.parallel.device)
 
     def decode(self, latents: Tensor, vae_stats: VAEStats) -> Tensor:
         """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of normalized latents."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +11,15 @@ import torch
 from one_of import OneOf
 from torch import Tensor, nn
 
-from finetrainers.config.rewards import RewardEntry, parse_reward
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.load import load_config
 from finetrainers.diffusion.process import FlowMatching, Process, VariancePreserving
-from finetrainers.methods.grpo.collect import Collector, Comparison, RolloutOptions
-from finetrainers.methods.grpo.prompts import PromptOrder
-from finetrainers.methods.grpo.sampler import Sampler
-from finetrainers.methods.grpo.sde_schedule import Windows
-from finetrainers.methods.grpo.tables import StepTables
-from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
-from finetrainers.rewards.reward_set import RewardSet
+from finetrainers.methods.base import MethodParts
+from finetrainers.methods.grpo.collect import Collector
+from finetrainers.methods.grpo.method import GRPO
+from finetrainers.methods.grpo.nft import NFT
+from finetrainers.methods.grpo.prompts import Prompt, PromptOrder
+from finetrainers.models.spec import Conditions, VideoMeta
 
 SHAPE = (4, 2, 4, 4)
 NUM_PROMPTS = 4
@@ -41,6 +41,7 @@ class Network(nn.Module):
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
+        self.config = SimpleNamespace(out_channels=SHAPE[0])
         self.inward = nn.Conv3d(SHAPE[0] + 1, 32, 3, padding=1)
         self.hidden = nn.Conv3d(32, 32, 3, padding=1)
         self.outward = nn.Conv3d(32, SHAPE[0], 3, padding=1)
@@ -70,7 +71,6 @@ class Adapted(Network):
         super().__init__()
         self.requires_grad_(False)
         self.outward = _WithAdapter(self.outward)  # type: ignore[assignment]
-        self.config = SimpleNamespace(out_channels=SHAPE[0])
 
     def disable_adapters(self) -> None:
         self.outward.is_on = False
@@ -83,7 +83,12 @@ class Spec:
     """What a sampler asks of a model's spec."""
 
     facts = SimpleNamespace(guidance=None)
-    sampling_times = ModelSpec.sampling_times
+
+    def __init__(self, times: Tensor) -> None:
+        self.times = times
+
+    def sampling_times(self, scheduler: Any, steps: int, *, num_tokens: int, shift: float | None) -> Tensor:
+        return self.times
 
     def predict(self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: Conditions, meta: VideoMeta) -> Tensor:
         level = t.float() / 1000 if not t.is_floating_point() else t.float()
@@ -94,22 +99,24 @@ class Source:
     """Four prompts, of which the odd ones want darkness."""
 
     plan = SimpleNamespace(eval_prompts=())
+    prompts = tuple(Prompt(f"{'dark' if i % 2 else 'bright'} {i}", "") for i in range(NUM_PROMPTS))
 
-    def __init__(self, prompts_per_step: int = 2, seed: int = 0) -> None:
+    def __init__(self, prompts_per_step: int = 2, seed: int = 0, *, cfg: float = 1.0) -> None:
         self.order = PromptOrder(NUM_PROMPTS, prompts_per_step=prompts_per_step, seed=seed)
         self.embeddings = torch.randn(NUM_PROMPTS + 1, 8, generator=torch.Generator().manual_seed(7))
+        self.cfg = cfg
 
-    def prompts_of(self, rollout: int) -> list[int]:
-        return self.order.prompts_of(rollout)
+    def prompts_of(self, rollout: int) -> list[Prompt]:
+        return [self.prompts[i] for i in self.order.prompts_of(rollout)]
 
-    def text(self, prompt: int) -> str:
-        return f"{'dark' if prompt % 2 else 'bright'} {prompt}"
+    def embedding(self, prompt: Prompt) -> Tensor:
+        return self.embeddings[self.prompts.index(prompt)]
 
-    def conditions(self, prompts: Sequence[int], device: Any) -> Conditions:
-        return Conditions({"prompt_embeds": self.embeddings[list(prompts)]})
-
-    def negative(self, count: int, device: Any) -> Conditions:
-        return Conditions({"prompt_embeds": self.embeddings[-1:].expand(count, -1)})
+    def conditions(self, prompts: Sequence[Prompt]) -> Conditions:
+        rows = [self.embedding(prompt) for prompt in prompts]
+        return Conditions(
+            {"prompt_embeds": torch.stack(rows + [self.embeddings[-1]] * (len(rows) if self.cfg != 1 else 0))}
+        )
 
     def decode(self, latents: Tensor, vae_stats: Any) -> Tensor:
         """8-bit clips, so that nothing can be learnt by differentiating."""
@@ -134,48 +141,44 @@ def shuffled(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     return torch.stack([torch.rand((), generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
-def make_collector(
+def make_parts(
     make_process: Callable[[], tuple[Process, Tensor]] = flow,
     *,
-    kernel: str = "flow",
-    eta: float = 0.7,
-    windows: Mapping[str, Any] | None = None,
-    stochastic: bool = True,
-    reward: Sequence[str] = ("policies:signed_brightness",),
-    storage: torch.dtype = torch.float32,
-    cfg: float = 1.0,
+    model: Any = None,
     parallel: Any = None,
-    generations: int = 8,
-    batch_size: int = 4,
-    prompts_per_step: int = 4,
-    same_noise: bool = True,
-    keep_means: bool = False,
-    best_of_n: int | None = None,
-    weight: str = "none",
-) -> Collector:
+    spec: Any = None,
+    scheduler: Any = None,
+    **options: Any,
+) -> MethodParts[Any]:
+    """What a method is made from in a run with these options."""
     process, times = make_process()
-    sampler = Sampler(spec=Spec(), process=process, times=times, shape=SHAPE, fps=8.0, cfg=cfg, storage=storage)  # type: ignore[arg-type]
-    chosen = Windows(len(times), seed=0, **(windows or {"size": 2, "span": (0.0, 0.8)}))
-    return Collector(
-        sampler=sampler,
-        tables=StepTables(
-            process,
-            times,
-            kernel=kernel,  # type: ignore[arg-type]
-            eta=eta,
-            windows=chosen if stochastic else None,
-            weight=weight,  # type: ignore[arg-type]
-        ),
-        source=Source(prompts_per_step),  # type: ignore[arg-type]
-        vae_stats=SimpleNamespace(),  # type: ignore[arg-type]
-        panel=RewardSet([RewardEntry(**parse_reward(text)) for text in reward]),
-        comparison=Comparison(mode="group_std", combination="sum", eps=1e-4, clip=5.0, best_of_n=best_of_n),
-        parallel=parallel or OneOf(),
-        options=RolloutOptions(
-            seed=0, num_generations=generations, batch_size=batch_size, same_noise=same_noise, reward_fps=8.0,
-            keep_means=keep_means,
-        ),
+    given = {
+        "method": "grpo", "reward": ["policies:signed_brightness"], "rollout_size": "9x32x32", "prompts_per_step": 4,
+        "num_generations": 8, "batch_size": 4, "sampling_steps": len(times), "window_range": [0.0, 0.8], "seed": 0,
+        "prompts": "p.txt", "train_steps": 400, **options,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    config = load_config(model_name="m", pretrained_model_name_or_path="repo", **given)
+    section = config.grpo
+    return MethodParts(
+        config=config, spec=spec or Spec(times), process=process, scheduler=scheduler,
+        geometry=Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0), vae_stats=SimpleNamespace(),  # type: ignore[arg-type]
+        first_frame_p=0.0, source=Source(section.prompts_per_step, cfg=section.rollout_cfg), parallel=parallel or OneOf(),
+        network=model or network(), weights_dtype=torch.float32,
     )  # fmt: skip
+
+
+def make_collector(*process: Any, **options: Any) -> Collector:
+    return Collector(make_parts(*process, **options))
+
+
+def make_grpo(*process: Any, **options: Any) -> GRPO:
+    return GRPO(make_parts(*process, **options))
+
+
+def make_nft(model: Any, *process: Any, **options: Any) -> NFT:
+    given = {"init_same_noise": False, "nft_timesteps": 2, "nft_kl": 0.0, **options}
+    return NFT(make_parts(*process, model=model, method="nft", **given))
 
 
 def network(seed: int = 0, *, cls: type[Network] = Network, **options: Any) -> Any:

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetrainers.methods.grpo.advantage import Combination, Mode, best_of_n, compute_advantages
+from finetrainers.config.grpo import GRPOSection
+from finetrainers.methods.grpo.advantage import Advantages
+from finetrainers.methods.grpo.advantage import best_of_n as best
+from finetrainers.methods.grpo.advantage import compute_advantages as compute
 
-MODES: list[Mode] = ["group_std", "global_std", "mean_only"]
-COMBINATIONS: list[Combination] = ["sum", "separate", "weighted", "gdpo"]
+MODES = ["group_std", "global_std", "mean_only"]
+COMBINATIONS = ["sum", "separate", "weighted", "gdpo"]
 SETTINGS = [(mode, combination) for mode in MODES for combination in COMBINATIONS]
 
 
@@ -29,11 +32,31 @@ def two_rewards(prompts: int = 3, generations: int = 8) -> dict[str, Tensor]:
 WEIGHTS = {"a": 1.0, "b": -0.25}
 
 
+#: Arguments of tests, and the options that they stand for.
+OPTIONS = {
+    "mode": "advantage", "eps": "advantage_eps", "floor": "advantage_std_floor", "clip": "advantage_clip",
+    "correction": "advantage_correction", "combination": "reward_combination",
+}  # fmt: skip
+
+
+def compute_advantages(
+    scores: dict[str, Tensor], *, weights: dict[str, float], failed: Tensor | None = None, **options: Any
+) -> Advantages:
+    """Also with an `eps` of 0, which is no option, so that formulae hold exactly."""
+    none = torch.zeros(next(iter(scores.values())).shape if scores else (1, 1), dtype=torch.bool)
+    section = GRPOSection.model_construct(**{OPTIONS[name]: value for name, value in options.items()})
+    return compute(scores, weights=weights, failed=none if failed is None else failed, section=section)
+
+
+def best_of_n(advantages: Tensor, n: int, *, failed: Tensor | None = None) -> Tensor:
+    return best(advantages, n, failed=torch.zeros_like(advantages, dtype=torch.bool) if failed is None else failed)
+
+
 def one(scores: Tensor, **options: Any) -> Tensor:
     return compute_advantages({"a": scores}, weights={"a": 1.0}, **options).values
 
 
-def reference(scores: np.ndarray, mode: Mode, eps: float, ddof: int = 0) -> np.ndarray:
+def reference(scores: np.ndarray, mode: str, eps: float, ddof: int = 0) -> np.ndarray:
     """One reward, `[P, G]`, as the formulae in the papers say."""
     centered = scores - scores.mean(axis=1, keepdims=True)
     if mode == "mean_only":
@@ -47,9 +70,9 @@ def reference(scores: np.ndarray, mode: Mode, eps: float, ddof: int = 0) -> np.n
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("correction", [0, 1])
-def test_one_reward_is_that_of_the_formulae(mode: Mode, correction: int) -> None:
+def test_one_reward_is_that_of_the_formulae(mode: str, correction: int) -> None:
     scores = random(3, 4, 6) + 10 * random(4, 4, 1)
-    found = one(scores, mode=mode, eps=1e-3, clip=None, correction=correction)
+    found = one(scores, mode=mode, eps=1e-3, clip=math.inf, correction=correction)
     assert found.dtype == torch.float64
     np.testing.assert_allclose(found, reference(scores.numpy(), mode, 1e-3, correction), rtol=1e-12, atol=1e-14)
 
@@ -78,7 +101,7 @@ def test_global_deviation_includes_how_prompts_differ() -> None:
 
 @pytest.mark.parametrize("mode", ["group_std", "global_std"])
 @pytest.mark.parametrize(("factor", "shift"), [(3.0, 0.0), (1e-6, 5.0), (1e6, -1e3)])
-def test_an_affine_change_of_the_reward_changes_nothing(mode: Mode, factor: float, shift: float) -> None:
+def test_an_affine_change_of_the_reward_changes_nothing(mode: str, factor: float, shift: float) -> None:
     scores = random(2, 3, 8)
     torch.testing.assert_close(one(factor * scores + shift, mode=mode, eps=0.0), one(scores, mode=mode, eps=0.0))
     torch.testing.assert_close(one(-scores, mode=mode), -one(scores, mode=mode))
@@ -94,7 +117,7 @@ def test_a_shift_of_one_prompt_changes_nothing() -> None:
 def test_advantages_are_clipped() -> None:
     scores = torch.zeros(1, 64, dtype=torch.float64)
     scores[0, 5] = 1.0
-    assert one(scores, clip=None)[0, 5] > 7
+    assert one(scores, clip=math.inf)[0, 5] > 7
     assert one(scores, clip=5.0)[0, 5] == 5.0
     assert one(-scores, clip=5.0)[0, 5] == -5.0
 
@@ -113,7 +136,7 @@ def test_small_deviations_are_held_up_by_the_floor() -> None:
 
 @pytest.mark.parametrize(("mode", "combination"), SETTINGS)
 @pytest.mark.parametrize("eps", [0.0, 1e-4])
-def test_constant_groups_are_exactly_zero(mode: Mode, combination: Combination, eps: float) -> None:
+def test_constant_groups_are_exactly_zero(mode: str, combination: str, eps: float) -> None:
     """Also of scores that are no binary fractions, whose mean is not exactly the score."""
     scores = two_rewards(4, 6)
     for name, value in (("a", 0.1), ("b", 1e9 + 0.3)):
@@ -131,7 +154,7 @@ def test_constant_groups_are_exactly_zero(mode: Mode, combination: Combination, 
 
 
 @pytest.mark.parametrize(("mode", "combination"), SETTINGS)
-def test_a_rollout_without_differences_has_no_advantages(mode: Mode, combination: Combination) -> None:
+def test_a_rollout_without_differences_has_no_advantages(mode: str, combination: str) -> None:
     scores = {"a": torch.full((2, 3), 0.1), "b": torch.full((2, 3), 0.2)}
     found = compute_advantages(scores, weights=WEIGHTS, mode=mode, combination=combination, eps=0.0)
     assert found.values.tolist() == [[0.0] * 3] * 2
@@ -145,12 +168,12 @@ def test_a_single_generation_teaches_nothing() -> None:
 # ---- several rewards -----------------------------------------------------------------------------------------------
 
 
-def combined(scores: dict[str, Tensor], combination: Combination, **options: Any) -> Tensor:
+def combined(scores: dict[str, Tensor], combination: str, **options: Any) -> Tensor:
     return compute_advantages(scores, weights=WEIGHTS, combination=combination, **options).values
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_combinations_are_those_of_the_formulae(mode: Mode) -> None:
+def test_combinations_are_those_of_the_formulae(mode: str) -> None:
     scores = two_rewards()
     arrays = {name: tensor.numpy() for name, tensor in scores.items()}
     each = {name: reference(array, mode, 1e-4) for name, array in arrays.items()}
@@ -196,7 +219,7 @@ def test_what_distinguishes_the_combinations() -> None:
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_rewards_without_weight_have_no_say(combination: Combination) -> None:
+def test_rewards_without_weight_have_no_say(combination: str) -> None:
     scores = two_rewards()
     alone = compute_advantages({"a": scores["a"]}, weights=WEIGHTS, combination=combination)
     scores["b"][0, 0] = math.nan
@@ -210,7 +233,7 @@ def test_rewards_without_weight_have_no_say(combination: Combination) -> None:
 
 @pytest.mark.parametrize(("mode", "combination"), SETTINGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_order_of_the_clips_does_not_matter(mode: Mode, combination: Combination, seed: int) -> None:
+def test_the_order_of_the_clips_does_not_matter(mode: str, combination: str, seed: int) -> None:
     """Bit for bit, of prompts and of the clips of a prompt."""
     scores, draws = two_rewards(4, 6), torch.Generator().manual_seed(seed)
     wanted = compute_advantages(scores, weights=WEIGHTS, mode=mode, combination=combination)
@@ -226,7 +249,7 @@ def test_the_order_of_the_clips_does_not_matter(mode: Mode, combination: Combina
 
 
 @pytest.mark.parametrize(("mode", "combination"), SETTINGS)
-def test_failed_clips_take_no_part(mode: Mode, combination: Combination) -> None:
+def test_failed_clips_take_no_part(mode: str, combination: str) -> None:
     """Exactly as if they had not been there, whatever stands in their place."""
     wanted_of = two_rewards(3, 5)
     wanted = compute_advantages(wanted_of, weights=WEIGHTS, mode=mode, combination=combination)
@@ -239,12 +262,12 @@ def test_failed_clips_take_no_part(mode: Mode, combination: Combination) -> None
     found = compute_advantages(scores, weights=WEIGHTS, failed=failed, mode=mode, combination=combination)
     assert torch.equal(found.values[~failed], wanted.values.flatten())
     assert found.values[failed].tolist() == [0.0] * 3
-    assert found.failed == 3
+    assert int(found.failed.sum()) == 3
     assert torch.equal(found.group_std["a"], wanted.group_std["a"])
 
 
 @pytest.mark.parametrize(("mode", "combination"), SETTINGS)
-def test_groups_that_failed_altogether_or_but_for_one(mode: Mode, combination: Combination) -> None:
+def test_groups_that_failed_altogether_or_but_for_one(mode: str, combination: str) -> None:
     scores, failed = two_rewards(3, 4), torch.zeros(3, 4, dtype=torch.bool)
     failed[0], failed[1, 1:] = True, True
     for tensor in scores.values():
@@ -257,7 +280,7 @@ def test_groups_that_failed_altogether_or_but_for_one(mode: Mode, combination: C
     failed[:] = True
     nothing = compute_advantages(scores, weights=WEIGHTS, failed=failed, mode=mode, combination=combination)
     assert not nothing.values.any()
-    assert nothing.failed == 12
+    assert nothing.failed.all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -272,20 +295,6 @@ def test_a_score_that_is_not_finite_is_refused_unless_it_failed(value: float) ->
     ("call", "message"),
     [
         (lambda: compute_advantages({}, weights={}), "no advantage without a weighted reward; scored: none"),
-        (lambda: one(random(0, 4)), "prompts, generations"),
-        (lambda: one(random(0, 0, 4)), "no clips"),
-        (lambda: one(random(0, 2, 2), failed=torch.zeros(2, 2)), "boolean"),
-        (lambda: one(random(0, 2, 2), failed=torch.zeros(4, dtype=torch.bool)), r"\[2, 2\]"),
-        (lambda: one(random(0, 2, 2), mode="none"), "unknown advantage 'none'"),
-        (lambda: one(random(0, 2, 2), combination="mean"), "unknown combination 'mean'"),
-        (lambda: one(random(0, 2, 2), clip=0.0), "clip=0.0"),
-        (lambda: one(random(0, 2, 2), eps=-1.0), "eps=-1.0"),
-        (lambda: one(random(0, 2, 2), correction=2), "correction=2"),
-        (lambda: compute_advantages(two_rewards(), weights={"a": 1.0}), "'b' has no weight"),
-        (
-            lambda: compute_advantages({"a": random(0, 2, 2), "b": random(0, 2, 3)}, weights=WEIGHTS),
-            r"'b' are \[2, 3\]",
-        ),
         (lambda: compute_advantages({"a": random(0, 2, 2)}, weights={"a": 0.0, "b": 1.0}), "scored: a"),
     ],
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 
 import torch
-from policies import flow, make_collector, network, signed_brightness
+from policies import make_grpo, network, signed_brightness
 from torch import Tensor, nn
 
-from finetrainers.methods.grpo.method import GRPO, Transition
+from finetrainers.methods.grpo.method import Transition
 
 ETA, CLIP, LR = 0.25, 1e-4, 1e-3
 
@@ -36,25 +35,18 @@ def flux_step(model: nn.Module, batch: Transition, sigmas: Tensor) -> Tensor:
 def test_two_updates_of_one_rollout() -> None:
     ours, theirs = network(), network()
     old = copy.deepcopy(theirs)
-    collector = make_collector(
-        flow, kernel="dance", eta=ETA, windows={"size": 0, "timestep_fraction": 0.6}, best_of_n=4, batch_size=4
-    )
-    collector.comparison = replace(collector.comparison, eps=1e-8, correction=1)
-    method = GRPO(
-        collector=collector, reference=None, evaluation=None, updates=2, epsilon=CLIP, ratio_norm=False, kl_coef=0.0,
-        kl_space="velocity", seed=0,
+    method = make_grpo(
+        sampler="dance", eta=ETA, window_size=0, timestep_fraction=0.6, best_of_n=4, advantage_eps=1e-8,
+        advantage_correction=1, updates_per_rollout=2, clip_range=CLIP,
     )  # fmt: skip
+    collector, tables = method.collector, method.sampler.tables
     sigmas = torch.cat([collector.sampler.times, torch.zeros(1)])
-    assert collector.tables.num_trained == int((len(sigmas) - 2) * 0.6)
+    assert tables.num_trained == int((len(sigmas) - 2) * 0.6)
 
     videos, decode = [], collector.source.decode
     collector.source.decode = lambda *a: videos.append(decode(*a)) or videos[-1]  # type: ignore[method-assign, func-returns-value]
     collected = collector.collect(ours.eval(), 0)
-    scores = (
-        signed_brightness(torch.cat(videos), [collector.source.text(job.prompt) for job in collected.jobs])
-        .double()
-        .view(4, 8)
-    )
+    scores = signed_brightness(torch.cat(videos), [job.prompt.text for job in collected.jobs]).double().view(4, 8)
     advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-8)
     torch.testing.assert_close(collected.advantages.double(), advantages.flatten()[:, None], rtol=1e-4, atol=1e-4)
     for group, row in enumerate(advantages):
@@ -70,7 +62,7 @@ def test_two_updates_of_one_rollout() -> None:
             method.loss(ours, batch)[0].backward()
         mine.step()
         mine.zero_grad()
-        clips = sum(len(batch.before) for batch in batches) // collector.tables.num_trained
+        clips = sum(len(batch.before) for batch in batches) // tables.num_trained
         for batch in batches:
             with torch.no_grad():
                 log_old = flux_step(old, batch, sigmas)
@@ -78,7 +70,7 @@ def test_two_updates_of_one_rollout() -> None:
             advantage = batch.advantage.double().sum(1).clamp(-5.0, 5.0)
             unclipped = -advantage * ratio
             clipped = -advantage * torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
-            loss = torch.maximum(unclipped, clipped).sum() / (clips * collector.tables.num_trained)
+            loss = torch.maximum(unclipped, clipped).sum() / (clips * tables.num_trained)
             loss.backward()
         reference.step()
         reference.zero_grad()

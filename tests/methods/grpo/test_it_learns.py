@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from policies import flow, make_collector, network, vp
+from policies import flow, make_grpo, make_nft, network, vp
 from torch import nn
 
 from finetrainers.methods.grpo.method import GRPO
-from finetrainers.methods.grpo.nft import NFT, Follow, OldPolicy
 
 
 def train(method: Any, model: nn.Module, *, rollouts: int, lr: float = 1e-3) -> list[float]:
@@ -35,21 +34,13 @@ def gain(rewards: list[float]) -> float:
     return sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3
 
 
-def grpo(*rewards: str, **changes: Any) -> GRPO:
-    windows = {"size": 2, "span": (0.0, 0.7), "strategy": "progressive", "every": 3}
-    collector = make_collector(**{"windows": windows, "reward": rewards, **changes})
-    return GRPO(
-        collector=collector, reference=None, evaluation=None, updates=1, epsilon=None, ratio_norm=False, kl_coef=0.0,
-        kl_space="velocity", seed=0,
-    )  # fmt: skip
+def grpo(*process: Any, **options: Any) -> GRPO:
+    window = {"window_range": [0.0, 0.7], "window_strategy": "progressive", "window_every": 3}
+    return make_grpo(*process, **{**window, **options})
 
 
-def nft(model: nn.Module, *rewards: str) -> NFT:
-    return NFT(
-        collector=make_collector(stochastic=False, same_noise=False, reward=rewards), old=OldPolicy(model),
-        follow=Follow(0.0, 0.05, 0.5), reference=None, evaluation=None, updates=1, levels=2, beta=0.1, kl=0.0,
-        advantage_clip=5.0, seed=0,
-    )  # fmt: skip
+def nft(model: nn.Module, **options: Any) -> Any:
+    return make_nft(model, nft_decay=[0.0, 0.05, 0.5], nft_beta=0.1, **options)
 
 
 @pytest.mark.parametrize(
@@ -57,26 +48,26 @@ def nft(model: nn.Module, *rewards: str) -> NFT:
 )
 def test_policy_gradients_learn(kernel: str, eta: float, process: Any) -> None:
     model = network()
-    method = grpo("policies:signed_brightness", kernel=kernel, eta=eta, make_process=process)
+    method = grpo(process, sampler=kernel, eta=eta)
     assert gain(train(method, model, rollouts=20)) > 0.15
 
 
 def test_full_trajectories_learn() -> None:
     model = network()
-    method = grpo("policies:signed_brightness", kernel="dance", eta=0.5, windows={"size": 0, "timestep_fraction": 0.6})
+    method = grpo(sampler="dance", eta=0.5, window_size=0, timestep_fraction=0.6)
     assert gain(train(method, model, rollouts=20)) > 0.15
 
 
 def test_nft_learns() -> None:
     model = network()
-    assert gain(train(nft(model, "policies:signed_brightness"), model, rollouts=30)) > 0.15
+    assert gain(train(nft(model), model, rollouts=30)) > 0.15
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "nft"])
 def test_a_reward_that_knows_nothing_teaches_nothing(algorithm: str) -> None:
     """The signed brightness is only logged; what is trained on is noise."""
     model = network()
-    rewards = ("policies:shuffled", "policies:signed_brightness=0")
-    method: Any = grpo(*rewards) if algorithm == "grpo" else nft(model, *rewards)
+    rewards = ["policies:shuffled", "policies:signed_brightness=0"]
+    method: Any = grpo(reward=rewards) if algorithm == "grpo" else nft(model, reward=rewards)
     found = train(method, model, rollouts=30)
     assert abs(gain(found[1::2])) < 0.1

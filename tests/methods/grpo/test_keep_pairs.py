@@ -12,13 +12,13 @@ from one_of import OneOf
 
 from finetrainers.methods.grpo.advantage import Advantages
 from finetrainers.methods.grpo.keep_pairs import PairKeeper
-from finetrainers.methods.grpo.sampler import Job
+from finetrainers.methods.grpo.prompts import Job, Prompt
 from finetrainers.utils.video import read_mp4
 
 #: Of the first prompt clip 2 is best and 0 worst, since 1 has failed; the clips of the second are alike.
 VALUES = torch.tensor([[-1.0, 0.0, 2.0], [0.0, 0.0, 0.0], [0.5, -0.5, 0.1]])
 FAILED = torch.tensor([[False, True, False], [False] * 3, [False] * 3])
-FOUND = Advantages(VALUES, VALUES[..., None], {}, constant=(1,), failed=1)
+FOUND = Advantages(VALUES, VALUES[..., None], {}, constant=(1,), failed=FAILED)
 PROMPTS = ("a cat", "a dog", "a bird")
 
 
@@ -36,12 +36,9 @@ def test_the_best_and_the_worst_clip_of_each_prompt_are_kept(tmp_path: Path) -> 
             parallel.gather_shares = lambda items: said.extend(items) or list(said)
             numbers = range(3 * rank, 3 * rank + 3)
             PairKeeper(tmp_path, parallel, fps=8.0).keep(
-                rollout,
-                [Job(k // 3, k // 3, k % 3) for k in numbers],
-                [PROMPTS[k // 3] for k in numbers],
+                [Job(rollout, k // 3, Prompt(PROMPTS[k // 3], ""), k % 3) for k in numbers],
                 [torch.full((9, 32, 32, 3), 20 * k, dtype=torch.uint8) for k in numbers],
                 FOUND,
-                FAILED,
             )
         expected = [(rollout, "a cat"), (rollout, "a bird")]
         assert [(row["rollout"], row["prompt"]) for row in rows(tmp_path)][-2:] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import weakref
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from one_of import OneOf
-from policies import flow, make_collector, network, vp
+from policies import flow, make_collector, make_grpo, network, vp
 from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import log_density, transition_mean
@@ -20,9 +21,8 @@ from finetrainers.parallel.ranks import Ranks
 KERNELS = [("flow", 0.7), ("dance", 0.25), ("cps", 0.5), ("ddim", 0.5)]
 
 
-def grpo(collector: Any, **changes: Any) -> GRPO:
-    options = {"updates": 1, "epsilon": 1e-3, "ratio_norm": False, "kl_coef": 0.0, "kl_space": "velocity"}
-    return GRPO(collector=collector, reference=None, evaluation=None, seed=0, **{**options, **changes})
+def grpo(*process: Any, **options: Any) -> GRPO:
+    return make_grpo(*process, **{"clip_range": 1e-3, **options})
 
 
 def first_update(method: GRPO, model: nn.Module) -> list[Transition]:
@@ -35,10 +35,10 @@ def gradient(model: nn.Module, loss: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("make_process", [flow, vp])
 @pytest.mark.parametrize(("kernel", "eta"), KERNELS)
-@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
-def test_on_policy_ratios_are_exactly_one(make_process: Any, kernel: str, eta: float, storage: torch.dtype) -> None:
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+def test_on_policy_ratios_are_exactly_one(make_process: Any, kernel: str, eta: float, storage: str) -> None:
     model = network(dropout=0.5).train()
-    method = grpo(make_collector(make_process, kernel=kernel, eta=eta, storage=storage, best_of_n=4))
+    method = grpo(make_process, sampler=kernel, eta=eta, trajectory_dtype=storage, best_of_n=4)
     for batch in first_update(method, model):
         model.train()  # as a sample between two updates leaves it
         _, metrics = method.loss(model, batch)
@@ -51,13 +51,13 @@ def test_on_policy_ratios_are_exactly_one(make_process: Any, kernel: str, eta: f
 @pytest.mark.parametrize("make_process", [flow, vp])
 def test_the_gradient_is_that_of_reinforce(make_process: Any) -> None:
     model = network()
-    method = grpo(make_collector(make_process, kernel="ddim", eta=0.5))
+    method = grpo(make_process, sampler="ddim", eta=0.5)
     batches = first_update(method, model)
     found = gradient(model, sum(method.loss(model, batch)[0] for batch in batches))
     clips = 4 * 8 * 2  # prompts x generations x trained steps
 
     def log_likelihood(batch: Transition) -> Tensor:
-        prediction = method.sampler.predict(model, batch.before, batch.time, batch.conditions, None)
+        prediction = method.sampler.predict(model, batch.before, batch.time, batch.conditions)
         mean = transition_mean(method.sampler.process, prediction, batch.before, batch.time, batch.step)
         density = torch.distributions.Normal(mean, batch.step.std.view(-1, 1, 1, 1, 1)).log_prob(batch.after)
         return (batch.advantage.sum(1) * density.flatten(1).mean(1)).sum()
@@ -68,8 +68,8 @@ def test_the_gradient_is_that_of_reinforce(make_process: Any) -> None:
 
 def test_shares_make_a_mean_however_the_work_is_cut() -> None:
     model = network()
-    whole = grpo(make_collector(batch_size=8))
-    parts = grpo(make_collector(batch_size=2))
+    whole = grpo(batch_size=8)
+    parts = grpo(batch_size=2)
     gradients = [
         gradient(model, sum(m.loss(model, batch)[0] for batch in first_update(m, model))) for m in (whole, parts)
     ]
@@ -81,7 +81,7 @@ def test_shares_make_a_mean_however_the_work_is_cut() -> None:
 
 def test_several_updates_share_a_rollouts_clips() -> None:
     model = network()
-    method = grpo(make_collector(), updates=2)
+    method = grpo(updates_per_rollout=2)
     first, second = itertools.islice(method.steps(0, model), 2)
     assert len(first) == len(second)
     assert sum(batch.share.sum().item() for batch in second) == pytest.approx(1.0)
@@ -94,7 +94,7 @@ def test_several_updates_share_a_rollouts_clips() -> None:
 
 def test_clipping_stops_the_gradient_of_what_has_gone_far_enough() -> None:
     model = network()
-    method = grpo(make_collector(), epsilon=1e-3)
+    method = grpo(clip_range=1e-3)
     batch = first_update(method, model)[0]
     for change, sign in ((-0.01, 1.0), (0.01, -1.0)):  # the old policy thought less of it, or more
         moved = {
@@ -112,7 +112,7 @@ def test_clipping_stops_the_gradient_of_what_has_gone_far_enough() -> None:
 
 def test_groups_that_teach_nothing_are_left_out_and_counted() -> None:
     model = network()
-    method = grpo(make_collector(reward=["policies:bright_only"]))
+    method = grpo(reward=["policies:bright_only"])
     step = next(method.steps(0, model))
     assert step.metrics["constant_groups"] == 0.5
     assert step.metrics["clips_trained"] == 16
@@ -122,7 +122,7 @@ def test_groups_that_teach_nothing_are_left_out_and_counted() -> None:
 
 def test_a_rollout_without_any_signal_makes_empty_steps() -> None:
     model = network()
-    method = grpo(make_collector(reward=["policies:constant"]), updates=2)
+    method = grpo(reward=["policies:constant"], updates_per_rollout=2)
     for step in itertools.islice(method.steps(0, model), 2):
         assert len(step) == 0
         assert step.metrics["updates_skipped"] == 1
@@ -131,7 +131,7 @@ def test_a_rollout_without_any_signal_makes_empty_steps() -> None:
 
 def test_micro_batches_are_made_when_they_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
-    method = grpo(make_collector())
+    method = grpo()
     made: list[int] = []
     make = method.micro_batch
     monkeypatch.setattr(method, "micro_batch", lambda *a: made.append(a[-1].repeat) or make(*a))
@@ -158,7 +158,7 @@ def test_clips_that_are_not_trained_are_dropped_with_their_memory() -> None:
 
 def test_one_rollout_is_gone_before_the_next_is_made() -> None:
     model = network()
-    method = grpo(make_collector())
+    method = grpo()
     living: list[weakref.ref[Any]] = []
     collect = method.collector.collect
 
@@ -175,6 +175,10 @@ def test_one_rollout_is_gone_before_the_next_is_made() -> None:
     assert len(living) == 3
 
 
+class WaitingError(Exception):
+    """Another rank has not said anything yet."""
+
+
 class Rank(OneOf):
     """One of several ranks that run one after the other; what the others said is kept."""
 
@@ -186,6 +190,8 @@ class Rank(OneOf):
 
     def gather_objects(self, items: list[Any]) -> list[Any]:
         self.said[self.rank] = items
+        if not all(self.said):
+            raise WaitingError
         return [item for part in self.said for item in part]
 
 
@@ -193,21 +199,18 @@ class Rank(OneOf):
 def test_two_data_ranks_are_one(sharing: int) -> None:
     """Also where each of them is two processes, which share their clips: scores and gradients count once."""
     model = network()
-    alone = grpo(make_collector())
+    alone = grpo()
     batches = first_update(alone, model)
     expected = gradient(model, sum(alone.loss(model, batch)[0] for batch in batches))
     ranks = range(2 * sharing)
-    said: list[list[Any]] = [[(rank // sharing, [])] for rank in ranks]
+    said: list[list[Any]] = [[] for _ in ranks]
     for rank in ranks:  # the first pass only fills in what each says
-        collector = make_collector(parallel=Rank(rank, said, sharing=sharing))
-        collector._compare = lambda *_: None  # type: ignore[assignment, method-assign, return-value]
-        collector._stats = lambda *_: {}  # type: ignore[assignment, method-assign]
-        collector._select = lambda *_: None  # type: ignore[assignment, method-assign, return-value]
-        collector.collect(model.eval(), 0)
+        with contextlib.suppress(WaitingError):
+            make_collector(parallel=Rank(rank, said, sharing=sharing)).collect(model.eval(), 0)
     total: Any = 0
     stats = []
     for rank in ranks:
-        method = grpo(make_collector(parallel=Rank(rank, said, sharing=sharing)))
+        method = grpo(parallel=Rank(rank, said, sharing=sharing))
         step = next(method.steps(0, model))
         total = total + gradient(model, sum(method.loss(model, batch)[0] for batch in step))
         stats.append({k: v for k, v in step.metrics.items() if not k.startswith("seconds")})
@@ -217,12 +220,13 @@ def test_two_data_ranks_are_one(sharing: int) -> None:
 
 def test_guidance_calls_both_branches_and_stays_exact() -> None:
     model = network()
-    method = grpo(make_collector(cfg=3.0))
+    method = grpo(rollout_cfg=3.0)
     batch = first_update(method, model)[0]
-    assert batch.negative is not None
-    with_prompt = method.sampler.spec.predict(model, batch.before, batch.time, batch.conditions, None)  # type: ignore[arg-type]
-    without = method.sampler.spec.predict(model, batch.before, batch.time, batch.negative, None)  # type: ignore[arg-type]
-    found = method.sampler.predict(model, batch.before, batch.time, batch.conditions, batch.negative)
+    with_prompt, without = (
+        method.sampler.spec.predict(model, batch.before, batch.time, batch.conditions.rows(rows), None)  # type: ignore[arg-type]
+        for rows in (slice(0, 4), slice(4, 8))
+    )
+    found = method.sampler.predict(model, batch.before, batch.time, batch.conditions)
     torch.testing.assert_close(found, without + 3 * (with_prompt - without))
     _, metrics = method.loss(model, batch)
     assert metrics["ratio_error"] == 0
@@ -230,7 +234,7 @@ def test_guidance_calls_both_branches_and_stays_exact() -> None:
 
 def test_a_policy_that_is_not_the_one_that_sampled_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     model = network()
-    method = grpo(make_collector())
+    method = grpo()
     batch = first_update(method, model)[0]
     with caplog.at_level(logging.WARNING):
         method.loss(model, batch)
@@ -246,8 +250,8 @@ def test_a_policy_that_is_not_the_one_that_sampled_is_noticed(caplog: pytest.Log
 def test_ratio_normalization_centres_the_ratio() -> None:
     """GRPO-Guard: for a mean moved independently of the noise, log-ratios drift below zero; corrected ones do not."""
     model = network()
-    method = grpo(make_collector(keep_means=True, kernel="dance", eta=0.25), ratio_norm=True)
-    plain = grpo(make_collector(keep_means=True, kernel="dance", eta=0.25))
+    method = grpo(sampler="dance", eta=0.25, ratio_norm=True)
+    plain = grpo(sampler="dance", eta=0.25)
     batches = first_update(method, model)
     _, metrics = method.loss(model, batches[0])
     assert metrics["ratio_error"] == 0
@@ -272,13 +276,13 @@ def test_noise_is_a_function_of_the_clip_alone() -> None:
 
 def test_a_shared_start_leaves_only_the_window_to_differ() -> None:
     model = network().eval()
-    same = make_collector(windows={"size": 1, "span": (0.4, 0.6), "strategy": "fixed"}).collect(model, 0)
+    same = make_collector(window_size=1, window_range=[0.4, 0.6], window_strategy="fixed").collect(model, 0)
     first, *others = [same.replays[i] for i in range(8)]
     assert all(torch.equal(first.before, replay.before) for replay in others)
     assert not any(torch.equal(first.after, replay.after) for replay in others)
-    apart = make_collector(same_noise=False, windows={"size": 1, "span": (0.4, 0.6), "strategy": "fixed"}).collect(
-        model, 0
-    )
+    apart = make_collector(
+        init_same_noise=False, window_size=1, window_range=[0.4, 0.6], window_strategy="fixed"
+    ).collect(model, 0)
     assert not any(torch.equal(apart.replays[0].before, apart.replays[i].before) for i in range(1, 8))
 
 

@@ -7,24 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from policies import SHAPE, flow, make_collector, network, vp
+from policies import SHAPE, flow, make_nft, network, vp
 from torch import Tensor
 
 from finetrainers.diffusion.process import FlowMatching
-from finetrainers.methods.grpo.nft import NFT, Follow, OldPolicy, implicit_loss
+from finetrainers.methods.grpo.nft import NFT, OldPolicy, decay, implicit_loss
 
 
 def draws(count: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(5, *SHAPE, generator=generator, dtype=torch.float64).float() for _ in range(count)]
-
-
-def make(model: Any, make_process: Any = flow, **changes: Any) -> NFT:
-    options = {"updates": 1, "levels": 2, "beta": 1.0, "kl": 0.0, "advantage_clip": 5.0, "seed": 0}
-    return NFT(
-        collector=make_collector(make_process, stochastic=False, same_noise=False), old=OldPolicy(model),
-        follow=Follow(0.0, 0.001, 0.5), reference=None, evaluation=None, **{**options, **changes},
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0])
@@ -79,8 +71,7 @@ def test_the_loss_in_double_precision() -> None:
 
 
 def test_the_old_policy_follows() -> None:
-    follow = Follow(75, 0.0075, 0.999)
-    assert [follow.decay(n) for n in (0, 75, 76, 10_000)] == [0.0, 0.0, 0.0075, 0.999]
+    assert [decay(n, (75, 0.0075, 0.999)) for n in (0, 75, 76, 10_000)] == [0.0, 0.0, 0.0075, 0.999]
     model = network()
     old = OldPolicy(model)
     before = model.outward.bias.detach().clone()
@@ -98,14 +89,14 @@ def test_the_old_policy_follows() -> None:
 @pytest.mark.parametrize("make_process", [flow, vp])
 def test_the_first_update_starts_at_the_old_policy(make_process: Any) -> None:
     model = network(dropout=0.5)
-    for batch in next(make(model, make_process).steps(0, model)):
-        assert make(model, make_process).loss(model, batch)[1]["moved"].item() == 0.0
+    for batch in next(make_nft(model, make_process).steps(0, model)):
+        assert make_nft(model, make_process).loss(model, batch)[1]["moved"].item() == 0.0
 
 
 def test_clips_of_a_group_differ() -> None:
     """Without noise on the way, clips that start alike would be one clip, and the group would teach nothing."""
     model = network().eval()
-    collected = make(model).collector.collect(model, 0)
+    collected = make_nft(model).collector.collect(model, 0)
     assert len({float(latents.sum()) for latents in collected.latents.values()}) == len(collected.latents)
 
 
@@ -122,13 +113,13 @@ def test_resuming_at_a_rollout_changes_nothing() -> None:
                     parameter.grad = None
 
     straight = network()
-    run(make(straight, beta=0.1), straight, 0, 4)
+    run(make_nft(straight, nft_beta=0.1), straight, 0, 4)
     first = network()
-    method = make(first, beta=0.1)
+    method = make_nft(first, nft_beta=0.1)
     run(method, first, 0, 2)
     saved = {name: tensor.clone() for name, tensor in method.state_dict()["old"].items()}
     second = network(seed=1)
-    resumed = make(second, beta=0.1)
+    resumed = make_nft(second, nft_beta=0.1)
     second.load_state_dict(first.state_dict())
     resumed.load_state_dict({"old": saved})
     run(resumed, second, 2, 2)

@@ -15,24 +15,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from one_of import OneOf
-from policies import Adapted, Source, Spec, network
+from policies import Adapted, Source, Spec, make_parts, network
 from torch import Tensor, nn
 
-from finetrainers.config.geometry import Geometry
-from finetrainers.config.load import load_config
-from finetrainers.diffusion.process import FlowMatching
-from finetrainers.methods.base import MethodParts
 from finetrainers.methods.grpo.collect import Collected
 from finetrainers.methods.grpo.method import GRPO
+from finetrainers.methods.grpo.prompts import Prompt
 from finetrainers.methods.registry import load_method
+from finetrainers.models.spec import ModelSpec
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.utils.files import write_json_atomic
 
@@ -118,6 +114,15 @@ def chosen(terms: Sequence[np.ndarray], kept: int | None) -> set[int]:
     return {GROUP * row + int(i) for row, group in enumerate(best) for i in group}
 
 
+class PresetSpec(Spec):
+    """Times by the checkpoint's scheduler."""
+
+    sampling_times = ModelSpec.sampling_times  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+
 class Reference:
     """The published update of a float64 copy of the policy: gradient, norm limited to 1, AdamW."""
 
@@ -129,11 +134,13 @@ class Reference:
         self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.weights]
         self.count = 0
 
-    def velocity(self, model: Any, x: Tensor, sigma: Tensor, prompt: int, *, adapted: bool = True) -> Tensor:
+    def velocity(self, model: Any, x: Tensor, sigma: Tensor, prompt: Prompt, *, adapted: bool = True) -> Tensor:
         model.outward.is_on = adapted
-        return model(x[None], sigma.view(1), self.source.embeddings[prompt].double()[None])[0]
+        return model(x[None], sigma.view(1), self.source.embedding(prompt).double()[None])[0]
 
-    def density(self, model: Any, before: Tensor, after: Tensor, i: int, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
+    def density(
+        self, model: Any, before: Tensor, after: Tensor, i: int, prompt: Prompt
+    ) -> tuple[Tensor, Tensor, Tensor]:
         v = self.velocity(model, before, self.sigmas[i], prompt)
         mean, std, rate = transition(self.told.kernel, self.told.eta, before, v, self.sigmas, i)
         log = -((after - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
@@ -212,22 +219,13 @@ class Reference:
 
 def make(name: str, model: nn.Module, training_type: str) -> tuple[GRPO, Any, Source]:
     """The method as a run of the preset has it, on a small policy."""
-    config = load_config(
-        model_name="m", pretrained_model_name_or_path="repo", method="grpo", grpo_preset=name, prompts="p.txt",
-        reward=[f"{reward}={weight}" for reward, weight in WEIGHTS.items()], rollout_size="9x32x32", train_steps=400,
-        training_type=training_type, prompts_per_step=PROMPTS, num_generations=GROUP, batch_size=4, shift=SHIFT,
-        updates_per_rollout=2, lr=PUBLISHED[name].lr, **({"best_of_n": KEPT} if PUBLISHED[name].kept else {}),
+    parts = make_parts(
+        model=model, spec=PresetSpec(), scheduler=FlowMatchEulerDiscreteScheduler(), grpo_preset=name,
+        reward=[f"{reward}={weight}" for reward, weight in WEIGHTS.items()], training_type=training_type,
+        prompts_per_step=PROMPTS, num_generations=GROUP, shift=SHIFT, updates_per_rollout=2, lr=PUBLISHED[name].lr,
+        sampling_steps=None, window_range=None, seed=None, **({"best_of_n": KEPT} if PUBLISHED[name].kept else {}),
     )  # fmt: skip
-    source = Source(PROMPTS)
-    method = load_method(config.training.method).create(
-        MethodParts(
-            config=config, spec=Spec(), process=FlowMatching(), scheduler=FlowMatchEulerDiscreteScheduler(),  # type: ignore[arg-type]
-            geometry=Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0), vae_stats=SimpleNamespace(),  # type: ignore[arg-type]
-            first_frame_p=0.0, source=source, parallel=OneOf(), network=model,
-            weights_dtype=torch.float32,
-        )
-    )  # fmt: skip
-    return method, config, source
+    return load_method(parts.config.training.method)(parts), parts.config, parts.source
 
 
 def recorded(method: GRPO) -> dict[str, list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.data.reading.items import DataError
 from finetrainers.methods.grpo.plan import PromptPlan
-from finetrainers.methods.grpo.prompts import Prompt, PromptFile, PromptOrder, clip_generator, read_prompts
+from finetrainers.methods.grpo.prompts import Job, Prompt, PromptFile, PromptOrder, read_prompts
 from finetrainers.methods.grpo.source import PromptSource
 
 
@@ -214,11 +215,11 @@ def test_nothing_to_order(prompts: int, per_step: int) -> None:
 
 
 def test_every_clip_and_purpose_has_its_own_numbers() -> None:
-    base = {"seed": 1, "rollout": 2, "slot": 3, "generation": 4, "stream": "start"}
+    def drawn(stream: str = "start", seed: int = 1, of_group: bool = False, **changes: Any) -> list[float]:
+        job = replace(Job(rollout=2, slot=3, prompt=Prompt("a", ""), generation=4), **changes)
+        return torch.randn(4, generator=job.generator(seed, stream, of_group=of_group)).tolist()
 
-    def drawn(**changes: Any) -> list[float]:
-        return torch.randn(4, generator=clip_generator(**{**base, **changes})).tolist()
-
+    assert drawn(of_group=True) == drawn(of_group=True, generation=7) == drawn(generation=0)
     assert drawn() == drawn()
     others = [drawn(**{key: 7}) for key in ("seed", "rollout", "slot", "generation")]
     others += [drawn(stream="step 0"), drawn(rollout=3, slot=2), drawn(slot=4, generation=3)]

@@ -66,7 +66,7 @@ def test_how_long_the_longest_prompt_is_takes_no_embeddings(
     assert set(read) == {keys.text("")}
     mine = ["40", "5"] if rank == 0 else ["20", ""]
     assert peeked == [(keys.text(text), "prompt_attention_mask") for text in mine]
-    assert source.conditions([0, 2], torch.device("cpu"))["prompt_embeds"].shape == (2, length, 8)
+    assert source.conditions([prompts[0], prompts[2]])["prompt_embeds"].shape == (2, length, 8)
 
 
 def test_embeddings_of_another_tool_are_mapped_for_their_length(
@@ -85,7 +85,7 @@ def test_embeddings_of_another_tool_are_mapped_for_their_length(
     source = opened()
     assert mapped == [True, True, False, True]
     mapped.clear()
-    assert source.conditions([0, 1], torch.device("cpu"))["prompt_embeds"].shape == (2, 48, 8)
+    assert source.conditions(prompts)["prompt_embeds"].shape == (2, 48, 8)
     assert mapped == [False] * 4
 
 

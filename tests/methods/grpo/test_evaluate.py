@@ -1,4 +1,4 @@
-"""What a run's configuration becomes before the first rollout."""
+"""Which rewards score held-out prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from finetrainers.config.rewards import RewardEntry, parse_reward
-from finetrainers.methods.grpo.build import build_evaluation
+from finetrainers.methods.grpo.evaluate import PromptEvaluation
 
 
 def test_rewards_are_loaded_in_turns() -> None:
@@ -23,17 +23,14 @@ def test_rewards_are_loaded_in_turns() -> None:
             eval_reward=[RewardEntry(**parse_reward(name)) for name in rewards], reward_on_error="raise"
         )
         return SimpleNamespace(
-            config=SimpleNamespace(grpo=section),
+            config=SimpleNamespace(grpo=section, training=SimpleNamespace(seed=0)),
             source=SimpleNamespace(plan=SimpleNamespace(eval_prompts=("a red ball",))),
             parallel=SimpleNamespace(in_turns=in_turns),
         )
 
     collector: Any = SimpleNamespace(panel="the one trained on")
-    found = build_evaluation(parts("brightness"), collector)
-    assert found is not None
+    found = PromptEvaluation(parts("brightness"), collector)
     assert turns == ["loading the evaluation rewards"]
     assert list(found.panel.weights) == ["brightness"]
-    other = build_evaluation(parts(), collector)
-    assert other is not None
-    assert other.panel == collector.panel
+    assert PromptEvaluation(parts(), collector).panel == collector.panel
     assert len(turns) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetrainers.methods.grpo.timing import timed
+from finetrainers.methods.grpo.collect import timed
 
 
 def test_seconds_add_up() -> None:
