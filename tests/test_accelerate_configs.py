@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from finetrainers.config.parallel import ParallelSection
-from finetrainers.parallel.sharding import Sharding, find_sharding
+from finetrainers.parallel.sharding import with_launcher
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
@@ -81,7 +81,7 @@ def test_fsdp_is_asked_for_as_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(key.upper(), str(value).lower() if isinstance(value, bool) else str(value))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")  # set by the call; put back when the test ends
-    assert find_sharding(ParallelSection()) == Sharding(group_size=None, reshard_after_forward=True, offload=False)
+    assert with_launcher(ParallelSection()) == ParallelSection(fsdp="full")
 
 
 def test_compiled_uses_inductor() -> None:

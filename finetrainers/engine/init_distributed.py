@@ -28,18 +28,7 @@ def make_strategy(config: TrainConfig) -> Strategy:
         raise ConfigError([Problem("GPU", unusable)])
     torch.backends.cuda.matmul.allow_tf32 = config.run.allow_tf32
     torch.backends.cudnn.allow_tf32 = config.run.allow_tf32
-    parallel = open_strategy(
-        config.parallel,
-        mixed_precision=config.training.mixed_precision,
-        fallback_precision=config.model.transformer_dtype
-        if config.model.transformer_dtype in ("bf16", "fp16")
-        else "no",
-        accumulation=config.training.gradient_accumulation_steps,
-        batch_size=config.dataloader.batch_size,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        timeout_s=config.run.nccl_timeout,
-        idle_timeout_s=config.run.idle_timeout,
-    )
+    parallel = open_strategy(config)
     problems = list(_problems(config, parallel))
     if problems:
         raise ConfigError(problems)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, patch_environment
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,8 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.parallel import ParallelSection
+from finetrainers.config.root import TrainConfig
 
-from .sharding import Sharding, hidden_fsdp
+from .sharding import USE_FSDP
 from .strategy import Load, MakeOptimizer, Placement, Strategy
 
 
@@ -43,45 +44,43 @@ class FSDP(Strategy):
         "--gradient_accumulation_steps"
     )
 
-    def __init__(self, *, sharding: Sharding, **arguments: Any) -> None:
-        """Args:
-        sharding: over which processes, and where the parts lie.
-        arguments: as of `Strategy`.
+    def __init__(self, config: TrainConfig, options: ParallelSection) -> None:
+        """See `Strategy`.
 
         Raises:
             ConfigError: the groups do not divide the processes, or no launcher started them.
         """
-        self._sharding = sharding
-        super().__init__(**arguments)
+        super().__init__(config, options)
         if not dist.is_initialized():
             message = (
                 "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave it out"
             )
             raise ConfigError([Problem("FSDP2", message)])
-        size = sharding.group_size or self.world_size
+        size = options.fsdp_group_size or self.world_size
         if self.world_size % size:
             message = f"{self.world_size} processes do not divide into groups of {size}; use a divisor"
             raise ConfigError([Problem("--fsdp_group_size", message)])
         self.optimizer_shards = size
-        first = 1 if sharding.group_size is None else 0  # one dimension, or copies x shards
+        first = 1 if options.fsdp_group_size is None else 0  # one dimension, or copies x shards
         shape, names = (self.world_size // size, size)[first:], ("copy", "shard")[first:]
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
-    def _join(self, mixed_precision: str | None, *, on_cpu: bool, timeout: timedelta, **group: str) -> Accelerator:
-        if self._sharding.offload and not on_cpu:
+    def _join(self, mixed_precision: str | None, *, on_cpu: bool, **group: Any) -> Accelerator:
+        if self._options.fsdp_cpu_offload and not on_cpu:
             # Norms of gradients in host memory are summed up there, which NCCL cannot.
             device = "cuda:nccl" if torch.cuda.is_available() else "xpu:xccl"
             group["backend"] = f"{device},cpu:gloo"
-        with hidden_fsdp():
-            return super()._join(mixed_precision, on_cpu=on_cpu, timeout=timeout, **group)
+        with patch_environment(**{USE_FSDP: "false"}):  # on GPUs accelerate would wrap the network, too
+            return super()._join(mixed_precision, on_cpu=on_cpu, **group)
 
     def _kind(self) -> str:
-        kind = "fsdp2" if self._sharding.group_size is None else f"fsdp2 in groups of {self._sharding.group_size}"
-        return kind + (", on the host" if self._sharding.offload else "")
+        size = self._options.fsdp_group_size
+        kind = "fsdp2" if size is None else f"fsdp2 in groups of {size}"
+        return kind + (", on the host" if self._options.fsdp_cpu_offload else "")
 
     @property
     def optimizer_device(self) -> torch.device:
-        return torch.device("cpu") if self._sharding.offload else self.device
+        return torch.device("cpu") if self._options.fsdp_cpu_offload else self.device
 
     # ---- wrapping ----------------------------------------------------------------------------------------------
 
@@ -119,7 +118,7 @@ class FSDP(Strategy):
             for layer in layers:
                 layer.compile(**dynamo.to_kwargs())
         pinned = self.device.type != "cpu"
-        offload = CPUOffloadPolicy(pin_memory=pinned) if self._sharding.offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=pinned) if self._options.fsdp_cpu_offload else OffloadPolicy()
         arguments: dict[str, Any] = {"mesh": self._mesh, "offload_policy": offload}
         for module in modules_of_another_dtype(model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **arguments)
@@ -127,7 +126,7 @@ class FSDP(Strategy):
             fully_shard(
                 layer,
                 mp_policy=self._precision(),
-                reshard_after_forward=frozen or self._sharding.reshard_after_forward,
+                reshard_after_forward=frozen or self._options.fsdp_reshard_after_forward,
                 **arguments,
             )
         computed = self.compute_dtype(torch.float32)
@@ -157,7 +156,7 @@ class FSDP(Strategy):
     def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
         self._micro_batch += 1
         is_last = self._micro_batch == self.accumulation
-        model.set_requires_gradient_sync(is_last or self._sharding.sync_each_batch)  # type: ignore[operator]
+        model.set_requires_gradient_sync(is_last or self._options.sync_each_batch)  # type: ignore[operator]
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -12,27 +11,10 @@ from finetrainers.config.parallel import ParallelSection
 from finetrainers.utils.launch import launched_processes, local_world_size, says_yes
 
 #: How a launcher of accelerate asks for them.
-_USE_FSDP = "ACCELERATE_USE_FSDP"
+USE_FSDP = "ACCELERATE_USE_FSDP"
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 #: Settings of accelerate that would split the work in a way that does not exist here.
 _OTHER_DIMENSIONS = ("TP", "CP", "SP")
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How FSDP2 splits a network.
-
-    Attributes:
-        group_size: processes that share one copy of the weights; None: all of them, in one dimension.
-        reshard_after_forward: whether a block's gathered weights go after its forward pass.
-        offload: whether weights, gradients and optimizer state lie in host memory.
-        sync_each_batch: whether gradients are exchanged after every micro-batch.
-    """
-
-    group_size: int | None = None
-    reshard_after_forward: bool = True
-    offload: bool = False
-    sync_each_batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,26 +47,23 @@ def expected_split(options: ParallelSection) -> Split:
     """What the strategy will split that the options and the launcher ask for; joins no process.
 
     Raises:
-        ConfigError: see `find_sharding`.
+        ConfigError: see `with_launcher`.
     """
-    processes, sharding = launched_processes(), find_sharding(options)
-    if sharding is not None:
-        parts = sharding.group_size or processes
+    options, processes = with_launcher(options), launched_processes()
+    if options.fsdp is not None:
+        parts, offload = options.fsdp_group_size or processes, options.fsdp_cpu_offload
         return Split(
             weights=parts,
             gradients=parts,
             optimizer=parts,
             gathers=True,
-            keeps_gradients=not sharding.sync_each_batch,
-            weights_on_host=sharding.offload,
-            optimizer_on_host=sharding.offload,
+            keeps_gradients=not options.sync_each_batch,
+            weights_on_host=offload,
+            optimizer_on_host=offload,
         )
-    if not (options.deepspeed or says_yes(USE_DEEPSPEED)):
-        return Split()
+    if not options.deepspeed:
+        return WHOLE
     stage, offload = options.zero_stage, options.zero_offload
-    if says_yes(USE_DEEPSPEED):
-        stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-        offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
     return Split(
         weights=processes if stage == 3 else 1,
         gradients=processes if stage >= 2 else 1,
@@ -96,18 +75,21 @@ def expected_split(options: ParallelSection) -> Split:
     )
 
 
-def find_sharding(options: ParallelSection) -> Sharding | None:
-    """How FSDP2 splits the network; None where it is not asked for.
+def with_launcher(options: ParallelSection) -> ParallelSection:
+    """The options, completed by what the launcher's file asks for.
 
-    The options count more than the launcher's file, which cannot say that something is left at its default.
+    With FSDP2 they count more than that file, which cannot say that something is left at its default. Then
+    `fsdp_group_size` has a value if groups hold copies of each other.
 
     Raises:
-        ConfigError: what the launcher's file says does not exist here.
+        ConfigError: the options contradict the file or each other, or what the file says does not exist here.
     """
-    launched = says_yes(_USE_FSDP)
+    launched = says_yes(USE_FSDP)
     if options.fsdp is None and not launched:
-        return None
+        return _with_deepspeed(options) if says_yes(USE_DEEPSPEED) else options
     problems = list(_launcher_problems()) if launched else []
+    if options.deepspeed or says_yes(USE_DEEPSPEED):
+        problems.append(Problem("--deepspeed", "DeepSpeed and FSDP2 both split the network; choose one of them"))
     # Transformers would leave the text encoders of all ranks but one empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     kind, group_size = options.fsdp, options.fsdp_group_size
@@ -121,13 +103,27 @@ def find_sharding(options: ParallelSection) -> Sharding | None:
         problems.append(Problem("--fsdp_group_size", "groups are for --fsdp hybrid; `full` splits over all processes"))
     if problems:
         raise ConfigError(problems)
-    return Sharding(
-        group_size=(group_size or local_world_size()) if kind == "hybrid" else None,
-        reshard_after_forward=options.fsdp_reshard_after_forward
+    found = {
+        "fsdp": kind,
+        "fsdp_group_size": (group_size or local_world_size()) if kind == "hybrid" else None,
+        "fsdp_reshard_after_forward": options.fsdp_reshard_after_forward
         and not (launched and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() in ("false", "0")),
-        offload=options.fsdp_cpu_offload or (launched and says_yes("FSDP_OFFLOAD_PARAMS")),
-        sync_each_batch=options.sync_each_batch,
-    )
+        "fsdp_cpu_offload": options.fsdp_cpu_offload or (launched and says_yes("FSDP_OFFLOAD_PARAMS")),
+    }
+    return options.model_copy(update=found)
+
+
+def _with_deepspeed(options: ParallelSection) -> ParallelSection:
+    message = "the launcher's DeepSpeed file says this; change it there, or launch without that file"
+    own = options.model_dump(include={"zero_stage", "zero_offload"}, exclude_defaults=True)
+    if own:
+        raise ConfigError([Problem(f"--{name}", message) for name in own])
+    found = {
+        "deepspeed": True,
+        "zero_stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")),
+        "zero_offload": os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
+    }
+    return options.model_copy(update=found)
 
 
 def _launcher_problems() -> Iterator[Problem]:
@@ -148,14 +144,3 @@ def _launcher_problems() -> Iterator[Problem]:
     for name in _OTHER_DIMENSIONS:
         if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1:
             yield Problem(f"parallelism_config_{name.lower()}_size", "a clip is not split over processes; remove it")
-
-
-@contextmanager
-def hidden_fsdp() -> Iterator[None]:
-    """Within the block accelerate does not know that FSDP is asked for."""
-    asked = os.environ.pop(_USE_FSDP, None)
-    try:
-        yield
-    finally:
-        if asked is not None:
-            os.environ[_USE_FSDP] = asked

@@ -13,10 +13,12 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, parse_flag_from_env
+from accelerate.utils import DeepSpeedPlugin, GradientAccumulationPlugin, InitProcessGroupKwargs, parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from finetrainers.config.parallel import ParallelSection
+from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import unwrap
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import plural
@@ -61,61 +63,53 @@ class Strategy(Ranks):
     optimizer_layout = "DDP, FSDP2 or one process"
     manual_all_reduce = False
 
-    def __init__(
-        self,
-        *,
-        mixed_precision: str | None,
-        fallback_precision: str,
-        accumulation: int,
-        batch_size: int,
-        max_grad_norm: float,
-        timeout_s: int,
-        idle_timeout_s: int,
-    ) -> None:
-        """Args:
-        mixed_precision: `no`, `fp16`, `bf16`; None leaves it to the launcher, and to the fallback without one.
-        fallback_precision: see `mixed_precision`.
-        accumulation: micro-batches per optimizer step.
-        batch_size: samples per micro-batch, which DeepSpeed wants to know.
-        max_grad_norm: gradient norm to clip to; 0 for none.
-        timeout_s: seconds until a stuck collective fails.
-        idle_timeout_s: seconds that ranks with nothing to do wait for those that load, encode, sample, score or save.
+    def __init__(self, config: TrainConfig, options: ParallelSection) -> None:
+        """Join the other processes.
+
+        Args:
+            config: of the run.
+            options: its own, completed by what the launcher says (`sharding.with_launcher`).
         """
-        self.accumulation = accumulation
-        self.batch_size = batch_size
-        self.max_grad_norm = max_grad_norm
+        self.accumulation = config.training.gradient_accumulation_steps
+        self.max_grad_norm = config.optimizer.max_grad_norm
+        self._options = options
         self._micro_batch = 0  # of the step, from 1
         self._parameters: list[nn.Parameter] = []
-        if mixed_precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ:
-            mixed_precision = fallback_precision
-        timeout = timedelta(seconds=timeout_s)
+        precision, dtype = config.training.mixed_precision, config.model.transformer_dtype
+        if precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ:
+            precision = dtype if dtype in ("bf16", "fp16") else "no"
         # Accelerate keeps its state in the process; an earlier run's must not decide over this one.
         GradientState._reset_state()
         AcceleratorState._reset_state(reset_partial_state=True)
-        super().__init__(
-            self._join(mixed_precision, on_cpu=trains_on_cpu(), timeout=timeout),
-            timeout=timeout,
-            idle_timeout=timedelta(seconds=idle_timeout_s),
-        )
+        timeout = timedelta(seconds=config.run.nccl_timeout)
+        accelerator = self._join(precision, on_cpu=trains_on_cpu(), timeout=timeout)
+        super().__init__(accelerator, timeout=timeout, idle_timeout=timedelta(seconds=config.run.idle_timeout))
         world_size = launched_processes()
-        if self.accelerator.num_processes != world_size:
+        if self.world_size != world_size:
             raise RuntimeError(
-                f"the launcher started {world_size} processes, but this one sees {self.accelerator.num_processes}: "
+                f"the launcher started {world_size} processes, but this one sees {self.world_size}: "
                 "they would train separately. Launch with a file from accelerate_configs/; on CPUs set "
                 "ACCELERATE_USE_CPU=true"
             )
 
-    def _join(self, mixed_precision: str | None, *, on_cpu: bool, timeout: timedelta, **group: str) -> Accelerator:
+    def _join(
+        self,
+        mixed_precision: str | None,
+        *,
+        on_cpu: bool,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        **group: Any,
+    ) -> Accelerator:
         """Join the other processes. On CPUs accelerate must be told, or it leaves each process in a world of one."""
         return Accelerator(
             mixed_precision=mixed_precision,
             cpu=on_cpu,
-            gradient_accumulation_plugin=self._accumulation_plugin(),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, **group)],
+            deepspeed_plugin=deepspeed_plugin,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=self.accumulation, sync_with_dataloader=False
+            ),
+            kwargs_handlers=[InitProcessGroupKwargs(**group)],
         )
-
-    def _accumulation_plugin(self) -> GradientAccumulationPlugin:
-        return GradientAccumulationPlugin(num_steps=self.accumulation, sync_with_dataloader=False)
 
     def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
         """The dtype that a network with weights of this dtype computes in."""

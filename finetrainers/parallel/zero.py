@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, parse_flag_from_env, patch_environment
+from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env, patch_environment
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
+from finetrainers.config.root import TrainConfig
 from finetrainers.utils.launch import says_yes
 
 from .sharding import USE_DEEPSPEED
@@ -40,22 +40,19 @@ class ZeRO(Strategy):
         "--gradient_accumulation_steps"
     )
 
-    def __init__(self, *, options: ParallelSection, **arguments: Any) -> None:
-        """Args:
-        options: what is split where the launcher does not say it.
-        arguments: as of `Strategy`.
+    def __init__(self, config: TrainConfig, options: ParallelSection) -> None:
+        """See `Strategy`.
 
         Raises:
             ConfigError: DeepSpeed is to split nothing, or no launcher started the processes.
         """
-        self._options = options
         if "LOCAL_RANK" not in os.environ:
             message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
             raise ConfigError([Problem("--deepspeed", message)])
         if parse_flag_from_env("ACCELERATE_USE_CPU"):
             message = "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed sees by itself that there is no GPU"
             raise ConfigError([Problem("ACCELERATE_USE_CPU", message)])
-        super().__init__(**arguments)
+        super().__init__(config, options)
         if not self._plugin.zero_stage:
             message = "ZeRO stage 0 splits nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
             raise ConfigError([Problem("DeepSpeed", message)])
@@ -66,30 +63,25 @@ class ZeRO(Strategy):
         self.optimizer_shards = self.world_size
         # Each process has a part of its own.
         self.optimizer_layout = f"DeepSpeed ZeRO-{stage} (processes: {self.world_size})"
-        config = self._plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = self.batch_size
-        config["gradient_accumulation_steps"] = self.accumulation
-        config["train_batch_size"] = self.batch_size * self.accumulation * self.world_size
-        config["gradient_clipping"] = self.max_grad_norm
+        settings, batch_size = self._plugin.deepspeed_config, config.dataloader.batch_size
+        settings["train_micro_batch_size_per_gpu"] = batch_size
+        settings["gradient_accumulation_steps"] = self.accumulation
+        settings["train_batch_size"] = batch_size * self.accumulation * self.world_size
+        settings["gradient_clipping"] = self.max_grad_norm
         # Without it, a run under stage 3 would fail at its first checkpoint.
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         # Accelerate tells transformers of stage 3, which would cut the frozen text encoders into shards that nobody
         # puts together again.
         unset_hf_deepspeed_config()
 
-    def _join(self, mixed_precision: str | None, *, on_cpu: bool, timeout: timedelta, **group: str) -> Accelerator:
+    def _join(self, mixed_precision: str | None, *, on_cpu: bool, **group: Any) -> Accelerator:
         # On CPUs `cpu=True`, which other strategies need, would turn DeepSpeed off.
         if on_cpu:
             group["backend"] = "gloo"
-        is_launched = says_yes(USE_DEEPSPEED)
+        plugin = None if says_yes(USE_DEEPSPEED) else self._make_plugin()
         # Accelerate asks for this variable too; a later run of this process may want another strategy.
         with patch_environment(**{USE_DEEPSPEED: "true"}):
-            return Accelerator(
-                mixed_precision=mixed_precision,
-                deepspeed_plugin=None if is_launched else self._make_plugin(),
-                gradient_accumulation_plugin=self._accumulation_plugin(),
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, **group)],
-            )
+            return super()._join(mixed_precision, on_cpu=False, deepspeed_plugin=plugin, **group)
 
     def _make_plugin(self) -> DeepSpeedPlugin:
         """What a file of `accelerate launch` would say."""

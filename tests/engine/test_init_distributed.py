@@ -21,11 +21,6 @@ from finetrainers.parallel.fsdp import FSDP
 from finetrainers.parallel.strategy import Strategy, trains_on_cpu
 from finetrainers.parallel.zero import ZeRO
 
-ARGUMENTS: dict[str, Any] = {
-    "mixed_precision": "no", "fallback_precision": "no", "accumulation": 1, "batch_size": 1, "max_grad_norm": 0.0,
-    "timeout_s": 60, "idle_timeout_s": 60,
-}  # fmt: skip
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., TrainConfig]:
@@ -63,7 +58,9 @@ def test_a_gpu_that_cannot_be_used_ends_the_run_before_it_begins(
         init_distributed.make_strategy(config())
 
 
-def test_accelerates_switch_counts_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerates_switch_counts_where_there_is_a_gpu(
+    config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     assert not trains_on_cpu()
@@ -71,10 +68,12 @@ def test_accelerates_switch_counts_where_there_is_a_gpu(monkeypatch: pytest.Monk
     assert trains_on_cpu()
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU: accelerate leaves DeepSpeed out"):
-        ZeRO(options=ParallelSection(deepspeed=True), **ARGUMENTS)
+        ZeRO(config(), ParallelSection(deepspeed=True))
 
 
-def test_the_optimizer_is_made_over_weights_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizer_is_made_over_weights_on_the_device(
+    config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A network leaves host memory before the next rank loads its own, and optimizers may look where weights are."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -89,5 +88,5 @@ def test_the_optimizer_is_made_over_weights_on_the_device(monkeypatch: pytest.Mo
         said.append("optimizer")
         return torch.optim.SGD(parameters)
 
-    DDP(**ARGUMENTS).prepare(lambda: Network(1, 1), make)
+    DDP(config(), ParallelSection()).prepare(lambda: Network(1, 1), make)
     assert said[:2] == ["to cpu", "optimizer"]

@@ -17,6 +17,7 @@ from finetrainers.parallel import ranks
 IDLE = """
 import json, sys, time
 from pathlib import Path
+from finetrainers.config.load import load_config
 from finetrainers.parallel.ddp import DDP
 
 def slow(value, seconds=1.15):
@@ -28,10 +29,10 @@ def load():
     time.sleep(0.3)
     return [begun, time.monotonic()]
 
-parallel = DDP(
-    mixed_precision="no", fallback_precision="no", accumulation=1, batch_size=1, max_grad_norm=0.0, timeout_s=1,
-    idle_timeout_s=30,
+config = load_config(
+    model_name="ltx_video", pretrained_model_name_or_path="x", mixed_precision="no", nccl_timeout=1, idle_timeout=30
 )
+parallel = DDP(config, config.parallel)
 found = {"objects": parallel.gather_objects([parallel.rank]), "same": parallel.same_on_all(slow(parallel.rank))}
 slow(None)
 parallel.barrier()

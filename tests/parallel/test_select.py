@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 
 from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
 from finetrainers.config.parallel import ParallelSection
+from finetrainers.config.root import TrainConfig
 from finetrainers.parallel.ddp import DDP
 from finetrainers.parallel.select import open_strategy
-from finetrainers.parallel.sharding import Sharding, Split, expected_split, find_sharding, hidden_fsdp
+from finetrainers.parallel.sharding import Split, expected_split, with_launcher
 
-ARGUMENTS: dict[str, Any] = {
-    "mixed_precision": "no", "fallback_precision": "no", "accumulation": 1, "batch_size": 1, "max_grad_norm": 1.0,
-    "timeout_s": 60, "idle_timeout_s": 60,
-}  # fmt: skip
+
+def config_for(**options: Any) -> TrainConfig:
+    return load_config(model_name="ltx_video", pretrained_model_name_or_path="x", mixed_precision="no", **options)
+
+
 #: As `accelerate launch` sets them from accelerate_configs/fsdp2.yaml, more or less.
 FILE = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -24,6 +27,11 @@ FILE = {
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_ACTIVATION_CHECKPOINTING": "false",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }  # fmt: skip
+ZERO_FILE = {
+    "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+}  # fmt: skip
+FULL, GROUPS_OF_4 = {"fsdp": "full"}, {"fsdp": "hybrid", "fsdp_group_size": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -37,26 +45,28 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "environment", "expected"),
     [
-        ({}, {}, None),
-        ({"fsdp": "full"}, {"WORLD_SIZE": "8"}, Sharding()),
-        ({"fsdp": "hybrid"}, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Sharding(group_size=4)),
-        ({"fsdp": "hybrid", "fsdp_group_size": 2}, {"LOCAL_WORLD_SIZE": "4"}, Sharding(group_size=2)),
-        ({"sync_each_batch": True}, FILE, Sharding(sync_each_batch=True)),
-        ({}, {**FILE, "FSDP_RESHARD_AFTER_FORWARD": "false"}, Sharding(reshard_after_forward=False)),
-        ({"fsdp": "full", "fsdp_reshard_after_forward": False}, {}, Sharding(reshard_after_forward=False)),
-        ({}, {**FILE, "FSDP_OFFLOAD_PARAMS": "true"}, Sharding(offload=True)),
-        ({}, {**FILE, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "WORLD_SIZE": "8"}, Sharding(group_size=4)),
-        ({"fsdp": "hybrid"}, {**FILE, "LOCAL_WORLD_SIZE": "4"}, Sharding(group_size=4)),
-        ({}, {**FILE, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_SIZE": "4"}, Sharding(group_size=4)),
+        ({}, {}, {}),
+        ({"fsdp": "full"}, {"WORLD_SIZE": "8"}, FULL),
+        ({"fsdp": "hybrid"}, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, GROUPS_OF_4),
+        ({"fsdp": "hybrid", "fsdp_group_size": 2}, {"LOCAL_WORLD_SIZE": "4"}, {**GROUPS_OF_4, "fsdp_group_size": 2}),
+        ({"sync_each_batch": True}, FILE, {**FULL, "sync_each_batch": True}),
+        ({}, {**FILE, "FSDP_RESHARD_AFTER_FORWARD": "false"}, {**FULL, "fsdp_reshard_after_forward": False}),
+        ({"fsdp": "full", "fsdp_reshard_after_forward": False}, {}, {**FULL, "fsdp_reshard_after_forward": False}),
+        ({}, {**FILE, "FSDP_OFFLOAD_PARAMS": "true"}, {**FULL, "fsdp_cpu_offload": True}),
+        ({}, {**FILE, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "WORLD_SIZE": "8"}, GROUPS_OF_4),
+        ({"fsdp": "hybrid"}, {**FILE, "LOCAL_WORLD_SIZE": "4"}, GROUPS_OF_4),
+        ({}, {**FILE, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_SIZE": "4"}, GROUPS_OF_4),
+        ({"deepspeed": True, "zero_stage": 1}, {}, {"deepspeed": True, "zero_stage": 1}),
+        ({}, ZERO_FILE, {"deepspeed": True, "zero_stage": 3, "zero_offload": True}),
     ],
 )
 def test_how_weights_are_split(
-    options: dict[str, Any], environment: dict[str, str], expected: Sharding | None, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], environment: dict[str, str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert find_sharding(ParallelSection(**options)) == expected
-    if expected is not None:
+    assert with_launcher(ParallelSection(**options)) == ParallelSection(**expected)
+    if "fsdp" in expected:
         assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false", "or transformers loads empty text encoders"
 
 
@@ -117,19 +127,28 @@ def test_what_cannot_be(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        open_strategy(ParallelSection(**options), **ARGUMENTS)
+        open_strategy(config_for(**options))
 
 
 def test_accelerate_does_not_know_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs it would wrap the network too, in another way."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with hidden_fsdp():
-        assert "ACCELERATE_USE_FSDP" not in os.environ
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    told: list[str] = []
+
+    def join(**_: Any) -> None:
+        told.append(os.environ["ACCELERATE_USE_FSDP"])
+        raise InterruptedError
+
+    monkeypatch.setattr("finetrainers.parallel.strategy.Accelerator", join)
+    with pytest.raises(InterruptedError):
+        open_strategy(config_for())
+    assert told == ["false"]
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
 
 
 def test_options_of_fsdp_without_it_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(open_strategy(ParallelSection(sync_each_batch=True, fsdp_cpu_offload=True), **ARGUMENTS), DDP)
+    assert isinstance(open_strategy(config_for(sync_each_batch=True, fsdp_cpu_offload=True)), DDP)
     assert "--sync_each_batch has no effect without FSDP2" in caplog.text
     assert "--fsdp_cpu_offload has no effect" in caplog.text
     assert "--fsdp_reshard" not in caplog.text

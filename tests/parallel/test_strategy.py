@@ -14,13 +14,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from finetrainers.config.load import load_config
+from finetrainers.config.parallel import ParallelSection
+from finetrainers.config.root import TrainConfig
 from finetrainers.parallel.ddp import DDP
 from finetrainers.parallel.fsdp import FSDP
 from finetrainers.parallel.ranks import Ranks
-from finetrainers.parallel.sharding import Sharding
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.parallel.zero import ZeRO
 from finetrainers.utils.launch import launched_processes
+
+
+def config_for(**options: Any) -> TrainConfig:
+    given = {"model_name": "ltx_video", "pretrained_model_name_or_path": "x", "transformer_dtype": "fp32"}
+    return load_config(**{**given, **options})
 
 
 @pytest.fixture
@@ -29,16 +36,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Strategy]:
         monkeypatch.delenv(name, raising=False)
 
     def build(**changes: Any) -> Strategy:
-        arguments: dict[str, Any] = {
-            "mixed_precision": None,
-            "fallback_precision": "no",
-            "accumulation": 1,
-            "batch_size": 1,
-            "max_grad_norm": 1.0,
-            "timeout_s": 60,
-            "idle_timeout_s": 60,
-        }
-        return DDP(**{**arguments, **changes})
+        config = config_for(**changes)
+        return DDP(config, config.parallel)
 
     return build
 
@@ -84,8 +83,8 @@ def test_processes_that_do_not_see_each_other_are_refused(
     [
         (None, None, "bf16", "bf16"),  # no launcher: the fallback
         (None, "no", "bf16", "no"),  # the launcher's word counts more
-        ("bf16", "no", "no", "bf16"),  # and the user's most
-        (None, None, "no", "no"),
+        ("bf16", "no", "fp32", "bf16"),  # and the user's most
+        (None, None, "fp32", "no"),
     ],
 )
 def test_precision(
@@ -99,7 +98,7 @@ def test_precision(
     """One process may hold one run after another, each with its own precision."""
     if launcher is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    parallel = make(mixed_precision=asked, fallback_precision=fallback)
+    parallel = make(mixed_precision=asked, transformer_dtype=fallback)
     assert parallel.accelerator.mixed_precision == expected
     computed = torch.bfloat16 if expected == "bf16" else torch.float32
     assert parallel.compute_dtype(torch.float32) == computed
@@ -127,7 +126,7 @@ def test_the_norm_of_sharded_gradients_is_a_plain_number(max_grad_norm: float, m
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_a_step_of_two_micro_batches(max_grad_norm: float, make: Callable[..., Strategy]) -> None:
     """Losses add up, the norm is that of the sum, and the clipped gradient has the norm that was asked for."""
-    parallel = make(accumulation=2, max_grad_norm=max_grad_norm)
+    parallel = make(gradient_accumulation_steps=2, max_grad_norm=max_grad_norm)
     network = nn.Linear(3, 1, bias=False)
     network.weight.data.zero_()
     frozen = nn.Linear(1, 1).requires_grad_(False)
@@ -186,7 +185,7 @@ def test_an_optimizer_of_weights_on_the_host_is_there_too(
     """The memory probe must not hold room on the device for a state that never comes there."""
     monkeypatch.setattr(Ranks, "device", torch.device("cuda"))
     parallel = object.__new__(FSDP)
-    parallel._sharding = Sharding(offload=offload)
+    parallel._options = ParallelSection(fsdp_cpu_offload=offload)
     assert parallel.optimizer_device.type == expected
 
 
@@ -214,10 +213,8 @@ def test_fsdp_steps_as_the_network_alone_does(sync_each_batch: bool, monkeypatch
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        parallel = FSDP(
-            sharding=Sharding(sync_each_batch=sync_each_batch), mixed_precision="no", fallback_precision="no",
-            accumulation=1, batch_size=1, max_grad_norm=0.1, timeout_s=60, idle_timeout_s=60,
-        )  # fmt: skip
+        config = config_for(sync_each_batch=sync_each_batch, mixed_precision="no", max_grad_norm=0.1)
+        parallel = FSDP(config, config.parallel)
         model, stepped = parallel.prepare(lambda: split, lambda ps: torch.optim.AdamW(ps, lr=0.1), blocks=["blocks"])
         assert all(block._compiled_call_impl is not None for block in split.blocks)
         synced = []
@@ -259,10 +256,8 @@ def test_a_frozen_copy_is_split_and_computes_the_same_numbers(
     loaded = copy.deepcopy(network)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        parallel = FSDP(
-            sharding=Sharding(reshard_after_forward=False), mixed_precision=mixed_precision, fallback_precision="no",
-            accumulation=1, batch_size=1, max_grad_norm=0.0, timeout_s=60, idle_timeout_s=60,
-        )  # fmt: skip
+        config = config_for(fsdp_reshard_after_forward=False, mixed_precision=mixed_precision, max_grad_norm=0.0)
+        parallel = FSDP(config, config.parallel)
         trained, _ = parallel.prepare(lambda: network, lambda ps: torch.optim.SGD(ps), blocks=["blocks"])
         frozen = parallel.prepare_frozen(lambda: loaded, weights=torch.float32, blocks=["blocks"])
         x = torch.randn(3, 4)
