@@ -9,7 +9,7 @@ checkpointing a block keeps its input, 1 U. `docs/how-to/memory.md` compares the
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,59 +79,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted memory in GiB; `table` says of what. Not in it: text encoders, VAE, CUDA context, fragmentation.
+    """Predicted memory in GiB. Not in it: text encoders, VAE, CUDA context, fragmentation.
 
     Attributes:
-        whole_gradients: whether, with `accumulates`, they are whole and in fp32 although the rest is split.
-        gathered: weights of the blocks that compute, where they are split, and their gradients.
-        casts: bf16 copies of trainable fp32 weights, which autocast keeps during forward.
-        saved: activations that all blocks keep for backward.
-        block: what one block needs while backward runs through it.
-        copies, trajectories: see `MethodMemory`.
-        accumulates: see `Workload`.
+        parts: memory by what takes it.
+        total: the peak.
     """
 
-    frozen: float
-    trainable: float
-    optimizer: float
-    ema: float
-    gradients: float
-    whole_gradients: bool
-    gathered: float
-    casts: float
-    saved: float
-    block: float
-    copies: float
-    trajectories: float
-    accumulates: bool
-
-    @property
-    def total(self) -> float:
-        """The peak. Forward fills activations, backward empties them as it makes gradients: the larger counts.
-
-        With accumulation the gradients of earlier micro-steps are there in forward already, so both count.
-        """
-        forward = self.saved + self.casts + self.gathered
-        moving = forward + self.gradients if self.accumulates else max(forward, self.gradients)
-        fixed = self.frozen + self.trainable + self.optimizer + self.ema + self.copies + self.trajectories
-        return fixed + self.block + moving
+    parts: Mapping[str, float]
+    total: float
 
     def table(self) -> list[tuple[str, str]]:
         """Rows of what and how much, for printing; the last is the peak."""
-        rows = [
-            ("frozen weights", self.frozen),
-            ("trainable weights", self.trainable),
-            ("optimizer state", self.optimizer),
-            ("moving average", self.ema),
-            ("copies of the policy", self.copies),
-            ("sampled trajectories", self.trajectories),
-            ("gradients, whole" if self.whole_gradients else "gradients", self.gradients),
-            ("gathered weights", self.gathered),
-            ("autocast copies", self.casts),
-            ("activations kept", self.saved),
-            ("one block in backward", self.block),
-        ]
-        kept = [(name, f"{gib:.2f} GiB") for name, gib in rows if gib]
+        kept = [(name, f"{gib:.2f} GiB") for name, gib in self.parts.items() if gib]
         return [*kept, ("peak, about", f"{self.total:.1f} GiB")]
 
 
@@ -141,32 +101,36 @@ def estimate(workload: Workload) -> MemoryPlan:
     Kept activations are `num_blocks` times 1 U with checkpointing, else `saved_units` U. While backward runs through a
     block, that block's `saved_units` U are there (recomputed with checkpointing, else counted as kept), and about as
     much again in gradients and temporaries.
+
+    Forward fills activations, backward empties them as it makes gradients: the larger counts in the peak. With accumulation
+    the gradients of earlier micro-steps are there in forward already, so both count.
     """
-    unit = workload.batch_size * workload.num_tokens * workload.hidden * _HALF
-    checkpointing = workload.gradient_checkpointing
+    unit = workload.batch_size * workload.num_tokens * workload.hidden * _HALF / GIB
+    checkpointing, split = workload.gradient_checkpointing, workload.split
     per_block = _CHECKPOINT_UNITS if checkpointing else workload.saved_units
     in_backward = (2 if checkpointing else 1) * workload.saved_units
-    weights = workload.num_trainable * workload.trainable_bytes
-    needs_cast = workload.casts and workload.trainable_bytes > _HALF
-    split = workload.split
-    parts = split.weights * GIB
-    whole = workload.accumulates and split.keeps_gradients
-    gradients = 4 * workload.num_trainable / GIB if whole else weights / (split.gradients * GIB)
-    return MemoryPlan(
-        frozen=0.0 if split.weights_on_host else workload.frozen_bytes / parts,
-        trainable=0.0 if split.weights_on_host else weights / parts,
-        optimizer=workload.num_trainable * workload.optimizer_bytes / (split.optimizer * GIB),
-        ema=4 * workload.num_trainable / GIB if workload.ema else 0.0,
-        gradients=gradients if workload.gradients_stay or whole else 0.0,
-        whole_gradients=whole,
-        gathered=workload.gathered_bytes / GIB,
-        casts=workload.num_trainable * _HALF / GIB if needs_cast else 0.0,
-        saved=per_block * workload.num_blocks * unit / GIB,
-        block=in_backward * unit / GIB,
-        copies=workload.copy_bytes / GIB,
-        trajectories=workload.trajectory_bytes / GIB,
-        accumulates=workload.accumulates,
-    )
+    trained = workload.num_trainable / GIB
+    weights = trained * workload.trainable_bytes
+    whole = workload.accumulates and split.keeps_gradients  # and in fp32, although the rest is split
+    shared = weights / split.gradients if workload.gradients_stay else 0.0
+    fixed = {
+        "frozen weights": 0.0 if split.weights_on_host else workload.frozen_bytes / GIB / split.weights,
+        "trainable weights": 0.0 if split.weights_on_host else weights / split.weights,
+        "optimizer state": trained * workload.optimizer_bytes / split.optimizer,
+        "moving average": 4 * trained if workload.ema else 0.0,
+        "copies of the policy": workload.copy_bytes / GIB,
+        "sampled trajectories": workload.trajectory_bytes / GIB,
+    }
+    gradients = {"gradients, whole" if whole else "gradients": 4 * trained if whole else shared}
+    forward = {
+        "gathered weights": workload.gathered_bytes / GIB,
+        "autocast copies": trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0,
+        "activations kept": per_block * workload.num_blocks * unit,
+    }
+    block = {"one block in backward": in_backward * unit}
+    moving = (sum if workload.accumulates else max)((sum(forward.values()), sum(gradients.values())))
+    total = sum(fixed.values()) + sum(block.values()) + moving
+    return MemoryPlan({**fixed, **gradients, **forward, **block}, total)
 
 
 def estimate_for(

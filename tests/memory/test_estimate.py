@@ -153,17 +153,25 @@ def test_by_hand() -> None:
         frozen_bytes=3 * GIB, num_trainable=2**27, num_blocks=512, hidden=512, num_tokens=1024, batch_size=2, ema=True
     )
     plan = estimate(workload)
-    assert (plan.frozen, plan.trainable, plan.gradients, plan.optimizer, plan.ema) == (3, 0.5, 0.5, 1, 0.5)
-    assert (plan.casts, plan.saved) == (0.25, 1)
-    assert plan.block == pytest.approx(2 * 21 * 2 / 1024)
-    assert plan.total == pytest.approx(5 + plan.block + 1.25)  # activations and casts outweigh gradients
+    assert (
+        plan.parts["frozen weights"],
+        plan.parts["trainable weights"],
+        plan.parts["gradients"],
+        plan.parts["optimizer state"],
+        plan.parts["moving average"],
+    ) == (3, 0.5, 0.5, 1, 0.5)
+    assert (plan.parts["autocast copies"], plan.parts["activations kept"]) == (0.25, 1)
+    assert plan.parts["one block in backward"] == pytest.approx(2 * 21 * 2 / 1024)
+    assert plan.total == pytest.approx(
+        5 + plan.parts["one block in backward"] + 1.25
+    )  # activations and casts outweigh gradients
     assert estimate(replace(workload, accumulates=True)).total == pytest.approx(plan.total + 0.5)
-    assert estimate(replace(workload, gradients_stay=False)).gradients == 0
-    assert estimate(replace(workload, trainable_bytes=2)).casts == 0
+    assert estimate(replace(workload, gradients_stay=False)).parts["gradients"] == 0
+    assert estimate(replace(workload, trainable_bytes=2)).parts["autocast copies"] == 0
 
     eager = estimate(replace(workload, gradient_checkpointing=False))
-    assert eager.saved == 21
-    assert eager.block == pytest.approx(21 * 2 / 1024)
+    assert eager.parts["activations kept"] == 21
+    assert eager.parts["one block in backward"] == pytest.approx(21 * 2 / 1024)
     assert plan.table()[-1] == ("peak, about", f"{plan.total:.1f} GiB")
     assert [name for name, _ in plan.table()][:2] == ["frozen weights", "trainable weights"]
 
@@ -175,8 +183,8 @@ def test_known_sizes() -> None:
         plan = estimate(
             Workload(frozen_bytes=2 * HUNYUAN["params"], num_trainable=1, num_blocks=60, hidden=3072, num_tokens=tokens)
         )
-        assert plan.frozen * GIB / 1e9 == pytest.approx(25.64, abs=0.01)
-        assert plan.saved * GIB / 1e9 == pytest.approx(inputs, abs=0.06)
+        assert plan.parts["frozen weights"] * GIB / 1e9 == pytest.approx(25.64, abs=0.01)
+        assert plan.parts["activations kept"] * GIB / 1e9 == pytest.approx(inputs, abs=0.06)
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -239,27 +247,37 @@ def test_what_processes_share() -> None:
         return estimate_for(config, geometry, network, spec=spec, bucket=(49, 384, 384), split=split)
 
     alone = plan(Split())
-    assert (alone.trainable, alone.optimizer, alone.gradients, alone.gathered) == (
+    assert (alone.parts["trainable weights"], alone.parts["optimizer state"], alone.parts["gradients"], alone.parts["gathered weights"]) == (
         4 * weights, 8 * weights, 4 * weights, 0.0,
     )  # fmt: skip
     fsdp = Split(weights=6, gradients=6, optimizer=6, gathers=True, keeps_gradients=True)
     whole, shared = plan(fsdp), plan(replace(fsdp, keeps_gradients=False))
     for found in (whole, shared):
-        assert (found.trainable, found.optimizer) == pytest.approx((4 * weights / 6, 8 * weights / 6))
-        assert found.casts == 0  # weights arrive in bf16
-        assert (found.saved, found.block) == (alone.saved, alone.block)
-    assert whole.gradients == 4 * weights == pytest.approx(47.8, abs=0.1)
-    assert shared.gradients == pytest.approx(4 * weights / 6)
+        assert (found.parts["trainable weights"], found.parts["optimizer state"]) == pytest.approx(
+            (4 * weights / 6, 8 * weights / 6)
+        )
+        assert found.parts["autocast copies"] == 0  # weights arrive in bf16
+        assert (found.parts["activations kept"], found.parts["one block in backward"]) == (
+            alone.parts["activations kept"],
+            alone.parts["one block in backward"],
+        )
+    assert whole.parts["gradients, whole"] == 4 * weights == pytest.approx(47.8, abs=0.1)
+    assert shared.parts["gradients"] == pytest.approx(4 * weights / 6)
     assert whole.total - shared.total == pytest.approx(4 * weights * 5 / 6)
     assert dict(whole.table())["gradients, whole"] == "47.76 GiB"
     assert dict(shared.table())["gradients"] == "7.96 GiB"
     # Two of the largest blocks and what lies outside of blocks in bf16, gradients of one block in fp32.
-    assert shared.gathered == pytest.approx((2 * 339_831_296 * 2 + 360_714_304 * 2 + 4 * 339_831_296) / GIB)
+    assert shared.parts["gathered weights"] == pytest.approx(
+        (2 * 339_831_296 * 2 + 360_714_304 * 2 + 4 * 339_831_296) / GIB
+    )
     host = plan(replace(fsdp, keeps_gradients=False, weights_on_host=True, optimizer_on_host=True))
-    assert (host.trainable, host.optimizer, host.gradients) == (0, 0, 0)
-    assert plan(replace(fsdp, weights_on_host=True, optimizer_on_host=True)).gradients == whole.gradients
+    assert (host.parts["trainable weights"], host.parts["optimizer state"], host.parts["gradients"]) == (0, 0, 0)
+    assert (
+        plan(replace(fsdp, weights_on_host=True, optimizer_on_host=True)).parts["gradients, whole"]
+        == whole.parts["gradients, whole"]
+    )
     zero = plan(Split(gradients=6, optimizer=6, masters=True))
-    assert (zero.trainable, zero.optimizer, zero.gradients) == pytest.approx(
+    assert (zero.parts["trainable weights"], zero.parts["optimizer state"], zero.parts["gradients"]) == pytest.approx(
         (2 * weights, 12 * weights / 6, 2 * weights / 6)
     )
 
@@ -295,19 +313,27 @@ def test_estimate_for_a_configured_run(tiny_repo) -> None:
             changed(**options), family.facts.geometry, network, spec=family.load(config.model), bucket=(49, 512, 768)
         )
 
-    assert plan.frozen / 2 < run(layerwise_upcasting_modules=["transformer"]).frozen < plan.frozen
-    assert run(use_8bit_bnb=True).optimizer == pytest.approx(plan.optimizer * (2 + 8 / 256) / 8)
-    assert run(use_cpu_offload_optimizer=True).optimizer == 0
-    assert run(use_cpu_offload_optimizer=True, offload_gradients=True).gradients == 0
-    assert run(gradient_accumulation_steps=2).accumulates
-    assert run(use_ema=True).ema == plan.trainable
+    assert (
+        plan.parts["frozen weights"] / 2
+        < run(layerwise_upcasting_modules=["transformer"]).parts["frozen weights"]
+        < plan.parts["frozen weights"]
+    )
+    assert run(use_8bit_bnb=True).parts["optimizer state"] == pytest.approx(
+        plan.parts["optimizer state"] * (2 + 8 / 256) / 8
+    )
+    assert run(use_cpu_offload_optimizer=True).parts["optimizer state"] == 0
+    assert run(use_cpu_offload_optimizer=True, offload_gradients=True).parts["gradients"] == 0
+    assert run(gradient_accumulation_steps=2).total == pytest.approx(plan.total + plan.parts["gradients"])
+    assert run(use_ema=True).parts["moving average"] == plan.parts["trainable weights"]
 
     network.requires_grad_(True)
     full = run(training_type="full-finetune")
-    assert full.frozen == 0
-    assert full.block == pytest.approx(plan.block * SAVED_UNITS_FULL / SAVED_UNITS_LORA)
+    assert full.parts["frozen weights"] == 0
+    assert full.parts["one block in backward"] == pytest.approx(
+        plan.parts["one block in backward"] * SAVED_UNITS_FULL / SAVED_UNITS_LORA
+    )
     rounded = run(training_type="full-finetune", master_weights="stochastic_rounding")
-    assert rounded.trainable == full.trainable / 2
-    assert rounded.optimizer == full.optimizer / 2
+    assert rounded.parts["trainable weights"] == full.parts["trainable weights"] / 2
+    assert rounded.parts["optimizer state"] == full.parts["optimizer state"] / 2
     low = run(training_type="full-finetune", master_weights="stochastic_rounding", optimizer="adamw-torchao-4bit")
-    assert low.optimizer == pytest.approx(full.optimizer * (1 + 8 / 128) / 8)
+    assert low.parts["optimizer state"] == pytest.approx(full.parts["optimizer state"] * (1 + 8 / 128) / 8)

@@ -104,10 +104,16 @@ def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
 
     plain, network = plan(train_steps=1, data_root="clips", gradient_accumulation_steps=2)
     rewarded, _ = plan(method="grpo", prompts="p.txt", reward=["brightness"], rollout_size="9x64x64", kl_coef=0.1)
-    assert plain.copies == plain.trajectories == 0
-    assert rewarded.copies == pytest.approx(4 * sum(p.numel() for p in network.parameters()) / GIB)
-    assert rewarded.trajectories == pytest.approx(4 * 8 * network.config.out_channels * 2 * 2 * 2 * 4 * 5 / GIB)
-    assert rewarded.total == pytest.approx(plain.total + rewarded.copies + rewarded.trajectories)
+    assert plain.parts["copies of the policy"] == plain.parts["sampled trajectories"] == 0
+    assert rewarded.parts["copies of the policy"] == pytest.approx(
+        4 * sum(p.numel() for p in network.parameters()) / GIB
+    )
+    assert rewarded.parts["sampled trajectories"] == pytest.approx(
+        4 * 8 * network.config.out_channels * 2 * 2 * 2 * 4 * 5 / GIB
+    )
+    assert rewarded.total == pytest.approx(
+        plain.total + rewarded.parts["copies of the policy"] + rewarded.parts["sampled trajectories"]
+    )
     assert dict(rewarded.table()).keys() - dict(plain.table()).keys() == {
         "copies of the policy",
         "sampled trajectories",
