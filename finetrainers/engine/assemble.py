@@ -16,7 +16,7 @@ from finetrainers.methods.spec import WorkSource
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
-from finetrainers.optim.schedules import lr_from, lr_schedule
+from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
 
 from .callbacks.base import Callback
@@ -80,8 +80,8 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
     restore(state, start)
     _start_records(state, checked)
     begun = start.schedule_start
-    schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - begun))
-    return Trainer(state, lr_at=lr_from(schedule, begun), callbacks=callbacks)
+    schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - begun), first_step=begun)
+    return Trainer(state, lr_at=schedule, callbacks=callbacks)
 
 
 def _print_notes(checked: Preflight, spec: ModelSpec, first_frame_p: float) -> None:

@@ -44,8 +44,7 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
         num_processes=parallel.world_size,
         updates_parts=parallel.updates_shards,
     )
-    for message in errors:
-        yield Problem("", message)
+    yield from errors
     training = config.training
     if training.on_nonfinite == "rollback" and not parallel.weights_are_plain:
         message = "weights that the strategy splits cannot be put back within a run; use DDP, or raise and resume"

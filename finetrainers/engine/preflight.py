@@ -184,8 +184,7 @@ def _check_options(
     fault_problems, fault_warnings = _check_faults()
     device, processes = likely_device_type(), launched_processes()
     errors, optimizer_warnings = optimizer_problems(config, device_type=device, num_processes=processes)
-    problems += [*found.errors, *([] if method is None else method.problems(config)), *fault_problems]
-    problems += [Problem("", message) for message in errors]
+    problems += [*found.errors, *([] if method is None else method.problems(config)), *fault_problems, *errors]
     return [*found.warnings, *optimizer_warnings, *fault_warnings]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from finetrainers.config.sections import OptimizerSection
 
-from .table import OFFLOADABLE, RECIPES, Recipe, missing_library, resolve_name
+from .table import RECIPES, Recipe, missing_library, resolve_name
 
 #: Settings of a group that belong to the device it is on, and not to the run.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
@@ -27,7 +26,7 @@ def create_optimizer(
     device_type: str,
     stochastic_rounding: bool = False,
 ) -> Optimizer:
-    """The configured optimizer over `parameters`, as one group.
+    """The configured optimizer over `parameters`, as one group; its options have passed `optimizer_problems`.
 
     Args:
         parameters: the trainable weights.
@@ -39,7 +38,7 @@ def create_optimizer(
             the trainer seeds before each update.
 
     Raises:
-        ValueError: the optimizer cannot update these parameters, or not in this way.
+        ValueError: the optimizer cannot update these parameters.
         ImportError: its package is not installed; the message names the pip extra.
     """
     weights = [p for p in parameters if p.requires_grad]
@@ -47,9 +46,22 @@ def create_optimizer(
         raise ValueError("no trainable parameters: check target_modules and training_type")
     name = resolve_name(config)
     recipe = RECIPES[name]
-    _check_weights(name, recipe, weights, stochastic_rounding=stochastic_rounding)
+    others = sum(p.ndim != 2 for p in weights)
+    if recipe.matrices_only and others:
+        raise ValueError(
+            f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
+            "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"
+        )
     if config.use_cpu_offload_optimizer:
-        return _create_offloaded(name, recipe, weights, config=config, lr=lr, device_type=device_type)
+        offloader = _import_class(name, recipe, "torchao.optim:CPUOffloadOptimizer")
+        return offloader(
+            weights,
+            _import_class(name, recipe, recipe.target),
+            offload_gradients=config.offload_gradients,
+            fused=True,
+            lr=lr,
+            **recipe.arguments(config),
+        )
 
     arguments = recipe.arguments(config)
     target = recipe.target
@@ -64,57 +76,6 @@ def create_optimizer(
     if recipe.keeps_fp32_state:
         _load_state_in_saved_dtype(optimizer)
     return optimizer
-
-
-def safe_globals() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Classes that `torch.load(weights_only=True)` must allow to read optimizer states: torchao's state tensors.
-
-    Use as `with torch.serialization.safe_globals(safe_globals()): torch.load(...)`. Empty without torchao.
-    """
-    if find_spec("torchao") is None:
-        return []
-    from torchao.optim.subclass_4bit import OptimState4bit
-    from torchao.optim.subclass_8bit import OptimState8bit
-    from torchao.optim.subclass_fp8 import OptimStateFp8
-
-    return [OptimState4bit, OptimState8bit, OptimStateFp8]
-
-
-def _check_weights(name: str, recipe: Recipe, weights: list[Parameter], *, stochastic_rounding: bool) -> None:
-    if recipe.matrices_only:
-        others = sum(p.ndim != 2 for p in weights)
-        if others:
-            raise ValueError(
-                f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
-                "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"
-            )
-    if not stochastic_rounding:
-        return
-    if recipe.stochastic is None:
-        valid = ", ".join(n for n, r in RECIPES.items() if r.stochastic)
-        raise ValueError(
-            f"optimizer {name!r} has no stochastic rounding; choose one of {valid}, or master_weights fp32"
-        )
-    if not any(p.dtype == torch.bfloat16 for p in weights):
-        raise ValueError(f"stochastic rounding is for bf16 weights; these are {weights[0].dtype}")
-
-
-def _create_offloaded(
-    name: str, recipe: Recipe, weights: list[Parameter], *, config: OptimizerSection, lr: float, device_type: str
-) -> Optimizer:
-    if name not in OFFLOADABLE:
-        raise ValueError(f"use_cpu_offload_optimizer works with {' or '.join(OFFLOADABLE)}, got {name!r}")
-    if device_type not in ("cuda", "xpu"):
-        raise ValueError(f"use_cpu_offload_optimizer needs a CUDA or XPU device, this run is on {device_type!r}")
-    offloader = _import_class(name, recipe, "torchao.optim:CPUOffloadOptimizer")
-    return offloader(
-        weights,
-        _import_class(name, recipe, recipe.target),
-        offload_gradients=config.offload_gradients,
-        fused=True,
-        lr=lr,
-        **recipe.arguments(config),
-    )
 
 
 def _import_class(name: str, recipe: Recipe, target: str) -> Any:

@@ -14,7 +14,7 @@ _HIGH_LR = 1e-2  # ten times what LoRAs are trained with
 
 def optimizer_problems(
     config: TrainConfig, *, device_type: str, num_processes: int = 1, updates_parts: bool = False
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[Problem], list[str]]:
     """Check the options of optimizer and schedule.
 
     Args:
@@ -30,7 +30,7 @@ def optimizer_problems(
     try:
         name = resolve_name(config.optimizer)
     except ValueError as error:
-        return [str(Problem("--use_8bit_bnb", str(error)))], []
+        return [Problem("--use_8bit_bnb", str(error))], []
     recipe = RECIPES[name]
     errors = [
         *_recipe_errors(config, name, recipe, device_type),
@@ -39,7 +39,7 @@ def optimizer_problems(
         *(_parts_errors(name) if updates_parts else ()),
     ]
     warnings = [*_recipe_warnings(config, name, recipe, device_type), *_schedule_warnings(config)]
-    return [str(error) for error in errors], warnings
+    return errors, warnings
 
 
 def _recipe_errors(config: TrainConfig, name: str, recipe: Recipe, device_type: str) -> Iterator[Problem]:

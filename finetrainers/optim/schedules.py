@@ -11,54 +11,38 @@ from torch.optim import Optimizer
 from finetrainers.config.sections import OptimizerSection
 
 
-def lr_factor(
-    *, name: str, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, power: float = 1.0
+def lr_schedule(
+    config: OptimizerSection, *, lr: float, total_steps: int, first_step: int = 0
 ) -> Callable[[int], float]:
-    """The factor on the learning rate as a function of the optimizer step, counted from 0.
+    """The configured learning rate as a function of the optimizer step.
 
-    With W warm-up steps, N training steps and p = (k - W) / (N - W), for k < W the factor is k / W, and from then on
-    `constant_with_warmup` 1; `linear` 1 - p; `cosine` (1 + cos(pi p)) / 2; `cosine_with_restarts` with C cycles
-    (1 + cos(pi (C p mod 1))) / 2; `polynomial` (1 - p)^power. All but the first are 0 at k = N, which is one past the
-    last step. `constant` is 1 and ignores the warm-up.
+    With W warm-up steps, N = `total_steps` training steps, k steps since `first_step` and p = (k - W) / (N - W), the rate
+    is multiplied for k < W by k / W, and from then on by: `constant_with_warmup` 1; `linear` 1 - p; `cosine`
+    (1 + cos(pi p)) / 2; `cosine_with_restarts` with C cycles (1 + cos(pi (C p mod 1))) / 2; `polynomial` (1 - p)^power.
+    All but the first are 0 at k = N, which is one past the last step. `constant` is 1 and ignores the warm-up.
 
     Diffusers computes all but `polynomial`: its version ends at an absolute 1e-7 (refusing smaller learning rates),
     and divides by zero for W = N.
-
-    Raises:
-        ValueError: unknown name, or fewer than one training step.
     """
-    if num_training_steps < 1:
-        raise ValueError(f"num_training_steps must be at least 1, got {num_training_steps}")
-    if name == "polynomial":
-        return _polynomial(num_warmup_steps, num_training_steps, power)
-    # The library hands its formula out only as part of a scheduler, so one is made for an optimizer of nothing.
-    # `num_cycles` means restarts to it; its cosine keeps the half period that ends at zero.
-    nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    schedule = get_scheduler(
-        name,
-        optimizer=nothing,
-        num_warmup_steps=num_warmup_steps,
-        num_training_steps=num_training_steps,
-        num_cycles=num_cycles,
-    )
-    return schedule.lr_lambdas[0]
+    warmup = config.lr_warmup_steps
 
+    def polynomial(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        return max(0.0, (total_steps - step) / max(1, total_steps - warmup)) ** config.lr_power
 
-def lr_schedule(config: OptimizerSection, *, lr: float, total_steps: int) -> Callable[[int], float]:
-    """The configured learning rate as a function of the optimizer step, counted from 0; see `lr_factor`."""
-    factor = lr_factor(
-        name=config.lr_scheduler,
-        num_warmup_steps=config.lr_warmup_steps,
-        num_training_steps=total_steps,
-        num_cycles=config.lr_num_cycles,
-        power=config.lr_power,
-    )
-    return lambda step: lr * factor(step)
-
-
-def lr_from(schedule: Callable[[int], float], first_step: int) -> Callable[[int], float]:
-    """A schedule that starts at an optimizer step of the run: its step 0 is `first_step`."""
-    return lambda step: schedule(step - first_step)
+    factor: Callable[[int], float] = polynomial
+    if config.lr_scheduler != "polynomial":
+        # The library hands its formula out only as part of a scheduler, so one is made for an optimizer of nothing.
+        # `num_cycles` means restarts to it; its cosine keeps the half period that ends at zero.
+        factor = get_scheduler(
+            config.lr_scheduler,
+            optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
+            num_warmup_steps=warmup,
+            num_training_steps=total_steps,
+            num_cycles=config.lr_num_cycles,
+        ).lr_lambdas[0]
+    return lambda step: lr * factor(step - first_step)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -68,13 +52,3 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
-
-
-def _polynomial(num_warmup_steps: int, num_training_steps: int, power: float) -> Callable[[int], float]:
-    def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            return step / num_warmup_steps
-        remaining = (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps)
-        return max(0.0, remaining) ** power
-
-    return factor

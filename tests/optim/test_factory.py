@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from finetrainers.config.sections import OptimizerName, OptimizerSection
 from finetrainers.optim import factory, table
-from finetrainers.optim.factory import create_optimizer, safe_globals
-from finetrainers.optim.schedules import lr_factor, set_lr
+from finetrainers.optim.factory import create_optimizer
+from finetrainers.optim.schedules import lr_schedule, set_lr
 from finetrainers.optim.table import RECIPES
 
 COMPILED = ("adamw-torchao-8bit", "adamw-torchao-4bit", "adamw-torchao-fp8", "adamw-deepspeed-cpu")
@@ -107,8 +107,7 @@ def check_learns_and_resumes(name: str, dtype: torch.dtype, *, sr: bool = False)
     steps(model, optimizer, 2)
 
     saved.seek(0)
-    with torch.serialization.safe_globals(safe_globals()):
-        state = torch.load(saved, weights_only=True)
+    state = torch.load(saved, weights_only=True)
     resumed = LowRank(dtype)
     resumed.load_state_dict(state["model"])
     again = build(resumed, name, sr=sr)
@@ -228,20 +227,6 @@ def test_frozen_parameters_are_left_out_and_none_is_an_error() -> None:
         build(model.requires_grad_(False), "adamw")
 
 
-def test_stochastic_rounding_is_refused_where_it_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"'adam' has no stochastic rounding; choose one of adamw, adamw-torchao-8bit"):
-        build(LowRank(torch.bfloat16), "adam", sr=True)
-    with pytest.raises(ValueError, match=r"for bf16 weights; these are torch\.float32"):
-        build(LowRank(torch.float32), "adamw", sr=True)
-
-
-def test_cpu_offload_needs_an_accelerator() -> None:
-    with pytest.raises(ValueError, match="needs a CUDA or XPU device, this run is on 'cpu'"):
-        build(LowRank(torch.float32), "adamw", use_cpu_offload_optimizer=True)
-    with pytest.raises(ValueError, match="works with adam or adamw, got 'lion'"):
-        build(LowRank(torch.float32), "lion", use_cpu_offload_optimizer=True)
-
-
 def test_cpu_offload_passes_the_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for a GPU: only what torchao's class is called with is seen."""
     seen: dict[str, object] = {}
@@ -320,7 +305,9 @@ def test_learning_rate_reaches_the_step(name: str) -> None:
     """Torchao compiles its step around a learning rate tensor: neither way of setting it may replace that."""
     model = LowRank(torch.float32)
     optimizer = build(model, name)
-    linear = LambdaLR(optimizer, lr_factor(name="linear", num_warmup_steps=0, num_training_steps=4))
+    linear = LambdaLR(
+        optimizer, lr_schedule(OptimizerSection(lr_scheduler="linear", lr_warmup_steps=0), lr=1.0, total_steps=4)
+    )
     for expected in (1.0, 0.75, 0.5, 0.25, 0.0):
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(3e-3 * expected)
         before = model.a.detach().clone()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from finetrainers.config.sections import OptimizerSection
-from finetrainers.optim.schedules import lr_factor, lr_schedule
+from finetrainers.optim.schedules import lr_schedule
 
 STEPS = 100
 SHAPES = {
@@ -31,7 +31,8 @@ def expected(name: str, warmup: int, cycles: int, power: float) -> np.ndarray:
 @pytest.mark.parametrize("warmup", [0, 1, 37])
 @pytest.mark.parametrize(("cycles", "power"), [(1, 1.0), (4, 2.5)])
 def test_factor(name: str, warmup: int, cycles: int, power: float) -> None:
-    factor = lr_factor(name=name, num_warmup_steps=warmup, num_training_steps=STEPS, num_cycles=cycles, power=power)
+    config = OptimizerSection(lr_scheduler=name, lr_warmup_steps=warmup, lr_num_cycles=cycles, lr_power=power)
+    factor = lr_schedule(config, lr=1.0, total_steps=STEPS)
     found = [factor(k) for k in range(STEPS + 1)]
     np.testing.assert_allclose(found, expected(name, warmup, cycles, power), atol=1e-12)
 
@@ -39,24 +40,19 @@ def test_factor(name: str, warmup: int, cycles: int, power: float) -> None:
 @pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
 @pytest.mark.parametrize("warmup", [0, 50, STEPS - 1])
 def test_ends_at_zero(name: str, warmup: int) -> None:
-    factor = lr_factor(name=name, num_warmup_steps=warmup, num_training_steps=STEPS)
+    config = OptimizerSection(lr_scheduler=name, lr_warmup_steps=warmup)
+    factor = lr_schedule(config, lr=1.0, total_steps=STEPS)
     assert factor(STEPS) == pytest.approx(0, abs=1e-12)
 
 
-def test_schedule_of_the_configuration() -> None:
+def test_a_schedule_may_start_within_a_run() -> None:
     config = OptimizerSection(lr_scheduler="cosine_with_restarts", lr_warmup_steps=10, lr_num_cycles=3)
-    schedule = lr_schedule(config, lr=0.25, total_steps=STEPS)
-    found = [schedule(k) for k in range(STEPS + 1)]
+    schedule = lr_schedule(config, lr=0.25, total_steps=STEPS, first_step=7)
+    found = [schedule(7 + k) for k in range(STEPS + 1)]
     np.testing.assert_allclose(found, 0.25 * expected("cosine_with_restarts", 10, 3, 1.0), atol=1e-12)
 
 
 def test_warm_up_may_fill_the_run() -> None:
-    factor = lr_factor(name="polynomial", num_warmup_steps=STEPS, num_training_steps=STEPS)
+    config = OptimizerSection(lr_scheduler="polynomial", lr_warmup_steps=STEPS)
+    factor = lr_schedule(config, lr=1.0, total_steps=STEPS)
     assert [factor(k) for k in range(STEPS + 1)] == [*(k / STEPS for k in range(STEPS)), 0]
-
-
-def test_refuses_nonsense() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        lr_factor(name="linear", num_warmup_steps=0, num_training_steps=0)
-    with pytest.raises(ValueError, match="sine"):
-        lr_factor(name="sine", num_warmup_steps=0, num_training_steps=10)

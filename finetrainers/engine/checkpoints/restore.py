@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.optim.factory import safe_globals
 from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.faults import fault_point
@@ -87,8 +86,8 @@ def _restore_optimizer(state: TrainState, directory: Path, *, scaler_state: Mapp
     parallel = state.parallel
     parallel.load_own_files(directory)
     if not parallel.writes_own_files:
-        with torch.serialization.safe_globals(safe_globals()):
-            loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
+        # Torchao allows the classes of its state when it is imported, as it was to make the optimizer.
+        loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
         parallel.load_optimizer(state.transformer, state.optimizer, loaded)
     # The state brings the options of the run that saved it; this run's options count.
     settings = state.config.optimizer
