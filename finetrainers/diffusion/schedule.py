@@ -46,13 +46,7 @@ def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float 
     fresh = type(scheduler).from_config(config, **own)
     arguments: dict[str, Any] = {}
     if fresh.config.get("use_dynamic_shifting"):
-        arguments["mu"] = resolution_mu(
-            num_tokens,
-            base_len=config["base_image_seq_len"],
-            max_len=config["max_image_seq_len"],
-            base_shift=config["base_shift"],
-            max_shift=config["max_shift"],
-        )
+        arguments["mu"] = resolution_mu(num_tokens, config)
     if "sigmas" in inspect.signature(fresh.set_timesteps).parameters:
         fresh.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **arguments)
     else:  # it has its own equal parts

@@ -8,8 +8,8 @@ u = 1 - v - k (cos^2(pi v / 2) - 1 + v) for uniform v.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +17,15 @@ from torch import Tensor
 from finetrainers.config.sections import DiffusionSection
 
 
-def sample_quantiles(
-    generators: Sequence[torch.Generator], scheme: str, *, logit_mean: float, logit_std: float, mode_scale: float
-) -> Tensor:
+def sample_quantiles(generators: Sequence[torch.Generator], config: DiffusionSection) -> Tensor:
     """One quantile per generator, `[B]` fp32 on the generators' device."""
     device = generators[0].device
-    if scheme == "logit_normal":
+    if config.flow_weighting_scheme == "logit_normal":
         draws = [torch.randn((), generator=g, device=device) for g in generators]
-        return torch.sigmoid(logit_mean + logit_std * torch.stack(draws))
+        return torch.sigmoid(config.flow_logit_mean + config.flow_logit_std * torch.stack(draws))
     v = torch.stack([torch.rand((), generator=g, device=device) for g in generators])
-    if scheme == "mode":
-        return 1 - v - mode_scale * (torch.cos(math.pi * v / 2) ** 2 - 1 + v)
+    if config.flow_weighting_scheme == "mode":
+        return 1 - v - config.flow_mode_scale * (torch.cos(math.pi * v / 2) ** 2 - 1 + v)
     return v
 
 
@@ -36,9 +34,15 @@ def shift_noise_level(sigma: Tensor, shift: float) -> Tensor:
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
-def resolution_mu(num_tokens: int, *, base_len: int, max_len: int, base_shift: float, max_shift: float) -> float:
-    """mu, linear in the token count, as `calculate_shift` of the diffusers pipelines; the shift is exp(mu)."""
-    slope = (max_shift - base_shift) / (max_len - base_len)
+def resolution_mu(num_tokens: int, config: Mapping[str, Any]) -> float:
+    """mu, linear in the token count, as `calculate_shift` of the diffusers pipelines; the shift is exp(mu).
+
+    Args:
+        num_tokens: video tokens of a clip.
+        config: the shifts and their sequence lengths, under their names in a scheduler's config.
+    """
+    base_len, base_shift = config["base_image_seq_len"], config["base_shift"]
+    slope = (config["max_shift"] - base_shift) / (config["max_image_seq_len"] - base_len)
     return slope * num_tokens + base_shift - slope * base_len
 
 
@@ -54,39 +58,29 @@ def loss_weight(sigma: Tensor, scheme: str, *, maximum: float) -> Tensor:
     return torch.ones_like(sigma).clamp_max(maximum)
 
 
-@dataclass(frozen=True)
-class ResolutionShift:
-    """Parameters of the resolution-dependent shift."""
+def resolution_shift(config: DiffusionSection, scheduler_config: Mapping[str, Any]) -> dict[str, float]:
+    """What `resolution_mu` reads: the user's values, else the checkpoint scheduler's, else the flags' documented fallbacks.
 
-    base_len: int
-    max_len: int
-    base_shift: float
-    max_shift: float
-
-    @classmethod
-    def resolve(cls, config: DiffusionSection, scheduler_config: dict[str, object]) -> ResolutionShift:
-        """The user's values, else the checkpoint scheduler's, else the flags' documented fallbacks.
-
-        Raises:
-            ValueError: the longer sequence is not longer.
-        """
-
-        def pick(option: object, key: str, fallback: float) -> float:
-            value = option if option is not None else scheduler_config.get(key)
-            return float(fallback if value is None else value)  # type: ignore[arg-type]
-
-        resolved = cls(
-            base_len=int(pick(config.flow_base_seq_len, "base_image_seq_len", 256)),
-            max_len=int(pick(config.flow_max_seq_len, "max_image_seq_len", 4096)),
-            base_shift=pick(config.flow_base_shift, "base_shift", 0.5),
-            max_shift=pick(config.flow_max_shift, "max_shift", 1.15),
+    Raises:
+        ValueError: the longer sequence is not longer.
+    """
+    options: dict[str, tuple[float | None, float]] = {
+        "base_image_seq_len": (config.flow_base_seq_len, 256),
+        "max_image_seq_len": (config.flow_max_seq_len, 4096),
+        "base_shift": (config.flow_base_shift, 0.5),
+        "max_shift": (config.flow_max_shift, 1.15),
+    }
+    found: dict[str, float] = {}
+    for name, (option, fallback) in options.items():
+        value = option if option is not None else scheduler_config.get(name)
+        found[name] = type(fallback)(fallback if value is None else value)
+    base_len, max_len = found["base_image_seq_len"], found["max_image_seq_len"]
+    if base_len >= max_len:
+        raise ValueError(
+            f"--flow_max_seq_len {max_len} must be above --flow_base_seq_len {base_len} (what is not given comes from the "
+            "checkpoint's scheduler, else 256 and 4096)"
         )
-        if resolved.base_len >= resolved.max_len:
-            raise ValueError(
-                f"--flow_max_seq_len {resolved.max_len} must be above --flow_base_seq_len {resolved.base_len} (what is "
-                "not given comes from the checkpoint's scheduler, else 256 and 4096)"
-            )
-        return resolved
+    return found
 
 
 class NoiseLevels:
@@ -97,7 +91,7 @@ class NoiseLevels:
         config: DiffusionSection,
         *,
         is_flow: bool,
-        scheduler_config: dict[str, object],
+        scheduler_config: Mapping[str, Any],
         within: tuple[float, float] = (0.0, 1.0),
     ) -> None:
         """Args:
@@ -109,32 +103,17 @@ class NoiseLevels:
         self.config = config
         self.within = within
         self.is_flow = is_flow
-        self.resolution = ResolutionShift.resolve(config, scheduler_config) if config.flow_resolution_shifting else None
+        self.resolution = resolution_shift(config, scheduler_config) if config.flow_resolution_shifting else None
 
     def shift(self, num_tokens: int) -> float:
         """The shift that applies to clips of `num_tokens` video tokens."""
         if self.resolution is None:
             return self.config.flow_shift
-        r = self.resolution
-        return math.exp(
-            resolution_mu(
-                num_tokens,
-                base_len=r.base_len,
-                max_len=r.max_len,
-                base_shift=r.base_shift,
-                max_shift=r.max_shift,
-            )
-        )
+        return math.exp(resolution_mu(num_tokens, self.resolution))
 
     def sample(self, generators: Sequence[torch.Generator], num_tokens: int) -> Tensor:
         """Quantiles `[B]` for one generator per sample."""
-        u = sample_quantiles(
-            generators,
-            self.config.flow_weighting_scheme,
-            logit_mean=self.config.flow_logit_mean,
-            logit_std=self.config.flow_logit_std,
-            mode_scale=self.config.flow_mode_scale,
-        )
+        u = sample_quantiles(generators, self.config)
         return self.ranged(shift_noise_level(u, self.shift(num_tokens)) if self.is_flow else u)
 
     def ranged(self, u: Tensor) -> Tensor:

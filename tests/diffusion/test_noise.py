@@ -77,14 +77,14 @@ def test_uniform_quantiles_give_every_index_the_same_share():
 
 
 def draws(scheme, n=20_000, **options):
-    settings = {"logit_mean": 0.0, "logit_std": 1.0, "mode_scale": 1.29, **options}
+    settings = {"flow_logit_mean": 0.0, "flow_logit_std": 1.0, "flow_mode_scale": 1.29, **options}
     # One generator drawn from many times stands in for many generators.
     g = torch.Generator().manual_seed(0)
-    return sample_quantiles([g] * n, scheme, **settings).double()
+    return sample_quantiles([g] * n, DiffusionSection(flow_weighting_scheme=scheme, **settings)).double()
 
 
 def test_logit_normal_matches_its_quantiles_and_a_positive_mean_is_noisier():
-    u = draws("logit_normal", logit_mean=0.5, logit_std=0.8)
+    u = draws("logit_normal", flow_logit_mean=0.5, flow_logit_std=0.8)
     for q in (0.1, 0.5, 0.9):
         z = torch.distributions.Normal(0.5, 0.8).icdf(torch.tensor(q)).double()
         assert abs(u.quantile(q) - torch.sigmoid(z)) < 0.02
@@ -118,14 +118,15 @@ def test_resolution_shift_is_the_pipelines_exp_mu():
         sigma = torch.linspace(0.1, 1, 10)
         expected = scheduler.time_shift(mu, 1.0, sigma)
         torch.testing.assert_close(shift_noise_level(sigma, levels.shift(tokens)), expected)
-    assert resolution_mu(1024, base_len=1024, max_len=4096, base_shift=0.95, max_shift=2.05) == pytest.approx(0.95)
+    assert resolution_mu(1024, config) == pytest.approx(0.95)
 
 
 def test_user_values_win_over_the_schedulers():
     section = DiffusionSection(flow_resolution_shifting=True, flow_base_shift=0.1, flow_max_seq_len=2000)
     levels = NoiseLevels(section, is_flow=True, scheduler_config={"base_shift": 0.95, "max_shift": 2.05})
-    assert (levels.resolution.base_shift, levels.resolution.max_shift) == (0.1, 2.05)
-    assert (levels.resolution.base_len, levels.resolution.max_len) == (256, 2000)
+    assert levels.resolution == {
+        "base_image_seq_len": 256, "max_image_seq_len": 2000, "base_shift": 0.1, "max_shift": 2.05
+    }  # fmt: skip
 
 
 def test_loss_weights_are_bounded():
