@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .files import read_jsonl
 
@@ -18,6 +18,8 @@ _REACH = 5  # records to either side that a moving average covers, at most
 _COLUMNS = 2
 _NAME = 24  # characters of a legend
 _FOOTER = 140  # characters of a line
+#: What numbers are drawn over.
+_XLABELS = {"step": "optimizer step", "kl": "KL"}
 #: The scores of rollouts: a run that has them is judged by these, and by its loss last.
 _REWARD = "reward/"
 
@@ -29,14 +31,14 @@ class Panel:
     Attributes:
         title: above it.
         names: numbers that it shows; one that ends in `/` stands for all that begin so.
-        draw: draws one number's points with a label; default: a line.
-        x: of a record, and what it is called; default: the step.
+        style: how their points are drawn; `band` is a moving average with the mean deviation within a group around it.
+        x: the number that they are drawn over.
     """
 
     title: str
     names: tuple[str, ...]
-    draw: Callable[[Any, Records, str, str, Callable[[Record], float]], None] | None = None
-    x: tuple[str, Callable[[Record], float]] | None = None
+    style: Literal["line", "smoothed", "band", "dots"] = "line"
+    x: str = "step"
 
 
 @dataclass(frozen=True)
@@ -75,19 +77,19 @@ def draw(records: Records, marks: Marks | None = None) -> Any:
     panels = [(panel, found) for panel in _panels(names) if (found := _matching(varying, panel.names))]
     if not panels:
         return None
+    marks = marks or Marks()
     rows, columns = -(-len(panels) // _COLUMNS), min(_COLUMNS, len(panels))
-    footer = _footer(records, constant, panels, marks)
+    footer = _footer(constant, marks)
     figure = Figure(figsize=(6.2 * columns, 3 * rows + 0.2 * (footer.count("\n") + 1)), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, (panel, found) in zip(grid, panels, strict=False):
-        xlabel, x = panel.x or ("optimizer step", _step)
         for name in found:
-            (panel.draw or _line)(axes, records, name, _label(name), x)
-        axes.set(xlabel=xlabel)
+            _plot(axes, records, panel, name)
+        axes.set(xlabel=_XLABELS[panel.x])
         axes.xaxis.get_major_locator().set_params(integer=True)  # steps, and those of a sampler, are whole
         axes.set_title(panel.title, fontsize="medium", loc="left")
         finish(axes, several=len(_matching(names, panel.names)) > 1)
-        if marks is not None and panel.x is None:
+        if panel.x == "step":
             _mark(axes, marks, last=max(record["step"] for record in records))
     for axes in grid[len(panels) :]:
         axes.remove()
@@ -117,20 +119,20 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - reach) : i + reach + 1])]
 
 
-def points(records: Records, name: str, x: Callable[[Record], float] | None = None) -> Points:
-    """Points (x, y) of a metric over the step or another metric, of the records that have it."""
-    found = [((x or _step)(record), record[name]) for record in records if _is_number(record.get(name))]
+def points(records: Records, name: str, x: str = "step") -> Points:
+    """Points (x, y) of a metric over the step or another metric, of the records that have both."""
+    found = [(record[x], record[name]) for record in records if all(_is_number(record.get(n)) for n in (x, name))]
     return [a for a, _ in found], [b for _, b in found]
 
 
 def _panels(names: Mapping[str, Any]) -> list[Panel]:
     """All panels, most important first."""
-    loss = Panel("training loss (smoothed)", ("loss",), draw=_averaged)
+    loss = Panel("training loss (smoothed)", ("loss",), style="smoothed")
     rewards = [
         Panel("reward of held-out prompts", ("eval_reward/",)),
-        Panel("reward of rollouts (smoothed; band: spread in groups)", (_REWARD,), draw=_with_spread),
-        Panel("distance from the model before training (KL, smoothed)", ("kl",), draw=_averaged),
-        Panel("reward against that distance", (_REWARD,), draw=_dots, x=("KL", _kl)),
+        Panel("reward of rollouts (smoothed; band: spread in groups)", (_REWARD,), style="band"),
+        Panel("distance from the model before training (KL, smoothed)", ("kl",), style="smoothed"),
+        Panel("reward against that distance", (_REWARD,), style="dots", x="kl"),
         Panel("groups that teach nothing (share)", ("constant_groups",)),
         Panel("clipped ratios (share)", ("clipped_high", "clipped_low")),
         Panel("where gradients come from, by noise level", ("gradient/",)),
@@ -160,16 +162,14 @@ def _constant(records: Records, name: str) -> float | None:
     return values[0] if len(values) > 1 and len(set(values)) == 1 else None
 
 
-def _footer(
-    records: Records, constant: Mapping[str, float], panels: Sequence[tuple[Panel, list[str]]], marks: Marks | None
-) -> str:
+def _footer(constant: Mapping[str, float], marks: Marks) -> str:
     """The footer: metrics that are left out, and what marks mean."""
     known = [wanted for panel in _panels(dict.fromkeys([_REWARD])) + _panels({}) for wanted in panel.names]
     left_out = [f"{name} {constant[name]:.4g}" for name in _matching(constant, known)]
     texts = [f"constant: {', '.join(left_out)}"] if left_out else []
-    if marks is not None and marks.resumed:
+    if marks.resumed:
         texts.append("dashed: resumed")
-    if marks is not None and marks.sampled:
+    if marks.sampled:
         texts.append("triangles: samples")
     return "\n".join(textwrap.wrap(";  ".join(texts), _FOOTER))
 
@@ -204,32 +204,17 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _step(record: Record) -> float:
-    return record["step"]
-
-
-def _kl(record: Record) -> float:
-    return record.get("kl", math.nan)
-
-
-def _line(axes: Any, records: Records, name: str, label: str, x: Callable[[Record], float]) -> None:
-    found = points(records, name, x)
-    axes.plot(*found, "o-" if name.startswith("eval") or len(found[0]) == 1 else "-", label=label, markersize=4)
-
-
-def _averaged(axes: Any, records: Records, name: str, label: str, x: Callable[[Record], float]) -> None:
-    averaged(axes, points(records, name, x), label)
-
-
-def _with_spread(axes: Any, records: Records, name: str, label: str, x: Callable[[Record], float]) -> None:
-    """The moving average, and around the values the mean deviation within a group."""
-    _averaged(axes, records, name, label, x)
+def _plot(axes: Any, records: Records, panel: Panel, name: str) -> None:
+    """Draw one number of a panel."""
+    found, label = points(records, name, panel.x), _label(name)
+    if panel.style == "line":
+        axes.plot(*found, "o-" if name.startswith("eval") or len(found[0]) == 1 else "-", label=label, markersize=4)
+    elif panel.style == "dots":
+        axes.plot(*found, ".", label=label)
+    else:
+        averaged(axes, found, label)
     spread = name.replace(_REWARD, "group_std/", 1)
     both = [record for record in records if _is_number(record.get(name)) and _is_number(record.get(spread))]
-    rows = [(x(r), r[name] - r[spread], r[name] + r[spread]) for r in both]
-    if rows:
+    if panel.style == "band" and both:
+        rows = [(r["step"], r[name] - r[spread], r[name] + r[spread]) for r in both]
         axes.fill_between(*zip(*rows, strict=True), alpha=0.15, color=axes.lines[-1].get_color())
-
-
-def _dots(axes: Any, records: Records, name: str, label: str, x: Callable[[Record], float]) -> None:
-    axes.plot(*points([r for r in records if "kl" in r], name, x), ".", label=label)
