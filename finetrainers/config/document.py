@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from textwrap import fill
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from .root import TrainConfig, fields, sections
-from .shape import choices, default_text, is_list, is_switch, kind
+from .root import TrainConfig, flat_name, sections
+from .shape import choices, escape_cell, is_list, is_switch, kind, value_cell
 
 _INTRO = """# Configuration
 
@@ -48,58 +47,28 @@ files. [Compatibility](compatibility.md) says how options differ from the progra
 def configuration_page() -> str:
     """The text of docs/reference/configuration.md."""
     lines = [_INTRO]
-    section = None
-    for name, option in fields().items():
-        field = option.field
-        if option.section != section:
-            section = option.section
-            description = fill(TrainConfig.model_fields[section].description or "", 118)
-            lines += [f"\n## [{section}]\n", f"{description}\n", "| option | type | default | |", "|---|---|---|---|"]
-        lines.append(
-            f"| `{name}` | {_type_text(field)} | {_default_cell(field)} | {_escape(field.description or '')} |"
-        )
+    for table, section in sections().items():
+        description = fill(TrainConfig.model_fields[table].description or "", 118)
+        lines += [f"\n## [{table}]\n", f"{description}\n", "| option | type | default | |", "|---|---|---|---|"]
+        schemas = section.model_json_schema()["properties"]
+        for key, field in section.model_fields.items():
+            default = "required" if field.is_required() else value_cell(field.default)
+            cells = (_type_text(field, schemas[key]), default, escape_cell(field.description or ""))
+            lines.append(f"| `{flat_name(key, table)}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _default_cell(field: FieldInfo) -> str:
-    text = default_text(field)
-    return text if text in ("required", "none", "on", "off") else f"`{_escape(text)}`"
-
-
-def _type_text(field: FieldInfo) -> str:
+def _type_text(field: FieldInfo, schema: dict[str, Any]) -> str:
+    """The type of an option: its values, or what they are and their bounds, which its JSON schema has."""
     allowed = choices(field.annotation)
     if allowed:
-        return _escape(" | ".join(f"`{value}`" for value in allowed)) + (", several" if is_list(field) else "")
+        return escape_cell(" | ".join(f"`{value}`" for value in allowed)) + (", several" if is_list(field) else "")
     if is_switch(field):
         return "switch"
-    bounds = _bounds(field)
-    several = " list" if is_list(field) else ""
-    return f"{kind(field.annotation)}{several}{f', {bounds}' if bounds else ''}"
-
-
-def _constraints(annotation: Any) -> list[Any]:
-    """The metadata in `Annotated` of one value, directly or in a union with `None`."""
-    if get_origin(annotation) is Annotated:
-        found = [part for item in get_args(annotation)[1:] for part in getattr(item, "metadata", [item])]
-        return [*_constraints(get_args(annotation)[0]), *found]
-    if get_origin(annotation) in (Union, UnionType):
-        return [part for argument in get_args(annotation) for part in _constraints(argument)]
-    return []
-
-
-def _bounds(field: FieldInfo) -> str:
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    found = [
-        f"{sign} {getattr(item, key):g}"
-        for item in (*field.metadata, *_constraints(field.annotation))
-        for key, sign in signs.items()
-        if getattr(item, key, None) is not None
-    ]
-    return ", ".join(found)
+    schema = schema.get("anyOf", [schema])[0]
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
+    return ", ".join([f"{kind(field.annotation)}{' list' if is_list(field) else ''}", *bounds])
 
 
 def json_schema() -> dict[str, Any]:

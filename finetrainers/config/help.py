@@ -6,14 +6,14 @@ import argparse
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import ConfigError, Problem
 from .names import INSTEAD, SAME, meant_by, other_names
 from .root import TrainConfig, fields
-from .shape import choices, default_text, is_list, is_switch, kind
+from .shape import choices, is_list, is_switch, kind, value_text
 
 _END = """more help:
   --help all     every option
@@ -97,7 +97,7 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    sections = {section: _names_of(section) for section in TrainConfig.model_fields}
+    sections = _by_section(fields())
     if word in (None, "all"):
         examples = "\n".join(f"  {prog} {example}" for example in guide.examples)
         paragraphs = [_wrapped(paragraph) for paragraph in guide.description.split("\n\n")]
@@ -127,10 +127,6 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, shutil.get_terminal_size().columns - 4)
 
 
-def _names_of(section: str) -> list[str]:
-    return [name for name, option in fields().items() if option.section == section]
-
-
 def _named(word: str) -> list[str]:
     """Options that match a word: by name, another trainer's name, part of the name, help text, or a typo."""
     if word in fields():
@@ -145,7 +141,7 @@ def _named(word: str) -> list[str]:
     return found if meant is None else [meant]
 
 
-def _by_section(names: Sequence[str]) -> dict[str, list[str]]:
+def _by_section(names: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(fields()[name].section, []).append(name)
@@ -163,7 +159,7 @@ def _add(group: Any, name: str, *, in_full: bool) -> None:
     if in_full and other_names(name):
         text += f" Also accepted: {', '.join(f'--{other}' for other in other_names(name))}."
     if field.default not in (None, []):
-        text += f" [{default_text(field)}]"
+        text += f" [{'required' if field.is_required() else value_text(field.default)}]"
     options: dict[str, Any] = {"help": text.replace("%", "%%")}
     if is_switch(field):
         options["action"] = "store_true"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -144,30 +144,32 @@ def build_config(sources: Sequence[Given]) -> TrainConfig:
 
 def _validated(given: Given) -> TrainConfig:
     """Validate flat options; raise if there are problems already, or if a value is invalid."""
-    nested: dict[str, dict[str, Any]] = {"model": {}}
-    for name, value in given.values.items():
-        nested.setdefault(fields()[name].section, {})[fields()[name].key] = value
+    problems, wrong = list(given.problems), list(given.lost)
     try:
-        config = TrainConfig.model_validate(nested)
+        config: TrainConfig | None = TrainConfig.model_validate(_by_table(given.values))
     except ValidationError as error:
         found = _translate(error, given.where)
-        problems, wrong = [*given.problems, *found.values()], [*found, *given.lost]
-        raise ConfigError(problems, rest=_without(nested, found), wrong=wrong) from None
-    if given.problems:
-        raise ConfigError(given.problems, rest=config, wrong=given.lost)
+        problems, wrong = [*problems, *found.values()], [*wrong, *found]
+        config = _without(given.values, found)
+    if problems or config is None:
+        raise ConfigError(problems, rest=config, wrong=wrong)
     return config
 
 
-def _without(nested: Mapping[str, Mapping[str, Any]], wrong: Mapping[str, Problem]) -> TrainConfig | None:
+def _without(values: Mapping[str, Any], wrong: Collection[str]) -> TrainConfig | None:
     """The configuration without its invalid options; None if a required one is among them."""
-    kept = {
-        table: {key: value for key, value in options.items() if flat_name(key, table) not in wrong}
-        for table, options in nested.items()
-    }
     try:
-        return TrainConfig.model_validate(kept)
+        return TrainConfig.model_validate(_by_table({n: value for n, value in values.items() if n not in wrong}))
     except ValidationError:
         return None
+
+
+def _by_table(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Flat options in the tables of their sections."""
+    tables: dict[str, dict[str, Any]] = {"model": {}}
+    for name, value in values.items():
+        tables.setdefault(fields()[name].section, {})[fields()[name].key] = value
+    return tables
 
 
 def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Problem]:
@@ -188,8 +190,4 @@ def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Pr
 
 def dump_toml(config: TrainConfig) -> str:
     """Dump the resolved configuration as TOML that loads back to an equal one; see `Option.dumped`."""
-    tables: dict[str, dict[str, Any]] = {table: {} for table in sections()}
-    for name, value in config.plain().items():
-        if value is not None:
-            tables[fields()[name].section][fields()[name].key] = value
-    return tomli_w.dumps(tables)
+    return tomli_w.dumps(_by_table({name: value for name, value in config.plain().items() if value is not None}))

@@ -15,6 +15,7 @@ from finetrainers.utils.launch import launched_to_split_weights
 
 from .given import Given
 from .grpo import REWARD_METHODS
+from .shape import value_cell
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,9 @@ def preset_tables() -> str:
             "|---|---|---|",
         ]
         for condition, settings in (("", preset.settings), ("LoRA: ", preset.lora), ("full: ", preset.full)):
-            lines += [f"| {condition}`{key}` | {_shown(s.value)} | {s.source} |" for key, s in settings.items()]
+            lines += [f"| {condition}`{key}` | {value_cell(s.value)} | {s.source} |" for key, s in settings.items()]
         lines += ["", "Not set:\n", *(fill(f"* {text}", 118, subsequent_indent="  ") for text in preset.not_set), ""]
     return "\n".join(lines)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"`{' '.join(map(str, value)) if isinstance(value, list) else value}`"
 
 
 def _from(source: str, **values: Any) -> dict[str, Setting]:
@@ -119,13 +114,19 @@ _DANCE_CODE = "video trainer"
 _MIX_SCRIPT = "launch script, 4 nodes x 8 GPUs"
 _FLOW_BASE = "`config/base.py`"
 _FLOW_CODE = "`train_sd3.py`"
-_FLOW_SCORES = "`rewards.py`: `avg`, the sum of weighted scores"
 _FAST = "`config/grpo.py`, `geneval_sd3_fast_nocfg`"
 _NFT = "`config/nft.py`, `sd3_geneval`"
 _NFT_CODE = "`train_nft_sd3.py`"
 _FLASH = "`config/dgx.py`"
 _FLASH_CODE = "its trainer"
 _EMA = "(0.9 every 8 steps, as a decay per step)"
+#: What all presets share that build upon Flow-GRPO's code.
+_FLOW_SHARED = {
+    **_from(_FLOW_BASE, advantage_clip=5.0, optimizer="adamw", beta2=0.999, weight_decay=1e-4, max_grad_norm=1.0),
+    **_from("`rewards.py`: `avg`, the sum of weighted scores", reward_combination="weighted"),
+    **_from("`stat_tracking.py`", advantage_eps=1e-4),
+}
+_FLOW_LORA = {**_from(_FLOW_BASE, lr=3e-4), **_from(_FLOW_CODE, rank=32, lora_alpha=64)}
 
 PRESETS: dict[str, Preset] = {
     "dancegrpo": Preset(
@@ -159,15 +160,13 @@ PRESETS: dict[str, Preset] = {
         settings={
             **_from("`config/grpo.py`, `geneval_sd3`", sampling_steps=10, num_generations=24, prompts_per_step=48,
                     updates_per_rollout=2, init_same_noise=False, kl_coef=0.04, advantage="global_std", use_ema=True),
-            **_from(_FLOW_BASE, eta=0.7, clip_range=1e-4, advantage_clip=5.0, optimizer="adamw", beta2=0.999,
-                    weight_decay=1e-4, max_grad_norm=1.0),
+            **_FLOW_SHARED,
+            **_from(_FLOW_BASE, eta=0.7, clip_range=1e-4),
             **_from(_FLOW_CODE, sampler="flow", window_size=0, lr_scheduler="constant"),
             **_from(f"{_FLOW_CODE}: divided by the squared noise rate", kl_space="rate"),
-            **_from(_FLOW_SCORES, reward_combination="weighted"),
-            **_from("`stat_tracking.py`", advantage_eps=1e-4),
             **_from(f"{_FLOW_CODE} {_EMA}", ema_decay=0.987),
         },
-        lora={**_from(_FLOW_BASE, lr=3e-4), **_from(_FLOW_CODE, rank=32, lora_alpha=64)},
+        lora=_FLOW_LORA,
         not_set=(
             "of the checkpoint: images of 512x512, classifier-free guidance 4.5 (`rollout_cfg`);",
             "`kl_coef` is 0.04 for GenEval and OCR, 0.01 for PickScore, 0.004 for its video trainer;",
@@ -183,14 +182,12 @@ PRESETS: dict[str, Preset] = {
                     updates_per_rollout=2, window_size=3, window_range=[0.0, 0.5], clip_range=1e-5, kl_coef=0.0,
                     advantage="global_std", rollout_cfg=1.0, use_ema=True),
             **_from("its pipeline", window_strategy="random"),
-            **_from(_FLOW_BASE, init_same_noise=False, advantage_clip=5.0, optimizer="adamw", beta2=0.999,
-                    weight_decay=1e-4, max_grad_norm=1.0),
+            **_FLOW_SHARED,
+            **_from(_FLOW_BASE, init_same_noise=False),
             **_from(_FLOW_CODE, lr_scheduler="constant"),
-            **_from(_FLOW_SCORES, reward_combination="weighted"),
-            **_from("`stat_tracking.py`", advantage_eps=1e-4),
             **_from(f"{_FLOW_CODE} {_EMA}", ema_decay=0.987),
         },
-        lora={**_from(_FLOW_BASE, lr=3e-4), **_from(_FLOW_CODE, rank=32, lora_alpha=64)},
+        lora=_FLOW_LORA,
         full=_from("`config/grpo.py`, `pickscore_bagel`", lr=1e-4),
         not_set=(
             "of the checkpoint: images of 512x512;",
@@ -228,11 +225,9 @@ PRESETS: dict[str, Preset] = {
                     updates_per_rollout=1, rollout_cfg=1.0, nft_beta=1.0, nft_kl=1e-4),
             **_from(f"{_NFT_CODE}, `decay_type` 1", nft_decay=[0.0, 0.001, 0.5]),
             **_from("`config/base.py`: 0.99 of 10 steps", nft_timesteps=9),
-            **_from("`config/base.py`", advantage="global_std", advantage_clip=5.0, optimizer="adamw", beta2=0.999,
-                    weight_decay=1e-4, max_grad_norm=1.0, use_ema=True),
+            **_FLOW_SHARED,
+            **_from(_FLOW_BASE, advantage="global_std", use_ema=True),
             **_from(_NFT_CODE, init_same_noise=False, ema_decay=0.9, lr_scheduler="constant"),
-            **_from(_FLOW_SCORES, reward_combination="weighted"),
-            **_from("`stat_tracking.py`", advantage_eps=1e-4),
         },
         lora={**_from("`config/base.py`", lr=3e-4), **_from(_NFT_CODE, rank=32, lora_alpha=64)},
         not_set=(
@@ -254,10 +249,7 @@ PRESETS: dict[str, Preset] = {
             **_from(_FLASH_CODE, step_weight="flash", init_same_noise=False,
                     lr_scheduler="constant"),
             **_from("its noise rate, sigma itself, is 0.98 to 0.77 at these steps", sampler="dance", eta=0.9),
-            **_from("`config/base.py`", advantage_clip=5.0, optimizer="adamw", beta2=0.999, weight_decay=1e-4,
-                    max_grad_norm=1.0),
-            **_from(_FLOW_SCORES, reward_combination="weighted"),
-            **_from("`stat_tracking.py`", advantage_eps=1e-4),
+            **_FLOW_SHARED,
             **_from(f"{_FLASH_CODE} {_EMA}", ema_decay=0.987),
         },
         lora={**_from(_FLASH, lr=1e-4), **_from(_FLASH_CODE, rank=16, lora_alpha=32)},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,7 @@ else:
     import tomli as tomllib
 
 
-class _Entry(Section):
-    """A prompt as the user writes it."""
-
-    prompt: str
-    size: VideoBucket | None = None
-    image: Place | None = None
-    video: Place | None = None
-
-
-@dataclass(frozen=True)
-class ValidationPrompt:
+class ValidationPrompt(Section):
     """One prompt to sample.
 
     Attributes:
@@ -44,9 +33,9 @@ class ValidationPrompt:
     """
 
     prompt: str
-    size: tuple[int, int, int] | None = None
-    image: str | None = None
-    video: str | None = None
+    size: VideoBucket | None = None
+    image: Place | None = None
+    video: Place | None = None
 
 
 def parse_validation_prompts(section: ValidationSection) -> list[ValidationPrompt]:
@@ -72,8 +61,8 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
     images = _media(section.validation_images, "validation_images", separator, len(prompts))
     videos = _media(section.validation_videos, "validation_videos", separator, len(prompts))
     return [
-        ValidationPrompt(p.prompt, p.size, image or p.image, video or p.video)
-        for p, image, video in zip(prompts, images, videos, strict=True)
+        prompt.model_copy(update={"image": image or prompt.image, "video": video or prompt.video})
+        for prompt, image, video in zip(prompts, images, videos, strict=True)
     ]
 
 
@@ -103,16 +92,15 @@ def _prompt(entry: Any, where: str) -> ValidationPrompt:
     if not isinstance(entry, dict) or not entry.get("prompt"):
         raise ConfigError([Problem(where, "has no prompt text")])
     try:
-        made = _Entry.model_validate(entry)
+        return ValidationPrompt.model_validate(entry)
     except ValidationError as error:
         raise ConfigError([Problem(where, _message(found)) for found in error.errors()]) from None
-    return ValidationPrompt(made.prompt, made.size, made.image, made.video)
 
 
 def _message(error: Mapping[str, Any]) -> str:
     key = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; valid: {', '.join(_Entry.model_fields)}"
+        return f"unknown key {key!r}; valid: {', '.join(ValidationPrompt.model_fields)}"
     return f"{key}: {value_message(error)}"
 
 

@@ -76,12 +76,8 @@ def parse_reward(value: Any) -> Any:
 
 def reward_text(entry: RewardEntry) -> str | dict[str, Any]:
     """The text that `parse_reward` reads back as an equal entry, or a table if an option has a comma."""
-    own = {
-        name: getattr(entry, name) for name in _OWN if getattr(entry, name) != type(entry).model_fields[name].default
-    }
-    text = ",".join(
-        [f"{entry.name}={entry.weight!r}", *(f"{key}={value}" for key, value in {**own, **entry.options}.items())]
-    )
+    options = entry.model_dump(include=set(_OWN), exclude_defaults=True) | entry.options
+    text = ",".join([f"{entry.name}={entry.weight!r}", *(f"{key}={value}" for key, value in options.items())])
     try:
         same = RewardEntry.model_validate(parse_reward(text)) == entry
     except ValueError:

@@ -88,11 +88,12 @@ class DataSection(Section):
     hf_dataset: Place | None = option(None, "Dataset to load with the library `datasets`: a hub id, a folder, or "
         "`videofolder` or `imagefolder` with `data_root`.", resume="free", scope="dataset")
     hf_subset: str | None = option(None, "Configuration of `hf_dataset`, if it has several.", resume="free",
-        scope="dataset")
-    hf_split: str = option("train", "Split of `hf_dataset`.", resume="free", scope="dataset")
-    hf_revision: str | None = option(None, "Git revision of `hf_dataset`.", resume="free", scope="dataset")
+        scope="dataset", needs="hf_dataset")
+    hf_split: str = option("train", "Split of `hf_dataset`.", resume="free", scope="dataset", needs="hf_dataset")
+    hf_revision: str | None = option(None, "Git revision of `hf_dataset`.", resume="free", scope="dataset",
+        needs="hf_dataset")
     hf_streaming: bool = option(False, "Stream `hf_dataset` row by row instead of downloading all of it first.",
-        resume="free", scope="dataset")
+        resume="free", scope="dataset", needs="hf_dataset")
     max_items: int | None = option(None, "Use only the first N rows of the dataset.", resume="free", scope="dataset",
         ge=1)
     allow_outside: bool = option(False, "Allow media paths and links that lead out of the dataset's folder.",
@@ -122,11 +123,12 @@ class DataSection(Section):
     frame_buckets: list[Annotated[int, Field(ge=1)]] = option([], "Lengths in frames that go with `resolutions`. By "
         "default they are chosen from the clips. Images always have 1.", resume="free", scope="dataset")
     min_ar: float = option(0.5, "Narrowest aspect ratio (width / height) of `resolutions`.", resume="free",
-        scope="dataset", gt=0, le=100)
+        scope="dataset", needs="num_ar_buckets", gt=0, le=100)
     max_ar: float = option(2.0, "Widest aspect ratio (width / height) of `resolutions`.", resume="free",
-        scope="dataset", gt=0, le=100)
+        scope="dataset", needs="num_ar_buckets", gt=0, le=100)
     num_ar_buckets: int = option(7, "Number of aspect ratios between `min_ar` and `max_ar`, spaced by equal factors. 0 "
-        "uses only the shapes that `resolutions` give.", resume="free", scope="dataset", ge=0, le=100)
+        "uses only the shapes that `resolutions` give.", resume="free", scope="dataset", needs="resolutions", ge=0,
+        le=100)
     target_fps: float | None = option(None, "Frame rate in frames per second that clips are resampled to. The default "
         "is the rate the model was trained at.", resume="data", scope="dataset", gt=0, le=1000)
     frame_selection: Literal["head", "middle", "random", "uniform", "chunk"] = option("head",

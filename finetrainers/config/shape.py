@@ -43,13 +43,21 @@ def kind(annotation: Any) -> str:
     return {int: "integer", float: "number", Path: "path", RewardEntry: "reward"}.get(annotation, "text")
 
 
-def default_text(field: FieldInfo) -> str:
-    """The default as a user would write it."""
-    if field.is_required():
-        return "required"
-    value = field.default
+def value_text(value: Any) -> str:
+    """A value as a user would write it."""
     if value is None or value == []:
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def value_cell(value: Any) -> str:
+    """A value in a cell of a Markdown table."""
+    text = value_text(value)
+    return text if text in ("none", "on", "off") else f"`{escape_cell(text)}`"
+
+
+def escape_cell(text: str) -> str:
+    """A text for a cell of a Markdown table."""
+    return text.replace("|", "\\|")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
@@ -16,48 +17,29 @@ _IMAGE_BUCKET = re.compile(r"^(\d+)x(\d+)$")
 _RESOLUTION = re.compile(r"^(\d+)(?:x(\d+))?$")
 
 
-def parse_video_bucket(value: Any) -> Any:
-    """`"49x512x768"` (frames x height x width) as a tuple; tuples pass through.
+def _sizes(pattern: re.Pattern[str], wanted: str) -> Callable[[Any], Any]:
+    """A parser of positive integers joined by `x`: text becomes a tuple, and other values pass through."""
 
-    Raises:
-        ValueError: the text is not three positive integers joined by `x`.
-    """
-    if isinstance(value, str):
-        match = _BUCKET.match(value.strip())
+    def parse(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        match = pattern.match(value.strip())
         if not match or "0" in match.groups():
-            raise ValueError(f"{value!r} is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)")
-        return tuple(int(part) for part in match.groups())
-    return value
+            raise ValueError(f"{value!r} is {wanted}")
+        return tuple(int(part) for part in match.groups() if part is not None)
+
+    return parse
 
 
-def parse_image_bucket(value: Any) -> Any:
-    """`"512x768"` (height x width) as a tuple; tuples pass through.
-
-    Raises:
-        ValueError: the text is not two positive integers joined by `x`.
-    """
-    if isinstance(value, str):
-        match = _IMAGE_BUCKET.match(value.strip())
-        if not match or "0" in match.groups():
-            raise ValueError(f"{value!r} is not HEIGHTxWIDTH, for example 512x768")
-        return tuple(int(part) for part in match.groups())
-    return value
+_parse_video_bucket = _sizes(_BUCKET, "not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)")
+_parse_image_bucket = _sizes(_IMAGE_BUCKET, "not HEIGHTxWIDTH, for example 512x768")
+_parse_sides = _sizes(_RESOLUTION, "neither the side of a square, for example 512, nor HEIGHTxWIDTH")
 
 
-def parse_resolution(value: Any) -> Any:
-    """`512` or `"512"` (the sides of a square) or `"512x768"` (height x width) as a tuple; pairs pass through.
-
-    Raises:
-        ValueError: the text is neither.
-    """
-    if isinstance(value, str):
-        match = _RESOLUTION.match(value.strip())
-        if not match or "0" in match.groups():
-            raise ValueError(f"{value!r} is neither the side of a square, for example 512, nor HEIGHTxWIDTH")
-        return int(match[1]), int(match[2] or match[1])
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value, value
-    return value
+def _parse_resolution(value: Any) -> Any:
+    """`512` or `"512"` (the sides of a square) or `"512x768"` (height x width) as a tuple; pairs pass through."""
+    sides = (value,) if isinstance(value, int) and not isinstance(value, bool) else _parse_sides(value)
+    return sides * 2 if isinstance(sides, tuple) and len(sides) == 1 else sides
 
 
 def parse_for_bucket(value: Any) -> Any:
@@ -70,7 +52,7 @@ def parse_for_bucket(value: Any) -> Any:
         bucket, equals, number = (part.strip() for part in value.partition("="))
         if not (_BUCKET.match(bucket) or _IMAGE_BUCKET.match(bucket)) or not equals or not number:
             raise ValueError(f"{value!r} is not BUCKET=VALUE, for example 49x512x768=2")
-        return parse_video_bucket(bucket if _BUCKET.match(bucket) else f"1x{bucket}"), number
+        return _parse_video_bucket(bucket if _BUCKET.match(bucket) else f"1x{bucket}"), number
     return value
 
 
@@ -147,20 +129,20 @@ HubId = Annotated[str, AfterValidator(check_hub_id)]
 Seconds = Annotated[int, Field(le=10_000_000)]
 VideoBucket = Annotated[
     tuple[int, int, int],
-    BeforeValidator(parse_video_bucket),
+    BeforeValidator(_parse_video_bucket),
     PlainSerializer(_joined, return_type=str),
     WithJsonSchema({"type": "string", "pattern": _BUCKET.pattern}),
 ]
 ImageBucket = Annotated[
     tuple[int, int],
-    BeforeValidator(parse_image_bucket),
+    BeforeValidator(_parse_image_bucket),
     PlainSerializer(_joined, return_type=str),
     WithJsonSchema({"type": "string", "pattern": _IMAGE_BUCKET.pattern}),
 ]
 #: An area in pixels, by the height and width of a picture that has it.
 Resolution = Annotated[
     tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
-    BeforeValidator(parse_resolution),
+    BeforeValidator(_parse_resolution),
     PlainSerializer(_resolution_text, return_type=str),
     WithJsonSchema({"type": ["string", "integer"], "pattern": _RESOLUTION.pattern}),
 ]

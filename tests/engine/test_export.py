@@ -50,7 +50,7 @@ def finished(tmp_path, *, pretrained="owner/base", **options):
             table=lambda: [("bucket", "clips"), ("9x64x96", "3")], step_of=lambda config: "2 clips",
         ),
         geometry=SimpleNamespace(fps=25.0),
-        prompts=[ValidationPrompt("a fox: at night"), ValidationPrompt("a dog")],
+        prompts=[ValidationPrompt(prompt="a fox: at night"), ValidationPrompt(prompt="a dog")],
     )  # fmt: skip
     return state, checked
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from ..facts import Facts
-from ..root import TrainConfig
+from ..root import TrainConfig, fields
 from ..sections import DataSection
 from .findings import Findings
 from .windows import slice_problem, window_warnings
 
 _TABLES = (".csv", ".json", ".jsonl", ".parquet")
-_OF_LIBRARY = ("hf_subset", "hf_split", "hf_revision", "hf_streaming")
 
 
 def check_data(config: TrainConfig, facts: Facts, found: Findings) -> None:
     """Check the options that only training on clips reads."""
     data = config.data
     given = [name for name in type(data).model_fields if config.changed(name)]
-    errors, warnings = check_source(data, given=given)
-    for option, message in (*errors, *bucket_problems(data, given=given)):
-        found.error(option, message)
-    found.warnings += [*warnings, *bucket_warnings(data, given=given), *window_warnings(config)]
+    check_dataset(data, given=given, found=found)
+    found.warnings += window_warnings(config)
     if (problem := slice_problem(data, first_frame=facts.first_frame)) is not None:
         found.error(*problem)
     _check_precomputation(config, found)
@@ -70,55 +68,42 @@ def _check_first_frame(config: TrainConfig, facts: Facts, found: Findings) -> No
         found.error("first_frame_conditioning_p", f"this {config.model.model_name} takes no first frame; remove it")
 
 
-def check_source(data: DataSection, *, given: Collection[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Check the options that name a dataset: errors as (option, message), and warnings about options without effect.
+def check_dataset(data: DataSection, *, given: Collection[str], found: Findings) -> None:
+    """Check the options of a dataset: those of the run if it has one, else its own.
 
     Args:
         data: the options.
         given: names of those that were given.
+        found: gets errors and warnings.
     """
-    errors: list[tuple[str, str]] = []
+    if data.video_resolution_buckets:
+        for option in ("resolutions", "frame_buckets"):
+            if option in given:
+                found.error(option, "--video_resolution_buckets names every size and length already; give one of them")
+    if data.min_ar > data.max_ar:
+        found.error("min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}")
+    if data.dataset is None:
+        _check_source(data, given, found)
+        for name in (name for name, option in fields().items() if option.scope == "dataset" and name in given):
+            found.check_needs(name, partial(getattr, data))
+        return
+    for name in ("data_root", "dataset_file", "hf_dataset"):
+        if getattr(data, name) is not None:
+            found.error(name, "--dataset FILE names the datasets; name it there, or drop --dataset")
+
+
+def _check_source(data: DataSection, given: Collection[str], found: Findings) -> None:
     if not data.is_named:
-        return [("data_root", "no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset")], []
-    if data.dataset is not None:
-        named = [name for name in ("data_root", "dataset_file", "hf_dataset") if getattr(data, name) is not None]
-        return [(name, "--dataset FILE names the datasets; name it there, or drop --dataset") for name in named], []
+        found.error("data_root", "no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset")
     if data.hf_dataset is not None and data.dataset_file is not None:
-        errors.append(("hf_dataset", "--dataset_file names another dataset; give one of them"))
+        found.error("hf_dataset", "--dataset_file names another dataset; give one of them")
     if data.caption_columns and "caption_column" in given:
-        errors.append(("caption_columns", "they take the place of --caption_column; give one of them"))
-    warnings = []
-    if data.hf_dataset is None:
-        warnings += [f"--{name} has no effect without --hf_dataset" for name in _OF_LIBRARY if name in given]
-    suffix = data.dataset_file.suffix.lower() if data.dataset_file is not None else ""
-    if data.caption_lines and (suffix in _TABLES or data.hf_dataset is not None):
-        warnings.append(
-            "--caption_lines has no effect without .txt files beside the clips; several captions are a list there"
+        found.error("caption_columns", "they take the place of --caption_column; give one of them")
+    is_table = data.dataset_file is not None and data.dataset_file.suffix.lower() in _TABLES
+    if data.caption_lines and (is_table or data.hf_dataset is not None):
+        found.warnings.append(
+            "--caption_lines has no effect without .txt files next to the clips; several captions are a list there"
         )
     if data.caption_columns and data.dataset_file is None and data.hf_dataset is None:
-        warnings.append("--caption_columns has no effect without columns: a .csv, .json, .jsonl, .parquet or .tar file")
-    return errors, warnings
-
-
-def bucket_problems(data: DataSection, *, given: Collection[str]) -> list[tuple[str, str]]:
-    """Check the options that name sizes: errors as (option, message). Arguments as of `check_source`."""
-    found = []
-    if data.video_resolution_buckets:
-        found += [
-            (option, "--video_resolution_buckets names every size and length already; give one of them")
-            for option in ("resolutions", "frame_buckets")
-            if option in given
-        ]
-    if data.min_ar > data.max_ar:
-        found.append(("min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}"))
-    return found
-
-
-def bucket_warnings(data: DataSection, *, given: Collection[str]) -> list[str]:
-    """Warnings about options of aspect ratios without effect. Arguments as of `check_source`."""
-    shapes = [option for option in ("min_ar", "max_ar", "num_ar_buckets") if option in given]
-    if not data.resolutions:
-        return [f"--{option} has no effect without --resolutions" for option in shapes]
-    if data.num_ar_buckets == 0:
-        return [f"--{option} has no effect with --num_ar_buckets 0" for option in shapes if option != "num_ar_buckets"]
-    return []
+        message = "--caption_columns has no effect without columns: a .csv, .json, .jsonl, .parquet or .tar file"
+        found.warnings.append(message)

@@ -1,10 +1,13 @@
-"""Errors and warnings that the rules between options find."""
+"""Errors and warnings that the rules between options find, and the rule of options that need another one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import Problem
+from ..root import fields
 
 
 @dataclass
@@ -17,3 +20,26 @@ class Findings:
     def error(self, option: str, message: str) -> None:
         """Record an error about an option."""
         self.errors.append(Problem(f"--{option}", message))
+
+    def check_needs(self, name: str, value_of: Callable[[str], Any]) -> None:
+        """Warn of an option that was given without the one that it needs."""
+        if (lacks := _unmet(name, value_of)) is not None:
+            self.warnings.append(f"--{name} has no effect {lacks}")
+
+
+def _unmet(name: str, value_of: Callable[[str], Any]) -> str | None:
+    """The option that another one needs and that is not set, in words; None if there is none."""
+    needs = fields()[name].needs
+    if needs is None:
+        return None
+    needed, _, allowed = needs.partition("=")
+    if (lacks := _unmet(needed, value_of)) is not None:
+        return lacks
+    value = value_of(needed)
+    if allowed:
+        met = set(allowed.split("|")) & set(value if isinstance(value, list) else [value])
+        return None if met else f"without --{needed} {allowed.replace('|', ' or ')}"
+    if value:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"while --{needed} is {value:g}" if is_number else f"without --{needed}"

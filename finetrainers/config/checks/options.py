@@ -73,35 +73,16 @@ def _check_needs(config: TrainConfig, found: Findings) -> None:
     """Warn of options that their method does not read, and of those without another one that they need."""
     method = config.training.method
     for name, option in fields().items():
-        if not config.changed(name):
-            continue
         if method in REWARD_METHODS and option.section in ("data", "dataloader", "diffusion"):
             continue  # read for clips alone
+        if option.scope == "dataset" or not config.changed(name):
+            continue
+        needed = (option.needs or name).partition("=")[0]
         if option.method not in (None, method):
             if method in sections()[option.section].methods:
                 found.warnings.append(f"--{name} has no effect with --method {method}")
-        elif (lacks := _unmet(config, name)) is not None:
-            found.warnings.append(f"--{name} has no effect {lacks}")
-
-
-def _unmet(config: TrainConfig, name: str) -> str | None:
-    """The option that another one needs and that is not set, in words; None if there is none."""
-    needs = fields()[name].needs
-    if needs is None:
-        return None
-    needed, _, allowed = needs.partition("=")
-    if fields()[needed].scope == "dataset" and config.data.dataset is not None:
-        return None  # each dataset may have its own
-    if (lacks := _unmet(config, needed)) is not None:
-        return lacks
-    value = config.get(needed)
-    if allowed:
-        met = set(allowed.split("|")) & set(value if isinstance(value, list) else [value])
-        return None if met else f"without --{needed} {allowed.replace('|', ' or ')}"
-    if value:
-        return None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return f"while --{needed} is {value:g}" if is_number else f"without --{needed}"
+        elif config.data.dataset is None or fields()[needed].scope == "run":  # else each dataset may have its own
+            found.check_needs(name, config.get)
 
 
 def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[ValidationPrompt], found: Findings) -> None:

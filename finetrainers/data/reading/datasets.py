@@ -16,7 +16,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from finetrainers.config.base import Section
-from finetrainers.config.checks.data import bucket_problems, bucket_warnings, check_source
+from finetrainers.config.checks.data import check_dataset
+from finetrainers.config.checks.findings import Findings
 from finetrainers.config.errors import value_message
 from finetrainers.config.names import INSTEAD, meant_by
 from finetrainers.config.root import TrainConfig, fields, former_names
@@ -182,11 +183,9 @@ def _dataset(
     own = _own_options(options, data, names_columns=bool(set(LISTS) & table.keys()))
     warnings = [located(key, message) for key, message in made.warnings.items()]
     if not mine:
-        errors, without_effect = check_source(own, given=options)
-        for option, message in (*errors, *bucket_problems(own, given=options)):
-            mine.append(f"{where}: {option}: {message}")
-        without_effect += bucket_warnings(own, given=options)
-        warnings += [f"{where}: {warning}" for warning in without_effect]
+        check_dataset(own, given=options, found=(found := Findings()))
+        mine += [f"{where}: {problem.where.removeprefix('--')}: {problem.message}" for problem in found.errors]
+        warnings += [f"{where}: {warning}" for warning in found.warnings]
     problems += mine
     return Dataset(
         share.get("name") or "",

@@ -93,7 +93,10 @@ def test_errors_for_variance_preserving_models(options, expected):
         ({"async_checkpointing": True, "checkpointing_steps": 0}, "the run waits for its last checkpoint"),
         ({"max_nonfinite_steps": 3}, "without --on_nonfinite skip or rollback"),
         ({"min_ar": 0.6}, "--min_ar has no effect without --resolutions"),
-        ({"resolutions": [512], "num_ar_buckets": 0, "max_ar": 3.0}, "--max_ar has no effect with --num_ar_buckets 0"),
+        (
+            {"resolutions": [512], "num_ar_buckets": 0, "max_ar": 3.0},
+            "--max_ar has no effect while --num_ar_buckets is 0",
+        ),
         ({"bucket_fall_shorter": True}, "without --bucket_keep_prob"),
         ({"scale_lr": True, "bucket_batch_sizes": ["1x64x64=2"]}, "--scale_lr follows --batch_size alone"),
         ({"zero_stage": 3}, "--zero_stage has no effect without --deepspeed"),
