@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ class OneOf:
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
         if error is not None:
             raise error
+
+    def raise_on_all_ranks(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def max_on_host(self, values: Sequence[int]) -> list[int]:
         return list(values)

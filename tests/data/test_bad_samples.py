@@ -20,7 +20,7 @@ import torch
 from one_of import OneOf
 
 from finetrainers.config.load import load_config
-from finetrainers.config.sections import DataSection
+from finetrainers.config.sections import DataloaderSection, DataSection
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.cache.keys import CacheKeys
 from finetrainers.data.cache.store import CacheError, TensorCache
@@ -29,9 +29,10 @@ from finetrainers.data.loading import workers
 from finetrainers.data.loading.bad_samples import BadSample, BadSamplesError, BadSampleTracker, Substitutes, load_clips
 from finetrainers.data.loading.batch_sampler import BatchSampler, MicroBatch
 from finetrainers.data.loading.loader import DecodeFetch, RawBatch, StepSampler, iterate_steps
+from finetrainers.data.loading.position import DataPosition, Segment
 from finetrainers.data.loading.precompute import CacheFetch, precompute_text, precompute_video
 from finetrainers.data.loading.training_data import TrainingData
-from finetrainers.data.loading.workers import WorkersLost
+from finetrainers.data.loading.workers import WorkersLost, note_reading
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.models.spec import Conditions, Parts
 
@@ -95,29 +96,37 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
     """The same at every world size and number of workers; the metrics and events say so."""
     clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, seed=k)) for k in range(4)]
     clips[2].path.write_bytes(b"overwritten after the check")
-    sampler = BatchSampler(clips, batch_size=2, seed=7)
+    sampler = BatchSampler(clips, Segment(0, 2, 1), seed=7)
     fetch = DecodeFetch(7, Substitutes(clips))
 
     def first_epoch(**arguments: Any) -> list[RawBatch]:
         return list(itertools.chain(*itertools.islice(iterate_steps(StepSampler(sampler), fetch, **arguments), 2)))
 
     alone = first_epoch()
-    ranks = [next(iterate_steps(StepSampler(sampler, data_rank=rank, data_size=2), fetch)) for rank in (0, 1)]
+    shared = BatchSampler(clips, Segment(0, 2, 2), seed=7)
+    ranks = [next(iterate_steps(StepSampler(shared, data_rank=rank, data_size=2), fetch)) for rank in (0, 1)]
     for others in (first_epoch(num_workers=1), [batch for rank in ranks for batch in rank]):
         for ours, theirs in zip(alone, others, strict=True):
-            assert torch.equal(ours.video, theirs.video)  # type: ignore[arg-type]
+            assert all(map(torch.equal, ours.pixels, theirs.pixels))
             assert (ours.clips, ours.sample_keys, ours.bad) == (theirs.clips, theirs.sample_keys, theirs.bad)
     [bad] = [one for batch in alone for one in batch.bad]
     assert bad.clip == clips[2]
     captions = [one.caption for batch in alone for one in batch.clips]
     assert sorted(captions) == ["caption 0", "caption 1", "caption 3", "caption 3"]
 
-    plan: Any = type("Plan", (), {"clips": tuple(clips), "eval_clips": ()})
+    plan: Any = type("Plan", (), {"clips": tuple(clips), "eval_clips": (), "fetch_with": lambda _, fetch: fetch})()
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3)
     spec: Any = SimpleNamespace(facts=SimpleNamespace(first_frame="none"))
     texts: Any = SimpleNamespace(encode=lambda prompts: None)
-    encoders = Parts({"vae": None})
-    source = TrainingData(plan, config, spec=spec, parallel=OneOf(), texts=texts, clip_encoders=encoders)  # type: ignore[arg-type]
+    source = TrainingData(
+        plan,
+        config,
+        spec=spec,
+        parallel=OneOf(),
+        texts=texts,
+        clip_encoders=Parts({"vae": None}),
+        data_position=DataPosition.begin(config, data_size=1),  # type: ignore[arg-type]
+    )
     source._fetch, source._encoder = fetch, lambda raw, dropout=True: raw  # type: ignore[assignment]
     steps, seen = source.steps(0), []
     for _ in range(4):
@@ -139,7 +148,7 @@ def test_a_pipe_in_the_place_of_a_file_hangs_nothing(make_video: Callable[..., P
     signal.alarm(20)
     try:
         for backend in ("pyav", *(["decord"] if has_decord else [])):
-            sampler = BatchSampler([replace(one, backend=backend) for one in clips], batch_size=2, seed=7)
+            sampler = BatchSampler([replace(one, backend=backend) for one in clips], Segment(0, 2, 1), seed=7)
             [raw] = next(iterate_steps(StepSampler(sampler), DecodeFetch(7, Substitutes(sampler.clips))))
             [bad] = raw.bad
             assert bad.reason == f"cannot decode {clips[1].path}: is not a regular file but a named pipe"
@@ -154,8 +163,14 @@ def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], t
     clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, seed=k)) for k in range(3)]
     keys = CacheKeys(TensorCache(tmp_path / "t"), FileFacts(tmp_path / "d"), "t", "v", DataSection(), seed=7)
     encode_text = lambda prompts: Conditions({"embeds": torch.ones(len(prompts), 3, 2)})  # noqa: E731
-    precompute_text((c.caption for c in clips), encode_text, keys)
-    precompute_video(clips, lambda video, _: {"moments": video[:, :2, :1, :2, :2]}, keys)
+    precompute_text((c.caption for c in clips), encode_text, keys, OneOf())
+    precompute_video(
+        clips,
+        lambda video, _: {"moments": video[:, :2, :1, :2, :2]},
+        keys,
+        OneOf(),
+        loading=DataloaderSection(dataloader_num_workers=0),
+    )
     whole = CacheFetch(keys)(MicroBatch(0, (clips[2], clips[2])))
     keys.cache.put(keys.video(clips[0]), {"moments": torch.full((1, 2, 1, 2, 2), torch.nan)})
     path = keys.cache.path(keys.video(clips[1]))
@@ -166,8 +181,6 @@ def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], t
     raw = CacheFetch(keys, Substitutes(clips))(MicroBatch(0, (clips[0], clips[1])))
     assert [one.clip.index for one in raw.bad] == [0, 1, 1]
     assert raw.clips == (clips[2], clips[2])
-    assert raw.cached is not None
-    assert whole.cached is not None
     assert torch.equal(raw.cached["moments"], whole.cached["moments"])
 
 
@@ -179,10 +192,9 @@ class Disturbed:
     at: int
     deed: str
 
-    def __call__(self, batch: MicroBatch, *, note: Callable[[Clip], None] | None = None) -> RawBatch:
+    def __call__(self, batch: MicroBatch) -> RawBatch:
         for one in batch.clips:
-            if note is not None:
-                note(one)
+            note_reading(one)
             once, always = self.directory / "once", self.directory / "always"
             if one.index == self.at and (once.exists() or always.exists()):
                 once.unlink(missing_ok=True)
@@ -190,7 +202,7 @@ class Disturbed:
                     os.kill(os.getpid(), signal.SIGSEGV)
                 time.sleep(60)
         numbers = torch.tensor([float(one.index) for one in batch.clips])
-        return RawBatch(batch.clips, batch.sample_keys, batch.weight, video=numbers)
+        return RawBatch(batch.clips, batch.sample_keys, batch.weight, pixels=(numbers,))
 
 
 @pytest.mark.parametrize("deed", ["crash", "hang"])
@@ -198,7 +210,7 @@ def test_lost_workers_are_started_again_at_the_same_batch(
     deed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "_LOOK_S", 0.1)
-    sampler = BatchSampler([clip(k) for k in range(4)], batch_size=1, seed=7)
+    sampler = BatchSampler([clip(k) for k in range(4)], Segment(0, 1, 2), seed=7)
     (tmp_path / "once").touch()
     # On a busy machine a new worker may need longer than this for its first batch, and then counts as hanging, too.
     timeout_s = 0.5 if deed == "hang" else 0.0
@@ -206,13 +218,13 @@ def test_lost_workers_are_started_again_at_the_same_batch(
 
     def take(count: int) -> list[float]:
         steps = iterate_steps(
-            StepSampler(sampler, accumulation=2, start=1),
+            StepSampler(sampler, start=1),
             fetch,
             num_workers=1,
             timeout_s=timeout_s,
             on_restart=said.append,
         )
-        return [raw.video.item() for step in itertools.islice(steps, count) for raw in step]  # type: ignore[union-attr]
+        return [raw.pixels[0].item() for step in itertools.islice(steps, count) for raw in step]
 
     handler = signal.getsignal(signal.SIGCHLD)
     disturbed = take(3)
@@ -238,13 +250,13 @@ def test_the_start_of_workers_is_no_hanging(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(workers, "_LOOK_S", 0.1)
     monkeypatch.setattr(workers, "_begin", slowly)
-    sampler, said = BatchSampler([clip(k) for k in range(4)], batch_size=1, seed=7), []
+    sampler, said = BatchSampler([clip(k) for k in range(4)], Segment(0, 1, 1), seed=7), []
 
     def first() -> RawBatch:
         fetch = Disturbed(tmp_path, at=-1, deed="none")
         return next(iterate_steps(StepSampler(sampler), fetch, num_workers=1, timeout_s=0.5, on_restart=said.append))[0]
 
-    assert first().video is not None
+    assert first().pixels
     assert said == []
     monkeypatch.setattr(workers, "_STARTING_S", 0.3)
     monkeypatch.setattr(workers, "RESTARTS", 0)
@@ -258,13 +270,14 @@ import torch
 from finetrainers.data.loading.loader import RawBatch, StepSampler, iterate_steps
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.loading.batch_sampler import BatchSampler
+from finetrainers.data.loading.position import Segment
 
-def fetch(batch, *, note=None):
-    return RawBatch(batch.clips, batch.sample_keys, batch.weight, video=torch.zeros(1))
+def fetch(batch):
+    return RawBatch(batch.clips, batch.sample_keys, batch.weight, pixels=(torch.zeros(1),))
 
 def main():
     clips = [Clip(0, Path("0"), "", "video", (9, 32, 48), 8.0, 20, 8.0, 48, 32)]
-    steps = iterate_steps(StepSampler(BatchSampler(clips, batch_size=1, seed=7)), fetch, num_workers=1)
+    steps = iterate_steps(StepSampler(BatchSampler(clips, Segment(0, 1, 1), seed=7)), fetch, num_workers=1)
     next(steps)
     raise ValueError("as in a step")
 

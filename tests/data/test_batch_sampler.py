@@ -13,7 +13,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.loading.batch_sampler import BatchSampler, fixed_batches, sampler_for
-from finetrainers.data.loading.position import DataPosition
+from finetrainers.data.loading.position import DataPosition, Segment
 
 BUCKETS = [(9, 32, 48), (17, 32, 48), (1, 64, 64)]
 
@@ -37,7 +37,7 @@ counts = st.lists(st.integers(0, 9), min_size=1, max_size=3).filter(any)
 @given(counts=counts, batch_size=st.integers(1, 5), seed=st.integers(0, 9), epoch=st.integers(0, 3))
 def test_an_epoch_has_every_clip_once_in_batches_of_one_bucket(counts, batch_size, seed, epoch) -> None:
     clips = make_clips(counts)
-    sampler = BatchSampler(clips, batch_size=batch_size, seed=seed)
+    sampler = BatchSampler(clips, Segment(0, batch_size, 1), seed=seed)
     per_epoch = sum(-(-count // batch_size) for count in counts)
     batches = [sampler.at(epoch * per_epoch + place) for place in range(per_epoch)]
     assert {batch.epoch for batch in batches} == {epoch}
@@ -55,10 +55,10 @@ def test_an_epoch_has_every_clip_once_in_batches_of_one_bucket(counts, batch_siz
 def test_a_step_is_the_same_at_any_world_size_and_its_weights_give_the_mean(
     counts, batch_size, accumulation, world, step
 ) -> None:
-    sampler = BatchSampler(make_clips(counts), batch_size=batch_size, seed=3)
-    ranks = [sampler.step(step, accumulation=accumulation, data_rank=r, data_size=world) for r in range(world)]
+    sampler = BatchSampler(make_clips(counts), Segment(0, batch_size, accumulation * world), seed=3)
+    ranks = [sampler.step(step, data_rank=r, data_size=world) for r in range(world)]
     assert {len(batches) for batches in ranks} == {accumulation}
-    alone = sampler.step(step, accumulation=accumulation * world, data_rank=0, data_size=1)
+    alone = sampler.step(step)
     seen = [batch.sample_keys for turn in zip(*ranks, strict=True) for batch in turn]
     assert seen == [batch.sample_keys for batch in alone]
 
@@ -101,12 +101,11 @@ def walk(clips: list[Clip], parts: list[Part], *, epochs: int = 0) -> list[list[
             json.loads(json.dumps(data_position.state()))
         )  # as a checkpoint keeps it
         sampler = sampler_for(clips, data_position)
-        ways = {"accumulation": part.accumulation, "data_size": part.world}
         end = len(steps) + part.steps
         if number == len(parts) - 1:
-            end = max(len(steps), sampler.steps_for_epochs(epochs, **ways))
+            end = max(len(steps), sampler.steps_for_epochs(epochs))
         for step in range(len(steps), end):
-            ranks = [sampler.step(step, data_rank=rank, **ways) for rank in range(part.world)]
+            ranks = [sampler.step(step, data_rank=rank, data_size=part.world) for rank in range(part.world)]
             steps.append([key for turn in zip(*ranks, strict=True) for batch in turn for key in batch.sample_keys])
     return steps
 
@@ -170,7 +169,7 @@ def test_going_back_forgets_what_came_after() -> None:
 
 def test_with_one_bucket_the_order_does_not_depend_on_the_batch_size() -> None:
     clips = make_clips([10])
-    by_four, by_one = (BatchSampler(clips, batch_size=size, seed=5) for size in (4, 1))
+    by_four, by_one = (BatchSampler(clips, Segment(0, size, 1), seed=5) for size in (4, 1))
     for epoch in range(3):
         joined = [i for k in range(3) for i in indices(by_four.at(epoch * 3 + k).clips)]
         assert joined == [i for k in range(10) for i in indices(by_one.at(epoch * 10 + k).clips)]
@@ -180,7 +179,7 @@ def test_order_differs_by_epoch_and_seed_and_is_reproducible() -> None:
     clips = make_clips([12])
 
     def order(seed: int, epoch: int) -> list[int]:
-        sampler = BatchSampler(clips, batch_size=12, seed=seed)
+        sampler = BatchSampler(clips, Segment(0, 12, 1), seed=seed)
         return indices(sampler.at(epoch).clips)
 
     orders = [tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)]
@@ -191,8 +190,8 @@ def test_order_differs_by_epoch_and_seed_and_is_reproducible() -> None:
 
 
 def test_leftovers_come_last_in_order_of_their_first_clip() -> None:
-    sampler = BatchSampler(make_clips([5, 3]), batch_size=4, seed=0)
-    order = [i for k in range(8) for i in indices(BatchSampler(sampler.clips, batch_size=1, seed=0).at(k).clips)]
+    sampler = BatchSampler(make_clips([5, 3]), Segment(0, 4, 1), seed=0)
+    order = [i for k in range(8) for i in indices(BatchSampler(sampler.clips, Segment(0, 1, 1), seed=0).at(k).clips)]
     batches = [indices(sampler.at(k).clips) for k in range(3)]
     assert [len(batch) for batch in batches] == [4, *(len(batch) for batch in batches[1:])]
     assert sorted(map(len, batches[1:])) == [1, 3]
@@ -201,18 +200,17 @@ def test_leftovers_come_last_in_order_of_their_first_clip() -> None:
 
 
 def test_steps_for_epochs() -> None:
-    sampler = BatchSampler(make_clips([5, 3]), batch_size=2, seed=0)
-    assert sampler.steps_for_epochs(1, accumulation=1, data_size=1) == 5
-    assert sampler.steps_for_epochs(2, accumulation=1, data_size=1) == 10
-    assert sampler.steps_for_epochs(2, accumulation=2, data_size=2) == 3
+    one, four = (BatchSampler(make_clips([5, 3]), Segment(0, 2, per_step), seed=0) for per_step in (1, 4))
+    assert [one.steps_for_epochs(epochs) for epochs in (1, 2)] == [5, 10]
+    assert four.steps_for_epochs(2) == 3
 
 
 def test_fixed_batches_keep_every_clip_once() -> None:
-    batches = fixed_batches(make_clips([3, 2]), batch_size=2)
+    batches = fixed_batches(make_clips([3, 2]), Segment(0, 2, 1))
     assert [indices(batch.clips) for batch in batches] == [[0, 1], [2], [3, 4]]
     assert Counter(batch.weight for batch in batches) == {1.0: 3}
 
 
 def test_no_clips_is_an_error() -> None:
     with pytest.raises(ValueError, match="no clips"):
-        BatchSampler([], batch_size=1, seed=0)
+        BatchSampler([], Segment(0, 1, 1), seed=0)

@@ -11,23 +11,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from one_of import OneOf
 from torch import Tensor
 
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.sections import DataSection
+from finetrainers.config.sections import DataloaderSection, DataSection
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.cache.keys import CacheKeys
 from finetrainers.data.cache.store import CacheError, TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.loading.batch_sampler import BatchSampler, MicroBatch
-from finetrainers.data.loading.encode import CachedEncoder, Encoder, dropped_captions
+from finetrainers.data.loading.encode import Encoder, dropped_captions
 from finetrainers.data.loading.loader import DecodeFetch, RawBatch, StepSampler, iterate_steps
-from finetrainers.data.loading.precompute import CacheFetch, Share, precompute_text, precompute_video
+from finetrainers.data.loading.position import Segment
+from finetrainers.data.loading.precompute import CacheFetch, precompute_text, precompute_video
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.models.batch import noised
 from finetrainers.models.spec import Batch, Conditions, ModelSpec, Parts
 from finetrainers.utils.seeding import derive_seed
+
+#: Decodes in this process.
+HERE = DataloaderSection(dataloader_num_workers=0)
 
 
 class FakeModel:
@@ -85,12 +90,10 @@ def same(a: Batch, b: Batch) -> bool:
 
 def test_loader_starts_anywhere_and_workers_change_nothing(clips: list[Clip]) -> None:
     clips = [replace(clip, reshape_mode="random", frame_selection="random") for clip in clips]
-    sampler = BatchSampler(clips, batch_size=2, seed=7)
+    sampler = BatchSampler(clips, Segment(0, 2, 2), seed=7)
 
     def take(count: int, *, start: int = 0, num_workers: int = 0):
-        steps = iterate_steps(
-            StepSampler(sampler, start=start, accumulation=2), DecodeFetch(7), num_workers=num_workers
-        )
+        steps = iterate_steps(StepSampler(sampler, start=start), DecodeFetch(7), num_workers=num_workers)
         return list(itertools.islice(steps, count))
 
     straight = take(4)
@@ -100,7 +103,7 @@ def test_loader_starts_anywhere_and_workers_change_nothing(clips: list[Clip]) ->
             for a, b in zip(left, right, strict=True):
                 assert a.sample_keys == b.sample_keys
                 assert a.weight == b.weight
-                assert torch.equal(a.video, b.video)
+                assert all(map(torch.equal, a.pixels, b.pixels))
 
 
 def test_clips_that_are_tiled_for_their_size_have_entries_of_their_own(clips: list[Clip], tmp_path: Path) -> None:
@@ -114,17 +117,17 @@ def test_clips_that_are_tiled_for_their_size_have_entries_of_their_own(clips: li
 def test_random_cuts_differ_by_epoch_and_clip(clips: list[Clip]) -> None:
     fetch = DecodeFetch(7)
     twins = tuple(replace(clips[4], index=index, frame_selection="random") for index in range(6))
-    first, second = fetch(MicroBatch(0, twins)).video, fetch(MicroBatch(1, twins)).video
+    first, second = (torch.stack(fetch(MicroBatch(epoch, twins)).pixels) for epoch in (0, 1))
     assert len(first.float().mean(dim=(1, 2, 3, 4)).unique()) > 1
     assert not torch.equal(first, second)
-    assert torch.equal(first[2], fetch(MicroBatch(0, twins[2:3])).video[0])
+    assert torch.equal(first[2], fetch(MicroBatch(0, twins[2:3])).pixels[0])
 
 
 def test_ranks_share_the_steps_of_one_process(clips: list[Clip]) -> None:
-    sampler = BatchSampler(clips, batch_size=1, seed=7)
+    sampler = BatchSampler(clips, Segment(0, 1, 4), seed=7)
     fetch = DecodeFetch(7)
-    alone = next(iterate_steps(StepSampler(sampler, accumulation=4), fetch))
-    ranks = [next(iterate_steps(StepSampler(sampler, accumulation=2, data_rank=r, data_size=2), fetch)) for r in (0, 1)]
+    alone = next(iterate_steps(StepSampler(sampler), fetch))
+    ranks = [next(iterate_steps(StepSampler(sampler, data_rank=r, data_size=2), fetch)) for r in (0, 1)]
     together = [batch.sample_keys for turn in zip(*ranks, strict=True) for batch in turn]
     assert together == [batch.sample_keys for batch in alone]
 
@@ -133,7 +136,7 @@ def test_ranks_share_the_steps_of_one_process(clips: list[Clip]) -> None:
 def test_a_clip_that_does_not_decode_stops_training_and_is_named(clips: list[Clip], num_workers: int) -> None:
     clips[3].path.write_bytes(b"overwritten after the check")
     steps = iterate_steps(
-        StepSampler(BatchSampler(clips, batch_size=7, seed=7)), DecodeFetch(7), num_workers=num_workers
+        StepSampler(BatchSampler(clips, Segment(0, 7, 1), seed=7)), DecodeFetch(7), num_workers=num_workers
     )
     with pytest.raises(UnusableError, match=r"3\.mp4"):
         list(itertools.islice(steps, 2))
@@ -144,13 +147,13 @@ def test_a_clip_that_does_not_decode_stops_training_and_is_named(clips: list[Cli
 def test_cached_batches_equal_fresh_ones(clips: list[Clip], tmp_path: Path, technique: str, first_frame: bool) -> None:
     model = FakeModel(first_frame=first_frame)
     data = DataSection(caption_dropout_p=0.5, caption_dropout_technique=technique)
-    sampler = BatchSampler(clips, batch_size=2, seed=7)
+    sampler = BatchSampler(clips, Segment(0, 2, 1), seed=7)
     fresh = Encoder(model.encode_text, model.encode_clip, data=data, seed=7)
     keys = keys_for(tmp_path / "cache", data, first_frame=first_frame)
-    precompute_text((c.caption for c in clips), model.encode_text, keys)
-    precompute_video(clips, model.encode_clip, keys)
+    precompute_text((c.caption for c in clips), model.encode_text, keys, OneOf())
+    precompute_video(clips, model.encode_clip, keys, OneOf(), loading=HERE)
     model.prompts.clear()
-    cached = CachedEncoder(data=data, seed=7)
+    cached = Encoder(None, None, data=data, seed=7)
     dropped = 0
     for position in range(8):
         at = sampler.at(position)
@@ -173,20 +176,19 @@ def test_cached_batches_equal_fresh_ones(clips: list[Clip], tmp_path: Path, tech
 
 def test_the_cache_is_read_ahead_bit_for_bit(clips: list[Clip], tmp_path: Path) -> None:
     keys, model = keys_for(tmp_path / "cache", DataSection()), FakeModel()
-    precompute_text((c.caption for c in clips), model.encode_text, keys)
-    precompute_video(clips, model.encode_clip, keys)
-    sampler, fetch = BatchSampler(clips, batch_size=2, seed=7), CacheFetch(keys)
+    precompute_text((c.caption for c in clips), model.encode_text, keys, OneOf())
+    precompute_video(clips, model.encode_clip, keys, OneOf(), loading=HERE)
+    sampler, fetch = BatchSampler(clips, Segment(0, 2, 2), seed=7), CacheFetch(keys)
 
     def take(**how: int) -> list[RawBatch]:
-        steps = iterate_steps(StepSampler(sampler, accumulation=2, start=1), fetch, **how)
+        steps = iterate_steps(StepSampler(sampler, start=1), fetch, **how)
         return list(itertools.chain(*itertools.islice(steps, 6)))
 
     straight = take()
     for threads in (1, 3):
         for a, b in zip(straight, take(threads=threads), strict=True):
             assert (a.clips, a.sample_keys, a.weight) == (b.clips, b.sample_keys, b.weight)
-            assert a.cached is not None
-            assert b.cached is not None
+            assert a.cached
             assert a.cached.keys() == b.cached.keys()
             assert all(torch.equal(a.cached[name], b.cached[name]) for name in a.cached)
 
@@ -195,7 +197,9 @@ def test_first_frame_moments_are_of_the_first_frame_alone(clips: list[Clip]) -> 
     model = FakeModel(first_frame=True)
     raw = DecodeFetch(7)(MicroBatch(0, (clips[0],)))
     batch = Encoder(model.encode_text, model.encode_clip, data=DataSection(), seed=7)(raw)
-    assert torch.equal(batch.clip["first_frame_moments"], model.encode_video(None, raw.video[:, :, :1] / 127.5 - 1))
+    assert torch.equal(
+        batch.clip["first_frame_moments"], model.encode_video(None, raw.pixels[0][None, :, :1] / 127.5 - 1)
+    )
     assert len(batch) == 1
     assert batch.meta.fps.tolist() == [8.0]
 
@@ -208,7 +212,7 @@ def test_the_noise_of_a_first_frame_belongs_to_the_sample(clips: list[Clip], tmp
     encode = Encoder(model.encode_text, model.encode_clip, data=DataSection(), seed=7)
     raw = [DecodeFetch(7)(MicroBatch(epoch, tuple(clips[:2]))) for epoch in (0, 1)]
     first, again, second = encode(raw[0]), encode(raw[0]), encode(raw[1])
-    clean = raw[0].video / 127.5 - 1
+    clean = torch.stack(raw[0].pixels) / 127.5 - 1
     torch.testing.assert_close(first.moments, clean)
     assert torch.equal(first.clip["first_frame_moments"], again.clip["first_frame_moments"])
     for row, (batch, key) in enumerate(zip((first, first), raw[0].sample_keys, strict=True)):
@@ -235,7 +239,7 @@ def test_the_noise_of_a_first_frame_belongs_to_the_sample(clips: list[Clip], tmp
     quiet = FakeModel(first_frame=True)
     quiet.encode_video = model.encode_video  # type: ignore[method-assign]
     for keys, encoder in ((plain, quiet), (noisy, model)):
-        precompute_video(clips[:2], encoder.encode_clip, keys)
+        precompute_video(clips[:2], encoder.encode_clip, keys, OneOf(), loading=HERE)
     one, other = (keys.cache.get(keys.video(clips[0])) for keys in (plain, noisy))
     assert torch.equal(one["moments"], other["moments"])
     assert 0.005 < (one["first_frame_moments"] - other["first_frame_moments"]).std() < 0.5
@@ -261,8 +265,8 @@ def test_precomputing_again_does_nothing_and_an_edit_redoes_only_its_part(
         keys = keys_for(tmp_path / "cache", data, **identities)
         model = FakeModel()
         counted = (
-            precompute_text((c.caption for c in items), model.encode_text, keys).encoded,
-            precompute_video(items, model.encode_clip, keys).encoded,
+            precompute_text((c.caption for c in items), model.encode_text, keys, OneOf()).encoded,
+            precompute_video(items, model.encode_clip, keys, OneOf(), loading=HERE).encoded,
         )
         assert counted == (len(model.prompts), model.videos)
         return counted
@@ -286,8 +290,10 @@ def test_ranks_share_the_encoding_and_find_each_others(clips: list[Clip], tmp_pa
     model = FakeModel()
     shares = [
         (
-            precompute_text((c.caption for c in clips), model.encode_text, keys, Share(rank, 2)).encoded,
-            precompute_video(clips, model.encode_clip, keys, Share(rank, 2, num_workers=rank)).encoded,
+            precompute_text((c.caption for c in clips), model.encode_text, keys, OneOf(rank, 2)).encoded,
+            precompute_video(
+                clips, model.encode_clip, keys, OneOf(rank, 2), loading=DataloaderSection(dataloader_num_workers=rank)
+            ).encoded,
         )
         for rank in (0, 1)
     ]
@@ -297,15 +303,15 @@ def test_ranks_share_the_encoding_and_find_each_others(clips: list[Clip], tmp_pa
 
 def test_a_damaged_entry_is_named_then_computed_again(clips: list[Clip], tmp_path: Path) -> None:
     keys, model = keys_for(tmp_path / "cache", DataSection()), FakeModel()
-    precompute_text((c.caption for c in clips), model.encode_text, keys)
-    precompute_video(clips, model.encode_clip, keys)
+    precompute_text((c.caption for c in clips), model.encode_text, keys, OneOf())
+    precompute_video(clips, model.encode_clip, keys, OneOf(), loading=HERE)
     path = keys.cache.path(keys.video(clips[0]))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CacheError, match=r"no sound entry for .*0\.mp4"):
         CacheFetch(keys)(MicroBatch(0, (clips[0],)))
-    assert precompute_video(clips, model.encode_clip, keys).encoded == 1
+    assert precompute_video(clips, model.encode_clip, keys, OneOf(), loading=HERE).encoded == 1
     CacheFetch(keys)(MicroBatch(0, (clips[0],)))
 
 
@@ -320,4 +326,6 @@ def test_random_cuts_are_drawn_once_when_precomputed(clips: list[Clip], tmp_path
 def test_non_finite_moments_are_refused(clips: list[Clip], tmp_path: Path) -> None:
     keys = keys_for(tmp_path / "cache", DataSection())
     with pytest.raises(ValueError, match=r"0\.mp4 gave moments with NaN"):
-        precompute_video(clips, lambda video, _: {"moments": torch.full((1, 2, 1, 1, 1), torch.nan)}, keys)
+        precompute_video(
+            clips, lambda video, _: {"moments": torch.full((1, 2, 1, 1, 1), torch.nan)}, keys, OneOf(), loading=HERE
+        )

@@ -43,6 +43,10 @@ class Way:
     world: int = 1
     steps: int = 0
 
+    def segment(self) -> Segment:
+        sizes = tuple(sorted(self.bucket_sizes.items()))
+        return Segment(0, self.batch_size, self.accumulation * self.world, sizes, self.epoch_end)
+
 
 def make_clips(groups: list[Group], *, falling: bool = False) -> list[Clip]:
     clips = []
@@ -100,9 +104,8 @@ KEEP = {BUCKETS[0]: 0.5, BUCKETS[1]: 0.6}
 
 def open_stream(clips: list[Clip], way: Way, *, keep: dict | None = None) -> BatchSampler | None:
     """None where no epoch has a batch, which is refused."""
-    options = {"batch_size": way.batch_size, "bucket_sizes": way.bucket_sizes, "epoch_end": way.epoch_end}
     try:
-        sampler = BatchSampler(clips, **options, seed=5, keep=keep)
+        sampler = BatchSampler(clips, way.segment(), seed=5, keep=keep)
         sampler.at(0)
     except ValueError:
         return None
@@ -147,7 +150,7 @@ def test_every_clip_comes_as_often_as_it_should_and_nothing_is_lost_unsaid(group
     if way.epoch_end == "wrap":
         # What is missing waits for the next epochs, fewer than a batch in each bucket.
         assert 0 <= total - left_out - len(real) <= sum(size[bucket] - 1 for bucket in BUCKETS)
-        waiting = sampler.left_at(len(batches))
+        waiting = open_stream(clips, replace(way, accumulation=1, world=1), keep=keep).left_at(len(batches))
         assert len(waiting.samples) == total - left_out - len(real) + (
             expected_keys(clips, waiting.epoch + 1)
             - total
@@ -195,19 +198,20 @@ def test_each_epoch_by_a_plain_walk(groups, way) -> None:
 def test_a_step_is_the_same_at_any_world_size_and_from_anywhere(groups, way, step, world, falling) -> None:
     clips = make_clips(groups, falling=falling)
     keep = KEEP if falling else None
+    way = replace(way, world=world)
     sampler = open_stream(clips, way, keep=keep)
     if sampler is None:
         return
-    ranks = [sampler.step(step, accumulation=way.accumulation, data_rank=r, data_size=world) for r in range(world)]
+    ranks = [sampler.step(step, data_rank=r, data_size=world) for r in range(world)]
     assert {len(batches) for batches in ranks} == {way.accumulation}
     together = [batch for turn in zip(*ranks, strict=True) for batch in turn]
     fresh = open_stream(clips, way, keep=keep)  # asked for the late step at once
-    alone = fresh.step(step, accumulation=way.accumulation * world, data_rank=0, data_size=1)
+    alone = fresh.step(step)
     assert [b.sample_keys for b in together] == [b.sample_keys for b in alone]
     assert [b.clips for b in together] == [b.clips for b in alone]
     assert sum(b.weight for b in together) / world == pytest.approx(1.0)
     last = fresh.at((step + 1) * way.accumulation * world - 1).epoch
-    assert fresh.epoch_of(step, per_step=way.accumulation * world) == last
+    assert fresh.epoch_of(step) == last
 
 
 def walk(clips: list[Clip], ways: list[Way], *, steps: int, keep: dict | None = None) -> list[list[Key]] | None:
@@ -234,10 +238,7 @@ def walk(clips: list[Clip], ways: list[Way], *, steps: int, keep: dict | None = 
         sampler = sampler_for(clips, data_position, keep=keep)
         stop = steps if number == len(ways) - 1 else len(made) + way.steps
         for step in range(len(made), stop):
-            ranks = [
-                sampler.step(step, accumulation=way.accumulation, data_rank=r, data_size=way.world)
-                for r in range(way.world)
-            ]
+            ranks = [sampler.step(step, data_rank=r, data_size=way.world) for r in range(way.world)]
             made.append([key for turn in zip(*ranks, strict=True) for batch in turn for key in batch.sample_keys])
     return made
 
@@ -297,7 +298,7 @@ def test_other_batches_on_the_way_lose_and_repeat_nothing(groups, ways, falling)
 def test_repeats_take_turns_through_whole_shuffles() -> None:
     """Twice: two shuffles an epoch, with different noise. Half: every second epoch has it. Another dataset goes on beside."""
     clips = make_clips([Group((4, 0, 0), 2.0), Group((3, 0, 0), 0.5), Group((0, 0, 5), 1.0)])
-    sampler = BatchSampler(clips, batch_size=1, seed=1)
+    sampler = BatchSampler(clips, Segment(0, 1, 1), seed=1)
     epochs = [
         [(c, clips[i].dataset, i) for c, i in zip(*(x.tolist() for x in (v.cycles, v.items)), strict=True)]
         for v in map(sampler.order.samples, range(4))
@@ -309,12 +310,12 @@ def test_repeats_take_turns_through_whole_shuffles() -> None:
     # They come mixed, not one dataset after the other.
     assert [d for _, d, _ in epochs[0]] != sorted(d for _, d, _ in epochs[0])
     # A dataset's own order does not depend on what it is mixed with.
-    alone = BatchSampler(clips[:4], batch_size=1, seed=1).order.samples(0)
+    alone = BatchSampler(clips[:4], Segment(0, 1, 1), seed=1).order.samples(0)
     assert alone.items.tolist() == [i for _, d, i in epochs[0] if d == 0]
 
 
 def test_with_one_repeat_the_order_is_the_plain_shuffle_of_the_epoch() -> None:
-    samples = BatchSampler(make_clips([Group((3, 4, 5))]), batch_size=2, seed=9).order.samples(6)
+    samples = BatchSampler(make_clips([Group((3, 4, 5))]), Segment(0, 2, 1), seed=9).order.samples(6)
     expected = list(range(12))
     random.Random(derive_seed(9, "order", 6)).shuffle(expected)
     assert samples.items.tolist() == expected
@@ -324,20 +325,20 @@ def test_with_one_repeat_the_order_is_the_plain_shuffle_of_the_epoch() -> None:
 def test_chances_to_stay() -> None:
     """Half stays, of the others 60 % are kept below, the rest is left out; each clip by itself, whatever else is there."""
     clips = make_clips([Group((2000, 0, 10))], falling=True)
-    sampler = BatchSampler(clips, batch_size=1, seed=3, keep=KEEP)
+    sampler = BatchSampler(clips, Segment(0, 1, 1), seed=3, keep=KEEP)
     samples = sampler.order.samples(0)
     counts = Counter(samples.slots[samples.items < 2000].tolist())
     assert [counts[slot] / 2000 for slot in (0, 1, -1)] == pytest.approx([0.5, 0.3, 0.2], abs=0.04)
     assert sampler.left_out(0) == counts[-1]
     assert sorted(samples.slots[samples.items >= 2000].tolist()) == [2] * 10
-    few = BatchSampler(clips[:500], batch_size=1, seed=3, keep=KEEP).order.samples(0)
+    few = BatchSampler(clips[:500], Segment(0, 1, 1), seed=3, keep=KEEP).order.samples(0)
     by_item = dict(zip(samples.items.tolist(), samples.slots.tolist(), strict=True))
     assert all(by_item[i] == s for i, s in zip(few.items.tolist(), few.slots.tolist(), strict=True))
     again = sampler.order.samples(1)
     assert dict(zip(again.items.tolist(), again.slots.tolist(), strict=True)) != by_item
     # Windows of a clip have indices far apart.
     apart = [replace(clip, index=clip.index << 32) for clip in clips]
-    slots = BatchSampler(apart, batch_size=1, seed=3, keep=KEEP).order.samples(0).slots.tolist()
+    slots = BatchSampler(apart, Segment(0, 1, 1), seed=3, keep=KEEP).order.samples(0).slots.tolist()
     assert Counter(slots)[0] / 2000 == pytest.approx(0.5, abs=0.04)
     # A clip that has fallen comes in its lower bucket, and in no other.
     fallen = next(batch.clips[0] for batch in map(sampler.at, range(100)) if batch.clips[0].bucket == BUCKETS[1])
@@ -348,7 +349,7 @@ def test_ends_of_epochs() -> None:
     """Ten clips in batches of four."""
     clips = make_clips([Group((10, 0, 0))])
     samplers = {
-        end: BatchSampler(clips, batch_size=4, seed=0, epoch_end=end) for end in ("keep", "drop", "pad", "wrap")
+        end: BatchSampler(clips, Segment(0, 4, 1, epoch_end=end), seed=0) for end in ("keep", "drop", "pad", "wrap")
     }
     sizes = {end: [len(sampler.at(k).clips) for k in range(6)] for end, sampler in samplers.items()}
     assert sizes["keep"] == [4, 4, 2, 4, 4, 2]
@@ -357,7 +358,7 @@ def test_ends_of_epochs() -> None:
     assert epochs == {
         "keep": [0, 0, 0, 1, 1, 1], "pad": [0, 0, 0, 1, 1, 1], "drop": [0, 0, 1, 1, 2, 2], "wrap": [0, 0, 1, 1, 1, 2],
     }  # fmt: skip
-    ends = {end: [s.steps_for_epochs(n, accumulation=1, data_size=1) for n in (1, 2, 3)] for end, s in samplers.items()}
+    ends = {end: [s.steps_for_epochs(n) for n in (1, 2, 3)] for end, s in samplers.items()}
     assert ends == {"keep": [3, 6, 9], "pad": [3, 6, 9], "drop": [2, 4, 6], "wrap": [2, 5, 7]}
     padded = samplers["pad"].at(2)
     assert sum(cycle < 0 for cycle in padded.cycles) == 2
@@ -373,22 +374,22 @@ def test_ends_of_epochs() -> None:
 def test_what_cannot_be_is_refused() -> None:
     clips = make_clips([Group((3, 0, 0))])
     with pytest.raises(ValueError, match="no bucket has clips for a whole batch"):
-        BatchSampler(clips, batch_size=4, seed=0, epoch_end="drop")
+        BatchSampler(clips, Segment(0, 4, 1, epoch_end="drop"), seed=0)
     rare = make_clips([Group((3, 0, 0), 0.5)])
     with pytest.raises(ValueError, match="1000 epochs in a row have no whole batch"):
-        BatchSampler(rare, batch_size=4, seed=0, epoch_end="drop").at(0)
+        BatchSampler(rare, Segment(0, 4, 1, epoch_end="drop"), seed=0).at(0)
     with pytest.raises(ValueError, match="1 epochs have no whole batch"):
-        BatchSampler(rare[:1], batch_size=1, seed=0).steps_for_epochs(1, accumulation=1, data_size=1)
+        BatchSampler(rare[:1], Segment(0, 1, 1), seed=0).steps_for_epochs(1)
     with pytest.raises(ValueError, match="dataset 0 differ in how often"):
-        BatchSampler([clips[0], rare[1]], batch_size=1, seed=0)
+        BatchSampler([clips[0], rare[1]], Segment(0, 1, 1), seed=0)
     with pytest.raises(ValueError, match="must be more than 0"):
-        BatchSampler(make_clips([Group((1, 0, 0), 0.0)]), batch_size=1, seed=0)
+        BatchSampler(make_clips([Group((1, 0, 0), 0.0)]), Segment(0, 1, 1), seed=0)
 
 
 def test_late_positions_are_found_at_once() -> None:
-    sampler = BatchSampler(make_clips([Group((5, 3, 2))]), batch_size=2, seed=0, epoch_end="wrap")
+    sampler = BatchSampler(make_clips([Group((5, 3, 2))]), Segment(0, 2, 4, epoch_end="wrap"), seed=0)
     assert sampler.at(10**12).epoch == pytest.approx(10**12 / 5, rel=1e-9)
-    assert sampler.steps_for_epochs(10**9, accumulation=2, data_size=2) == 5 * 10**9 // 4
+    assert sampler.steps_for_epochs(10**9) == 5 * 10**9 // 4
 
 
 def test_a_data_position_keeps_what_makes_batches_and_reads_older_ones() -> None:
@@ -417,9 +418,9 @@ def test_a_data_position_keeps_what_makes_batches_and_reads_older_ones() -> None
 
 def test_bucket_sizes_of_single_buckets() -> None:
     clips = make_clips([Group((4, 3, 9))])
-    sampler = BatchSampler(clips, batch_size=2, seed=0, bucket_sizes={BUCKETS[0]: 1, BUCKETS[2]: 4})
+    sampler = BatchSampler(clips, Segment(0, 2, 2, bucket_sizes=((BUCKETS[0], 1), (BUCKETS[2], 4))), seed=0)
     sizes = Counter((batch.clips[0].bucket, len(batch.clips)) for batch in islice(map(sampler.at, range(100)), 9))
     assert sizes == {(BUCKETS[0], 1): 4, (BUCKETS[1], 2): 1, (BUCKETS[1], 1): 1, (BUCKETS[2], 4): 2, (BUCKETS[2], 1): 1}
     # Every clip counts the same, in whatever batch.
-    [one, two] = sampler.step(0, accumulation=2, data_rank=0, data_size=1)
+    [one, two] = sampler.step(0)
     assert one.weight / len(one.clips) == two.weight / len(two.clips)

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from every_family import FAMILIES
+from one_of import OneOf
 from torch import Tensor
 
-from finetrainers.config.sections import DataSection, ModelSection
+from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.cache.encoder_index import (
     EncoderEntry,
@@ -31,12 +32,14 @@ from finetrainers.data.cache.keys import CacheKeys
 from finetrainers.data.cache.store import TensorCache, read_about
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.loading import precompute
-from finetrainers.data.loading.precompute import Encoded, Share, precompute_text, precompute_video
+from finetrainers.data.loading.precompute import Encoded, precompute_text, precompute_video
 from finetrainers.data.loading.workers import WorkersLost
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import FIRST_FRAME, MOMENTS, Conditions
 from finetrainers.utils import files
 from finetrainers.utils.failures import sentence_of
+
+HERE, ONE_WORKER = (DataloaderSection(dataloader_num_workers=count) for count in (0, 1))
 
 
 @pytest.fixture
@@ -50,13 +53,24 @@ def clips(tmp_path: Path, make_video) -> list[Clip]:
     return made
 
 
-def keys_in(root: Path, *, first_frame: bool = False) -> CacheKeys:
+def keys_in(root: Path, *, first_frame: bool = False, batch_size: int = 1) -> CacheKeys:
     cache, digests = TensorCache(root / "tensors"), FileFacts(root / "digests")
-    return CacheKeys(cache, digests, "t", "v", DataSection(), seed=7, with_first_frame=first_frame, vae_words="a VAE")
+    return CacheKeys(
+        cache,
+        digests,
+        "t",
+        "v",
+        DataSection(precompute_batch_size=batch_size),
+        seed=7,
+        with_first_frame=first_frame,
+        vae_words="a VAE",
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batches_give_what_one_at_a_time_gives(family: str, clips: list[Clip], tiny_repo, tmp_path: Path) -> None:
+def test_batches_give_what_one_at_a_time_gives(
+    family: str, clips: list[Clip], tiny_repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), vae_dtype="fp32")
     spec = get_family(family).load(config)
     spec.facts = replace(spec.facts, first_frame="channels")  # so that there are two tensors of each clip
@@ -72,11 +86,14 @@ def test_batches_give_what_one_at_a_time_gives(family: str, clips: list[Clip], t
 
     spec.encode_video = recorded  # type: ignore[method-assign]
 
-    alone, batched = (keys_in(tmp_path / name, first_frame=True) for name in ("alone", "batched"))
-    assert precompute_video(clips, encode, alone).encoded == 5
+    alone, batched = (
+        keys_in(tmp_path / name, first_frame=True, batch_size=size) for name, size in (("alone", 1), ("batched", 2))
+    )
+    assert precompute_video(clips, encode, alone, OneOf(), loading=HERE).encoded == 5
     sizes.clear()
     seen: list[tuple[int, int]] = []
-    result = precompute_video(clips, encode, batched, Share(batch_size=2, progress=lambda done, total: seen.append((done, total))))  # fmt: skip
+    monkeypatch.setattr(precompute.Meter, "__call__", lambda _, done, total: seen.append((done, total)))
+    result = precompute_video(clips, encode, batched, OneOf(), loading=HERE)
     # The largest bucket first; a batch has one bucket, and each batch's first frames are encoded, too.
     assert sizes == [(2, 9, 64, 64), (2, 1, 64, 64), (1, 9, 64, 64), (1, 1, 64, 64), (2, 17, 32, 32), (2, 1, 32, 32)]
     assert seen == [(2, 5), (3, 5), (5, 5)]
@@ -92,7 +109,7 @@ def test_batches_give_what_one_at_a_time_gives(family: str, clips: list[Clip], t
     assert read_about(files[1]).items() >= {
         "kind": "video", "of": "1.mp4", "bucket": "17x32x32", "model": "a VAE", "identity": "v",
     }.items()  # fmt: skip
-    assert precompute_video(clips, encode, batched, Share(batch_size=2)) == Encoded(found=5)
+    assert precompute_video(clips, encode, batched, OneOf(), loading=HERE) == Encoded(found=5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,13 +149,13 @@ def test_the_file_at_fault_is_named_out_of_a_batch(clips: list[Clip], tmp_path: 
             moments[1] = torch.nan
         return {"moments": moments}
 
-    keys = keys_in(tmp_path / "cache")
+    keys = keys_in(tmp_path / "cache", batch_size=3)
     with pytest.raises(ValueError, match=r"2\.mp4 gave moments with NaN"):
-        precompute_video(clips, encode, keys, Share(batch_size=3))
+        precompute_video(clips, encode, keys, OneOf(), loading=HERE)
     assert [keys.cache.has(keys.video(clip)) for clip in clips] == [True, False, False, False, False]
 
     clips[0].path.write_bytes(b"overwritten after the check")
-    result = precompute_video(clips, encode, keys, Share(batch_size=3), optional={0})
+    result = precompute_video(clips, encode, keys, OneOf(), loading=HERE, optional={0})
     assert [bad.clip.index for bad in result.bad] == [0]
     assert (result.encoded, result.found) == (4, 0)
 
@@ -166,13 +183,13 @@ def test_what_cannot_be_read_is_left_out_as_in_training(
     monkeypatch.setattr(files, "open_regular", broken)
     monkeypatch.setattr(CacheKeys, "pixels", once_busy)
     encode = lambda video, _: {"moments": video[:, :2, :1, :2, :2]}  # noqa: E731
-    result = precompute_video(clips, encode, keys, optional={0, 1})
+    result = precompute_video(clips, encode, keys, OneOf(), loading=HERE, optional={0, 1})
     assert {bad.clip.index: "No such file" in bad.reason for bad in result.bad} == {0: True, 1: False}
     assert "Is a directory: '" in next(bad.reason for bad in result.bad if bad.clip.index == 1)
     assert str(clips[1].path) in next(bad.reason for bad in result.bad if bad.clip.index == 1)
     assert (result.encoded, len(result.bad), busy) == (3, 2, set())
     with pytest.raises(FileNotFoundError, match=r"0\.mp4"):
-        precompute_video(clips, encode, keys)
+        precompute_video(clips, encode, keys, OneOf(), loading=HERE)
 
 
 def test_a_decoder_that_dies_ends_a_worker_and_at_last_names_the_file(
@@ -191,10 +208,10 @@ def test_a_decoder_that_dies_ends_a_worker_and_at_last_names_the_file(
 
     monkeypatch.setattr(CacheKeys, "pixels", crashes)
     encode = lambda video, _: {"moments": video[:, :2, :1, :2, :2]}  # noqa: E731
-    assert precompute_video(clips, encode, keys, Share(num_workers=1)).encoded == 5
+    assert precompute_video(clips, encode, keys, OneOf(), loading=ONE_WORKER).encoded == 5
     always.touch()
     with pytest.raises(WorkersLost, match=r"4 times at the same batch .*reading .*4\.mp4"):
-        precompute_video(clips, encode, keys_in(tmp_path / "other"), Share(num_workers=1))
+        precompute_video(clips, encode, keys_in(tmp_path / "other"), OneOf(), loading=ONE_WORKER)
 
 
 def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
@@ -205,29 +222,38 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
     free = [10**9]
     monkeypatch.setattr(precompute.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
     entry = precompute_video(
-        clips[:1], lambda video, _: {"moments": video.mean(dim=(2,), keepdim=True)}, keys_in(tmp_path / "one")
+        clips[:1],
+        lambda video, _: {"moments": video.mean(dim=(2,), keepdim=True)},
+        keys_in(tmp_path / "one"),
+        OneOf(),
+        loading=HERE,
     ).size_bytes
 
     free[0] = int(2.9 * entry)
     with pytest.raises(OSError, match=r"clips still to be encoded take about .*are free; make room") as refused:
-        precompute_video(clips, lambda video, _: {"moments": video.mean(dim=(2,), keepdim=True)}, keys)
+        precompute_video(
+            clips, lambda video, _: {"moments": video.mean(dim=(2,), keepdim=True)}, keys, OneOf(), loading=HERE
+        )
     assert refused.value.errno == errno.ENOSPC
     assert "--precompute_dir" in str(sentence_of(refused.value))
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 1
     free[0] = 3 * entry
-    assert precompute_video(clips, lambda video, _: {"moments": video.mean(dim=(2,), keepdim=True)}, keys).found == 1
+    assert (
+        precompute_video(
+            clips, lambda video, _: {"moments": video.mean(dim=(2,), keepdim=True)}, keys, OneOf(), loading=HERE
+        ).found
+        == 1
+    )
 
     free[0] = 0
     with pytest.raises(OSError, match="captions still to be encoded"):
-        precompute_text(
-            ["a", "b"], lambda texts: Conditions({"text": torch.zeros(len(texts), 4)}), keys, Share(batch_size=1)
-        )
+        precompute_text("abcdefgh", lambda texts: Conditions({"text": torch.zeros(len(texts), 4)}), keys, OneOf())
 
 
 def test_a_clip_with_several_captions_is_encoded_once(clips: list[Clip], tmp_path: Path) -> None:
     keys = keys_in(tmp_path / "cache")
     twins = [*clips, *(replace(clip, index=clip.index + 10, caption="another") for clip in clips)]
-    counts = [precompute_video(twins, lambda video, _: {"moments": video[:, :2, :1, :2, :2]}, keys, Share(rank, 2)) for rank in (0, 1)]  # fmt: skip
+    counts = [precompute_video(twins, lambda video, _: {"moments": video[:, :2, :1, :2, :2]}, keys, OneOf(rank, 2), loading=HERE) for rank in (0, 1)]  # fmt: skip
     assert [count.encoded for count in counts] == [3, 2]
 
 

@@ -12,6 +12,7 @@ from one_of import OneOf
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection, RunSection, TrainingSection
 from finetrainers.data.inspect.survey import plan_dataset
+from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.models.registry import get_family
@@ -65,6 +66,7 @@ def opened(
         parallel=ranks,
         texts=texts.encode(encoders) if precompute else texts.live(encoders),
         clip_encoders=clip_encoders,
+        data_position=DataPosition.begin(config, data_size=ranks.data_size),
     )
     assert source.vae is (None if precompute else clip_encoders["vae"])
     return source

@@ -34,6 +34,7 @@ from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.survey import plan_dataset
 from finetrainers.data.loading.bad_samples import Substitutes
 from finetrainers.data.loading.encode import to_unit_range
+from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.data.reading.items import DataError
@@ -245,7 +246,16 @@ def source(family: str, repo: Path, root: Path, output: Path, *, precompute: boo
     captions = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=OneOf())  # type: ignore[arg-type]
     texts = captions.encode(encoders) if precompute else captions.live(encoders)
     encoders = spec.load_clip_encoders()
-    return TrainingData(plan, config, spec=spec, parallel=OneOf(), texts=texts, clip_encoders=encoders)  # type: ignore[arg-type]
+    begin = DataPosition.begin(config, data_size=1)
+    return TrainingData(
+        plan,
+        config,
+        spec=spec,
+        parallel=OneOf(),
+        texts=texts,
+        clip_encoders=encoders,
+        data_position=begin,  # type: ignore[arg-type]
+    )
 
 
 @pytest.fixture(scope="module")

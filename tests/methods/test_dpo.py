@@ -181,7 +181,7 @@ def test_a_pair_that_cannot_be_read_is_substituted_as_a_whole(folder: Path) -> N
     plan: Any = preflight(configured(folder, rows)).plan
     lost = set()
 
-    def fetch(batch: MicroBatch, *, note: Any = None) -> RawBatch:
+    def fetch(batch: MicroBatch) -> RawBatch:
         used, bad = [], []
         for clip in batch.clips:
             broken = (clip.index, clip == plan.rejected[clip.index]) in lost

@@ -120,6 +120,10 @@ class DatasetPlan:
             return f"{plural(shown[0], self.noun)} per process"
         return f"{' or '.join(map(str, shown))} {self.noun}s per process, by bucket"
 
+    def fetch_with(self, fetch: Any) -> Any:
+        """What fetches a micro-batch: `fetch`, or around it what adds the clips that belong to those of the batch."""
+        return fetch
+
     def encoded_clips(self) -> list[Clip]:
         """All clips that the VAE may encode: in every bucket, and each segment that windows share once."""
         return list(encoded_clips((*all_cuts(self.clips), *self.eval_clips)))

@@ -11,6 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 
@@ -20,7 +21,7 @@ from ..cache.store import CacheError
 from ..reading.sources.rows import shown
 from ..reading.status import UnusableError
 from .batch_sampler import MicroBatch
-from .ranks import Ranks
+from .workers import note_reading
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,16 +64,8 @@ class Substitutes:
         return (alike[place] for place in order if alike[place].path != clip.path)
 
 
-#: Called with each clip before it is loaded.
-Note = Callable[[Clip], None]
-
-
 def load_clips(
-    batch: MicroBatch,
-    load: Callable[[Clip, tuple[int, int]], T],
-    *,
-    substitutes: Substitutes | None,
-    note: Note | None = None,
+    batch: MicroBatch, load: Callable[[Clip, tuple[int, int]], T], *, substitutes: Substitutes | None
 ) -> tuple[tuple[Clip, ...], list[T], tuple[BadSample, ...]]:
     """Load a micro-batch clip by clip, with one retry each; return the clips that were used in the end.
 
@@ -83,7 +76,6 @@ def load_clips(
         batch: what is wanted.
         load: loads one clip for a sample key.
         substitutes: what takes the place of unusable clips; None: they are errors.
-        note: called with each clip before it is loaded.
 
     Raises:
         UnusableError, CacheError, OSError: an unusable clip for which there is no substitute.
@@ -96,8 +88,7 @@ def load_clips(
         others = islice(substitutes.after(wanted), _MOST_TRIED) if substitutes is not None else iter(())
         clip: Clip | None = wanted
         while clip is not None:
-            if note is not None:
-                note(clip)
+            note_reading(clip)
             try:
                 loaded.append(twice(load, clip, key))
                 used.append(clip)

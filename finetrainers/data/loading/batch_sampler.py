@@ -16,13 +16,12 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from finetrainers.config.sections import EpochEnd
 from finetrainers.utils.seeding import derive_seed
 
 from ..buckets.buckets import Bucket, bucket_text, num_batches
 from ..buckets.clip import Clip, cut_to
 from .order import Ints, Order, Samples, cut_into_batches
-from .position import DataPosition
+from .position import DataPosition, Segment
 
 #: So many epochs in a row without a batch mean that there never will be one.
 _EMPTY_EPOCHS = 1000
@@ -81,30 +80,24 @@ class BatchSampler:
     What is left of an epoch at a batch's end gives, walked through with the same batch sizes, the same batches that
     would have come. With others it still gives every clip once.
 
-    Epochs are counted as segments, of which the 0th is the rest of a partly trained epoch, and may be empty.
+    Within it, epochs are counted from the rest of a partly trained one, which is the 0th and may be empty.
     """
 
     def __init__(
         self,
         clips: Sequence[Clip],
+        segment: Segment,
         *,
-        batch_size: int,
         seed: int,
-        bucket_sizes: Mapping[Bucket, int] | None = None,
-        epoch_end: EpochEnd = "keep",
         keep: Mapping[Bucket, float] | None = None,
         rest: EpochRest | None = None,
-        first_step: int = 0,
     ) -> None:
         """Args:
         clips: of all datasets.
-        batch_size: clips of a batch, in buckets without a size of their own.
+        segment: how batches are made; position 0 is at its first optimizer step.
         seed: decides the order.
-        bucket_sizes: the others.
-        epoch_end: how open batches are treated at the end of an epoch.
         keep: see `Order`.
         rest: what comes first; default: the whole of epoch 0.
-        first_step: optimizer step of position 0.
 
         Raises:
             ValueError: no epoch has a batch.
@@ -112,68 +105,61 @@ class BatchSampler:
         if not clips:
             raise ValueError("no clips to make batches of")
         self.clips = tuple(clips)
-        self.batch_size = batch_size
-        self.bucket_sizes = dict(bucket_sizes or {})
-        self.epoch_end = epoch_end
+        self.segment = segment
         self.seed = seed
-        self.first_step = first_step
         self.order = Order(self.clips, seed=seed, keep=keep or {})
-        self._sizes = np.array([self.size_of(bucket) for bucket in self.order.buckets], dtype=np.int64)
+        self._sizes = np.array([segment.size_of(bucket) for bucket in self.order.buckets], dtype=np.int64)
         self._rest = EpochRest(-1, Samples.joined([])) if rest is None else rest
-        # Up to a segment: samples of each bucket and batches; as far as they have been asked for, or by a formula.
+        # Up to an epoch: samples of each bucket and batches; as far as they have been asked for, or by a formula.
         self._counted = [self._count(0)]
         self._emitted = [self._num_batches(self._counted[0])]
         if self.order.same_counts:
             self._per_epoch = self._count(1)
-        self._found = 0  # the segment that was asked for last
+        self._found = 0  # the epoch that was asked for last
         # Neighboring positions are of the same epoch or of two.
         self._batches = lru_cache(maxsize=2)(self._make_batches)
-        if self.order.same_counts and epoch_end == "drop" and not self._num_batches(self._per_epoch):
+        if self.order.same_counts and segment.epoch_end == "drop" and not self._num_batches(self._per_epoch):
             raise ValueError("no bucket has clips for a whole batch; lower the batch size, or choose another epoch_end")
-
-    def size_of(self, bucket: Bucket) -> int:
-        """Clips of a batch of this bucket."""
-        return self.bucket_sizes.get(bucket, self.batch_size)
 
     def at(self, position: int) -> MicroBatch:
         """The batch at a position, counted from 0."""
-        segment, place = self._find(position)
-        batches = self._batches(segment)
+        nth, place = self._find(position)
+        batches = self._batches(nth)
         samples = batches.samples[batches.members[batches.starts[place] : batches.stops[place]]]
         clips = (
             cut_to(self.clips[item], self.order.buckets[slot])
             for item, slot in zip(samples.items.tolist(), samples.slots.tolist(), strict=True)
         )
-        return MicroBatch(self._rest.epoch + segment, tuple(clips), cycles=tuple(samples.cycles.tolist()))
+        return MicroBatch(self._rest.epoch + nth, tuple(clips), cycles=tuple(samples.cycles.tolist()))
 
-    def left_at(self, position: int) -> EpochRest:
-        """The rest of the epoch that contains a position."""
-        segment, place = self._find(position)
-        batches = self._batches(segment)
+    def left_at(self, step: int) -> EpochRest:
+        """The rest of the epoch in which an optimizer step begins."""
+        nth, place = self._find(self._position(step))
+        batches = self._batches(nth)
         left = batches.samples.slots >= 0
         left[batches.real :] = False
         for start, stop in zip(batches.starts[:place].tolist(), batches.stops[:place].tolist(), strict=True):
             left[batches.members[start:stop]] = False
-        return EpochRest(self._rest.epoch + segment, batches.samples[left])
+        return EpochRest(self._rest.epoch + nth, batches.samples[left])
 
-    def step(self, step: int, *, accumulation: int, data_rank: int, data_size: int) -> list[MicroBatch]:
+    def step(self, step: int, *, data_rank: int = 0, data_size: int = 1) -> list[MicroBatch]:
         """The micro-batches of one data rank in optimizer step `step`, counted from 0."""
-        first = (step - self.first_step) * accumulation * data_size
-        batches = [self.at(first + k) for k in range(accumulation * data_size)]
+        first = self._position(step)
+        batches = [self.at(first + k) for k in range(self.segment.per_step)]
         samples = sum(len(batch.clips) for batch in batches)
         return [
             replace(batch, weight=len(batch.clips) * data_size / samples) for batch in batches[data_rank::data_size]
         ]
 
-    def epoch_of(self, step: int, *, per_step: int) -> int:
+    def epoch_of(self, step: int) -> int:
         """The epoch that the last micro-batch of an optimizer step is of."""
-        return self._rest.epoch + self._find((step + 1 - self.first_step) * per_step - 1)[0]
+        return self._rest.epoch + self._find(self._position(step + 1) - 1)[0]
 
     def left_out(self, epoch: int) -> int:
         """How many clips fall through every bucket in an epoch."""
         return int(self.order.counts(epoch)[-1])
 
-    def steps_for_epochs(self, epochs: int, *, accumulation: int, data_size: int) -> int:
+    def steps_for_epochs(self, epochs: int) -> int:
         """Optimizer steps after which `epochs` epochs are complete, up to batches that `wrap` leaves open.
 
         Raises:
@@ -185,18 +171,22 @@ class BatchSampler:
             raise ValueError(
                 f"{epochs} epochs have no whole batch; train for more, repeat clips, or lower the batch size"
             )
-        return self.first_step + -(-batches // (accumulation * data_size))
+        return self.segment.first_step + -(-batches // self.segment.per_step)
+
+    def _position(self, step: int) -> int:
+        """The first position of an optimizer step."""
+        return (step - self.segment.first_step) * self.segment.per_step
 
     def _find(self, position: int) -> tuple[int, int]:
-        """Segment of a position, and the batch within it."""
+        """Epoch of a position, and the batch within it."""
         before = self._batches_until(self._found - 1)
         if before <= position < self._batches_until(self._found):
             return self._found, position - before
         bound = 1
         while self._batches_until(bound - 1) <= position:
-            # By a formula, or one segment after the other.
+            # By a formula, or one epoch after the other.
             bound = 2 * bound if self.order.same_counts else max(bound + 1, len(self._emitted))
-            if self.epoch_end != "wrap" and self._none_in(bound - 1 - _EMPTY_EPOCHS, bound - 1):
+            if self.segment.epoch_end != "wrap" and self._none_in(bound - 1 - _EMPTY_EPOCHS, bound - 1):
                 raise ValueError(f"{_EMPTY_EPOCHS} epochs in a row have no whole batch; lower the batch size")
         self._found = bisect_right(range(bound), position, key=self._batches_until)
         return self._found, position - self._batches_until(self._found - 1)
@@ -204,60 +194,60 @@ class BatchSampler:
     def _none_in(self, first: int, last: int) -> bool:
         return first > 0 and self._batches_until(first) == self._batches_until(last)
 
-    def _batches_until(self, segment: int) -> int:
-        """How many batches the segments up to this one have, itself included."""
-        if segment < 0:
+    def _batches_until(self, nth: int) -> int:
+        """How many batches the epochs up to this one have, itself included."""
+        if nth < 0:
             return 0
-        if self.epoch_end == "wrap":
-            return int((self._samples_until(segment) // self._sizes).sum())
+        if self.segment.epoch_end == "wrap":
+            return int((self._samples_until(nth) // self._sizes).sum())
         if self.order.same_counts:
-            return self._emitted[0] + segment * self._num_batches(self._per_epoch)
-        while len(self._emitted) <= segment:
+            return self._emitted[0] + nth * self._num_batches(self._per_epoch)
+        while len(self._emitted) <= nth:
             self._emitted.append(self._emitted[-1] + self._num_batches(self._count(len(self._emitted))))
-        return self._emitted[segment]
+        return self._emitted[nth]
 
-    def _samples_until(self, segment: int) -> Ints:
-        """How many samples of each bucket the segments up to this one have, itself included."""
+    def _samples_until(self, nth: int) -> Ints:
+        """How many samples of each bucket the epochs up to this one have, itself included."""
         if self.order.same_counts:
-            total: Ints = self._counted[0] + segment * self._per_epoch
+            total: Ints = self._counted[0] + nth * self._per_epoch
             return total
-        while len(self._counted) <= segment:
+        while len(self._counted) <= nth:
             self._counted.append(self._counted[-1] + self._count(len(self._counted)))
-        return self._counted[segment]
+        return self._counted[nth]
 
     def _num_batches(self, counts: Ints) -> int:
-        return sum(map(num_batches, counts.tolist(), self._sizes.tolist(), [self.epoch_end] * len(counts)))
+        return sum(map(num_batches, counts.tolist(), self._sizes.tolist(), [self.segment.epoch_end] * len(counts)))
 
-    def _count(self, segment: int) -> Ints:
-        """Samples of each bucket in one segment."""
-        if segment == 0:
+    def _count(self, nth: int) -> Ints:
+        """Samples of each bucket in one epoch."""
+        if nth == 0:
             slots = self._rest.samples.slots
             return np.bincount(slots[slots >= 0], minlength=len(self.order.buckets))
-        return self.order.counts(self._rest.epoch + segment)[:-1]
+        return self.order.counts(self._rest.epoch + nth)[:-1]
 
-    def _samples(self, segment: int) -> Samples:
-        return self._rest.samples if segment == 0 else self.order.samples(self._rest.epoch + segment)
+    def _samples(self, nth: int) -> Samples:
+        return self._rest.samples if nth == 0 else self.order.samples(self._rest.epoch + nth)
 
-    def _make_batches(self, segment: int) -> _Batches:
-        samples = self._samples(segment)
-        if self.epoch_end == "wrap":
-            samples = Samples.joined([self._carried(segment), samples])
+    def _make_batches(self, nth: int) -> _Batches:
+        samples = self._samples(nth)
+        if self.segment.epoch_end == "wrap":
+            samples = Samples.joined([self._carried(nth), samples])
         real = len(samples)
-        if self.epoch_end == "pad":
-            samples = Samples.joined([samples, self._padding(segment, samples)])
+        if self.segment.epoch_end == "pad":
+            samples = Samples.joined([samples, self._padding(nth, samples)])
         members, starts, stops = cut_into_batches(samples.slots, self._sizes)
-        if self.epoch_end in ("drop", "wrap"):
+        if self.segment.epoch_end in ("drop", "wrap"):
             full = stops - starts == self._sizes[samples.slots[members[starts]]]
             starts, stops = starts[full], stops[full]
         return _Batches(samples, real, members, starts, stops)
 
-    def _carried(self, segment: int) -> Samples:
-        """The samples whose batches the segments before have left open, in their order."""
-        if segment == 0:
+    def _carried(self, nth: int) -> Samples:
+        """The samples whose batches the epochs before have left open, in their order."""
+        if nth == 0:
             return Samples.joined([])
-        missing = self._samples_until(segment - 1) % self._sizes
+        missing = self._samples_until(nth - 1) % self._sizes
         parts: list[Samples] = []
-        for before in range(segment - 1, -1, -1):
+        for before in range(nth - 1, -1, -1):
             if not missing.any():
                 break
             samples = self._samples(before)
@@ -269,12 +259,12 @@ class BatchSampler:
             parts.insert(0, samples[chosen])
         return Samples.joined(parts)
 
-    def _padding(self, segment: int, samples: Samples) -> Samples:
+    def _padding(self, nth: int, samples: Samples) -> Samples:
         """Clips that fill up batches, from their bucket, none twice in a batch if there are enough.
 
         They have cycles of their own, so that they do not meet the noise of the clips' proper samples again.
         """
-        epoch = self._rest.epoch + segment
+        epoch, first_step = self._rest.epoch + nth, self.segment.first_step
         items: list[int] = []
         slots: list[int] = []
         members, starts, stops = cut_into_batches(samples.slots, self._sizes)
@@ -285,12 +275,12 @@ class BatchSampler:
             if missing:
                 bucket = self.order.buckets[slot]
                 pool = [place for place, clip in enumerate(self.clips) if bucket in clip.buckets]
-                draw = random.Random(derive_seed(self.seed, "pad", epoch, self.first_step, bucket_text(bucket)))
+                draw = random.Random(derive_seed(self.seed, "pad", epoch, first_step, bucket_text(bucket)))
                 drawn = draw.sample(pool, min(len(pool), len(batch) + missing))
                 others = [item for item in drawn if item not in set(batch.items.tolist())]
                 items += islice(cycle(others or drawn), missing)
                 slots += [slot] * missing
-        cycles = [-1 - derive_seed("pad", epoch, self.first_step, k) for k in range(len(items))]
+        cycles = [-1 - derive_seed("pad", epoch, first_step, k) for k in range(len(items))]
         return Samples(*(np.asarray(column, dtype=np.int64) for column in (items, cycles, slots)))
 
 
@@ -307,25 +297,19 @@ def sampler_for(
     rest: EpochRest | None = None
     segments = data_position.segments
     for segment, following in zip(segments, (*segments[1:], None), strict=True):
-        sampler = BatchSampler(
-            clips, batch_size=segment.batch_size, seed=data_position.seed, bucket_sizes=dict(segment.bucket_sizes),
-            epoch_end=segment.epoch_end, keep=keep, rest=rest, first_step=segment.first_step,
-        )  # fmt: skip
+        sampler = BatchSampler(clips, segment, seed=data_position.seed, keep=keep, rest=rest)
         if following is not None:
-            rest = sampler.left_at((following.first_step - segment.first_step) * segment.per_step)
+            rest = sampler.left_at(following.first_step)
     return sampler
 
 
-def fixed_batches(
-    clips: Sequence[Clip], *, batch_size: int, bucket_sizes: Mapping[Bucket, int] | None = None
-) -> list[MicroBatch]:
+def fixed_batches(clips: Sequence[Clip], segment: Segment) -> list[MicroBatch]:
     """Batches in the given order, grouped by bucket, for evaluation: the same every time, each clip once."""
-    sizes = bucket_sizes or {}
     groups: dict[Bucket, list[Clip]] = {}
     for clip in clips:
         groups.setdefault(clip.bucket, []).append(clip)
     return [
-        MicroBatch(0, tuple(group[start : start + sizes.get(bucket, batch_size)]))
-        for bucket, group in groups.items()
-        for start in range(0, len(group), sizes.get(bucket, batch_size))
+        MicroBatch(0, tuple(group[start : start + size]))
+        for size, group in ((segment.size_of(bucket), group) for bucket, group in groups.items())
+        for start in range(0, len(group), size)
     ]

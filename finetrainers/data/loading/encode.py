@@ -43,19 +43,19 @@ def to_unit_range(video: Tensor) -> Tensor:
 
 
 class Encoder:
-    """Encodes batches on the fly, with the text encoders and the VAE in memory."""
+    """Makes the batches of a method: of pixels with the text encoders and the VAE, of cached tensors without them."""
 
     def __init__(
         self,
-        encode_text: EncodeText,
-        encode_clip: EncodeClip,
+        encode_text: EncodeText | None,
+        encode_clip: EncodeClip | None,
         *,
         data: DataSection,
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
         """Args:
-        encode_text, encode_clip: the model's encoders.
+        encode_text, encode_clip: the model's encoders; None if everything is in the cache.
         data: caption dropout options.
         seed: seed of the run.
         device: where batches go.
@@ -67,62 +67,43 @@ class Encoder:
         self.device = device
 
     def __call__(self, raw: RawBatch, *, dropout: bool = True) -> Batch:
-        """Encode a batch of pixels; evaluation turns caption dropout off."""
-        assert raw.video is not None or raw.segments, "on-the-fly encoding needs pixels"
+        """Make a batch of what was fetched; evaluation turns caption dropout off."""
         probability = self.data.caption_dropout_p if dropout else 0.0
         drop = dropped_captions(raw.sample_keys, probability=probability, seed=self.seed)
-        captions = [clip.caption_for(key, seed=self.seed) for clip, key in zip(raw.clips, raw.sample_keys, strict=True)]
-        if self.data.caption_dropout_technique == "empty":
-            captions = ["" if gone else caption for caption, gone in zip(captions, drop, strict=True)]
-            conditions = self.encode_text(captions)
+        to_empty = self.data.caption_dropout_technique == "empty"
+        if raw.pixels:
+            conditions = self._texts(raw, drop if to_empty else [False] * len(drop))
+            clip = self._clip(raw)
         else:
-            conditions = self.encode_text(captions)
+            conditions = _with_prefix(raw.cached, TEXT)
+            if to_empty and any(drop):
+                conditions = _replace_rows(conditions, _with_prefix(raw.cached, EMPTY), drop)
+            clip = {name: tensor for name, tensor in raw.cached.items() if not name.startswith((TEXT, EMPTY))}
+        if not to_empty and any(drop):
             conditions = _replace_rows(conditions, conditions.zeroed(), drop)
-        return _batch(raw, self._clip(raw), conditions, self.device)
+        moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in clip.items()}
+        return Batch(
+            moments=moved.pop(MOMENTS),
+            conditions=conditions.trimmed().to(self.device),
+            meta=VideoMeta(fps=torch.tensor([clip.fps for clip in raw.clips], dtype=torch.float32).to(self.device)),
+            sample_keys=raw.sample_keys,
+            clip=moved,
+            weight=raw.weight,
+        )
+
+    def _texts(self, raw: RawBatch, emptied: Sequence[bool]) -> Conditions:
+        assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
+        captions = (clip.caption_for(key, seed=self.seed) for clip, key in zip(raw.clips, raw.sample_keys, strict=True))
+        return self.encode_text(["" if gone else caption for caption, gone in zip(captions, emptied, strict=True)])
 
     def _clip(self, raw: RawBatch) -> Mapping[str, Tensor]:
-        if raw.video is not None:
-            video = to_unit_range(raw.video.to(self.device, non_blocking=True))
+        assert self.encode_clip is not None, "clips that are not in the cache need the VAE"
+        pixels = [one.to(self.device, non_blocking=True) for one in raw.pixels]
+        if all(clip.latents_of is None for clip in raw.clips):
             generators = [generator("cpu", self.seed, "first frame noise", *key) for key in raw.sample_keys]
-            return self.encode_clip(video, generators)
-        pixels = (to_unit_range(one.to(self.device, non_blocking=True))[None] for one in raw.segments)
-        latents = (self.encode_clip(one, ())[MOMENTS] for one in pixels)
+            return self.encode_clip(to_unit_range(torch.stack(pixels)), generators)
+        latents = (self.encode_clip(to_unit_range(one)[None], ())[MOMENTS] for one in pixels)  # may be of any lengths
         return {MOMENTS: torch.cat([cut_latents(one, clip) for one, clip in zip(latents, raw.clips, strict=True)])}
-
-
-class CachedEncoder:
-    """Makes batches from cached tensors; needs neither text encoders nor VAE."""
-
-    def __init__(self, *, data: DataSection, seed: int, device: torch.device | str = "cpu") -> None:
-        self.data = data
-        self.seed = seed
-        self.device = device
-
-    def __call__(self, raw: RawBatch, *, dropout: bool = True) -> Batch:
-        """Assemble a batch that `CacheFetch` has read; evaluation turns caption dropout off."""
-        assert raw.cached is not None, "cached batches come from a CacheFetch"
-        conditions = _with_prefix(raw.cached, TEXT)
-        probability = self.data.caption_dropout_p if dropout else 0.0
-        drop = dropped_captions(raw.sample_keys, probability=probability, seed=self.seed)
-        if any(drop):
-            empty = self.data.caption_dropout_technique == "empty"
-            conditions = _replace_rows(
-                conditions, _with_prefix(raw.cached, EMPTY) if empty else conditions.zeroed(), drop
-            )
-        clip = {name: tensor for name, tensor in raw.cached.items() if not name.startswith((TEXT, EMPTY))}
-        return _batch(raw, clip, conditions, self.device)
-
-
-def _batch(raw: RawBatch, clip: Mapping[str, Tensor], conditions: Conditions, device: torch.device | str) -> Batch:
-    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in clip.items()}
-    return Batch(
-        moments=moved.pop(MOMENTS),
-        conditions=conditions.trimmed().to(device),
-        meta=VideoMeta(fps=torch.tensor([clip.fps for clip in raw.clips], dtype=torch.float32).to(device)),
-        sample_keys=raw.sample_keys,
-        clip=moved,
-        weight=raw.weight,
-    )
 
 
 def _with_prefix(cached: Mapping[str, Tensor], prefix: str) -> Conditions:
@@ -131,8 +112,6 @@ def _with_prefix(cached: Mapping[str, Tensor], prefix: str) -> Conditions:
 
 def _replace_rows(conditions: Conditions, other: Conditions, rows: Sequence[bool]) -> Conditions:
     """`conditions` with the marked rows taken from `other`."""
-    if not any(rows):
-        return conditions
 
     def pick(ours: Tensor, theirs: Tensor) -> Tensor:
         mask = torch.tensor(rows, device=ours.device).view(-1, *[1] * (ours.ndim - 1))

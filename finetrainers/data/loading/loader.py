@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
-import torch
 from torch import Tensor
 
 from finetrainers.utils.seeding import generator
@@ -14,10 +13,10 @@ from finetrainers.utils.seeding import generator
 from ..buckets.clip import Clip
 from ..buckets.windows import encoded_clip
 from ..video.decode import load_clip
-from .bad_samples import BadSample, Note, Substitutes, load_clips
+from .bad_samples import BadSample, Substitutes, load_clips
 from .batch_sampler import BatchSampler, MicroBatch
 from .prefetch import prefetch
-from .workers import Fetch, Workers
+from .workers import Workers
 
 
 @dataclass(frozen=True)
@@ -28,27 +27,24 @@ class RawBatch:
         clips: what it is made of.
         sample_keys: per sample `(epoch, item)`.
         weight: see `MicroBatch`.
-        video: pixels `[B, 3, T, H, W]` uint8; None when latents come from the cache, or with `segments`.
-        segments: of each clip the pixels `[3, T, H, W]` uint8 of that whose latents its own are cut from; else empty.
-        cached: tensors from the cache, batch first; None when pixels are given.
+        pixels: of each clip `[3, T, H, W]` uint8, or of the segment whose latents its own are cut from; empty if cached.
+        cached: tensors from the cache, batch first; else empty.
         bad: clips that could not be loaded, others in whose place are among `clips`.
     """
 
     clips: tuple[Clip, ...]
     sample_keys: tuple[tuple[int, int], ...]
     weight: float
-    video: Tensor | None = None
-    cached: Mapping[str, Tensor] | None = None
+    pixels: tuple[Tensor, ...] = ()
+    cached: Mapping[str, Tensor] = field(default_factory=dict)
     bad: tuple[BadSample, ...] = ()
-    segments: tuple[Tensor, ...] = ()
 
     def pin_memory(self) -> RawBatch:
         """The same batch in page-locked memory; called by the data loader."""
         return replace(
             self,
-            video=None if self.video is None else self.video.pin_memory(),
-            segments=tuple(pixels.pin_memory() for pixels in self.segments),
-            cached=None if self.cached is None else {k: v.pin_memory() for k, v in self.cached.items()},
+            pixels=tuple(pixels.pin_memory() for pixels in self.pixels),
+            cached={name: tensor.pin_memory() for name, tensor in self.cached.items()},
         )
 
 
@@ -64,44 +60,42 @@ class DecodeFetch:
     seed: int
     substitutes: Substitutes | None = None
 
-    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
-        clips, videos, bad = load_clips(batch, self._load, substitutes=self.substitutes, note=note)
-        if any(clip.latents_of is not None for clip in clips):  # these may be of any lengths
-            return RawBatch(clips, batch.sample_keys, batch.weight, segments=tuple(videos), bad=bad)
-        return RawBatch(clips, batch.sample_keys, batch.weight, video=torch.stack(videos), bad=bad)
+    def __call__(self, batch: MicroBatch) -> RawBatch:
+        clips, pixels, bad = load_clips(batch, self._load, substitutes=self.substitutes)
+        return RawBatch(clips, batch.sample_keys, batch.weight, pixels=tuple(pixels), bad=bad)
 
     def _load(self, clip: Clip, key: tuple[int, int]) -> Tensor:
         return load_clip(encoded_clip(clip), generator=generator("cpu", self.seed, "clip", *key))
 
 
+@dataclass(frozen=True)
 class StepSampler:
     """The micro-batches of one data rank from an optimizer step on, without end; the same at each iteration."""
 
-    def __init__(
-        self, batches: BatchSampler, *, start: int = 0, accumulation: int = 1, data_rank: int = 0, data_size: int = 1
-    ) -> None:
-        self.batches = batches
-        self.start = start
-        self.accumulation = accumulation
-        self.data_rank = data_rank
-        self.data_size = data_size
+    batches: BatchSampler
+    start: int = 0
+    data_rank: int = 0
+    data_size: int = 1
+
+    @property
+    def per_step(self) -> int:
+        """Micro-batches of an optimizer step, of this data rank."""
+        return self.batches.segment.per_step // self.data_size
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for step in count(self.start):
-            yield from self.batches.step(
-                step, accumulation=self.accumulation, data_rank=self.data_rank, data_size=self.data_size
-            )
+            yield from self.batches.step(step, data_rank=self.data_rank, data_size=self.data_size)
 
 
 def iterate_steps(
     sampler: StepSampler,
-    fetch: Fetch[RawBatch],
+    fetch: Callable[[MicroBatch], RawBatch],
     *,
     num_workers: int = 0,
     threads: int = 0,
     pin_memory: bool = False,
     timeout_s: float = 0.0,
-    on_restart: Callable[[str], None] | None = None,
+    on_restart: Callable[[str], None] = lambda why: None,
 ) -> Iterator[list[RawBatch]]:
     """Yield the micro-batches of each optimizer step, without end.
 
@@ -136,4 +130,4 @@ def iterate_steps(
             on_restart=on_restart,
         ).batches()  # fmt: skip
     while True:
-        yield [next(batches) for _ in range(sampler.accumulation)]
+        yield [next(batches) for _ in range(sampler.per_step)]

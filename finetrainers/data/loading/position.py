@@ -34,6 +34,22 @@ class Segment:
     bucket_sizes: tuple[tuple[Bucket, int], ...] = ()
     epoch_end: EpochEnd = "keep"
 
+    @classmethod
+    def of(cls, config: TrainConfig, *, data_size: int, step: int) -> Segment:
+        """The batches of a configuration, from an optimizer step on."""
+        loading = config.dataloader
+        return cls(
+            first_step=step,
+            batch_size=loading.batch_size,
+            per_step=config.training.gradient_accumulation_steps * data_size,
+            bucket_sizes=tuple(sorted(loading.bucket_batch_sizes)),
+            epoch_end=loading.epoch_end,
+        )
+
+    def size_of(self, bucket: Bucket) -> int:
+        """Clips of a batch of this bucket."""
+        return dict(self.bucket_sizes).get(bucket, self.batch_size)
+
     @property
     def ways(self) -> tuple[object, ...]:
         """The values that decide how batches are made."""
@@ -78,14 +94,14 @@ class DataPosition:
     @classmethod
     def begin(cls, config: TrainConfig, *, data_size: int, step: int = 0) -> DataPosition:
         """The position at the start of the data, at an optimizer step."""
-        return cls(config.training.seed, (_segment(config, data_size, step),))
+        return cls(config.training.seed, (Segment.of(config, data_size=data_size, step=step),))
 
     def resume(self, config: TrainConfig, *, data_size: int, step: int) -> DataPosition:
         """The position of a run that resumes after `step` optimizer steps, with the batches it has now."""
         segments = tuple(
             segment for segment in self.segments if segment.first_step < step or segment is self.segments[0]
         )
-        now = _segment(config, data_size, step)
+        now = Segment.of(config, data_size=data_size, step=step)
         last = segments[-1]
         if now.ways == last.ways:
             return DataPosition(self.seed, segments)
@@ -100,14 +116,3 @@ class DataPosition:
     def from_state(cls, state: Mapping[str, Any]) -> DataPosition:
         """Undo `state`."""
         return cls(int(state["seed"]), tuple(map(Segment.from_state, state["stretches"])))
-
-
-def _segment(config: TrainConfig, data_size: int, step: int) -> Segment:
-    loading = config.dataloader
-    return Segment(
-        first_step=step,
-        batch_size=loading.batch_size,
-        per_step=config.training.gradient_accumulation_steps * data_size,
-        bucket_sizes=tuple(sorted(loading.bucket_batch_sizes)),
-        epoch_end=loading.epoch_end,
-    )

@@ -10,13 +10,15 @@ import errno
 import math
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from finetrainers.utils.progress import Progress
+from finetrainers.config.sections import DataloaderSection
+from finetrainers.parallel.ranks import Ranks
+from finetrainers.utils.progress import Meter
 from finetrainers.utils.seeding import generator
 from finetrainers.utils.text import file_size
 
@@ -24,13 +26,14 @@ from ..buckets.clip import Clip
 from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..cache.store import CacheError, TensorCache, is_finite
-from .bad_samples import PROBLEMS, BadSample, Note, Substitutes, load_clips, twice
+from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips, twice
 from .batch_sampler import MicroBatch
 from .encode import EMPTY, TEXT, EncodeClip, EncodeText, to_unit_range
 from .loader import RawBatch
-from .workers import Workers
+from .workers import Workers, note_reading
 
-T = TypeVar("T")
+#: Captions that are encoded at a time.
+_TEXTS = 8
 
 
 @dataclass(frozen=True)
@@ -53,68 +56,56 @@ class Encoded:
         return Encoded(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
-@dataclass(frozen=True)
-class Share:
-    """The share of the work of one process, and its settings.
-
-    Attributes:
-        rank, world_size: the process; every `world_size`-th caption or clip is its own.
-        batch_size: captions, or clips of one bucket, that are encoded at a time.
-        num_workers: processes that decode; those that die or hang are restarted.
-        timeout_s: how long to wait for a clip before they count as hung; 0: for ever.
-        progress: called after every batch.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    batch_size: int = 1
-    num_workers: int = 0
-    timeout_s: float = 0.0
-    progress: Progress = lambda done, total: None
-
-    def of(self, everything: Sequence[T]) -> Sequence[T]:
-        """The elements of this process."""
-        return everything[self.rank :: self.world_size]
-
-
-_ALONE, _TEXTS_ALONE = Share(), Share(batch_size=8)
+@contextmanager
+def _progress(what: str, parallel: Ranks) -> Iterator[Meter]:
+    """Show the progress of this rank's share; its failure is raised on all ranks, which would wait for it otherwise."""
+    noun = what if parallel.world_size == 1 else f"{what} of this process's share"
+    meter = Meter("encoded", noun, enabled=parallel.rank == 0)
+    with parallel.raise_on_all_ranks(f"encoding {what} before training"), meter:
+        yield meter
 
 
 def precompute_text(
-    captions: Iterable[str], encode_text: EncodeText, keys: CacheKeys, share: Share = _TEXTS_ALONE
+    captions: Iterable[str], encode_text: EncodeText, keys: CacheKeys, parallel: Ranks, *, what: str = "captions"
 ) -> Encoded:
-    """Encode this process's share of the distinct captions, and the empty prompt."""
-    captions_by_key = {keys.text(caption): caption for caption in share.of(sorted({"", *captions}))}
-    todo = [(key, captions_by_key[key]) for key in keys.cache.missing(captions_by_key)]
-    size = 0
-    for start in range(0, len(todo), share.batch_size):
-        batch = todo[start : start + share.batch_size]
-        conditions = encode_text([caption for _, caption in batch])
-        for row, (key, caption) in enumerate(batch):
-            tensors = {name: tensor[row : row + 1] for name, tensor in conditions.tensors.items()}
-            _refuse_non_finite(tensors, f"the caption {caption!r}", "text_encoder_dtype")
-            size += keys.cache.put(key, tensors, keys.about_text(caption))
-        if start == 0:
-            check_room(keys.cache, size / len(batch) * (len(todo) - len(batch)) * share.world_size, what="captions")
-        share.progress(start + len(batch), len(todo))
-    return Encoded(encoded=len(todo), found=len(captions_by_key) - len(todo), size_bytes=size)
+    """Encode the distinct captions, and the empty prompt, by each rank a share; the counts of all."""
+    mine = sorted({"", *captions})[parallel.rank :: parallel.world_size]
+    with _progress(what, parallel) as progress:
+        captions_by_key = {keys.text(caption): caption for caption in mine}
+        todo = [(key, captions_by_key[key]) for key in keys.cache.missing(captions_by_key)]
+        size = 0
+        for start in range(0, len(todo), _TEXTS):
+            batch = todo[start : start + _TEXTS]
+            conditions = encode_text([caption for _, caption in batch])
+            for row, (key, caption) in enumerate(batch):
+                tensors = {name: tensor[row : row + 1] for name, tensor in conditions.tensors.items()}
+                _refuse_non_finite(tensors, f"the caption {caption!r}", "text_encoder_dtype")
+                size += keys.cache.put(key, tensors, keys.about_text(caption))
+            if start == 0:
+                left = size / len(batch) * (len(todo) - len(batch))
+                check_room(keys.cache, left * parallel.world_size, what=what)
+            progress(start + len(batch), len(todo))
+        share = Encoded(encoded=len(todo), found=len(captions_by_key) - len(todo), size_bytes=size)
+    return sum(parallel.gather_objects([share]), Encoded())
 
 
 def precompute_video(
     clips: Iterable[Clip],
     encode_clip: EncodeClip,
     keys: CacheKeys,
-    share: Share = _ALONE,
+    parallel: Ranks,
     *,
+    loading: DataloaderSection,
     optional: Collection[int] = (),
 ) -> Encoded:
-    """Encode this process's share of the clips.
+    """Encode the clips, by each rank a share; the counts of all.
 
     Args:
         clips: all clips.
         encode_clip: the model's.
         keys: names of entries.
-        share: of which clips, and how.
+        parallel: the processes of the run.
+        loading: worker processes that decode; those that die or hang are restarted.
         optional: indices of clips that may be left out if they cannot be read or decoded.
 
     Raises:
@@ -123,25 +114,30 @@ def precompute_video(
     # Clips that differ in their captions alone are one. Sorted, so that batches are full and shares cost about the
     # same; the largest bucket first, so that what does not fit into memory is known at once.
     distinct = {repr((clip.path, keys.cut(clip))): clip for clip in clips}
-    by_key, bad = _by_key(share.of(sorted(distinct.values(), key=_largest_first)), keys, optional)
-    todo = [(key, by_key[key]) for key in keys.cache.missing(by_key)]
-    done = encoded = size = 0
-    left = sum(math.prod(clip.bucket) for _, clip in todo)  # pixels times frames: an entry's size is proportional to it
-    for batch in _batches(todo, _decoded([clip for _, clip in todo], keys, share, optional), share.batch_size):
-        good = [(key, clip, video) for key, clip, video in batch if isinstance(video, Tensor)]
-        bad += [BadSample(clip, reason) for _, clip, reason in batch if isinstance(reason, str)]
-        written = _encode_batch(good, encode_clip, keys) if good else 0
-        left -= sum(math.prod(clip.bucket) for _, clip, _ in batch)
-        if good and not encoded:
-            per_pixel = written / sum(math.prod(clip.bucket) for _, clip, _ in good)
-            check_room(keys.cache, per_pixel * left * share.world_size, what="clips")
-        size += written
-        encoded += len(good)
-        done += len(batch)
-        share.progress(done, len(todo))
+    mine = sorted(distinct.values(), key=_largest_first)[parallel.rank :: parallel.world_size]
+    with _progress("clips", parallel) as progress:
+        by_key, bad = _by_key(mine, keys, optional)
+        todo = [(key, by_key[key]) for key in keys.cache.missing(by_key)]
+        done = encoded = size = 0
+        left = sum(math.prod(clip.bucket) for _, clip in todo)  # pixels times frames, as an entry's size
+        decoded = _decoded([clip for _, clip in todo], keys, loading, optional)
+        for batch in _batches(todo, decoded, keys.data.precompute_batch_size):
+            good = [(key, clip, video) for key, clip, video in batch if isinstance(video, Tensor)]
+            bad += [BadSample(clip, reason) for _, clip, reason in batch if isinstance(reason, str)]
+            written = _encode_batch(good, encode_clip, keys) if good else 0
+            left -= sum(math.prod(clip.bucket) for _, clip, _ in batch)
+            if good and not encoded:
+                per_pixel = written / sum(math.prod(clip.bucket) for _, clip, _ in good)
+                check_room(keys.cache, per_pixel * left * parallel.world_size, what="clips")
+            size += written
+            encoded += len(good)
+            done += len(batch)
+            progress(done, len(todo))
+        share = Encoded(encoded, len(by_key) - len(todo), tuple(bad), size)
+    everything = sum(parallel.gather_objects([share]), Encoded())
     # The entries of other ranks are named by what these have learnt, and worker processes inherit it.
     keys.digests.refresh()
-    return Encoded(encoded, len(by_key) - len(todo), tuple(bad), size)
+    return everything
 
 
 def _by_key(
@@ -161,13 +157,16 @@ def _by_key(
     return by_key, bad
 
 
-def _decoded(clips: Sequence[Clip], keys: CacheKeys, share: Share, optional: Collection[int]) -> Iterator[Tensor | str]:
+def _decoded(
+    clips: Sequence[Clip], keys: CacheKeys, loading: DataloaderSection, optional: Collection[int]
+) -> Iterator[Tensor | str]:
     """The pixels of each clip, or why an optional one has none."""
     order = [MicroBatch(0, (clip,)) for clip in clips]
     fetch = _PixelFetch(keys, optional)
-    if not share.num_workers or not clips:
+    count, timeout_s = loading.dataloader_num_workers, loading.dataloader_timeout
+    if not count or not clips:
         return map(fetch, order)
-    return Workers(order, fetch, clips=clips, count=share.num_workers, timeout_s=share.timeout_s).batches()
+    return Workers(order, fetch, clips=clips, count=count, timeout_s=timeout_s).batches()
 
 
 def _encode_batch(batch: Sequence[tuple[str, Clip, Tensor]], encode_clip: EncodeClip, keys: CacheKeys) -> int:
@@ -227,10 +226,9 @@ class _PixelFetch:
     keys: CacheKeys
     optional: Collection[int]
 
-    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> Tensor | str:
+    def __call__(self, batch: MicroBatch) -> Tensor | str:
         [clip] = batch.clips
-        if note is not None:
-            note(clip)
+        note_reading(clip)
         try:
             return twice(self.keys.pixels, clip)
         except PROBLEMS as error:
@@ -246,13 +244,13 @@ class CacheFetch:
     keys: CacheKeys
     substitutes: Substitutes | None = None
 
-    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
+    def __call__(self, batch: MicroBatch) -> RawBatch:
         """Read moments and conditioning, and that of the empty prompt where captions may be dropped.
 
         Raises:
             CacheError: an entry is missing or damaged, and nothing may take its place.
         """
-        clips, entries, bad = load_clips(batch, self._load, substitutes=self.substitutes, note=note)
+        clips, entries, bad = load_clips(batch, self._load, substitutes=self.substitutes)
         cached = {name: torch.cat([entry[name] for entry in entries]) for name in entries[0]}
         if self.keys.data.caption_dropout_p > 0 and self.keys.data.caption_dropout_technique == "empty":
             cached.update(self._text("", EMPTY))

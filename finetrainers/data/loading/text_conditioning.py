@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import ModelSpec, Parts
-from finetrainers.utils.progress import Meter, Progress
+from finetrainers.parallel.ranks import Ranks
 
 from ..cache.encoder_index import EncoderEntry, describe_model, recall_files, remember_files, remember_model
 from ..cache.keys import CacheKeys
@@ -16,8 +17,7 @@ from ..cache.model_fingerprint import model_fingerprint
 from ..cache.store import TensorCache
 from ..inspect.file_facts import FileFacts
 from .encode import EncodeText
-from .precompute import Encoded, Share, precompute_text
-from .ranks import Ranks
+from .precompute import Encoded, precompute_text
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,9 @@ class TextCache:
             self._keys, text_identity=model_fingerprint(encoders.modules, family=self.spec.name, shapes=shapes)
         )
 
-        def work(progress: Progress) -> Encoded:
-            return precompute_text(
-                self.texts,
-                lambda prompts: self.spec.encode_text(encoders, prompts),
-                keys,
-                Share(self.parallel.rank, self.parallel.world_size, batch_size=8, progress=progress),
-            )
-
-        encoded = precompute_shares(self.noun, work, self.parallel)
+        encoded = precompute_text(
+            self.texts, partial(self.spec.encode_text, encoders), keys, self.parallel, what=self.noun
+        )
         if self.parallel.rank == 0:
             remember_model(self._directory, self.config.model, "text", EncoderEntry(keys.text_identity))
             remember_files(self._directory, self.spec, keys.text_identity)
@@ -105,20 +99,6 @@ class TextCache:
     def live(self, encoders: Parts) -> TextConditioning:
         """Nothing is encoded beforehand: the encoders stay loaded."""
         return TextConditioning(self._keys, lambda prompts: self.spec.encode_text(encoders, prompts), Encoded())
-
-
-def precompute_shares(what: str, work: Callable[[Progress], Encoded], parallel: Ranks) -> Encoded:
-    """Run every rank's share of encoding; a failure on one rank is raised on all, which would wait for it otherwise."""
-    failure: Exception | None = None
-    share = Encoded()
-    noun = what if parallel.world_size == 1 else f"{what} of this process's share"
-    try:
-        with Meter("encoded", noun, enabled=parallel.rank == 0) as meter:
-            share = work(meter)
-    except Exception as error:
-        failure = error
-    parallel.raise_if_any_failed(failure, f"encoding {what} before training")
-    return sum(parallel.gather_objects([share]), Encoded())
 
 
 def cache_directory(config: TrainConfig) -> Path:

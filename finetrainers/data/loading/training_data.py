@@ -16,7 +16,7 @@ from finetrainers.config.checks.windows import slice_problem
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import Batch, ModelSpec, Parts
-from finetrainers.utils.progress import Progress
+from finetrainers.parallel.ranks import Ranks
 
 from ..buckets.clip import all_cuts
 from ..cache.encoder_index import EncoderEntry, describe_model, remember_model
@@ -25,13 +25,11 @@ from ..cache.model_fingerprint import model_fingerprint
 from ..inspect.plan import DatasetPlan
 from .bad_samples import BadSample, BadSampleTracker, Substitutes
 from .batch_sampler import MicroBatch, fixed_batches, sampler_for
-from .encode import CachedEncoder, Encoder
+from .encode import Encoder
 from .loader import DecodeFetch, RawBatch, StepSampler, iterate_steps
 from .position import DataPosition
-from .precompute import CacheFetch, Encoded, Share, precompute_video
-from .ranks import Ranks
-from .text_conditioning import TextConditioning, cache_directory, precompute_shares
-from .workers import Fetch
+from .precompute import CacheFetch, Encoded, precompute_video
+from .text_conditioning import TextConditioning, cache_directory
 
 
 class TrainingData:
@@ -51,8 +49,7 @@ class TrainingData:
         parallel: Ranks,
         texts: TextConditioning,
         clip_encoders: Parts,
-        data_position: DataPosition | None = None,
-        fetch_with: Callable[[Fetch[RawBatch]], Fetch[RawBatch]] = lambda fetch: fetch,
+        data_position: DataPosition,
     ) -> None:
         """Args:
         plan: what is trained on.
@@ -61,18 +58,13 @@ class TrainingData:
         parallel: the processes of the run.
         texts: the captions.
         clip_encoders: encode the clips; freed where they are encoded beforehand.
-        data_position: default: the beginning of the data.
-        fetch_with: wraps what fetches a micro-batch's clips, to fetch others with them, say.
+        data_position: where in the data the run starts.
         """
         self.plan = plan
         self.config = config
         self.spec = spec
         self.parallel = parallel
-        self.sampler = sampler_for(
-            plan.clips,
-            data_position or DataPosition.begin(config, data_size=parallel.data_size),
-            keep=dict(config.data.bucket_keep_prob),
-        )
+        self.sampler = sampler_for(plan.clips, data_position, keep=dict(config.data.bucket_keep_prob))
         self._bad_samples = BadSampleTracker(
             parallel=parallel, share=config.data.max_bad_share, num_files=len({clip.path for clip in plan.clips})
         )
@@ -83,21 +75,19 @@ class TrainingData:
         # Checked before, too, but not where the checkpoint's config was not on disk.
         if (problem := slice_problem(config.data, first_frame=spec.facts.first_frame)) is not None:
             raise ConfigError([Problem(f"--{problem[0]}", problem[1])])
-        self._encoder: Encoder | CachedEncoder
-        strict: Fetch[RawBatch]
-        fetch: Fetch[RawBatch]
-        data, seed, device = config.data, config.training.seed, parallel.device
+        seed, encode_clip = config.training.seed, None
+        strict: CacheFetch | DecodeFetch
         if texts.encode is None:
-            keys = self._encode_clips(texts.keys, clip_encoders)
             self.vae: nn.Module | None = None
-            strict, fetch = CacheFetch(keys), CacheFetch(keys, self._substitutes)
-            self._encoder = CachedEncoder(data=data, seed=seed, device=device)
+            strict = CacheFetch(self._encode_clips(texts.keys, clip_encoders))
         else:
-            self.vae = clip_encoders["vae"]
-            strict, fetch = DecodeFetch(seed), DecodeFetch(seed, self._substitutes)
-            encode_clip = partial(self._encode_clip, clip_encoders)
-            self._encoder = Encoder(texts.encode, encode_clip, data=data, seed=seed, device=device)
-        self._fetch_strictly, self._fetch = fetch_with(strict), fetch_with(fetch)
+            self.vae, encode_clip = clip_encoders["vae"], partial(self._encode_clip, clip_encoders)
+            strict = DecodeFetch(seed)
+        self._encoder = Encoder(texts.encode, encode_clip, data=config.data, seed=seed, device=parallel.device)
+        # Only training clips have substitutes. Those of a held-out one would change what the evaluation loss is of.
+        substitutes = Substitutes(all_cuts(plan.clips)) if config.data.max_bad_share else None
+        self._fetch_strictly = plan.fetch_with(strict)
+        self._fetch = plan.fetch_with(replace(strict, substitutes=substitutes))
 
     def _encode_clip(
         self, clip_encoders: Parts, video: Tensor, generators: Sequence[torch.Generator]
@@ -106,7 +96,7 @@ class TrainingData:
 
     def _encode_clips(self, keys: CacheKeys, clip_encoders: Parts) -> CacheKeys:
         """Encode every clip that the cache does not have, on all ranks; the names of entries."""
-        data, loading = self.config.data, self.config.dataloader
+        data = self.config.data
         keys = replace(
             keys,
             # Tiling changes latents a little at the seams.
@@ -117,23 +107,14 @@ class TrainingData:
             vae_words=describe_model(self.config.model, "vae"),
         )
 
-        def work(progress: Progress) -> Encoded:
-            return precompute_video(
-                self.plan.encoded_clips(),
-                partial(self._encode_clip, clip_encoders),
-                keys,
-                Share(
-                    self.parallel.rank,
-                    self.parallel.world_size,
-                    batch_size=data.precompute_batch_size,
-                    num_workers=loading.dataloader_num_workers,
-                    timeout_s=loading.dataloader_timeout,
-                    progress=progress,
-                ),
-                optional={clip.index for clip in self.plan.clips} if data.max_bad_share else (),
-            )
-
-        encoded = precompute_shares("clips", work, self.parallel)
+        encoded = precompute_video(
+            self.plan.encoded_clips(),
+            partial(self._encode_clip, clip_encoders),
+            keys,
+            self.parallel,
+            loading=self.config.dataloader,
+            optional={clip.index for clip in self.plan.clips} if data.max_bad_share else (),
+        )
         self.precomputed["clips"] = encoded
         if self.parallel.rank == 0:
             known = EncoderEntry(keys.vae_identity, self.spec.clip_version, self.spec.facts.first_frame_noise)
@@ -149,26 +130,19 @@ class TrainingData:
         Raises:
             BadSamplesError: too many of them.
         """
-        workers = self.config.dataloader.dataloader_num_workers
-        is_cached = self.vae is None
+        loading, is_cached = self.config.dataloader, self.vae is None
+        workers = loading.dataloader_num_workers
         raw_steps = iterate_steps(
-            StepSampler(
-                self.sampler,
-                start=start,
-                accumulation=self.config.training.gradient_accumulation_steps,
-                data_rank=self.parallel.data_rank,
-                data_size=self.parallel.data_size,
-            ),
+            StepSampler(self.sampler, start, self.parallel.data_rank, self.parallel.data_size),
             self._fetch,
             num_workers=0 if is_cached else workers,
             threads=max(1, workers) if is_cached else 0,
-            pin_memory=self.config.dataloader.pin_memory and self.parallel.device.type == "cuda",
-            timeout_s=self.config.dataloader.dataloader_timeout,
+            pin_memory=loading.pin_memory and self.parallel.device.type == "cuda",
+            timeout_s=loading.dataloader_timeout,
             on_restart=lambda why: self._events.append({"kind": "loader_restarted", "why": why}),
         )
-        per_step = self.config.training.gradient_accumulation_steps * self.parallel.data_size
         for step in count(start):
-            self._count_left_out(step, per_step)
+            self._count_left_out(step)
             error: Exception | None = None
             bad: list[BadSample] = []
             batches: list[Batch] = []
@@ -181,9 +155,9 @@ class TrainingData:
             self._bad_samples.agree(bad, error)
             yield batches
 
-    def _count_left_out(self, step: int, per_step: int) -> None:
+    def _count_left_out(self, step: int) -> None:
         """At the first step of an epoch, say how many clips fall through all its buckets."""
-        epoch = self.sampler.epoch_of(step, per_step=per_step)
+        epoch = self.sampler.epoch_of(step)
         if epoch == self._epoch:
             return
         self._epoch = epoch
@@ -205,17 +179,13 @@ class TrainingData:
         for bucket in sorted({clip.bucket for clip in cuts}, key=math.prod, reverse=True):
             clips = [clip for clip in cuts if clip.bucket == bucket]
             clips.sort(key=lambda clip: (-len(clip.caption), clip.index))
-            wanted = MicroBatch(0, tuple(clips[: self.sampler.size_of(bucket)]))
+            wanted = MicroBatch(0, tuple(clips[: self.sampler.segment.size_of(bucket)]))
             [batch] = self._together([wanted], self._fetch, what="loading a dry batch")
             yield "x".join(map(str, bucket)), batch
 
     def steps_for_epochs(self, epochs: int) -> int:
         """Optimizer steps that see every clip at least `epochs` times."""
-        return self.sampler.steps_for_epochs(
-            epochs,
-            accumulation=self.config.training.gradient_accumulation_steps,
-            data_size=self.parallel.data_size,
-        )
+        return self.sampler.steps_for_epochs(epochs)
 
     def eval_batches(self) -> list[tuple[Batch, bool]]:
         """This rank's held-out batches, without caption dropout, and whether each counts.
@@ -224,10 +194,7 @@ class TrainingData:
         number does not divide, and repeats do not count. Encoded once; the same objects every time.
         """
         if self._eval is None:
-            fixed = fixed_batches(
-                self.plan.eval_clips, batch_size=self.sampler.batch_size, bucket_sizes=self.sampler.bucket_sizes
-            )
-            batches = [(batch, True) for batch in fixed]
+            batches = [(batch, True) for batch in fixed_batches(self.plan.eval_clips, self.sampler.segment)]
             missing = -len(batches) % self.parallel.data_size
             batches += [(batches[-1][0], False)] * missing
             share = batches[self.parallel.data_rank :: self.parallel.data_size]
@@ -235,18 +202,10 @@ class TrainingData:
             self._eval = [(batch, counts) for batch, (_, counts) in zip(encoded, share, strict=True)]
         return self._eval
 
-    def _together(self, wanted: Sequence[MicroBatch], fetch: Fetch[RawBatch], *, what: str) -> list[Batch]:
+    def _together(
+        self, wanted: Sequence[MicroBatch], fetch: Callable[[MicroBatch], RawBatch], *, what: str
+    ) -> list[Batch]:
         """Batches with their captions; what keeps one rank from loading is raised on all, which would wait for it."""
-        error: Exception | None = None
-        batches: list[Batch] = []
-        try:
+        with self.parallel.raise_on_all_ranks(what):
             batches = [self._encoder(fetch(one), dropout=False) for one in wanted]
-        except Exception as caught:
-            error = caught
-        self.parallel.raise_if_any_failed(error, what)
         return batches
-
-    @property
-    def _substitutes(self) -> Substitutes | None:
-        """Of training clips. A held-out clip has none: it would change what the evaluation loss is of."""
-        return Substitutes(all_cuts(self.plan.clips)) if self.config.data.max_bad_share else None

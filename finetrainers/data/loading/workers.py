@@ -9,10 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -20,11 +21,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from finetrainers.utils.failures import ExpectedError
 
 from ..buckets.clip import Clip
-from .bad_samples import Note
 from .batch_sampler import MicroBatch
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T", covariant=True)
+T = TypeVar("T")
 
 #: How often workers may be lost at the same batch before it is an error.
 RESTARTS = 3
@@ -40,21 +40,17 @@ class WorkersLost(ExpectedError, RuntimeError):
     """Worker processes died or hung at the same batch again and again."""
 
 
-class Fetch(Protocol[T]):
-    """Loads a micro-batch of clips into memory; runs in worker processes, so it must be picklable."""
-
-    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> T:
-        """What they are; `note` is called with each clip before it is read."""
-        ...
+def note_reading(clip: Clip | None) -> None:
+    """In a worker, write down which clip it is reading, in memory that outlives it."""
+    if (worker := get_worker_info()) is not None:
+        reading = worker.dataset.reading  # type: ignore[attr-defined]
+        reading[worker.id] = _NOTHING if clip is None else clip.index
 
 
 class _FetchDataset(Dataset[T]):
-    """A dataset whose "index" is a whole micro-batch: the sampler decides everything, workers only fetch.
+    """A dataset whose "index" is a whole micro-batch: the sampler decides everything, workers only fetch."""
 
-    Each worker writes down which clip it is reading, in memory that outlives it.
-    """
-
-    def __init__(self, fetch: Fetch[T], num_workers: int) -> None:
+    def __init__(self, fetch: Callable[[MicroBatch], T], num_workers: int) -> None:
         self.fetch = fetch
         self.reading = torch.full((num_workers,), _NOT_STARTED, dtype=torch.int64).share_memory_()
 
@@ -64,47 +60,32 @@ class _FetchDataset(Dataset[T]):
         return bool((self.reading == _NOT_STARTED).any())
 
     def __getitem__(self, index: MicroBatch) -> T:
-        worker = get_worker_info()
-        assert worker is not None
-
-        def note(clip: Clip) -> None:
-            self.reading[worker.id] = clip.index
-
-        raw = self.fetch(index, note=note)
-        self.reading[worker.id] = _NOTHING
+        raw = self.fetch(index)
+        note_reading(None)
         return raw
 
 
+@dataclass(frozen=True)
 class Workers(Generic[T]):
-    """Fetches micro-batches in other processes, in order."""
+    """Fetches micro-batches in other processes, in order.
 
-    def __init__(
-        self,
-        order: Iterable[MicroBatch],
-        fetch: Fetch[T],
-        *,
-        clips: Sequence[Clip],
-        count: int,
-        pin_memory: bool = False,
-        timeout_s: float = 0.0,
-        on_restart: Callable[[str], None] | None = None,
-    ) -> None:
-        """Args:
+    Attributes:
         order: the micro-batches, the same each time it is asked.
-        fetch: brings one into memory.
+        fetch: brings one into memory, and calls `note_reading` before each clip; picklable.
         clips: all that there are, for their names.
         count: number of processes.
         pin_memory: see `DataLoader`.
         timeout_s: how long to wait for a batch before the workers count as hung, once they have started; 0: for ever.
         on_restart: called with the reason whenever they are restarted.
-        """
-        self.order = order
-        self.fetch = fetch
-        self.clips = clips
-        self.count = count
-        self.pin_memory = pin_memory
-        self.timeout_s = timeout_s
-        self.on_restart = on_restart
+    """
+
+    order: Iterable[MicroBatch]
+    fetch: Callable[[MicroBatch], T]
+    clips: Sequence[Clip]
+    count: int
+    pin_memory: bool = False
+    timeout_s: float = 0.0
+    on_restart: Callable[[str], None] = lambda why: None
 
     def batches(self) -> Iterator[T]:
         """The batches of the order.
@@ -146,15 +127,14 @@ class Workers(Generic[T]):
                     "with --dataloader_num_workers 0, where the failing file shows itself"
                 )
             logger.warning("starting the data loader's workers again (%d of at most %d): %s", lost, RESTARTS, why)
-            if self.on_restart is not None:
-                self.on_restart(why)
+            self.on_restart(why)
 
     def _start(self, dataset: _FetchDataset[T], position: int) -> tuple[Iterator[T], list[BaseProcess]]:
         """New workers that begin at a batch."""
         loader: DataLoader[T] = DataLoader(
             dataset,
             batch_size=None,
-            sampler=_From(self.order, position),  # type: ignore[arg-type]
+            sampler=islice(self.order, position, None),  # type: ignore[arg-type]
             num_workers=self.count,
             pin_memory=self.pin_memory,
             timeout=_LOOK_S,
@@ -215,17 +195,6 @@ class _Lost(Exception):
     """Workers must be restarted."""
 
 
-class _From:
-    """An order from a place onward."""
-
-    def __init__(self, order: Iterable[MicroBatch], position: int) -> None:
-        self.order = order
-        self.position = position
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.order), self.position, None)
-
-
 def _begin(worker: int) -> None:
     """Record that a worker has started, and ignore signals that ask a process group to stop.
 
@@ -234,6 +203,4 @@ def _begin(worker: int) -> None:
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         if hasattr(signal, name):  # Windows has no SIGUSR1
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.reading[worker] = _NOTHING  # type: ignore[attr-defined]
+    note_reading(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -22,10 +22,9 @@ from finetrainers.data.reading.status import UnusableError
 from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
-    from finetrainers.data.loading.bad_samples import BadSample, Note
+    from finetrainers.data.loading.bad_samples import BadSample
     from finetrainers.data.loading.batch_sampler import MicroBatch
     from finetrainers.data.loading.loader import RawBatch
-    from finetrainers.data.loading.workers import Fetch
 
 #: Columns of the file: the text, and the media paths of the preferred clip and of the other one.
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
@@ -43,6 +42,10 @@ class PairPlan(DatasetPlan):
 
     noun = "pair"
     fingerprint_of = "files, prompts, buckets or held-out pairs"
+
+    def fetch_with(self, fetch: Callable[[MicroBatch], RawBatch]) -> PairFetch:
+        """Fetch the rejected clips with the preferred ones."""
+        return PairFetch(fetch, self.rejected)
 
     def encoded_clips(self) -> list[Clip]:
         """All that the VAE may be given: both clips of every pair."""
@@ -181,16 +184,16 @@ class PairFetch:
         rejected: see `PairPlan`.
     """
 
-    inner: Fetch[RawBatch]
+    inner: Callable[[MicroBatch], RawBatch]
     rejected: Mapping[int, Clip]
 
-    def __call__(self, batch: MicroBatch, *, note: Note | None = None) -> RawBatch:
+    def __call__(self, batch: MicroBatch) -> RawBatch:
         preferred = list(batch.clips)
         bad: tuple[BadSample, ...] = ()
         cycles = tuple(cycle for cycle, _ in batch.sample_keys for _ in range(2))
         for _ in self.rejected:
             asked = tuple(one for clip in preferred for one in (clip, self.rejected[clip.index]))
-            raw = self.inner(replace(batch, clips=asked, cycles=cycles), note=note)
+            raw = self.inner(replace(batch, clips=asked, cycles=cycles))
             bad += raw.bad
             given = [(asked[k : k + 2], raw.clips[k : k + 2]) for k in range(0, len(asked), 2)]
             if all(wanted == used for wanted, used in given):

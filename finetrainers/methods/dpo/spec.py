@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.loading.position import DataPosition
 from finetrainers.methods.spec import MethodMemory, MethodSpec
 
-from .pairs import CHOSEN, PROMPT, REJECTED, PairFetch, PairPlan, of_column, survey_pairs
+from .pairs import CHOSEN, PROMPT, REJECTED, PairPlan, of_column, survey_pairs
 
 if TYPE_CHECKING:
     from finetrainers.data.inspect.probe_all import ProbeOptions
-    from finetrainers.data.loading.text_conditioning import TextConditioning
-    from finetrainers.data.loading.training_data import TrainingData
-    from finetrainers.models.spec import ModelSpec, Parts
 
 _FILE = f"give a file of pairs, --dataset_file FILE with the columns `{PROMPT}`, `{CHOSEN}` and `{REJECTED}`"
 #: Options of datasets that pairs have no use for, and why.
@@ -44,30 +39,6 @@ class PreferencePairs(MethodSpec):
     def read(self, config: TrainConfig) -> None:
         for column in (CHOSEN, REJECTED):
             super().read(of_column(config, column))
-
-    def open(
-        self,
-        plan: PairPlan,
-        config: TrainConfig,
-        *,
-        spec: ModelSpec,
-        parallel: Any,
-        texts: TextConditioning,
-        clip_encoders: Parts,
-        data_position: DataPosition,
-    ) -> TrainingData:
-        from finetrainers.data.loading.training_data import TrainingData
-
-        return TrainingData(
-            plan,
-            config,
-            spec=spec,
-            parallel=parallel,
-            texts=texts,
-            clip_encoders=clip_encoders,
-            data_position=data_position,
-            fetch_with=partial(PairFetch, rejected=plan.rejected),
-        )
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         found = [Problem(f"--{name}", why) for name, why in _NOT_OF_PAIRS.items() if config.changed(name)]

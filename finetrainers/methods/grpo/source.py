@@ -42,7 +42,7 @@ class PromptSource:
         parallel: Any,
         texts: TextConditioning,
         vae: nn.Module,
-        data_position: DataPosition | None = None,
+        data_position: DataPosition,
     ) -> None:
         """Args:
         plan: the prompts.
@@ -51,9 +51,8 @@ class PromptSource:
         parallel: the processes of the run.
         texts: the prompts' conditioning.
         vae: decodes clips.
-        data_position: default: the beginning of the prompts.
+        data_position: where in the prompts the run starts.
         """
-        data_position = data_position or DataPosition.begin(config, data_size=parallel.data_size)
         self.plan = plan
         self.spec = spec
         self.parallel = parallel

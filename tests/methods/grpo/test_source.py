@@ -14,6 +14,7 @@ from torch import Tensor
 from finetrainers.config.load import load_config
 from finetrainers.data.cache.keys import CacheKeys
 from finetrainers.data.cache.store import CacheError, TensorCache
+from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.methods.grpo.plan import PromptPlan
 from finetrainers.methods.grpo.prompts import Prompt
@@ -39,7 +40,10 @@ def _opened(
     spec: Any = _Spec()
     texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel).live(None)  # type: ignore[arg-type]
     vae = torch.nn.Identity()
-    return texts.keys, lambda: PromptSource(plan, config, spec=spec, parallel=parallel, texts=texts, vae=vae)
+    begin = DataPosition.begin(config, data_size=world_size)
+    return texts.keys, lambda: PromptSource(
+        plan, config, spec=spec, parallel=parallel, texts=texts, vae=vae, data_position=begin
+    )
 
 
 def _row(tokens: int) -> dict[str, Tensor]:
