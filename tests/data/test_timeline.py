@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection, ModelSection
-from finetrainers.data.buckets.frames import chunk_starts, num_available, playback_fps, select_frames
+from finetrainers.data.buckets.frames import num_available, playback_fps, select_frames
+from finetrainers.data.buckets.windows import window_starts
 from finetrainers.data.cache.store import TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.inspect.plan import DatasetPlan
@@ -154,9 +155,9 @@ def test_chunks_are_consecutive_and_each_is_a_clip(tmp_path: Path, make_video, m
     assert len(held.eval_clips) + len(held.clips) == 5
 
 
-def test_chunk_starts() -> None:
-    assert chunk_starts(31, 9) == [0, 9, 18]
-    assert chunk_starts(9, 9) == [0]
+def test_chunks_start_where_the_last_one_ends() -> None:
+    assert list(window_starts(31, 9, stride=9)) == [0, 9, 18]
+    assert list(window_starts(9, 9, stride=9)) == [0]
     with pytest.raises(ValueError, match="9 frames wanted after frame 24, but only 31 of 61"):
         select_frames(61, source_fps=20, fps=10, length=9, mode="chunk", start=24)
 

@@ -35,14 +35,6 @@ def num_available(num_frames: int, *, source_fps: float, fps: float) -> int:
     return math.ceil((num_frames - 0.5) * fps / source_fps - 1e-9)
 
 
-def chunk_starts(available: int, length: int) -> list[int]:
-    """First frames of the consecutive segments of `length` frames that a clip is cut to, counted after resampling.
-
-    What remains at the end is shorter than a segment and not used.
-    """
-    return [number * length for number in range(available // length)]
-
-
 def select_frames(
     num_frames: int,
     *,
@@ -69,7 +61,7 @@ def select_frames(
             first frame to the last, whatever the rate, which changes the speed of motion. `chunk` is the first segment,
             or the one that `start` names.
         draw: any non-negative integer; decides where `random` starts.
-        start: the first frame, counted after resampling to `fps`, instead of what `mode` says; see `chunk_starts`.
+        start: the first frame, counted after resampling to `fps`, instead of what `mode` says; see `windows.window_starts`.
         times: second at which each frame of the source is shown, from 0; None: evenly spaced.
 
     Raises:

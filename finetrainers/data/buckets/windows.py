@@ -5,7 +5,8 @@ its latents are to be cut from those of the whole clip (`Clip.latents_of`), whic
 frame of a causal VAE stands for one frame and knows no other, and one from within a clip stands for several and has
 seen what came before.
 
-Chunks are the segments of a clip that follow each other without overlap, each an example, too.
+Chunks are windows that follow each other without overlap. What remains at the end of a clip is shorter than a chunk and
+not used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from finetrainers.utils.text import plural
 
 from .buckets import Bucket
 from .clip import Clip
-from .frames import chunk_starts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,14 +76,17 @@ def frame_limit(data: DataSection, bucket: Bucket) -> int | None:
 
 
 def cut_windows(clip: Clip, available: int, *, data: DataSection, geometry: Geometry) -> list[Clip]:
-    """The windows of a clip, in order; just the clip if none are asked for, or if it is an image.
+    """The windows or chunks of a clip, in order; just the clip if none are asked for, or if it is an image.
 
     Args:
-        clip: an item whose bucket has the length of a window.
-        available: frames that it has at its rate, at least those of a window.
+        clip: an item whose bucket has the length of a window or chunk.
+        available: frames that it has at its rate, at least those of one.
         data: its options as they were given.
         geometry: of the model; latents are cut on its grid.
     """
+    if data.frame_selection == "chunk" and clip.kind == "video":
+        length = clip.bucket[0]
+        return _examples(clip, window_starts(available, length, stride=length))
     size = data.sliding_window_size
     if size is None or clip.bucket[0] == 1:
         return [clip]
@@ -94,16 +97,12 @@ def cut_windows(clip: Clip, available: int, *, data: DataSection, geometry: Geom
     if data.sliding_window_latents == "slice":
         frames = (frames - 1) // geometry.temporal * geometry.temporal + 1
         segment = (first, frames)
-    return [
-        replace(
-            clip,
-            index=example_index(clip.index, number),
-            frame_selection="head",
-            start=first + start,
-            latents_of=segment,
-        )
-        for number, start in enumerate(window_starts(frames, size, stride=stride_of(data, geometry)))
-    ]
+    starts = window_starts(frames, size, stride=stride_of(data, geometry))
+    return _examples(replace(clip, frame_selection="head", latents_of=segment), [first + start for start in starts])
+
+
+def _examples(clip: Clip, starts: Iterable[int]) -> list[Clip]:
+    return [replace(clip, index=example_index(clip.index, k), start=start) for k, start in enumerate(starts)]
 
 
 def stride_of(data: DataSection, geometry: Geometry) -> int:
@@ -130,19 +129,6 @@ def describe_windows(clips: Sequence[Clip], *, data: DataSection, geometry: Geom
             f"whole clip start every {geometry.temporal} frames"
         )
     return notes
-
-
-def cut_chunks(clip: Clip, available: int) -> list[Clip]:
-    """The chunks of a clip, in order; just the clip if it is an image.
-
-    Args:
-        clip: an item whose bucket has the length of a chunk.
-        available: frames that it has at its rate, at least those of a chunk.
-    """
-    if clip.kind == "image":
-        return [clip]
-    starts = chunk_starts(available, clip.bucket[0])
-    return [replace(clip, index=example_index(clip.index, k), start=start) for k, start in enumerate(starts)]
 
 
 def describe_chunks(clips: Sequence[Clip], available: Mapping[int, int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -17,13 +17,14 @@ from ..buckets.bucket_choice import Choice, choose_buckets
 from ..buckets.buckets import Bucket, choose_bucket, cover_size, filled_resolution, legal_length, lower_buckets
 from ..buckets.clip import Clip
 from ..buckets.frames import num_available, playback_fps, select_frames
-from ..buckets.windows import cut_chunks, cut_windows, describe_chunks, describe_windows, with_window_buckets
+from ..buckets.windows import cut_windows, describe_chunks, describe_windows, with_window_buckets
 from ..reading.datasets import Dataset
 from ..reading.items import DataError, Kind, Reading
 from ..reading.media import MAX_FRAME_PIXELS
 from ..reading.status import Unusable
 from ..video.backends import backend_of, reason_against
 from .file_facts import FileFacts, default_directory
+from .item_report import ItemReport
 from .probe import Probe
 from .probe_all import ProbedItem, ProbeOptions, probe_items
 
@@ -31,7 +32,7 @@ from .probe_all import ProbedItem, ProbeOptions, probe_items
 Choose: TypeAlias = Callable[[Kind, int, int, int], tuple[Bucket | None, Sequence[Bucket]]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
     """The items of one dataset, and what is cut from them.
 
@@ -40,10 +41,10 @@ class Part:
         reading: its items as they were read.
         target_fps: frame rate that its clips are to have.
         probed: all items, in order.
-        clips: what is trained on, in order of the items; with sliding windows several of one item.
-        unusable: why other items cannot be used, by index.
+        clips: what is cut from them, in order; with sliding windows several of one item.
         buckets: those in use, given or chosen: for videos, then for images.
         notes: what was decided for the user.
+        reports: on all items, in order, once it is known which are held out.
     """
 
     dataset: Dataset
@@ -51,9 +52,9 @@ class Part:
     target_fps: float
     probed: list[ProbedItem]
     clips: list[Clip]
-    unusable: dict[int, Unusable]
     buckets: list[Bucket]
     notes: list[str]
+    reports: list[ItemReport] = field(default_factory=list)
 
 
 def assign_buckets(
@@ -77,37 +78,38 @@ def assign_buckets(
         raise DataError("windows that cannot be cut", problems)
     facts = FileFacts.of_dataset(data.probe_dir or default_directory(), data_folder(data), recall=options.recall)
     backend = backend_of(data.video_backend)
-    probed = [
-        _with_rate(entry, data=data, target_fps=target_fps, backend=backend)
-        for entry in probe_items(reading.items, facts=facts, max_pixels=data.max_pixels, options=options)
-    ]
+    probed = probe_items(reading.items, facts=facts, max_pixels=data.max_pixels, options=options)
+    usable = [entry for entry in probed if entry.unusable is None]
+    for entry in usable:
+        _set_rate(entry, data=data, target_fps=target_fps, backend=backend)
     of_window = with_window_buckets(data)
-    choice = _choose(of_window, geometry, probed)
+    sizes: dict[Kind, list[Bucket]] = {"video": [], "image": []}
+    for entry in usable:
+        sizes[entry.item.kind].append((entry.available, entry.header.height, entry.header.width))
+    choice = choose_buckets(of_window, geometry, videos=sizes["video"], images=sizes["image"])
     clips: list[Clip] = []
-    unusable: dict[int, Unusable] = {}
 
     @cache  # many clips are alike
     def choose(kind: Kind, frames: int, height: int, width: int) -> tuple[Bucket | None, Sequence[Bucket]]:
         buckets = filled_resolution(height, width, choice.of_kind(kind))
         return choose_bucket(frames, height, width, buckets), buckets
 
-    for entry in probed:
+    for entry in usable:
         clip = _clip(entry, number, data=of_window, geometry=geometry, choice=choice, choose=choose)
         if isinstance(clip, Unusable):
-            unusable[entry.item.index] = clip
-        elif data.frame_selection == "chunk":
-            clips += cut_chunks(clip, entry.available)
+            entry.unusable = clip
         else:
-            clips += cut_windows(clip, entry.available, data=data, geometry=geometry)
+            entry.clip, *others = cut_windows(clip, entry.available, data=data, geometry=geometry)
+            clips += [entry.clip, *others]
     notes = [*choice.notes, *describe_windows(clips, data=data, geometry=geometry)]
     if data.frame_selection == "chunk" and any(clip.start is not None for clip in clips):
         notes.append(describe_chunks(clips, {entry.item.index: entry.available for entry in probed}))
-    return Part(dataset, reading, target_fps, probed, clips, unusable, list(choice.all), notes)
+    return Part(dataset, reading, target_fps, probed, clips, list(choice.all), notes)
 
 
-def _too_short(entry: ProbedItem, found: Probe, needed: int, *, data: DataSection, geometry: Geometry) -> Unusable:
+def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: Geometry) -> Unusable:
     """Why a clip has no bucket, and which length it would have."""
-    length, ways = legal_length(entry.available, geometry), []
+    found, length, ways = entry.header, legal_length(entry.available, geometry), []
     windows = data.sliding_window_size is not None
     if length > 1:
         ways.append(f"lower `sliding_window_size` to {length}" if windows else f"add a bucket of {length} frames")
@@ -130,42 +132,33 @@ def data_folder(data: DataSection) -> Path:
     return data.data_root or (data.dataset_file.parent if data.dataset_file else Path())
 
 
-def _with_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backend: str) -> ProbedItem:
-    """Add frame rate, number of frames, and decoder: the backend, if it shows the pixels that PyAV shows."""
-    header = entry.header
-    if header is None:
-        return entry
+def _set_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backend: str) -> None:
+    """Set frame rate, number of frames, and decoder: the backend, if it shows the pixels that PyAV shows."""
     if entry.item.kind == "image":
-        return entry._replace(fps=target_fps, available=1)
-    fps = playback_fps(header.fps, target_fps)
-    uniform = data.frame_selection == "uniform"
-    available = header.frames if uniform else num_available(header.frames, source_fps=header.fps, fps=fps)
-    against = None if backend == entry.backend else reason_against(entry.item.path, backend)
-    return entry._replace(fps=fps, available=available, backend=entry.backend if against else backend, against=against)
-
-
-def _choose(data: DataSection, geometry: Geometry, probed: Sequence[ProbedItem]) -> Choice:
-    sizes: dict[Kind, list[Bucket]] = {"video": [], "image": []}
-    for entry in probed:
-        if entry.header:
-            sizes[entry.item.kind].append((entry.available, entry.header.height, entry.header.width))
-    return choose_buckets(data, geometry, videos=sizes["video"], images=sizes["image"])
+        entry.fps, entry.available = target_fps, 1
+        return
+    header = entry.header
+    entry.fps = playback_fps(header.fps, target_fps)
+    entry.available = header.frames
+    if data.frame_selection != "uniform":
+        entry.available = num_available(header.frames, source_fps=header.fps, fps=entry.fps)
+    entry.against = reason_against(entry.item.path, backend)
+    if entry.against is None:
+        entry.backend = backend
 
 
 def _clip(
     entry: ProbedItem, number: int, *, data: DataSection, geometry: Geometry, choice: Choice, choose: Choose
 ) -> Clip | Unusable:
     """The clip with its bucket, or the reason why it has none."""
-    item, found = entry.item, entry.answer
-    if isinstance(found, Unusable):
-        return found
+    item, found = entry.item, entry.header
     resolutions = choice.of_kind(item.kind)
     if not resolutions:
         wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
         return Unusable("no_bucket", f"there is no bucket for {item.kind}s; add one, {wanted}")
     bucket, buckets = choose(item.kind, entry.available, found.height, found.width)
     if bucket is None:
-        return _too_short(entry, found, min(buckets)[0], data=data, geometry=geometry)
+        return _too_short(entry, min(buckets)[0], data=data, geometry=geometry)
     too_narrow = _too_narrow(found, bucket, data)
     if too_narrow is not None:
         return too_narrow
@@ -175,14 +168,14 @@ def _clip(
         caption=item.caption,
         kind=item.kind,
         bucket=bucket,
-        fps=_rate(entry, found, bucket, data),
+        fps=_rate(entry, bucket, data),
         num_frames=found.frames,
         source_fps=found.fps,
         width=found.width,
         height=found.height,
         reshape_mode=data.video_reshape_mode,
         frame_selection=data.frame_selection,
-        lower=tuple(_lower(entry, found, bucket, [one for alike in resolutions for one in alike], data)),
+        lower=tuple(_lower(entry, bucket, [one for alike in resolutions for one in alike], data)),
         dataset=number,
         is_variable=found.is_variable,
         backend=entry.backend,
@@ -204,23 +197,24 @@ def _too_narrow(found: Probe, bucket: Bucket, data: DataSection) -> Unusable | N
     )
 
 
-def _rate(entry: ProbedItem, found: Probe, bucket: Bucket, data: DataSection) -> float:
+def _rate(entry: ProbedItem, bucket: Bucket, data: DataSection) -> float:
     """The frame rate of the clip that is cut to a bucket."""
-    mode = data.frame_selection
+    found, mode = entry.header, data.frame_selection
     if entry.item.kind == "image" or mode != "uniform":
         return entry.fps
     return select_frames(found.frames, source_fps=found.fps, fps=entry.fps, length=bucket[0], mode=mode)[1]
 
 
 def _lower(
-    entry: ProbedItem, found: Probe, bucket: Bucket, buckets: Sequence[Bucket], data: DataSection
+    entry: ProbedItem, bucket: Bucket, buckets: Sequence[Bucket], data: DataSection
 ) -> Iterator[tuple[Bucket, float]]:
     """The lower buckets that a clip may fall through to, each with its rate, until one keeps all of its clips."""
     if not data.bucket_keep_prob:
         return
     keep = dict(data.bucket_keep_prob)
-    for lower in lower_buckets(bucket, found.height, found.width, buckets, shorter=data.bucket_fall_shorter):
+    height, width = entry.header.height, entry.header.width
+    for lower in lower_buckets(bucket, height, width, buckets, shorter=data.bucket_fall_shorter):
         if keep.get(bucket, 1.0) == 1.0:
             return
-        yield lower, _rate(entry, found, lower, data)
+        yield lower, _rate(entry, lower, data)
         bucket = lower

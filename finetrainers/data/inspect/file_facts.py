@@ -105,9 +105,9 @@ class FileFacts:
         self.refresh()
         return len(self._facts)
 
-    def of(self, path: Path, stat: os.stat_result) -> Facts:
-        """The facts of a file, unless it has changed since."""
-        return self._facts.get(_name(path, stat), NOTHING)
+    def of(self, path: Path, stat: os.stat_result | None) -> Facts:
+        """The facts of a file, unless it has changed since; none of one without a `stat`."""
+        return NOTHING if stat is None else self._facts.get(_name(path, stat), NOTHING)
 
     def keep(self, path: Path, stat: os.stat_result, facts: Facts) -> None:
         """Store further facts of a file."""

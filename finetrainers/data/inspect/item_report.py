@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ..buckets.buckets import Bucket, bucket_text, cover_size
-from ..buckets.clip import Clip, ReshapeMode
+from ..buckets.clip import Clip
 from ..buckets.frames import is_slower
 from ..reading.items import Kind
-from ..reading.sources.rows import NO_EXTRA
 from ..reading.status import Mark, Status
-from .assign_buckets import Part
 from .probe_all import ProbedItem
 
 _CROPPED = 0.01  # share of the picture below which nothing is said: sizes are multiples of something
@@ -28,28 +26,7 @@ Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
 class ItemReport:
     """The report on one item; never changed once it is made.
 
-    Attributes:
-        index: place in the dataset.
-        name: of the file below the dataset's folder.
-        path: of the file.
-        caption: cleaned caption.
-        use: whether it is trained on, held out, skipped (and not counted as bad), or rejected.
-        size_bytes: of the file.
-        bucket: that it is cut to; None when rejected.
-        fps: that it plays at when trained on; None when rejected.
-        reason: why it is rejected, in words.
-        status: the same as a name.
-        kind: video or image.
-        where: where it is listed, if not in a folder.
-        frames, source_fps, width, height: of the file; 0 where they are not known.
-        crop: share of the picture that is cut off.
-        marks: what else there is to say.
-        same_as: name of the first file with the same content.
-        examples: how many clips are cut from it.
-        decoded: whether all of it has been decoded and is whole.
-        captions: all of its captions, if it has several.
-        dataset: name of its dataset, if there are several.
-        extra: further columns of its row.
+    Its fields are described in docs/reference/data-check.md.
     """
 
     index: int
@@ -58,24 +35,24 @@ class ItemReport:
     caption: str
     use: Use
     size_bytes: int
-    bucket: Bucket | None = None
-    fps: float | None = None
-    reason: str | None = None
-    status: Status = "used"
-    kind: Kind = "video"
-    where: str = ""
-    frames: int = 0
-    source_fps: float = 0.0
-    width: int = 0
-    height: int = 0
-    crop: float = 0.0
-    marks: tuple[Mark, ...] = ()
-    same_as: str | None = None
-    examples: int = 1
-    decoded: bool = False
-    captions: tuple[str, ...] = ()
-    dataset: str = ""
-    extra: Mapping[str, Any] = field(default_factory=lambda: NO_EXTRA)
+    bucket: Bucket | None
+    fps: float | None
+    reason: str | None
+    status: Status
+    kind: Kind
+    where: str
+    frames: int
+    source_fps: float
+    width: int
+    height: int
+    crop: float
+    marks: tuple[Mark, ...]
+    same_as: str | None
+    examples: int
+    decoded: bool
+    captions: tuple[str, ...]
+    dataset: str
+    extra: Mapping[str, Any]
 
     def record(self) -> dict[str, object]:
         """The report as plain values, a line of `manifest.jsonl`; captions, dataset and columns only if given."""
@@ -93,108 +70,85 @@ _values = attrgetter(*_NAMES)
 
 
 def report_item(
-    entry: ProbedItem,
-    clips: Sequence[Clip],
-    part: Part,
-    *,
-    name: str,
-    held_out: bool,
-    same_as: str | None,
-    seen: bool,
+    entry: ProbedItem, *, dataset: str, target_fps: float, examples: int, held_out: bool, seen: bool
 ) -> ItemReport:
     """The report on an item.
 
     Args:
-        entry: the item and its file.
-        clips: what is cut from it; none if it is unusable.
-        part: its dataset.
-        name: of its file.
+        entry: the item, its file, and what is cut from it.
+        dataset: name of its dataset.
+        target_fps: frame rate that the dataset's clips are to have.
+        examples: how many clips of it are trained on or evaluated.
         held_out: whether it is kept for the evaluation loss.
-        same_as: name of the first file with the same content.
         seen: whether the same path was there before.
     """
-    item, header, unusable = entry.item, entry.header, part.unusable.get(entry.item.index)
+    item, header, unusable, clip = entry.item, entry.header, entry.unusable, entry.clip
     use: Use = "eval" if held_out else "train"
     if unusable:
         use = "skipped" if unusable.status == "skipped" else "rejected"
-    first = clips[0] if clips else None
-    crop, marks = _cut_marks(first, part.target_fps) if first else (0.0, [])
-    others: tuple[tuple[Mark, bool], ...] = (
-        ("no_caption", unusable is None and not item.caption),
-        ("same_file", seen),
-        ("same_content", same_as is not None),
-    )
     return ItemReport(
         index=item.index,
-        name=name,
+        name=item.name,
         path=item.path,
         caption=item.caption,
         use=use,
         size_bytes=entry.size_bytes,
-        bucket=first.bucket if first else None,
-        fps=first.fps if first else None,
+        bucket=clip.bucket if clip else None,
+        fps=clip.fps if clip else None,
         reason=unusable.reason if unusable else None,
         status=unusable.status if unusable else "used",
         kind=item.kind,
         where=item.where,
-        frames=header.frames if header else 0,
-        source_fps=header.fps if header else 0.0,
-        width=header.width if header else 0,
-        height=header.height if header else 0,
-        crop=crop,
-        marks=(*marks, *(mark for mark, holds in others if holds), *entry.marks),
-        same_as=same_as,
-        examples=len(clips),
-        decoded=entry.decoded,
+        frames=header.frames,
+        source_fps=header.fps,
+        width=header.width,
+        height=header.height,
+        crop=round(crop_loss(clip), 4) if clip else 0.0,
+        marks=tuple(_marks(entry, target_fps, seen=seen)),
+        same_as=entry.same_as.name if entry.same_as else None,
+        examples=examples,
+        decoded=entry.marks is not None,
         captions=item.captions if len(item.captions) > 1 else (),
-        dataset=part.dataset.name,
+        dataset=dataset,
         extra=item.extra,
     )
 
 
-def _cut_marks(clip: Clip, target_fps: float) -> tuple[float, list[Mark]]:
-    """The cropped share of the picture, and the marks of a clip's rate and picture."""
-    crop, of_picture = _cut(clip.bucket, clip.height, clip.width, clip.reshape_mode)
-    if clip.kind == "image" or not (is_slower(clip.source_fps, target_fps) or clip.fps != clip.source_fps):
-        return crop, list(of_picture)
-    return crop, ["slower" if is_slower(clip.source_fps, target_fps) else "resampled", *of_picture]
+def _marks(entry: ProbedItem, target_fps: float, *, seen: bool) -> Iterator[Mark]:
+    if (clip := entry.clip) is not None:
+        _, height, width = clip.bucket
+        if clip.kind == "video" and is_slower(clip.source_fps, target_fps):
+            yield "slower"
+        elif clip.kind == "video" and clip.fps != clip.source_fps:
+            yield "resampled"
+        if crop_loss(clip) > _CROPPED:
+            yield "cropped"
+        if clip.reshape_mode == "none" and abs(clip.width / clip.height * height / width - 1) > _DISTORTED:
+            yield "distorted"
+        if is_enlarged(clip):
+            yield "enlarged"
+        if not clip.caption:
+            yield "no_caption"
+    if seen:
+        yield "same_file"
+    if entry.same_as is not None:
+        yield "same_content"
+    yield from entry.marks or ()
 
 
 def crop_loss(clip: Clip) -> float:
     """Share of a clip's picture that its bucket cuts off."""
-    return _crop_loss(clip.bucket, clip.height, clip.width, clip.reshape_mode)
+    if clip.reshape_mode == "none":
+        return 0.0
+    return _crop_loss(clip.bucket, clip.height, clip.width)
 
 
-def scale_of(clip: Clip) -> float:
-    """The factor that a clip's picture is resized by, the larger one where width and height have different ones."""
-    return _scale(clip.bucket, clip.height, clip.width)
+@lru_cache(maxsize=10_000)  # many clips are alike
+def _crop_loss(bucket: Bucket, height: int, width: int) -> float:
+    full_height, full_width = cover_size(height, width, bucket[1], bucket[2])
+    return 1 - bucket[1] * bucket[2] / (full_height * full_width)
 
 
 def is_enlarged(clip: Clip) -> bool:
     """Whether a clip is smaller than its bucket."""
     return clip.height < clip.bucket[1] or clip.width < clip.bucket[2]
-
-
-def _scale(bucket: Bucket, height: int, width: int) -> float:
-    return max(bucket[1] / height, bucket[2] / width)
-
-
-def _crop_loss(bucket: Bucket, height: int, width: int, reshape_mode: ReshapeMode) -> float:
-    if reshape_mode == "none":
-        return 0.0
-    full_height, full_width = cover_size(height, width, bucket[1], bucket[2])
-    return 1 - bucket[1] * bucket[2] / (full_height * full_width)
-
-
-@lru_cache(maxsize=10_000)  # many clips are alike
-def _cut(bucket: Bucket, height: int, width: int, reshape_mode: ReshapeMode) -> tuple[float, tuple[Mark, ...]]:
-    """The crop loss of pictures of this size, for reports, and its marks."""
-    crop = _crop_loss(bucket, height, width, reshape_mode)
-    marks: list[Mark] = []
-    if crop > _CROPPED:
-        marks.append("cropped")
-    if reshape_mode == "none" and abs(width / height * bucket[1] / bucket[2] - 1) > _DISTORTED:
-        marks.append("distorted")
-    if height < bucket[1] or width < bucket[2]:
-        marks.append("enlarged")
-    return round(crop, 4), tuple(marks)

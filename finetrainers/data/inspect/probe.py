@@ -52,6 +52,10 @@ class Probe:
     is_variable: bool = False
 
 
+#: Of a file that cannot be used.
+NO_PROBE = Probe(frames=0, fps=0.0, width=0, height=0, duration=0.0)
+
+
 def probe(path: Path, *, kind: Kind = "video") -> Probe:
     """Probe a video or an image; anything but a regular file is refused without opening it.
 

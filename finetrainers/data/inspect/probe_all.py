@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 from finetrainers.utils.progress import StageProgress, Stages
 
+from ..buckets.clip import Clip
 from ..reading.items import Item
 from ..reading.status import Mark, Unusable, UnusableError
-from .file_facts import NOTHING, Facts, FileFacts
+from .file_facts import Facts, FileFacts
 from .full_decode import decode_files
-from .probe import Probe, probe
+from .probe import NO_PROBE, Probe, probe
+
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -42,38 +45,45 @@ class ProbeOptions:
     duplicates: bool = False
     recall: bool = True
     jobs: int | None = None
-    progress: StageProgress | None = None
+    progress: StageProgress = field(default_factory=lambda: Stages(bars=False))
 
 
-class ProbedItem(NamedTuple):
-    """An item with what is known of its file, and how it will be decoded.
+@dataclass(slots=True)
+class ProbedItem:
+    """An item with what is known of its file, how it will be decoded, and what is cut from it; filled in step by step.
 
     Attributes:
         item: the item.
-        answer: what its header says, or why it cannot be used.
-        marks: what decoding all of it has shown: `black`, `still`.
-        decoded: whether all of it was decoded, now or earlier, and is whole.
+        unusable: why it cannot be used; None: it can, as far as is known.
+        header: what its header says; `NO_PROBE` where the file itself cannot be used.
+        marks: what decoding all of it has shown, now or earlier: `black`, `still`; None: it was not decoded.
         same_as: the first item with the same content, if contents were compared and there is one before this.
         fps: frame rate that it is sampled at.
         available: frames that it has at that rate.
         backend: what decodes it.
         against: why that is not the backend that was asked for.
+        clip: what is cut from it; with sliding windows or chunks the first.
     """
 
     item: Item
-    answer: Probe | Unusable
-    marks: tuple[Mark, ...] = ()
-    decoded: bool = False
+    unusable: Unusable | None
+    header: Probe = NO_PROBE
+    marks: tuple[Mark, ...] | None = None
     same_as: Item | None = None
     fps: float = 0.0
     available: int = 0
     backend: str = "pyav"
     against: str | None = None
+    clip: Clip | None = None
 
-    @property
-    def header(self) -> Probe | None:
-        """What its header says; None where it cannot be used."""
-        return self.answer if isinstance(self.answer, Probe) else None
+    def learn(self, found: Probe | Unusable | tuple[Mark, ...] | None) -> None:
+        """Take what a file's header, or decoding all of it, has shown."""
+        if isinstance(found, Probe):
+            self.header = found
+        elif isinstance(found, Unusable):
+            self.unusable, self.header = found, NO_PROBE
+        else:
+            self.marks = found
 
     @property
     def size_bytes(self) -> int:
@@ -90,55 +100,48 @@ def probe_items(items: Sequence[Item], *, facts: FileFacts, max_pixels: int, opt
         max_pixels: frames x height x width above which a file is not decoded.
         options: how closely to look.
     """
-    progress = options.progress or Stages(bars=False)
+    probed = [ProbedItem(item, item.unusable) for item in items]
     with facts.kept_open():
-        known = [NOTHING if item.state is None else facts.of(item.path, item.state) for item in items]
-        answers = _headers(items, known, facts, max_pixels, progress)
-        fulls = _fulls(items, known, answers, facts, progress, options)
-        firsts = _contents(items, answers, facts, progress) if options.duplicates else {}
-    probed = []
-    for place, (item, answer) in enumerate(zip(items, answers, strict=True)):
-        full = fulls.get(place)
-        if isinstance(full, Unusable):
-            answer, full = full, None
-        first = items[firsts[place]] if place in firsts else None
-        probed.append(ProbedItem(item, answer, full or (), full is not None, first))
+        known = [facts.of(item.path, item.state) for item in items]
+        for entry, found in zip(probed, known, strict=True):
+            entry.learn(_bounded(found.header, max_pixels))
+        unknown = [e for e, found in zip(probed, known, strict=True) if e.unusable is None and found.header is None]
+        for entry, answer in _in_threads(lambda e: _header(e.item, facts), unknown, "read headers", options.progress):
+            entry.learn(_bounded(answer, max_pixels))
+        same = _compare(probed, facts, options.progress) if options.duplicates else {}
+        for entry, found in zip(probed, known, strict=True):
+            entry.same_as = same.get(entry.item.path)
+            if entry.unusable is None:
+                entry.learn(found.full)
+        if options.decode:
+            _decode([e for e in probed if e.unusable is None and e.marks is None], facts, options)
     return probed
 
 
-def _headers(
-    items: Sequence[Item],
-    known: Sequence[Facts],
-    facts: FileFacts,
-    max_pixels: int,
-    progress: StageProgress,
-) -> list[Probe | Unusable]:
-    """For each item, what its file's header says, or why the file cannot be used."""
-    answers: list[Probe | Unusable | None] = [
-        item.unusable or found.header for item, found in zip(items, known, strict=True)
-    ]
-
-    def header(place: int) -> Probe | Unusable:
-        item = items[place]
-        assert item.state is not None
-        try:
-            answer: Probe | Unusable = probe(item.path, kind=item.kind)
-        except UnusableError as error:
-            answer = error.unusable
-            if not error.lasting:
-                return answer
-        facts.keep(item.path, item.state, Facts(header=answer))
-        return answer
-
-    unknown = [place for place, answer in enumerate(answers) if answer is None]
+def _in_threads(
+    function: Callable[[ProbedItem], R], entries: Sequence[ProbedItem], stage: str, progress: StageProgress
+) -> Iterator[tuple[ProbedItem, R]]:
+    """Each entry and its result, in order."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        for done, (place, answer) in enumerate(zip(unknown, pool.map(header, unknown), strict=True), start=1):
-            answers[place] = answer
-            progress("read headers", done, len(unknown))
-    return [_bounded(answer, max_pixels) for answer in answers if answer is not None]
+        for done, (entry, result) in enumerate(zip(entries, pool.map(function, entries), strict=True), start=1):
+            yield entry, result
+            progress(stage, done, len(entries))
 
 
-def _bounded(answer: Probe | Unusable, max_pixels: int) -> Probe | Unusable:
+def _header(item: Item, facts: FileFacts) -> Probe | Unusable:
+    """What the file's header says, or why the file cannot be used."""
+    try:
+        answer: Probe | Unusable = probe(item.path, kind=item.kind)
+    except UnusableError as error:
+        answer = error.unusable
+        if not error.lasting:
+            return answer
+    assert item.state is not None
+    facts.keep(item.path, item.state, Facts(header=answer))
+    return answer
+
+
+def _bounded(answer: Probe | Unusable | None, max_pixels: int) -> Probe | Unusable | None:
     if isinstance(answer, Probe) and (total := answer.frames * answer.height * answer.width) > max_pixels:
         size = f"{answer.frames}x{answer.height}x{answer.width}"
         reason = f"{size} is {total:.3g} pixels, and `max_pixels` allows {max_pixels:.3g}; cut it up, or allow more"
@@ -146,59 +149,40 @@ def _bounded(answer: Probe | Unusable, max_pixels: int) -> Probe | Unusable:
     return answer
 
 
-def _fulls(
-    items: Sequence[Item],
-    known: Sequence[Facts],
-    answers: Sequence[Probe | Unusable],
-    facts: FileFacts,
-    progress: StageProgress,
-    options: ProbeOptions,
-) -> dict[int, Unusable | tuple[Mark, ...]]:
-    """By place, results of full decodes: stored ones, and with `decode` those of all other files."""
-    fulls: dict[int, Unusable | tuple[Mark, ...]] = {}
-    places: dict[Path, list[int]] = defaultdict(list)
-    for place, (item, found, answer) in enumerate(zip(items, known, answers, strict=True)):
-        if isinstance(answer, Unusable):
-            continue
-        if found.full is not None:
-            fulls[place] = found.full
-        elif options.decode:
-            places[item.path].append(place)
-    if places:
-        firsts = {path: at[0] for path, at in places.items()}
-        tasks = [(path, items[place].kind, answers[place]) for path, place in firsts.items()]
-        for done, (path, full) in enumerate(decode_files(tasks, jobs=options.jobs), start=1):  # type: ignore[arg-type]
-            fulls.update(dict.fromkeys(places[path], full))
-            state = items[firsts[path]].state
-            assert state is not None
-            if not isinstance(full, Unusable) or full.status != "unreadable":  # a disk or a network that may be back
-                facts.keep(path, state, Facts(full=full))
-            progress("decoded files", done, len(tasks))
-    return fulls
+def _decode(entries: Sequence[ProbedItem], facts: FileFacts, options: ProbeOptions) -> None:
+    """Decode files from end to end, each once."""
+    alike: dict[Path, list[ProbedItem]] = defaultdict(list)
+    for entry in entries:
+        alike[entry.item.path].append(entry)
+    tasks = [(path, same[0].item.kind, same[0].header) for path, same in alike.items()]
+    for done, (path, full) in enumerate(decode_files(tasks, jobs=options.jobs), start=1):
+        for entry in alike[path]:
+            entry.learn(full)
+        state = alike[path][0].item.state
+        assert state is not None
+        if not isinstance(full, Unusable) or full.status != "unreadable":  # a disk or a network that may be back
+            facts.keep(path, state, Facts(full=full))
+        options.progress("decoded files", done, len(tasks))
 
 
-def _contents(
-    items: Sequence[Item], answers: Sequence[Probe | Unusable], facts: FileFacts, progress: StageProgress
-) -> dict[int, int]:
-    """By place, the first place with the same content under another path; only files of equal size are read."""
-    by_size: dict[int, dict[Path, int]] = defaultdict(dict)
-    for place, (item, answer) in enumerate(zip(items, answers, strict=True)):
-        if item.state is not None and isinstance(answer, Probe):
-            by_size[item.state.st_size].setdefault(item.path, place)
-    alike = [place for paths in by_size.values() if len(paths) > 1 for place in paths.values()]
+def _compare(entries: Sequence[ProbedItem], facts: FileFacts, progress: StageProgress) -> dict[Path, Item]:
+    """By path, the first item with the same content under another path; only files of equal size are read."""
+    by_size: dict[int, dict[Path, ProbedItem]] = defaultdict(dict)
+    for entry in entries:
+        if entry.unusable is None:
+            by_size[entry.size_bytes].setdefault(entry.item.path, entry)
+    alike = [entry for paths in by_size.values() if len(paths) > 1 for entry in paths.values()]
 
-    def digest(place: int) -> tuple[int, str | None]:
+    def digest(entry: ProbedItem) -> str | None:
         try:
-            return place, facts.digest(items[place].path)
+            return facts.digest(entry.item.path)
         except OSError as error:
             logger.warning("not compared with others: %s", error)
-            return place, None
+            return None
 
-    firsts: dict[str, int] = {}
-    same: dict[Path, int] = {}
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for done, (place, made) in enumerate(pool.map(digest, alike), start=1):
-            if made is not None and (first := firsts.setdefault(made, place)) != place:
-                same[items[place].path] = first
-            progress("compared files", done, len(alike))
-    return {place: same[item.path] for place, item in enumerate(items) if item.path in same}
+    firsts: dict[str, Item] = {}
+    same: dict[Path, Item] = {}
+    for entry, made in _in_threads(digest, alike, "compared files", progress):
+        if made is not None and (first := firsts.setdefault(made, entry.item)) is not entry.item:
+            same[entry.item.path] = first
+    return same

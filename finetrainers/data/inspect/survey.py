@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import DataSection
 from finetrainers.utils.gc_pause import gc_paused
 from finetrainers.utils.text import plural
 
 from ..buckets.bucket_choice import named_buckets
 from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
-from ..buckets.frames import is_slower
-from ..buckets.windows import apart, first_of_items, item_of
+from ..buckets.windows import apart, item_of
 from ..reading.datasets import Dataset, media_dir, read_all, read_datasets, repeats_of
-from ..reading.items import DataError, Reading
+from ..reading.items import DataError, Item, Reading
 from ..reading.sources.rows import counted, shown
 from .assign_buckets import Part, assign_buckets
 from .batch_counts import count_batches
-from .item_report import ItemReport, is_enlarged, report_item, scale_of
+from .item_report import ItemReport, report_item
 from .plan import CRITICAL, DatasetPlan
 from .probe_all import ProbeOptions
 
@@ -59,7 +60,6 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
     data = config.data
     datasets = read_datasets(data)
     readings = read_all(datasets, media_dir(config))
-    names = [item.name for reading in readings for item in reading.items]
     parts = [
         _part(dataset, reading, number, geometry, options)
         for number, (dataset, reading) in enumerate(zip(datasets, readings, strict=True))
@@ -67,36 +67,28 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
     buckets = tuple(dict.fromkeys(bucket for part in parts for bucket in part.buckets))
     named_buckets("bucket_keep_prob", data.bucket_keep_prob, buckets)
     named_buckets("bucket_batch_sizes", config.dataloader.bucket_batch_sizes, buckets)
-    held_out, problem = frozenset[int](), None
-    try:
-        firsts = first_of_items(clip for part in parts for clip in part.clips)
-        held_out = frozenset(_hold_out(firsts, data.eval_num_items, names))
-    except DataError as error:
-        problem = error
+    usable = [entry.item for part in parts for entry in part.probed if entry.unusable is None]
+    held_out = _hold_out(usable, data.eval_num_items)
     clips, evaluated, repeats = _share_out(parts, held_out)
-    items = tuple(_reports(parts, (*clips, *evaluated), held_out, names))
+    _report(parts, (*clips, *evaluated), held_out)
+    items = tuple(report for part in parts for report in part.reports)
     batches = count_batches(clips, config)
-    problem = _too_many_unusable(items, data.max_bad_samples) or problem
-    if problem is None and not batches.any:
-        problem = DataError(
-            "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end drop"
-        )
-    remarks = (*_remarks(parts, names), *batches.warnings)
+
+    def told(of_part: Callable[[Part], Iterable[str]]) -> list[str]:
+        return [f"{part.dataset.prefix}{text}" for part in parts for text in of_part(part)]
+
+    remarks = (*told(_remarks), *batches.warnings)
     return DatasetPlan(
         items=items,
         clips=tuple(clips),
         eval_clips=tuple(evaluated),
         buckets=buckets,
-        notes=(
-            *(f"{part.dataset.prefix}{note}" for part in parts for note in part.notes),
-            *_unused(parts),
-            *batches.notes,
-        ),
+        notes=(*told(attrgetter("notes")), *told(_unused), *batches.notes),
         remarks=remarks,
-        warnings=(*remarks, *_told_by_items(parts, names)),
+        warnings=(*remarks, *told(_oddities)),
         batches=batches,
         fingerprint=_fingerprint(items, clips, datasets, repeats),
-        problem=problem,
+        problem=_problem(items, data, has_batches=batches.any),
         dataset_toml=data.dataset.read_text(encoding="utf-8-sig") if data.dataset is not None else None,
     )
 
@@ -111,21 +103,15 @@ def _part(dataset: Dataset, reading: Reading, number: int, geometry: Geometry, o
         raise DataError(f"{dataset.prefix}{error}") from error
 
 
-def _hold_out(clips: Sequence[Clip], count: int, names: Sequence[str]) -> set[int]:
-    """Indices of the items that are evaluated. Windows of an item stay together: they overlap."""
-    if count and count >= len(clips):
-        raise DataError(
-            f"`eval_num_items` {count} leaves nothing to train on: there are {plural(len(clips), 'usable item')}"
-        )
-    if not clips:
-        raise DataError("no usable item")
-    if not count:
-        return set()
+def _hold_out(items: Sequence[Item], count: int) -> frozenset[int]:
+    """Indices of the items that are evaluated; none if nothing would be left to train on."""
 
-    def digest(clip: Clip) -> bytes:
-        return hashlib.sha256(f"{names[clip.index]}\0{clip.caption}".encode(errors="surrogateescape")).digest()
+    def digest(item: Item) -> bytes:
+        return hashlib.sha256(f"{item.name}\0{item.caption}".encode(errors="surrogateescape")).digest()
 
-    return {clip.index for clip in sorted(clips, key=digest)[:count]}
+    if not 0 < count < len(items):
+        return frozenset()
+    return frozenset(item.index for item in sorted(items, key=digest)[:count])
 
 
 def _share_out(parts: Sequence[Part], held_out: frozenset[int]) -> tuple[list[Clip], list[Clip], list[float]]:
@@ -147,61 +133,67 @@ def _share_out(parts: Sequence[Part], held_out: frozenset[int]) -> tuple[list[Cl
     return clips, evaluated, repeats
 
 
-def _too_many_unusable(items: Sequence[ItemReport], allowed: int) -> DataError | None:
-    """The error if more items cannot be used than are allowed."""
+def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: bool) -> DataError | None:
+    """Why the data cannot be trained on."""
     rejected = [
         f"{shown(item.name)}: {item.reason}{f' ({item.where})' if item.where else ''}"
         for item in items
         if item.use == "rejected"
     ]
-    if len(rejected) <= allowed:
-        return None
-    way_out = "; repair them"
-    if len(rejected) < len(items):
-        way_out = (
-            f" and `max_bad_samples` allows {allowed}; repair or remove them, or leave them out with "
-            f"--max_bad_samples {len(rejected)}"
+    usable = sum(item.status == "used" for item in items)
+    if len(rejected) > data.max_bad_samples:
+        way_out = "; repair them"
+        if len(rejected) < len(items):
+            way_out = (
+                f" and `max_bad_samples` allows {data.max_bad_samples}; repair or remove them, or leave them out with "
+                f"--max_bad_samples {len(rejected)}"
+            )
+        if any(item.status == "caption_missing" for item in items):
+            way_out += (
+                "; --caption_missing empty trains without captions where there are none, and skip leaves such files out"
+            )
+        return DataError(f"{len(rejected)} of {plural(len(items), 'file')} cannot be used{way_out}", rejected)
+    if 0 < data.eval_num_items >= usable:
+        left = f"leaves nothing to train on: there are {plural(usable, 'usable item')}"
+        return DataError(f"`eval_num_items` {data.eval_num_items} {left}")
+    if not usable:
+        return DataError("no usable item")
+    if not has_batches:
+        return DataError(
+            "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end drop"
         )
-    if any(item.status == "caption_missing" for item in items):
-        way_out += (
-            "; --caption_missing empty trains without captions where there are none, and skip leaves such files out"
-        )
-    return DataError(f"{len(rejected)} of {plural(len(items), 'file')} cannot be used{way_out}", rejected)
+    return None
 
 
-def _reports(
-    parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[int], names: Sequence[str]
-) -> Iterator[ItemReport]:
-    of_item: dict[int, list[Clip]] = defaultdict(list)
-    for clip in clips:
-        of_item[item_of(clip.index)].append(clip)
+def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[int]) -> None:
+    """Report on every item."""
+    examples = Counter(item_of(clip.index) for clip in clips)
     seen: set[str] = set()  # texts: hashing a path takes ten times as long
     for part in parts:
         for entry in part.probed:
-            item, first, path = entry.item, entry.same_as, str(entry.item.path)
-            yield report_item(
+            index, path = entry.item.index, str(entry.item.path)
+            report = report_item(
                 entry,
-                of_item.get(item.index, ()),
-                part,
-                name=names[item.index],
-                held_out=item.index in held_out,
-                same_as=names[first.index] if first is not None else None,
+                dataset=part.dataset.name,
+                target_fps=part.target_fps,
+                examples=examples[index],
+                held_out=index in held_out,
                 seen=path in seen,
             )
+            part.reports.append(report)
             seen.add(path)
 
 
-def _unused(parts: Sequence[Part]) -> Iterator[str]:
-    """Notes on listed buckets that no clip is in."""
-    for part in parts:
-        data = part.dataset.data
-        used = {bucket for clip in part.clips for bucket in clip.buckets}
-        unused = [bucket_text(bucket) for bucket in part.buckets if bucket not in used]
-        if (data.video_resolution_buckets or data.image_resolution_buckets) and used and unused:
-            yield (
-                f"{part.dataset.prefix}no clip is in {', '.join(unused)}: each goes to the longest bucket that it fills, and "
-                "of these to the one of the nearest shape"
-            )
+def _unused(part: Part) -> Iterator[str]:
+    """A note on listed buckets that no clip is in."""
+    data = part.dataset.data
+    used = {bucket for clip in part.clips for bucket in clip.buckets}
+    unused = [bucket_text(bucket) for bucket in part.buckets if bucket not in used]
+    if (data.video_resolution_buckets or data.image_resolution_buckets) and used and unused:
+        yield (
+            f"no clip is in {', '.join(unused)}: each goes to the longest bucket that it fills, and of these to the one of "
+            "the nearest shape"
+        )
 
 
 def _fingerprint(
@@ -223,53 +215,46 @@ def _fingerprint(
     return digest.hexdigest()
 
 
-def _remarks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[str]:
+def _remarks(part: Part) -> Iterator[str]:
     """Warnings of readers, and files that another library decodes than the one that was asked for."""
-    for part in parts:
-        prefix = part.dataset.prefix
-        yield from (f"{prefix}{text}" for text in (*part.dataset.warnings, *part.reading.warnings))
-        against = [f"{names[entry.item.index]} ({entry.against})" for entry in part.probed if entry.against]
-        if against:
-            backend = part.dataset.data.video_backend
-            yield f"{prefix}{counted(against, f'decoded by PyAV, since {backend} may show other pixels')}"
+    yield from (*part.dataset.warnings, *part.reading.warnings)
+    against = [f"{entry.item.name} ({entry.against})" for entry in part.probed if entry.against]
+    if against:
+        yield counted(against, f"decoded by PyAV, since {part.dataset.data.video_backend} may show other pixels")
 
 
-def _told_by_items(parts: Sequence[Part], names: Sequence[str]) -> Iterator[str]:
+def _oddities(part: Part) -> Iterator[str]:
     """One sentence for each kind of oddity, with a count and the first names."""
-    for part in parts:
-        for many, one, found in _oddities(part, names):
-            if found:
-                yield f"{part.dataset.prefix}{counted(found, many, one)}"
-
-
-def _oddities(part: Part, names: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Kinds of warnings: the plural, the singular, and the names of the items."""
-    clips, target_fps = first_of_items(part.clips), part.target_fps
-    yield (
-        "cannot be used and are left out",
-        "cannot be used and is left out",
-        [f"{names[index]}: {why.reason}" for index, why in part.unusable.items() if why.status != "skipped"],
+    items, target_fps = part.reports, part.target_fps
+    listed: dict[object, list[str]] = defaultdict(list)
+    for item in items:
+        if item.status == "used":
+            listed[str(item.path), item.captions or item.caption].append(item.name)
+    kinds: tuple[tuple[str, str, list[str]], ...] = (
+        (
+            "cannot be used and are left out",
+            "cannot be used and is left out",
+            [f"{item.name}: {item.reason}" for item in items if item.use == "rejected"],
+        ),
+        ("have no caption", "has no caption", [item.name for item in items if "no_caption" in item.marks]),
+        (
+            f"are slower than {target_fps:g} fps and trained at their own rate",
+            f"is slower than {target_fps:g} fps and trained at its own rate",
+            [f"{item.name} ({item.source_fps:.4g} fps)" for item in items if "slower" in item.marks],
+        ),
+        (
+            "are smaller than their buckets and enlarged",
+            "is smaller than its bucket and enlarged",
+            [
+                f"{item.name} ({max(item.bucket[1] / item.height, item.bucket[2] / item.width):.3g} x)"
+                for item in items
+                if item.bucket and "enlarged" in item.marks
+            ],
+        ),
+        (
+            "are listed more than once",
+            "is listed more than once",
+            [names[0] for names in listed.values() if len(names) > 1],
+        ),
     )
-    yield "have no caption", "has no caption", [names[clip.index] for clip in clips if not clip.caption]
-    yield (
-        f"are slower than {target_fps:g} fps and trained at their own rate",
-        f"is slower than {target_fps:g} fps and trained at its own rate",
-        [
-            f"{names[clip.index]} ({clip.source_fps:.4g} fps)"
-            for clip in clips
-            if clip.kind == "video" and is_slower(clip.source_fps, target_fps)
-        ],
-    )
-    yield (
-        "are smaller than their buckets and enlarged",
-        "is smaller than its bucket and enlarged",
-        [f"{names[clip.index]} ({scale_of(clip):.3g} x)" for clip in clips if is_enlarged(clip)],
-    )
-    listed: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
-    for clip in clips:
-        listed[(str(clip.path), clip.all_captions)].append(clip.index)
-    yield (
-        "are listed more than once",
-        "is listed more than once",
-        [names[indices[0]] for indices in listed.values() if len(indices) > 1],
-    )
+    yield from (counted(names, many, one) for many, one, names in kinds if names)
