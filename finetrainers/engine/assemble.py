@@ -74,7 +74,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
     state = TrainState(
         config=config, spec=spec, method=method, parallel=parallel, transformer=transformer, optimizer=optimizer,
         total_steps=total_steps, run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
-        watchdog=watchdog, checkpoint_fields=start.refreshed(config).checkpoint_fields(), ema=make_ema(config, network),
+        watchdog=watchdog, checkpoint_fields=start.checkpoint_fields(config), ema=make_ema(config, network),
     )  # fmt: skip
     callbacks = _make_callbacks(state, checked, source, scheduler=scheduler, encoded=encoded)
     restore(state, start)

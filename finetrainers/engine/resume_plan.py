@@ -41,37 +41,33 @@ class Start:
     """What a run begins with.
 
     Attributes:
-        checkpoint: to be continued from; None for a new run.
+        data_position: the way through the data.
+        critical: settings and facts that the next checkpoint keeps.
         initial: first weights of a new run, or the base of one that is continued; None: those of the model.
         origin: the weights that the run began with, by place and kind, through all continuations; None: the model's.
+        checkpoint: to be continued from; None for a new run.
+        resets: parts of the checkpoint that are left out, implied ones included.
         step: optimizer steps that count as taken.
         schedule_start: step at which the learning rate schedule begins.
-        data_position: the way through the data.
-        resets: parts of the checkpoint that are left out, implied ones included.
-        critical: settings and facts that the next checkpoint keeps.
         rows: `(part, where it comes from)`, to be printed; empty for a new run of the model's own weights.
         warnings: what the user should know.
     """
 
-    checkpoint: Path | None
+    data_position: DataPosition
+    critical: Mapping[str, Any]
     initial: InitialWeights | None
     origin: Mapping[str, str] | None
-    step: int
-    schedule_start: int
-    data_position: DataPosition
-    resets: frozenset[str]
-    critical: Mapping[str, Any]
+    checkpoint: Path | None = None
+    resets: frozenset[str] = frozenset()
+    step: int = 0
+    schedule_start: int = 0
     rows: Sequence[tuple[str, str]] = ()
     warnings: Sequence[str] = ()
 
-    def refreshed(self, config: TrainConfig) -> Start:
-        """With facts that only loading the model has brought onto this disk."""
-        return replace(self, critical={**self.critical, **_model_facts(config)})
-
-    def checkpoint_fields(self) -> dict[str, Any]:
-        """What checkpoints of this run keep of how it began."""
+    def checkpoint_fields(self, config: TrainConfig) -> dict[str, Any]:
+        """What checkpoints of this run store of how it began, with facts that only loading the model has brought onto this disk."""
         return {
-            "critical": dict(self.critical),
+            "critical": {**self.critical, **_model_facts(config)},
             "schedule_start": self.schedule_start,
             "course": self.data_position.state(),
             "initial": self.origin,
@@ -87,22 +83,38 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
     """The weights that a run begins with, or those that one which is continued still needs beside its checkpoint.
 
     Raises:
-        ValueError: there are none, or they are of no use; or a checkpoint is to be continued that has begun otherwise.
+        ValueError: there are none, or they do not fit; or a checkpoint is to be continued that has begun otherwise.
     """
     given = config.training.init_from
-    if checkpoint is None:
-        return None if given is None else find_initial_weights(given)
-    recorded = read_state(checkpoint)["initial"]
-    began = None if recorded is None else recorded["given"]
-    if given is not None and config.training.resume_from_checkpoint != "auto" and _place(given) != began:
-        raise ValueError(
-            f"{given} and {checkpoint} both give weights, and the checkpoint's run began with "
-            f"{began or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which takes a checkpoint "
-            "where there is one"
-        )
-    if recorded is None or recorded["kind"] != "full" or not needs_base(config) or config.model.transformer_id:
+    if checkpoint is not None:
+        recorded = read_state(checkpoint)["initial"]
+        began = None if recorded is None else recorded["given"]
+        if given is not None and config.training.resume_from_checkpoint != "auto" and _place(given) != began:
+            raise ValueError(
+                f"{given} and {checkpoint} both give weights, and the checkpoint's run began with "
+                f"{began or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which takes a "
+                "checkpoint where there is one"
+            )
+        if recorded is None or recorded["kind"] != "full" or not needs_base(config) or config.model.transformer_id:
+            return None
+        given = given or began
+    if given is None:
         return None
-    return find_initial_weights(given or recorded["given"])
+    found = find_initial_weights(given)
+    _check_fits(found, config)
+    return found
+
+
+def _check_fits(initial: InitialWeights, config: TrainConfig) -> None:
+    """Refuse weights that do not fit the run, as far as files' headers tell."""
+    if initial.model_name not in (None, config.model.model_name):
+        raise ValueError(f"{initial.given} is a {initial.model_name}, and this run trains a {config.model.model_name}")
+    if initial.kind == "full":
+        given = config.model.transformer_id
+        if given is not None and Path(given).resolve() != initial.path.resolve():
+            raise ValueError(f"{initial.path} would take the place of --transformer_id {given}; give one of them")
+    elif config.training.training_type == "lora":
+        check_lora(initial.path, *read_lora_header(initial.path), config.training)
 
 
 def _place(given: str) -> str:
@@ -137,16 +149,14 @@ def _model_facts(config: TrainConfig) -> dict[str, Any]:
 
 
 def new_run(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | None, data_size: int) -> Start:
-    """The start of a new run."""
+    """The start of a new run, on so many processes."""
     rows = []
     if initial is not None:
-        lora, is_lora = initial.kind == "lora", config.training.training_type == "lora"
-        base = f"{initial.path}, as the base of a new LoRA" if is_lora else str(initial.path)
-        added = f"{initial.path}" if is_lora else f"the model's own, with the LoRA {initial.path} added for good"
-        rows = [
-            ("weights", added if lora else base),
-            ("optimizer, schedule, data, step", "new"),
-        ]
+        weights = {
+            ("full", "lora"): f"{initial.path}, as the base of a new LoRA",
+            ("lora", "full-finetune"): f"the model's own, with the LoRA {initial.path} added for good",
+        }.get((initial.kind, config.training.training_type), str(initial.path))
+        rows = [("weights", weights), ("optimizer, schedule, data, step", "new")]
         if config.training.use_ema:
             rows.append(("moving average", "new, from these weights"))
     warnings = []
@@ -155,33 +165,13 @@ def new_run(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | No
             "--init_from gives a LoRA, and the divergence from the reference is measured from the model without it"
         )
     return Start(
-        checkpoint=None,
+        data_position=DataPosition.begin(config, data_size=data_size),
+        critical=critical_state(config, plan),
         initial=initial,
         origin=None if initial is None else {"given": _place(initial.given), "kind": initial.kind},
-        step=0,
-        schedule_start=0,
-        data_position=DataPosition.begin(config, data_size=data_size),
-        resets=frozenset(),
-        critical=critical_state(config, plan),
         rows=rows,
         warnings=warnings,
     )
-
-
-def check_initial(initial: InitialWeights, config: TrainConfig) -> None:
-    """Refuse weights that do not fit the run, as far as files' headers tell.
-
-    Raises:
-        ValueError: with every difference.
-    """
-    if initial.model_name not in (None, config.model.model_name):
-        raise ValueError(f"{initial.given} is a {initial.model_name}, and this run trains a {config.model.model_name}")
-    if initial.kind == "full":
-        given = config.model.transformer_id
-        if given is not None and Path(given).resolve() != initial.path.resolve():
-            raise ValueError(f"{initial.path} would take the place of --transformer_id {given}; give one of them")
-    elif config.training.training_type == "lora":
-        check_lora(initial.path, *read_lora_header(initial.path), config.training)
 
 
 def resume_run(
