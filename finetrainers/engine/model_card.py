@@ -30,14 +30,14 @@ _CARD = """---
 
 # {{ title }}
 
-{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ base_model }}`
+{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ model.pretrained_model_name_or_path }}`
 {%- if own_transformer and is_lora %} with the transformer of `{{ own_transformer }}`, without which it is of no use
-{%- elif began_with %}, begun with the weights of `{{ began_with }}`{% endif %}, trained with finetrainers {{ version }} for {{ steps }} steps on {{ items }}.
-{%- if id_token %} Put `{{ id_token }}` before your prompt.{% endif %}
-{% if has_videos %}
+{%- elif began_with %}, begun with the weights of `{{ began_with }}`{% endif %}, trained with finetrainers {{ version }} for {{ state.step }} steps on {{ plural(plan.count, plan.noun) }}.
+{%- if data.id_token %} Put `{{ data.id_token }}` before your prompt.{% endif %}
+{% if samples | selectattr("video") | list %}
 <Gallery />
 {% endif %}
-{%- for sample in pictures %}
+{%- for sample in samples + evaluated if sample.picture %}
 ![{{ sample.text }}]({{ sample.picture }})
 {% endfor %}
 ## Use
@@ -60,7 +60,7 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
 {%- else %}
 pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtype }})
 {%- endif %}
-pipe.{{ load_lora }}
+pipe.{{ state.spec.load_call(location) }}
 {% else %}
 {{ part }} = {{ transformer }}.from_pretrained({{ location | tojson }}, subfolder="{{ part }}", torch_dtype={{ dtype }})
 pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
@@ -68,9 +68,9 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
 {% endif %}video = pipe(
     prompt={{ example | tojson }},{% if needs_image %}
     image=load_image("first_frame.png"),{% endif %}
-    num_frames={{ size[0] }},
-    height={{ size[1] }},
-    width={{ size[2] }},
+    num_frames={{ plan.size[0] }},
+    height={{ plan.size[1] }},
+    width={{ plan.size[2] }},
 ).frames[0]
 encode_video(video, fps={{ fps }}, output_path="video.mp4")
 ```
@@ -83,9 +83,9 @@ encode_video(video, fps={{ fps }}, output_path="video.mp4")
 | {{ name }} | {{ value }} |
 {%- endfor %}
 
-| {{ data[0] | join(" | ") }} |
-|{{ "---|" * data[0] | length }}
-{%- for row in data[1:] %}
+| {{ table[0] | join(" | ") }} |
+|{{ "---|" * table[0] | length }}
+{%- for row in table[1:] %}
 | {{ row | join(" | ") }} |
 {%- endfor %}
 {% if results %}
@@ -123,49 +123,43 @@ class Sample:
 
 def model_card(state: TrainState, checked: Preflight) -> str:
     """The README of the results, with metadata for the hub."""
-    config, plan = state.config, checked.plan
+    config, plan, spec, start = state.config, checked.plan, state.spec, checked.start
     is_lora = config.training.training_type == "lora"
-    base = config.model.pretrained_model_name_or_path
+    base, own = config.model.pretrained_model_name_or_path, config.model.transformer_id
     packaged = base.startswith(SCHEME)
-    own = config.model.transformer_id
-    origin = checked.start.origin
-    needs_image = state.spec.facts.first_frame == "channels"
+    needs_image = spec.facts.first_frame == "channels"
     samples = _samples(state.run_dir.root, [prompt.prompt for prompt in checked.prompts])
+    changed = [name for name, option in fields().items() if config.changed(name) and not option.local]
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.from_string(_CARD).render(
         metadata=_metadata(config, samples, needs_image=needs_image).to_yaml(),
         title=_title(config),
+        state=state,
+        model=config.model,
+        data=config.data,
+        plan=plan,
+        plural=plural,
+        is_lora=is_lora,
+        packaged=packaged,
+        base=f'model_path("{base}")' if packaged else json.dumps(base),
+        dtype="torch.float32" if packaged else "torch.bfloat16",
         own_transformer=own if is_lora else None,
         in_subfolder=own is not None and not (Path(own) / "config.json").is_file(),
-        began_with=None if origin is None else origin["given"],
-        base_model=base,
-        packaged=packaged,
-        dtype="torch.float32" if packaged else "torch.bfloat16",
-        base=f'model_path("{base}")' if packaged else json.dumps(base),
-        is_lora=is_lora,
+        began_with=None if start.origin is None else start.origin["given"],
         version=__version__,
-        steps=state.step,
-        items=plural(plan.count, plan.noun),
-        id_token=config.data.id_token,
-        has_videos=any(sample.video for sample in samples),
-        pictures=[*[sample for sample in samples if sample.picture], *_evaluated(state.run_dir.root)],
-        pipeline=state.spec.pipeline_class.__name__,
+        samples=samples,
+        evaluated=_evaluated(state.run_dir.root),
+        pipeline=spec.pipeline_class.__name__,
         transformer=type(state.network).__name__,
-        part=state.spec.facts.trained,
-        load_lora=state.spec.load_call(config.run.hub_model_id or str(config.run.output_dir)),
+        part=spec.facts.trained,
         location=config.run.hub_model_id or str(config.run.output_dir),
         example=checked.prompts[0].prompt if checked.prompts else plan.example,
-        size=plan.size,
         fps=round(plan.fps) or round(checked.geometry.fps),
         needs_image=needs_image,
         facts=_facts(state, checked),
-        data=plan.table(),
+        table=plan.table(),
         results=_results(state.run_dir.root),
-        settings=[
-            (name, _shown(config.get(name)))
-            for name, option in fields().items()
-            if config.changed(name) and not option.local
-        ],
+        settings=[(name, _shown(config.get(name))) for name in changed],
     )
 
 
@@ -192,20 +186,18 @@ def _metadata(config: TrainConfig, samples: Sequence[Sample], *, needs_image: bo
     widget: list[dict[str, Any]] = [
         {"text": sample.text, **({"output": {"url": sample.video}} if sample.video else {})} for sample in samples
     ]
-    metadata = ModelCardData(
+    return ModelCardData(
         base_model=None if _folder(base) is not None else base,
         library_name="diffusers",
         pipeline_tag=task,
         tags=["finetrainers", task, "lora" if config.training.training_type == "lora" else "full-finetune"],
         widget=widget or None,
         instance_prompt=config.data.id_token,
+        **_license(config),
     )
-    for name, value in _license(config).items():
-        metadata[name] = value
-    return metadata
 
 
-def _license(config: TrainConfig) -> dict[str, str]:
+def _license(config: TrainConfig) -> dict[str, Any]:
     """The base model's license, as its own card states it, where that is on this disk or the result is uploaded anyway."""
     base = config.model.pretrained_model_name_or_path
     if base.startswith(SCHEME):
@@ -249,12 +241,8 @@ def _facts(state: TrainState, checked: Preflight) -> list[tuple[str, str]]:
         sampling, guidance = config.validation, config.validation.validation_guidance_scale
         rate = sampling.validation_frame_rate or checked.geometry.fps
         shown = "the pipeline's own guidance" if guidance is None else f"guidance {guidance:g}"
-        facts.append(
-            (
-                "samples",
-                f"{sampling.validation_inference_steps} denoising steps, {shown}, seed {config.training.seed}, {rate:g} fps",
-            )
-        )
+        steps = f"{sampling.validation_inference_steps} denoising steps"
+        facts.append(("samples", f"{steps}, {shown}, seed {config.training.seed}, {rate:g} fps"))
     return facts
 
 
@@ -270,20 +258,16 @@ def _results(root: Path) -> tuple[int, int, list[tuple[str, str, str]]] | None:
 
 def _samples(root: Path, prompts: Sequence[str]) -> list[Sample]:
     """Each validation prompt with its newest sample."""
-    steps = sorted((root / "samples").glob("step-*"))
+    folders = sorted((root / "samples").glob("step-*"))
     found = []
     for index, prompt in enumerate(prompts):
-        videos = sorted(steps[-1].glob(f"{index:02d}-*.mp4")) if steps else []
-        pictures = [root / "samples" / f"{video.stem}.png" for video in videos] + [
-            v.with_suffix(".png") for v in videos
-        ]
-        found.append(
-            Sample(
-                text=prompt,
-                video=videos[0].relative_to(root).as_posix() if videos else None,
-                picture=next((p.relative_to(root).as_posix() for p in pictures if p.is_file()), None),
-            )
-        )
+        video = next(iter(sorted(folders[-1].glob(f"{index:02d}-*.mp4"))), None) if folders else None
+        if video is None:
+            found.append(Sample(prompt, None, None))
+            continue
+        pictures = (root / "samples" / f"{video.stem}.png", video.with_suffix(".png"))
+        shown = next((path.relative_to(root).as_posix() for path in pictures if path.is_file()), None)
+        found.append(Sample(prompt, video.relative_to(root).as_posix(), shown))
     return found
 
 

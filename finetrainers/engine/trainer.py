@@ -18,12 +18,12 @@ from finetrainers.utils.faults import fault_point
 from finetrainers.utils.seeding import derive_seed
 
 from .callbacks.base import Callback, Record
+from .callbacks.metrics import summarized
 from .checkpoints.async_save import BackgroundSave
 from .checkpoints.save import save_checkpoint
 from .guards.memory import Attempt, memory_advice
 from .guards.memory_probe import probe_memory, wants_memory_probe
 from .guards.rollback import roll_back
-from .interval import Interval
 from .state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ class Trainer:
     def _run_until_rollback(self) -> None:
         """Train until the last step, a stop, or a rollback."""
         state, every = self.state, self.state.config.run.logging_steps
-        interval = Interval(every=every, summaries=state.method.summaries)
+        records: list[Record] = []  # since the last one that was logged
+        seconds = 0.0  # of fetching and stepping, without saving and sampling
         steps = state.method.steps(state.step + state.data_ahead, state.transformer)
         started = time.perf_counter()
         for step in islice(steps, state.total_steps - state.step):
@@ -84,10 +85,11 @@ class Trainer:
             if record is None:
                 self._roll_back()
                 return
-            # Of fetching and stepping, without saving and sampling.
-            interval.add(record, seconds=time.perf_counter() - started)
+            records.append(record)
+            seconds += time.perf_counter() - started
             if state.step % every == 0 or state.step == state.total_steps:
-                self._log_interval(interval)
+                self._log_interval(records, seconds)
+                records, seconds = [], 0.0
             state.requests.poll()
             self.saving.poll()
             self._save_if_due()  # before sampling, which may run out of memory
@@ -193,14 +195,15 @@ class Trainer:
             self._log(callback.on_step(self.state))
         requests.sample = False
 
-    def _log_interval(self, interval: Interval) -> None:
+    def _log_interval(self, records: list[Record], seconds: float) -> None:
         """Log the steps since the last record, with the seconds that saving took and those of waiting for a slow rank."""
-        steps, record = interval.steps, interval.take()
+        every, summaries = self.state.config.run.logging_steps, self.state.method.summaries
+        record = summarized(records, seconds=seconds, every=every, summaries=summaries)
         record["lr"] = self.lr_at(self.state.step - 1)
         if self._blocked_s:
             record["checkpoint_s"] = self._blocked_s
             self._blocked_s = 0.0
-        waiting = self.state.guards.straggler.look(self.state.step, steps=steps, step_s=record["step_s"])
+        waiting = self.state.guards.straggler.look(self.state.step, steps=len(records), step_s=record["step_s"])
         self._log({**record, **waiting})
 
     def _log(self, record: Record | None) -> None:

@@ -1,15 +1,18 @@
-"""Records of a run: metrics.jsonl, a text file per reward, and an optional tracker that can never stop training."""
+"""Records of a run, each of one step or several: metrics.jsonl, a text file per reward, and an optional tracker that can never stop training."""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.sections import RunSection
+from finetrainers.methods.base import Summary
 from finetrainers.utils.files import read_jsonl, write_text_atomic
 
 from .base import Callback, Record
@@ -20,6 +23,45 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREFIX = "reward/"
+#: The guards' own numbers count from the start of the run.
+_GUARDS: Mapping[str, Summary] = {"nonfinite_steps": "last", "spikes": "last"}
+
+
+def summarized(records: Sequence[Record], *, seconds: float, every: int, summaries: Mapping[str, Summary]) -> Record:
+    """One record of the steps since the last one: means, and for some names the last, least or greatest value.
+
+    Args:
+        records: of the steps. They are on the host already, so that nothing waits for them.
+        seconds: that the steps took in all; `step_s` is their mean.
+        every: steps of a whole interval. Of longer ones than a step, the record also has `steps`, how many it covers, and
+            the greatest gradient norm.
+        summaries: of the method's numbers; see `Method.summaries`.
+    """
+    kinds = {**_GUARDS, **summaries}
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            values[name].append(value)
+    found = {
+        name: _summary(kinds.get(name) or kinds.get(f"{name.partition('/')[0]}/") or "mean", of_steps)
+        for name, of_steps in values.items()
+    }
+    if every > 1:
+        found["steps"] = float(len(records))
+        if "grad_norm" in values:
+            found["grad_norm_max"] = max(values["grad_norm"])
+    found["step_s"] = seconds / len(records)
+    return found
+
+
+def _summary(kind: Summary, values: Sequence[float]) -> float:
+    """One number for many. What is not a number, as the score of clips that all failed, leaves the others alone."""
+    if kind == "last":
+        return values[-1]
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return values[-1]
+    return min(finite) if kind == "min" else max(finite) if kind == "max" else math.fsum(finite) / len(finite)
 
 
 class MetricsFile(Callback):

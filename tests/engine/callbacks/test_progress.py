@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from finetrainers.engine.callbacks import progress
+from finetrainers.engine.callbacks.metrics import summarized
 from finetrainers.engine.callbacks.progress import Clock, ProgressLine, number
-from finetrainers.engine.interval import Interval
 from finetrainers.methods.grpo.rollout_method import RolloutMethod
 from finetrainers.methods.sft import SFT
 
@@ -158,17 +158,17 @@ def test_numbers(value: float, text: str) -> None:
 
 
 def test_an_interval_becomes_one_record() -> None:
-    interval = Interval(every=4, summaries={"rollout": "last", "low/": "min", "high/": "max"})
-    nan = float("nan")
+    summaries: Any = {"rollout": "last", "low/": "min", "high/": "max"}
+    nan, records = float("nan"), []
     for k, loss in enumerate((1.0, 3.0, nan)):
         values = {"loss": loss, "grad_norm": k, "rollout": k, "low/a": k, "high/a": -k, "spikes": k}
-        interval.add(values if k else {**values, "once": 7.0}, seconds=2.0 + k)
-    assert interval.take() == {
+        records.append(values if k else {**values, "once": 7.0})
+    assert summarized(records, seconds=9.0, every=4, summaries=summaries) == {
         "loss": 2.0, "grad_norm": 1.0, "grad_norm_max": 2.0, "rollout": 2, "low/a": 0, "high/a": 0, "spikes": 2, "once": 7.0,
         "steps": 3.0, "step_s": 3.0,
     }  # fmt: skip
-    interval.add({"loss": 5.0}, seconds=1.0)
-    assert interval.take() == {"loss": 5.0, "steps": 1.0, "step_s": 1.0}
+    short = summarized([{"loss": 5.0}], seconds=1.0, every=4, summaries=summaries)
+    assert short == {"loss": 5.0, "steps": 1.0, "step_s": 1.0}
 
 
 def test_a_resume_within_an_interval_changes_no_weight(
