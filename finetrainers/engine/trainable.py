@@ -169,21 +169,10 @@ def save_weights(
     if training.training_type == "lora":
         adapter = get_peft_model_state_dict(transformer, state_dict=dict(state_dict))
         adapter = {k: v.detach().cpu().to(dtype or v.dtype).contiguous() for k, v in adapter.items()}
-        spec.save_lora(directory, adapter, _json_safe(transformer.peft_config["default"].to_dict()))
+        spec.save_lora(directory, adapter, transformer.peft_config["default"].to_dict())
         return
     weights = {k: v.detach().cpu().to(dtype or v.dtype).contiguous() for k, v in state_dict.items()}
     spec.save_full(directory, transformer, weights)
-
-
-def _json_safe(metadata: dict[str, Any]) -> dict[str, Any]:
-    """PEFT's config holds sets and enums; the file's metadata is JSON."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, set | frozenset):
-            return sorted(value)
-        return getattr(value, "value", value)
-
-    return {key: convert(value) for key, value in metadata.items()}
 
 
 def load_lora_weights(directory: Path, transformer: nn.Module) -> None:

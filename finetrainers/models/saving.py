@@ -26,30 +26,22 @@ MAX_SHARD_SIZE = "10GB"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
-def save_lora(
-    pipeline_cls: Any, directory: Path, state_dict: Mapping[str, Tensor], metadata: dict[str, Any], *, part: str
-) -> None:
-    """Write `pytorch_lora_weights.safetensors`, with rank and alpha in its metadata.
+def save_lora(directory: Path, state_dict: Mapping[str, Tensor], metadata: dict[str, Any], *, part: str) -> None:
+    """Write `pytorch_lora_weights.safetensors`, with rank and alpha in its metadata, as `save_lora_weights` of pipelines does.
 
     `load_lora_weights` of the family's pipeline reads it. Where the pipeline has no such method, or does not know the part,
     `load_lora_adapter(..., prefix=part)` of the network does.
     """
-    # Sets have no order that is the same in every process, and the metadata is written as JSON.
-    metadata = {k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in metadata.items()}
-    weights = {name: value.detach().cpu().contiguous() for name, value in state_dict.items()}
-    if getattr(pipeline_cls, "transformer_name", None) == part:
-        pipeline_cls.save_lora_weights(
-            str(directory), transformer_lora_layers=weights, transformer_lora_adapter_metadata=metadata, safe_serialization=True
-        )  # fmt: skip
-        return
+    # PEFT's config holds sets, which have no order that is the same in every process, and enums; the file's metadata is JSON.
+    plain = {k: sorted(v) if isinstance(v, set | frozenset) else getattr(v, "value", v) for k, v in metadata.items()}
     LoraBaseMixin.write_lora_layers(
-        {f"{part}.{name}": value for name, value in weights.items()},
+        {f"{part}.{name}": value.detach().cpu().contiguous() for name, value in state_dict.items()},
         str(directory),
         is_main_process=True,
         weight_name=LORA_FILE,
         save_function=None,  # type: ignore[arg-type]
         safe_serialization=True,
-        lora_adapter_metadata={f"{part}.{name}": value for name, value in metadata.items()},
+        lora_adapter_metadata={f"{part}.{name}": value for name, value in plain.items()},
     )
 
 
@@ -83,20 +75,13 @@ def save_full(directory: Path, transformer: nn.Module, state_dict: Mapping[str, 
     sharding are not whole, and are not the moving average or the dtype asked for.
     """
     network = unwrap(transformer)
-    network.save_config(str(directory))
-    _name_class(directory / network.config_name, network)
+    # FSDP2 gives the networks that it shards a class of its own.
+    stock = next(cls.__name__ for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
+    config = {**json.loads(network.to_json_string()), "_class_name": stock}
+    write_text_atomic(directory / network.config_name, json.dumps(config, indent=2, sort_keys=True) + "\n")
     save_torch_state_dict(
         dict(state_dict),
         str(directory),
         filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
         max_shard_size=MAX_SHARD_SIZE,
     )
-
-
-def _name_class(path: Path, network: nn.Module) -> None:
-    """Write diffusers' class into a saved config; FSDP2 gives the networks that it shards a class of its own."""
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    saved["_class_name"] = next(
-        cls.__name__ for cls in type(network).__mro__ if cls.__module__.startswith("diffusers.")
-    )
-    write_text_atomic(path, json.dumps(saved, indent=2, sort_keys=True) + "\n")

@@ -438,7 +438,7 @@ class ModelSpec(ABC):
 
     def save_lora(self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]) -> None:
         """Write `pytorch_lora_weights.safetensors`, with alpha and rank, as `load_lora_weights` reads them."""
-        saving.save_lora(self.pipeline_class, directory, state_dict, adapter_metadata, part=self.facts.trained)
+        saving.save_lora(directory, state_dict, adapter_metadata, part=self.facts.trained)
 
     def read_lora(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Adapter weights of a LoRA file by their names in the network, and the PEFT settings stored with them.
