@@ -20,8 +20,7 @@ by x / (a + s), r = s / (a + s), and back.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ _PURE_NOISE = 1 - 1e-5
 _LARGEST_STD = 2.0
 
 
-@dataclass(frozen=True)
-class Transitions:
+class Transitions(NamedTuple):
     """Coefficients of S steps, `[S]` fp64: the next latent is `x0 * x0_hat + eps * eps_hat + std * noise`."""
 
     x0: Tensor
@@ -46,7 +44,7 @@ class Transitions:
 
     def at(self, step: Tensor, device: torch.device) -> Transitions:
         """Coefficients of the given steps, one per clip, `[B]` fp32 on the device."""
-        return Transitions(*(c[step.cpu()].to(device, torch.float32) for c in (self.x0, self.eps, self.std)))
+        return Transitions(*(c[step.cpu()].to(device, torch.float32) for c in self))
 
 
 def levels(process: Process, times: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,12 +119,7 @@ def only(stochastic: Transitions, deterministic: Transitions, steps: Tensor) -> 
     """The stochastic coefficients at the given steps and the deterministic ones elsewhere."""
     chosen = torch.zeros_like(stochastic.std, dtype=torch.bool)
     chosen[steps] = True
-    pairs = zip(
-        (stochastic.x0, stochastic.eps, stochastic.std),
-        (deterministic.x0, deterministic.eps, deterministic.std),
-        strict=True,
-    )
-    return Transitions(*(torch.where(chosen, a, b) for a, b in pairs))
+    return Transitions(*(torch.where(chosen, a, b) for a, b in zip(stochastic, deterministic, strict=True)))
 
 
 def transition_mean(process: Process, prediction: Tensor, x: Tensor, t: Tensor, step: Transitions) -> Tensor:

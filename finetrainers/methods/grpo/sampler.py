@@ -126,7 +126,7 @@ class Sampler:
         for step in range(len(self.times)):
             index = torch.full((len(x),), step)
             at = [table.at(index[:1], self.device) for table in tables]
-            now = Transitions(*(torch.cat(parts) for parts in zip(*((a.x0, a.eps, a.std) for a in at), strict=True)))
+            now = Transitions(*(torch.cat(parts) for parts in zip(*at, strict=True)))
             time = self.time(index)
             prediction = self.predict(transformer, x, time, conditions)
             mean = transition_mean(self.process, prediction, x, time, now)
