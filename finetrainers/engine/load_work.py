@@ -14,7 +14,7 @@ from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import WorkPlan, WorkSource
 from finetrainers.models.spec import ModelSpec, Parts, VAEStats
 from finetrainers.parallel.ranks import Ranks
-from finetrainers.utils.gc_pause import free_memory
+from finetrainers.utils.process_state import free_memory
 
 from .preflight import Preflight
 from .start_report import loading, print_line

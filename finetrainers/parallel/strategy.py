@@ -13,14 +13,14 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DeepSpeedPlugin, GradientAccumulationPlugin, InitProcessGroupKwargs, parse_flag_from_env
+from accelerate.utils import DeepSpeedPlugin, GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import unwrap
-from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.launch import launched_processes, says_yes
 from finetrainers.utils.text import plural
 
 from .ranks import Ranks
@@ -257,7 +257,7 @@ class Strategy(Ranks):
 def trains_on_cpu() -> bool:
     """Whether there is no GPU that torch can use, or accelerate is told to leave it alone."""
     has_gpu = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
-    return not has_gpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+    return not has_gpu or says_yes("ACCELERATE_USE_CPU")
 
 
 def place(model: nn.Module, device: torch.device, *, blocks: Sequence[str], placement: Placement) -> nn.Module:

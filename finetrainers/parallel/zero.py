@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env, patch_environment
+from accelerate.utils import DeepSpeedPlugin, patch_environment
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -49,7 +49,7 @@ class ZeRO(Strategy):
         if "LOCAL_RANK" not in os.environ:
             message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
             raise ConfigError([Problem("--deepspeed", message)])
-        if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        if says_yes("ACCELERATE_USE_CPU"):
             message = "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed sees by itself that there is no GPU"
             raise ConfigError([Problem("ACCELERATE_USE_CPU", message)])
         super().__init__(config, options)

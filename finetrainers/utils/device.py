@@ -6,6 +6,8 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from .launch import says_yes
+
 #: One of them is there where an NVIDIA driver is loaded: on Linux, in containers, under WSL2.
 _SIGNS_OF_A_DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
@@ -19,7 +21,7 @@ def likely_device_type() -> str:
         can_use_cuda = "+cpu" not in version("torch")
     except PackageNotFoundError:
         can_use_cuda = False
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not _told_to_use_the_cpu()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not says_yes("ACCELERATE_USE_CPU")
     has_driver = any(Path(sign).exists() for sign in _SIGNS_OF_A_DRIVER)
     return "cuda" if can_use_cuda and visible and has_driver else "cpu"
 
@@ -43,8 +45,3 @@ def device_problem() -> str | None:
         "install a torch build for the driver's CUDA version (`nvidia-smi` names it); to train on the CPU all the same, set "
         "ACCELERATE_USE_CPU=true"
     )
-
-
-def _told_to_use_the_cpu() -> bool:
-    """Whether accelerate's switch is set, in any way that accelerate reads."""
-    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")

@@ -47,8 +47,8 @@ def launch_problems(environment: Mapping[str, str] = os.environ, *, joining: boo
 
 
 def says_yes(name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a variable that a launcher sets is true."""
-    return environment.get(name, "").lower() in ("true", "1")
+    """Whether a variable of a launcher is set, in any way that accelerate reads."""
+    return environment.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
 def launched_to_split_weights(environment: Mapping[str, str] = os.environ) -> str | None:

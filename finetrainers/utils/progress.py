@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -28,7 +27,7 @@ Progress = Callable[[int, int], None]
 #: Called with (stage, done, total); a stage is a verb and what is counted: `read headers`.
 StageProgress = Callable[[str, int, int], None]
 
-_INTERVAL_S = 10.0
+_INTERVAL_S = 10.0  # between lines
 _ONLY = TaskID(0)  # of a bar, which has one task
 
 
@@ -43,24 +42,19 @@ class Meter:
         enabled: bool = True,
         bar: bool = True,
         transient: bool = False,
-        interval_s: float = _INTERVAL_S,
-        console: Console | None = None,
     ) -> None:
         """Args:
         verb, noun: `encoded`, `clips`.
         enabled: whether anything is shown.
         bar: whether a terminal gets a bar instead of lines.
         transient: whether the bar goes when the work is done.
-        interval_s: seconds between lines.
-        console: where the bar goes; default: standard error.
         """
         self.verb = verb
         self.noun = noun
         self.enabled = enabled
         self.bar = bar
         self.transient = transient
-        self.interval_s = interval_s
-        self.console = console or Console(stderr=True, soft_wrap=True)
+        self.console = Console(stderr=True, soft_wrap=True)
         self._begun = self._told = time.monotonic()
         self._progress: Bar | None = None
 
@@ -74,7 +68,7 @@ class Meter:
             return
         if self.bar and self.console.is_terminal:
             self._bar(total).update(_ONLY, completed=done)
-        elif done == total or time.monotonic() - self._told >= self.interval_s:
+        elif done == total or time.monotonic() - self._told >= _INTERVAL_S:
             self._told = time.monotonic()
             logger.info("%s", self.line(done, total))
 
@@ -91,9 +85,7 @@ class Meter:
         left = "" if done == total else f", {duration((total - done) / rate) if rate else 'unknown time'} left"
         return f"{self.verb} {done} of {total} {self.noun}, {shown}{left}"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -144,4 +136,4 @@ class Stages:
     def close(self) -> None:
         """End the last stage."""
         if self._meter is not None:
-            self._meter.__exit__(None, None, None)
+            self._meter.__exit__()

@@ -38,7 +38,7 @@ from finetrainers.models import common
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Batch, Conditions, VAEStats, VideoMeta
 from finetrainers.optim.factory import create_optimizer
-from finetrainers.utils.gc_pause import free_memory
+from finetrainers.utils.process_state import free_memory
 
 RESULTS = "FINETRAINERS_GPU_RESULTS"
 #: The plan leaves out the CUDA context and fragmentation.

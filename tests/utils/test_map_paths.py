@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from finetrainers.utils import map_paths
-from finetrainers.utils.gc_pause import gc_paused
+from finetrainers.utils.process_state import gc_paused
 
 
 @pytest.mark.parametrize("count", [0, 3, 64, 65, 300])

@@ -15,7 +15,7 @@ from finetrainers.utils.progress import Meter, Stages
 def test_the_meter_says_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    with caplog.at_level(logging.INFO), Meter("encoded", "clips", interval_s=10) as meter:
+    with caplog.at_level(logging.INFO), Meter("encoded", "clips") as meter:
         for done in range(1, 101):
             clock[0] += 4 if done <= 50 else 0.1
             meter(done, 100)
@@ -27,7 +27,8 @@ def test_the_meter_says_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, capl
     Meter("encoded", "clips", enabled=False)(1, 1)
     assert not caplog.records
     screen = io.StringIO()
-    with Meter("encoded", "clips", console=Console(file=screen, force_terminal=True, width=100)) as meter:
+    with Meter("encoded", "clips") as meter:
+        meter.console = Console(file=screen, force_terminal=True, width=100)
         meter(1, 2)
         meter(2, 2)
     assert "2/2" in screen.getvalue()

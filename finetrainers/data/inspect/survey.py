@@ -11,7 +11,7 @@ from operator import attrgetter
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.gc_pause import gc_paused
+from finetrainers.utils.process_state import gc_paused
 from finetrainers.utils.text import plural
 
 from ..buckets.bucket_choice import named_buckets

@@ -11,7 +11,7 @@ from torch import nn
 from finetrainers.config.sections import ValidationSection
 from finetrainers.models.spec import SampleRequest
 from finetrainers.utils.faults import fault_point
-from finetrainers.utils.gc_pause import free_memory
+from finetrainers.utils.process_state import free_memory
 from finetrainers.utils.seeding import generator
 from finetrainers.utils.video import slug
 

@@ -15,7 +15,7 @@ from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.methods.base import Step
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.failures import ExpectedError
-from finetrainers.utils.gc_pause import free_memory
+from finetrainers.utils.process_state import free_memory
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from finetrainers.methods.registry import method_spec
 from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.strategy import Strategy
-from finetrainers.utils.gc_pause import free_memory
+from finetrainers.utils.process_state import free_memory
 
 from ..state import TrainState
 from .memory import Attempt, memory_advice, peak_gib
