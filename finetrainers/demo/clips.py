@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.video.decode import read_frames
-from finetrainers.utils.video import write_mp4
+
+from .data import write_dataset
 
 
 @dataclass(frozen=True)
@@ -71,21 +72,15 @@ def _read_scaled(source: Path, frames: range, *, side: int) -> torch.Tensor:
     return read_frames(source, list(frames), height=round(found.height * scale), width=round(found.width * scale))
 
 
-def cut_excerpts(
-    directory: Path, *, frames: int, size: int, fps: float, copies: int = 1, excerpts: tuple[Excerpt, ...] = EXCERPTS
-) -> list[Path]:
-    """Write each excerpt as square mp4s of `frames` frames, shown at `fps`, and `captions.jsonl`; the mp4s."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths, lines = [], []
-    for excerpt in excerpts:
+def cut_excerpts(directory: Path, *, frames: int, size: int, fps: float, copies: int = 1) -> Path:
+    """Write each excerpt as square mp4s of `frames` frames, shown at `fps`; returns the metadata file."""
+    return write_dataset(directory, _squares(frames=frames, size=size, copies=copies), fps=fps)
+
+
+def _squares(*, frames: int, size: int, copies: int) -> Iterator[tuple[str, NDArray[np.uint8], str]]:
+    for excerpt in EXCERPTS:
         source = video_folder() / excerpt.file
         pixels = _read_scaled(source, range(excerpt.start, excerpt.start + frames), side=size).numpy()
         top, left = (pixels.shape[1] - size) // 2, (pixels.shape[2] - size) // 2
         cropped = np.ascontiguousarray(pixels[:, top : top + size, left : left + size])
-        for copy in range(copies):
-            path = directory / f"{excerpt.name}-{copy}.mp4"
-            write_mp4(path, cropped, fps=fps)
-            paths.append(path)
-            lines.append(json.dumps({"video": path.name, "text": excerpt.caption}))
-    (directory / "captions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return paths
+        yield from ((f"{excerpt.name}-{copy}", cropped, excerpt.caption) for copy in range(copies))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finetrainers.rewards.pixels import to_uint8
 
-from .verify import Reading, chroma, matches, read, wanted
+from .verify import Reading, chroma, matches, read
 from .world import COLORS, caption, draw_scene
 
 #: The preferred color, and the other one that a caption names.
@@ -80,7 +80,7 @@ def choice_captions(items: int, *, name: str, held_out: bool) -> list[str]:
 
 def rest_shown(reading: Reading, prompt: str) -> float:
     """Of what a prompt asks for besides the color, the share that a clip shows."""
-    rest = {name: value for name, value in matches(reading, wanted(prompt)).items() if name != "color"}
+    rest = {name: value for name, value in matches(reading, prompt).items() if name != "color"}
     return sum(rest.values()) / len(rest)
 
 

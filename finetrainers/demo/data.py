@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.video import write_mp4
 
@@ -25,12 +28,20 @@ def write_clips(
     reword: Callable[[str], str] = str,
 ) -> Path:
     """Write one mp4 per scene with a caption in varying words, passed through `reword`; returns the metadata file."""
+    clips = (
+        (f"{index:05d}", render(scene, frames=frames, height=height), reword(caption(scene, phrasing=index)))
+        for index, scene in enumerate(scenes)
+    )
+    return write_dataset(directory, clips, fps=fps)
+
+
+def write_dataset(directory: Path, clips: Iterable[tuple[str, NDArray[np.uint8], str]], *, fps: float) -> Path:
+    """Write clips, each a name, frames `[T, H, W, 3]` and a caption; returns the metadata file."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
-    for index, scene in enumerate(scenes):
-        path = directory / f"{index:05d}.mp4"
-        write_mp4(path, render(scene, frames=frames, height=height), fps=fps)
-        lines.append(json.dumps({"video": path.name, "text": reword(caption(scene, phrasing=index))}))
+    for name, frames, text in clips:
+        write_mp4(directory / f"{name}.mp4", frames, fps=fps)
+        lines.append(json.dumps({"video": f"{name}.mp4", "text": text}))
     metadata = directory / "captions.jsonl"
     write_text_atomic(metadata, "\n".join(lines) + "\n")
     return metadata

@@ -46,21 +46,6 @@ _LOGVAR = -30.0  # the class clamps here; a standard deviation of 3e-7
 
 
 @dataclass(frozen=True)
-class LinearVAEInfo:
-    """What a fit found.
-
-    Attributes:
-        explained: per stage, the share of the variance that its components keep.
-        spatial: pixels per latent cell, per side.
-        temporal: frames per latent frame.
-    """
-
-    explained: tuple[float, ...]
-    spatial: int
-    temporal: int
-
-
-@dataclass(frozen=True)
 class _Stage:
     mean: Tensor  # [8 d]
     basis: Tensor  # [8 d, k], orthonormal columns
@@ -74,7 +59,7 @@ class _Stage:
 @torch.no_grad()
 def build_linear_vae(
     clips: Sequence[Tensor], *, patch_size: int = 2, keep: Sequence[int] = (64,), latent_channels: int = 32
-) -> tuple[AutoencoderKLLTXVideo, LinearVAEInfo]:
+) -> AutoencoderKLLTXVideo:
     """Fit the code to clips and write it into a VAE; see the module's docstring for how.
 
     Args:
@@ -88,18 +73,15 @@ def build_linear_vae(
     """
     dims = [3 * patch_size**2, *keep, latent_channels]
     stages = len(keep) + 1
-    temporal, spatial = 2**stages, patch_size * 2**stages
-    _check(clips, dims, temporal=temporal, spatial=spatial)
+    _check(clips, dims, temporal=2**stages, spatial=patch_size * 2**stages)
 
     cells = [_patchify(clip.float(), patch_size) for clip in clips]
     fitted: list[_Stage] = []
-    explained: list[float] = []
     for components in dims[1:]:
         blocks = [_blocks(x) for x in cells]
-        stage, share = _principal_components(blocks, components)
+        stage = _principal_components(blocks, components)
         cells = [torch.einsum("nthw,nk->kthw", b - stage.mean[:, None, None, None], stage.basis) for b in blocks]
         fitted.append(stage)
-        explained.append(share)
     codes = torch.cat([x.flatten(1) for x in cells], dim=1)
 
     vae = _empty_vae(dims, patch_size)
@@ -109,7 +91,7 @@ def build_linear_vae(
     std = codes.std(dim=1)
     # A component that hardly varies would be rounding noise blown up to unit variance.
     vae.latents_std.copy_(std.clamp_min(max(_STD_FLOOR * std.max().item(), 1e-6)))
-    return vae.eval(), LinearVAEInfo(explained=tuple(explained), spatial=spatial, temporal=temporal)
+    return vae.eval()
 
 
 # ---- the code --------------------------------------------------------------------------------------------------
@@ -127,18 +109,17 @@ def _blocks(x: Tensor) -> Tensor:
     return x.permute(0, 2, 4, 6, 1, 3, 5).flatten(0, 3)
 
 
-def _principal_components(blocks: Sequence[Tensor], k: int) -> tuple[_Stage, float]:
-    """The k leading components of all cells, in float64, and the share of variance they explain."""
+def _principal_components(blocks: Sequence[Tensor], k: int) -> _Stage:
+    """The k leading components of all cells, in float64."""
     rows = [b.flatten(1).double() for b in blocks]
     count = sum(r.shape[1] for r in rows)
     mean = sum((r.sum(dim=1) for r in rows), start=torch.zeros(())) / count
     centered = [r - mean[:, None] for r in rows]
-    values, vectors = torch.linalg.eigh(sum((r @ r.T for r in centered), start=torch.zeros(())) / count)  # ascending
+    _, vectors = torch.linalg.eigh(sum((r @ r.T for r in centered), start=torch.zeros(())) / count)  # ascending
     basis = vectors[:, -k:].flip(1)
     # An eigenvector's sign is arbitrary: fix it, so that every machine writes the same file.
     basis = basis * basis.gather(0, basis.abs().argmax(dim=0, keepdim=True)).sign()
-    share = (values[-k:].sum() / values.sum().clamp_min(1e-12)).item()
-    return _Stage(mean.float(), basis.float().contiguous()), min(share, 1.0)
+    return _Stage(mean.float(), basis.float().contiguous())
 
 
 # ---- writing it into the network -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from finetrainers.utils.packaged import model_path
 from finetrainers.utils.seeding import generator
 
 from .data import FPS, FRAMES, HEIGHT, WIDTH
-from .verify import Reading, matches, read, speed_word, wanted, wanted_speed
+from .verify import Reading, has_speed, matches, read
 
 MODEL = "demo://ltx"
 #: Settings that the embedded model is meant to be sampled with.
@@ -46,9 +46,7 @@ class Measured:
     @property
     def share(self) -> float:
         """Of all that the captions say, the share that is shown."""
-        shown = [
-            value for c, r in zip(self.captions, self.readings, strict=True) for value in matches(r, wanted(c)).values()
-        ]
+        shown = [value for c, r in zip(self.captions, self.readings, strict=True) for value in matches(r, c).values()]
         return sum(shown) / len(shown)
 
 
@@ -122,12 +120,16 @@ def around_training(
     print_line(said[0])
     pipeline = load_pipeline(Path(model_path(MODEL)))
     before = [measure(pipeline, texts, guidance=guidance) for texts in captions]
-    again = f"finetrainers train --config {Path(output_dir) / 'config.toml'} --output_dir another"
-    print_line(f"{said[1]}; to train again with other settings: {again}")
+    print_line(f"{said[1]}; {train_again(output_dir)}")
     run(get_ready(config))
     print_line(said[2])
     pipeline.load_lora_weights(str(output_dir))
     return before, [measure(pipeline, texts, guidance=guidance) for texts in captions]
+
+
+def train_again(output_dir: Path) -> str:
+    """How to repeat a run with other settings."""
+    return f"to train again with other settings: finetrainers train --config {output_dir / 'config.toml'} --output_dir another"
 
 
 def prompt_adherence(captions: Sequence[str], readings: Sequence[Reading]) -> dict[str, float]:
@@ -137,13 +139,11 @@ def prompt_adherence(captions: Sequence[str], readings: Sequence[Reading]) -> di
     """
     found: dict[str, list[bool]] = defaultdict(list)
     for caption, reading in zip(captions, readings, strict=True):
-        want = wanted(caption)
-        shown = matches(reading, want)
+        shown = matches(reading, caption)
         for name, value in shown.items():
             found[name].append(value)
         if shown:
             found["all"].append(all(shown.values()))
-        speed = wanted_speed(caption)
-        if speed is not None:
-            found["speed"].append(reading.motion == want.motion and speed_word(reading) == speed)
+        if (speed := has_speed(reading, caption)) is not None:
+            found["speed"].append(speed)
     return {name: float(np.mean(values)) for name, values in found.items()}

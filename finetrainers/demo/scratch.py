@@ -6,30 +6,35 @@ checkpoints, samples. Only the model is small, and starts from random weights.
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import LTXPipeline, LTXVideoTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel
+from torch import Tensor
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.video.decode import read_frames
 from finetrainers.engine.ready import get_ready
 from finetrainers.engine.run import run
 from finetrainers.engine.start_report import print_line
+from finetrainers.models.tiny import build_ltx_video, ltx_transformer, seeded
 from finetrainers.utils.contact_sheet import Strip, contact_sheet
 from finetrainers.utils.video import slug, write_mp4
 
 from .clips import EXCERPTS, cut_excerpts, to_tensor
 from .data import FPS, FRAMES
-from .measure import sample
+from .linear_vae import build_linear_vae
+from .measure import sample, train_again
 from .results import clear, clips_config, plot_losses, require_matplotlib
-from .small_ltx import build_small_ltx
 
 SIZE = 64
 DEFAULT_STEPS = 700
 #: Each clip is there this often, so that a batch holds several noise levels of each.
 COPIES = 3
+_LATENT_CHANNELS = 48  # 8x8x4 compression
 
 
 def from_scratch(directory: Path, *, steps: int | None = None) -> dict[str, float]:
@@ -48,11 +53,10 @@ def from_scratch(directory: Path, *, steps: int | None = None) -> dict[str, floa
         f"2/4 building a small LTX-Video in {directory / 'model'}: a VAE fitted to the clips, random transformer"
     )
     truth = _frames(directory)
-    build_small_ltx(directory / "model", [to_tensor(clip) for clip in truth.values()])
+    _build_model(directory / "model", [to_tensor(clip) for clip in truth.values()])
 
     config = _config(directory, steps or DEFAULT_STEPS)
-    again = f"finetrainers train --config {directory / 'run' / 'config.toml'} --output_dir another"
-    print_line(f"3/4 training; to train again with other settings: {again}")
+    print_line(f"3/4 training; {train_again(directory / 'run')}")
     run(get_ready(config))
 
     print_line("4/4 sampling before and after")
@@ -69,6 +73,22 @@ def from_scratch(directory: Path, *, steps: int | None = None) -> dict[str, floa
         "next: your own clips and a real model, see docs/tutorials/quickstart.md"
     )
     return scores
+
+
+def _build_model(directory: Path, clips: Sequence[Tensor]) -> None:
+    """Write a small LTX-Video in diffusers layout, its VAE fitted to clips `[3, T, H, W]` in [-1, 1], T = 4k + 1."""
+    vae = build_linear_vae(clips, latent_channels=_LATENT_CHANNELS)
+    with seeded(0):
+        transformer = ltx_transformer(_LATENT_CHANNELS, heads=4, head_width=32, layers=4)
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = LTXPipeline.from_pretrained(build_ltx_video(scratch))
+    LTXPipeline(
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        text_encoder=texts.text_encoder,
+        tokenizer=texts.tokenizer,
+    ).save_pretrained(str(directory))
 
 
 def _config(directory: Path, steps: int) -> TrainConfig:

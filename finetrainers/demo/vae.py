@@ -25,8 +25,7 @@ def build_vae() -> AutoencoderKLLTXVideo:
     """Fit it; takes seconds and gives the same weights every time."""
     clips = [to_tensor(render(scene)) for scene in fitted_scenes()]
     clips += real_clips(FITTED_FILM, frames=FRAMES, height=HEIGHT, width=WIDTH, stride=FRAMES)
-    vae, _ = build_linear_vae(clips, keep=(STAGE_CHANNELS,), latent_channels=LATENT_CHANNELS)
-    return vae
+    return build_linear_vae(clips, keep=(STAGE_CHANNELS,), latent_channels=LATENT_CHANNELS)
 
 
 def fitted_scenes() -> list[Scene]:

@@ -13,13 +13,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .shape_matching import PERIODS, likeness
-from .world import BACKGROUNDS, COLORS, LOOKS, MEANING, MOTIONS, NEW_WORD, SHAPES, SPEEDS, TRANSLATIONS, Array, Scene
+from .world import BACKGROUNDS, COLORS, LOOKS, MEANING, MOTIONS, NEW_WORD, SHAPES, SPEEDS, TRANSLATIONS, Array
 
 Image = NDArray[np.uint8]  # [H, W, 3]
 
@@ -59,17 +59,6 @@ class Reading:
     speed: float = 0.0
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a caption asks for; None where it does not say. A shape that is not called striped is to be plain."""
-
-    color: str | None
-    shape: str | None
-    motion: str | None
-    background: str | None
-    look: str | None
-
-
 def read(clip: NDArray[np.uint8]) -> Reading:
     """Measure a clip `[T, H, W, 3]` uint8."""
     background = _agreed([_background(image) for image in clip])
@@ -88,32 +77,32 @@ def read(clip: NDArray[np.uint8]) -> Reading:
     )
 
 
-def wanted(caption: str) -> Wanted:
-    """What a caption asks for: the first word of each kind."""
+def wanted(caption: str) -> dict[str, str]:
+    """What a caption asks for: the first word of each kind. A shape that is not called striped is to be plain."""
     text = caption.lower().replace(NEW_WORD, MEANING)
     words = re.findall(r"[a-z]+", text)
     shape = next((w for w in words if w in SHAPES), None)
     background = re.search(rf"({'|'.join(BACKGROUNDS)}) background", text)
-    return Wanted(
-        color=next((w for w in words if w in COLORS), None),
-        shape=shape,
-        motion=next((name for name, phrases in MOTIONS.items() if any(phrase in text for phrase in phrases)), None),
-        background=background[1] if background else None,
-        look=next((w for w in words if w in LOOKS), None if shape is None else "plain"),
-    )
+    found = {
+        "color": next((w for w in words if w in COLORS), None),
+        "shape": shape,
+        "motion": next((name for name, phrases in MOTIONS.items() if any(phrase in text for phrase in phrases)), None),
+        "background": background[1] if background else None,
+        "look": next((w for w in words if w in LOOKS), None if shape is None else "plain"),
+    }
+    return {name: word for name, word in found.items() if word is not None}
 
 
 def wanted_speed(caption: str) -> str | None:
     """The adverb of a caption in which a shape moves to another place, "" if it has none; None for other motions."""
-    if wanted(caption).motion not in TRANSLATIONS:
+    if wanted(caption).get("motion") not in TRANSLATIONS:
         return None
     return next((word for word in SPEEDS if word and word in caption.lower()), "")
 
 
-def matches(reading: Reading, want: Wanted | Scene) -> dict[str, bool]:
-    """For each thing that is asked for, whether the clip shows it."""
-    asked = {field.name: getattr(want, field.name) for field in fields(Wanted)}
-    return {name: getattr(reading, name) == value for name, value in asked.items() if value is not None}
+def matches(reading: Reading, caption: str) -> dict[str, bool]:
+    """For each thing that a caption asks for, but speed, whether the clip shows it."""
+    return {name: getattr(reading, name) == word for name, word in wanted(caption).items()}
 
 
 def speed_word(reading: Reading) -> str | None:
@@ -123,16 +112,27 @@ def speed_word(reading: Reading) -> str | None:
     return min(SPEEDS, key=lambda word: abs(SPEEDS[word] - reading.speed))
 
 
-def reward(clip: NDArray[np.uint8], caption: str) -> float:
-    """The share of what a caption asks for that a clip `[T, H, W, 3]` uint8 shows, in [0, 1].
+def has_speed(reading: Reading, caption: str) -> bool | None:
+    """Whether a shape moves as asked, at the speed nearest to the asked one; None if the caption asks for no speed."""
+    speed = wanted_speed(caption)
+    return None if speed is None else matches(reading, caption)["motion"] and speed_word(reading) == speed
+
+
+def share_shown(reading: Reading, caption: str) -> float:
+    """The share of what a caption asks for that a clip shows, in [0, 1].
 
     Raises:
         ValueError: the caption asks for nothing that can be read.
     """
-    shown = matches(read(clip), wanted(caption))
+    shown = matches(reading, caption)
     if not shown:
-        raise ValueError(f"the caption {caption!r} names no color, shape, motion, background or look of the world")
+        raise ValueError(f"the prompt {caption!r} names no color, shape, motion, background or look of the demo world")
     return sum(shown.values()) / len(shown)
+
+
+def reward(clip: NDArray[np.uint8], caption: str) -> float:
+    """`share_shown` of a clip `[T, H, W, 3]` uint8."""
+    return share_shown(read(clip), caption)
 
 
 # ---- one frame -----------------------------------------------------------------------------------------------------

@@ -28,12 +28,13 @@ def test_training_from_scratch_leaves_its_results(tmp_path, capsys):
 
 
 def test_scenes_are_cut_as_asked(tmp_path):
-    paths = cut_excerpts(tmp_path, frames=5, size=48, fps=25.0, copies=2)
+    metadata = cut_excerpts(tmp_path, frames=5, size=48, fps=25.0, copies=2)
+    paths = sorted(tmp_path.glob("*.mp4"))
     assert len(paths) == 2 * len(EXCERPTS)
     with av.open(str(paths[0])) as container:
         stream = container.streams.video[0]
         assert (stream.frames, stream.width, stream.height) == (5, 48, 48)
-    lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in metadata.read_text().splitlines()]
     assert [line["video"] for line in lines] == [path.name for path in paths]
 
 

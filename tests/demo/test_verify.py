@@ -21,11 +21,16 @@ def scenes(count: int, *seed: str) -> list[Scene]:
     return [draw_scene(*seed, i, held_out=None, motions=tuple(MOTIONS), look=looks[i % 3]) for i in range(count)]
 
 
+def seen_of(reading: Reading, scene: Scene) -> dict[str, bool]:
+    names = ("color", "shape", "motion", "background", "look")
+    return {name: getattr(reading, name) == getattr(scene, name) for name in names}
+
+
 def mistakes(clips: list[np.ndarray], shown: list[Scene]) -> list[tuple[str, Scene, Reading]]:
     found = []
     for clip, scene in zip(clips, shown, strict=True):
         reading = read(clip)
-        found += [(name, scene, reading) for name, right in matches(reading, scene).items() if not right]
+        found += [(name, scene, reading) for name, right in seen_of(reading, scene).items() if not right]
     return found
 
 
@@ -74,7 +79,7 @@ def test_speed_is_asked_only_of_what_moves_to_another_place() -> None:
 
 def test_a_wrong_clip_is_noticed() -> None:
     clip = render(Scene("red", "star", "left", "black"))
-    want = wanted("a striped blue circle moving right on a white background")
+    want = "a striped blue circle moving right on a white background"
     assert matches(read(clip), want) == dict.fromkeys(("color", "shape", "motion", "background", "look"), False)
     assert reward(clip, "a striped red star moving left on a white background") == 3 / 5
     assert read(clip[::-1]).motion == "right"
@@ -168,7 +173,7 @@ def test_what_the_vae_keeps_is_read_without_a_mistake_but_a_few() -> None:
 def test_an_empty_clip_shows_nothing(level: int) -> None:
     reading = read(np.full((9, 32, 64, 3), level, dtype=np.uint8))
     assert (reading.color, reading.shape, reading.motion, reading.look, reading.speed) == (None, None, None, None, 0)
-    want = wanted(caption(Scene("red", "star", "left", "grey")))
+    want = caption(Scene("red", "star", "left", "grey"))
     assert sum(matches(reading, want).values()) == (level == 128)  # the background is grey
 
 
@@ -194,12 +199,12 @@ def test_obedience_counts_what_captions_name() -> None:
 
 def test_pure_noise_matches_by_chance_at_most() -> None:
     rng = np.random.default_rng(1)
-    want = [wanted(caption(draw_scene("chance", i))) for i in range(30)]
+    want = [caption(draw_scene("chance", i)) for i in range(30)]
     clips = rng.integers(0, 256, (30, 9, 32, 64, 3)).astype(np.uint8)
     right = [matches(read(clip), w) for clip, w in zip(clips, want, strict=True)]
     assert sum(all(r.values()) for r in right) == 0
 
 
 def test_captions_may_leave_things_open() -> None:
-    want = wanted("a cat")
-    assert matches(read(render(draw_scene(0))), want) == {}
+    assert wanted("a cat") == {}
+    assert matches(read(render(draw_scene(0))), "a cat") == {}

@@ -29,7 +29,7 @@ def test_every_window_is_seen_once_in_an_epoch(
     )  # fmt: skip
     assert [record["step"] for record in finished.metrics if "loss" in record] == [1, 2]
     stream = finished.state.method.batches.sampler
-    steps = [stream.step(step, accumulation=1, data_rank=0, data_size=1) for step in (0, 1)]
+    steps = [stream.step(step) for step in (0, 1)]
     assert sorted(clip.start for [batch] in steps for clip in batch.clips) == [0, 1, 2, 3]
 
 
