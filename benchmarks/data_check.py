@@ -45,7 +45,7 @@ started = time.perf_counter()
 from pathlib import Path
 from finetrainers.config.load import load_config
 from finetrainers.data.inspect import probe_all
-from finetrainers.data.inspect.survey import plan_dataset
+from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.models.registry import get_family
 opened = 0
 def count(*arguments, probe=probe_all.probe, **keywords):
@@ -54,7 +54,7 @@ def count(*arguments, probe=probe_all.probe, **keywords):
     return probe(*arguments, **keywords)
 probe_all.probe = count
 config = load_config(Path(sys.argv[1]))
-plan = plan_dataset(config, get_family(config.model.model_name).facts.geometry)
+plan = survey_dataset(config, get_family(config.model.model_name).facts.geometry).checked()
 plan.write(Path(sys.argv[1]).with_name("manifest.jsonl"))
 total = time.perf_counter() - started
 status = Path("/proc/self/status").read_text()  # getrusage would tell of the parent, too

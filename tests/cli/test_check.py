@@ -16,7 +16,7 @@ from finetrainers.cli import check
 from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
 from finetrainers.data.inspect import html_report, probe_all
-from finetrainers.data.inspect.survey import plan_dataset
+from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.reading.status import MARKS, STATUSES
 from finetrainers.models.registry import get_family
 from finetrainers.utils import exit_codes
@@ -69,7 +69,7 @@ def test_the_report_tells_all_and_training_probes_nothing_again(
     assert main([*arguments[:2], "--max_bad_samples", "100"]) == exit_codes.DONE
     monkeypatch.setattr(probe_all, "probe", lambda *_, **__: pytest.fail("a file was opened again"))
     run = load_config(config, max_bad_samples=100)
-    plan = plan_dataset(run, get_family("ltx_video").facts.geometry)
+    plan = survey_dataset(run, get_family("ltx_video").facts.geometry).checked()
     plan.write(tmp_path / "manifest.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "manifest.jsonl").read_text(encoding="utf-8").splitlines()]
     same = ("name", "status", "bucket", "use", "reason", "crop")

@@ -24,7 +24,7 @@ from finetrainers.data.buckets.buckets import (
     nearest_bucket,
 )
 from finetrainers.data.buckets.clip import all_cuts
-from finetrainers.data.inspect.survey import plan_dataset
+from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.reading.items import DataError
 
 GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)
@@ -197,7 +197,7 @@ def root(tmp_path: Path, make_video, make_image) -> Path:
 
 def plan(root: Path, **options):
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", data_root=root, **options)
-    return config, plan_dataset(config, GEOMETRY)
+    return config, survey_dataset(config, GEOMETRY).checked()
 
 
 def test_a_plan_with_sizes_chances_and_ends(root: Path) -> None:

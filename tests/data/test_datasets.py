@@ -13,7 +13,7 @@ from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.data.buckets.bucket_choice import choose_buckets
 from finetrainers.data.buckets.windows import frame_limit, with_window_buckets
 from finetrainers.data.inspect.plan import DatasetPlan
-from finetrainers.data.inspect.survey import plan_dataset
+from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.reading.datasets import Dataset, read_datasets, repeats_of
 from finetrainers.data.reading.items import read_dataset
 from finetrainers.data.reading.sources.rows import DataError
@@ -71,7 +71,7 @@ def write(place: Path, text: str) -> DataSection:
 def plan(place: Path, text: str, **options: object) -> DatasetPlan:
     model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path="x")
     data = write(place, text).model_copy(update=options)
-    return plan_dataset(TrainConfig(model=model, data=data), GEOMETRY)
+    return survey_dataset(TrainConfig(model=model, data=data), GEOMETRY).checked()
 
 
 def test_each_data_set_has_its_own_options(place: Path) -> None:

@@ -11,7 +11,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.data.inspect.plan import DatasetPlan
-from finetrainers.data.inspect.survey import plan_dataset
+from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.reading.items import DataError
 
 GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)
@@ -19,7 +19,7 @@ GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)
 
 def plan(root: Path, **options: object) -> DatasetPlan:
     model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path="x")
-    return plan_dataset(TrainConfig(model=model, data=DataSection(data_root=root, **options)), GEOMETRY)
+    return survey_dataset(TrainConfig(model=model, data=DataSection(data_root=root, **options)), GEOMETRY).checked()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from finetrainers.data.cache.store import TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.probe import probe
-from finetrainers.data.inspect.survey import plan_dataset
+from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.loading.precompute import CacheKeys
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.decode import load_clip
@@ -40,9 +40,9 @@ def full_decode(path: Path) -> torch.Tensor:
 def plan(root: Path, **options: object) -> DatasetPlan:
     model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path="x")
     data = DataSection(data_root=root, **options)
-    return plan_dataset(
+    return survey_dataset(
         TrainConfig(model=model, data=data), Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=10)
-    )
+    ).checked()
 
 
 def shown(seconds: float) -> int:

@@ -11,7 +11,7 @@ from one_of import OneOf
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection, RunSection, TrainingSection
-from finetrainers.data.inspect.survey import plan_dataset
+from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.data.loading.training_data import TrainingData
@@ -56,7 +56,7 @@ def opened(
     )
     family = get_family("ltx_video")
     spec = family.load(config.model)
-    plan = plan_dataset(config, family.facts_of(config.model).geometry)
+    plan = survey_dataset(config, family.facts_of(config.model).geometry).checked()
     encoders, clip_encoders = spec.load_text_encoders(), spec.load_clip_encoders()
     texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=ranks)
     source = TrainingData(

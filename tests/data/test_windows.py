@@ -31,7 +31,7 @@ from finetrainers.data.buckets.windows import (
     window_starts,
 )
 from finetrainers.data.inspect.plan import DatasetPlan
-from finetrainers.data.inspect.survey import plan_dataset
+from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.loading.bad_samples import Substitutes
 from finetrainers.data.loading.encode import to_unit_range
 from finetrainers.data.loading.position import DataPosition
@@ -47,7 +47,7 @@ GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)
 
 def plan(root: Path, **options: object) -> DatasetPlan:
     model = ModelSection(model_name="ltx_video", pretrained_model_name_or_path="x")
-    return plan_dataset(TrainConfig(model=model, data=DataSection(data_root=root, **options)), GEOMETRY)
+    return survey_dataset(TrainConfig(model=model, data=DataSection(data_root=root, **options)), GEOMETRY).checked()
 
 
 def a_clip(frames: int, window: int, *, index: int = 0) -> Clip:
@@ -242,7 +242,7 @@ def source(family: str, repo: Path, root: Path, output: Path, *, precompute: boo
     )  # fmt: skip
     found = get_family(family)
     spec = found.load(config.model)
-    plan, encoders = plan_dataset(config, found.facts_of(config.model).geometry), spec.load_text_encoders()
+    plan, encoders = survey_dataset(config, found.facts_of(config.model).geometry).checked(), spec.load_text_encoders()
     captions = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=OneOf())  # type: ignore[arg-type]
     texts = captions.encode(encoders) if precompute else captions.live(encoders)
     encoders = spec.load_clip_encoders()

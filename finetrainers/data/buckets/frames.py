@@ -82,13 +82,9 @@ def select_frames(
     ratio = (num_frames - 1) / (length - 1) if is_uniform else source_fps / fps
     fps = source_fps / ratio if is_uniform else fps
     if times is None:
-        chosen = [_round((start + k) * ratio) for k in range(length)]
+        # Rounded half up; `round` rounds half to even, which makes strides uneven.
+        chosen = [math.floor((start + k) * ratio + 0.5) for k in range(length)]
     else:
         # A microsecond more, for times that were rounded.
         chosen = [bisect_right(times, ((start + k) * ratio + 0.5) / source_fps + 1e-6) - 1 for k in range(length)]
     return [min(number, num_frames - 1) for number in chosen], fps
-
-
-def _round(value: float) -> int:
-    """Round half up; `round` rounds half to even, which makes strides uneven."""
-    return math.floor(value + 0.5)

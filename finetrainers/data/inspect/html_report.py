@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +15,7 @@ from finetrainers.utils.progress import StageProgress
 
 from ..reading.sources.captions import LONG_CAPTION
 from ..reading.status import MEANINGS, STATUSES
-from .decode_worker import GAP, Lost, Thumbnails, thumbnail_task
+from .decode_worker import GAP, Lost, thumbnail_task
 from .full_decode import isolated
 
 _PATIENCE_S = 20.0
@@ -27,7 +27,7 @@ _MOST_BARS = 12
 _ORDER = {"rejected": 0, "skipped": 1}  # items that need attention come first
 
 
-def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgress | None = None) -> str:
+def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgress) -> str:
     """The page of a report, with the first, middle and last picture of each item that can be decoded.
 
     Args:
@@ -35,7 +35,7 @@ def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgre
         jobs: processes that make pictures; None: one for each processor.
         progress: called as work proceeds.
     """
-    pictures = _pictures(report["items"], jobs=jobs, progress=progress or (lambda what, done, total: None))
+    pictures = _pictures(report["items"], jobs=jobs, progress=progress)
     shown = ("index", "name", "caption", "use", "status", "reason", "bucket", "fps", "kind", "where", "frames",
              "source_fps", "width", "height", "crop", "marks", "same_as", "size_bytes")  # fmt: skip
     items = [{key: item[key] for key in shown} | {"picture": pictures.get(item["index"])} for item in report["items"]]
@@ -64,10 +64,8 @@ def _pictures(items: list[dict[str, Any]], *, jobs: int | None, progress: StageP
     height = next(height for most, height in _HEIGHTS if len(wanted) <= most)
     calls = [(item["path"], item["kind"], (item["height"], item["width"]), height) for item in wanted]
     made: dict[int, dict[str, Any]] = {}
-    task: Callable[..., Thumbnails | None] = thumbnail_task
-    for done, (place, picture) in enumerate(
-        isolated(task, calls, limits_s=[_PATIENCE_S] * len(calls), jobs=jobs), start=1
-    ):
+    results = isolated(thumbnail_task, calls, limits_s=[_PATIENCE_S] * len(calls), jobs=jobs)
+    for done, (place, picture) in enumerate(results, start=1):
         if picture is not None and not isinstance(picture, Lost):
             data = base64.b64encode(picture.content).decode("ascii")
             made[wanted[place]["index"]] = {**picture._asdict(), "content": data}

@@ -28,21 +28,12 @@ from .plan import CRITICAL, DatasetPlan
 from .probe_all import ProbeOptions
 
 
-def plan_dataset(config: TrainConfig, geometry: Geometry) -> DatasetPlan:
-    """Read, probe and bucket all data of a run.
+def survey_dataset(config: TrainConfig, geometry: Geometry, *, options: ProbeOptions | None = None) -> DatasetPlan:
+    """The plan of the configured data, whether it can be trained on or not: all of it is read, probed and bucketed.
 
     Clips are sampled at `target_fps`, by default the model's own rate, and slower clips at their own. Held-out items
     are chosen by a hash of name and caption, so adding data does not reshuffle them. With sliding windows an item is
     held out with all of them, and evaluated on those that do not overlap.
-
-    Raises:
-        DataError: wrong metadata, illegal buckets, more than `max_bad_samples` unusable files, or nothing to train on.
-    """
-    return survey_dataset(config, geometry).checked()
-
-
-def survey_dataset(config: TrainConfig, geometry: Geometry, *, options: ProbeOptions | None = None) -> DatasetPlan:
-    """The plan of the configured data, whether it can be trained on or not.
 
     Args:
         config: names the data.

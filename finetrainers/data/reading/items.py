@@ -17,9 +17,9 @@ from finetrainers.utils.files import not_there
 from finetrainers.utils.map_paths import map_paths_threaded
 from finetrainers.utils.text import plural, quoted
 
-from .media import file_state, usable_state
+from .media import require_content, require_file
 from .sources import folder, hub, tables, tars
-from .sources.captions import LONG_CAPTION, clean_caption, nonblank
+from .sources.captions import LONG_CAPTION, clean_caption
 from .sources.paths import Root
 from .sources.rows import IMAGE_SUFFIXES, MAX_CAPTION_BYTES, NO_EXTRA, DataError, Findings, Row, shown
 from .sources.unpacked import MediaFolder
@@ -150,13 +150,14 @@ def _rows(data: DataSection, root: Root, media_dir: Path | None, found: Findings
 
 def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Unusable]:
     """The file of a row, and what the file system says of it, or why it must not be opened."""
-    if row.stored is not None:
-        return row.stored, file_state(row.stored)
+    path = row.stored or root.folder / row.media
     try:
+        if row.stored is not None:
+            return path, require_file(path)
         path, state = root.look_up(row.media)
+        return path, require_content(state)
     except UnusableError as error:
-        return root.folder / row.media, error.unusable
-    return path, usable_state(state)
+        return path, error.unusable
 
 
 def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] | Unusable:
@@ -164,7 +165,7 @@ def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] |
     if row.unusable is not None:
         return row.unusable
     raw = row.captions
-    kept = nonblank(raw)
+    kept = tuple([caption for caption in raw or () if caption.strip()])
     if not kept:
         policy = data.caption_missing
         if policy == "skip":

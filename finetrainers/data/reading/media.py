@@ -22,7 +22,7 @@ from PIL import Image
 
 from finetrainers.utils.files import not_a_file
 
-from .status import Unusable, UnusableError
+from .status import UnusableError
 
 #: Pixels of one picture or frame; PIL's own limit for images, used for videos too.
 MAX_FRAME_PIXELS = 89_478_485
@@ -70,37 +70,29 @@ def decoding(path: Path) -> Iterator[None]:
         raise UnusableError(f"cannot decode {path}: {reason_of(error)}", status) from error
 
 
-def file_state(path: Path) -> os.stat_result | Unusable:
-    """The `stat` of a file, or why it must not be opened; opens nothing."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        if path.is_symlink():
-            return Unusable("missing", f"a link to {str(path.readlink())!r}, which does not exist")
-        return Unusable("missing", "does not exist")
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        return Unusable("unreadable", f"cannot be looked up: {getattr(error, 'strerror', None) or error}")
-    return usable_state(found)
-
-
-def usable_state(found: os.stat_result) -> os.stat_result | Unusable:
-    """`file_state` of a file whose `stat` is known."""
-    if (why := not_a_file(found.st_mode)) is not None:
-        return Unusable("not_a_file", why)
-    if found.st_size == 0:
-        return Unusable("empty", "the file is empty")
-    return found
-
-
 def require_file(path: Path) -> os.stat_result:
     """The `stat` of a file that may be opened. Opening a pipe would wait for somebody to write into it.
 
     Raises:
         UnusableError: it may not.
     """
-    found = file_state(path)
-    if isinstance(found, Unusable):
-        raise UnusableError(found.reason, found.status, lasting=False)
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        why = f"a link to {str(path.readlink())!r}, which does not exist" if path.is_symlink() else "does not exist"
+        raise UnusableError(why, "missing", lasting=False) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        why = f"cannot be looked up: {getattr(error, 'strerror', None) or error}"
+        raise UnusableError(why, "unreadable", lasting=False) from error
+    return require_content(found)
+
+
+def require_content(found: os.stat_result) -> os.stat_result:
+    """`require_file` of a file whose `stat` is known."""
+    if (why := not_a_file(found.st_mode)) is not None:
+        raise UnusableError(why, "not_a_file", lasting=False)
+    if found.st_size == 0:
+        raise UnusableError("the file is empty", "empty", lasting=False)
     return found
 
 

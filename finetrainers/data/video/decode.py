@@ -26,9 +26,6 @@ from ..reading.status import UnusableError
 from .backends import open_video
 from .timeline import shown_at
 
-__all__ = ["UnusableError", "load_clip", "read_frames", "read_image", "resize"]
-
-
 #: A part of a picture: top, left, height, width.
 Box: TypeAlias = tuple[int, int, int, int]
 

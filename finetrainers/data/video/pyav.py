@@ -59,7 +59,8 @@ class PyavReader:
     def _wanted(self, numbers: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
         """The frames of ascending numbers; again from the first one if they turn out to be others."""
         is_indexed = self._container.format.name.startswith(_INDEXED)
-        timeline = timeline_from_index(self.path) if is_indexed and _passed_over(numbers) > _JUMP_OVER else None
+        passed_over = numbers[-1] + 1 - len(numbers) if numbers else 0  # frames that come before the last wanted one
+        timeline = timeline_from_index(self.path) if is_indexed and passed_over > _JUMP_OVER else None
         if timeline is not None:
             try:
                 yield from self._along(timeline, numbers, is_complete=False)
@@ -144,8 +145,3 @@ class PyavReader:
 
 class _UnknownTime(Exception):
     """A frame has a display time that its file's index does not list."""
-
-
-def _passed_over(numbers: Sequence[int]) -> int:
-    """How many frames that are not wanted come before the last wanted one."""
-    return numbers[-1] + 1 - len(numbers) if numbers else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 _VERBS = (
     "shows|showcases|depicts|displays|features|captures|highlights|introduces|presents|portrays|illustrates|"
@@ -34,8 +33,3 @@ def captions_of_text(text: str, *, each_line: bool) -> tuple[str, ...]:
         return (" ".join(text.split()),)
     lines = [line.strip() for line in text.split("\n")]
     return tuple(line for line in lines if line) or ("",)
-
-
-def nonblank(captions: Sequence[str] | None) -> tuple[str, ...]:
-    """The captions that are not blank."""
-    return tuple([caption for caption in captions or () if caption.strip()])

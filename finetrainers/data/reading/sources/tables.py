@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from finetrainers.utils.text import nearest, quoted
 
 from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, read_lines, read_text
 
-Records = Iterator[tuple[str, dict[str, Any]]]
+Records = Iterator[tuple[str, Any]]
 
 
 def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
@@ -26,15 +26,14 @@ def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
     """
     if not path.is_file():
         raise DataError(f"dataset_file {quoted(str(path))} {not_there(path)}")
-    readers: dict[str, Callable[[Path, Findings], Records]] = {
-        ".csv": _csv_records,
-        ".json": _json_records,
-        ".jsonl": _jsonl_records,
-    }
+    readers = {".csv": _csv_records, ".json": _json_records, ".jsonl": _jsonl_records}
     suffix = path.suffix.lower()
     columns = Columns(data)
     rows = []
     for where, record in readers[suffix](path, found):
+        if not isinstance(record, dict):
+            found.problems.append(f"{where}: must be an object, got {record!r}")
+            continue
         if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # every row would say the same
             raise DataError(f"{path.name} line 1: {missing}")
         row = columns.row(where, record, found)
@@ -136,10 +135,7 @@ def _json_records(path: Path, found: Findings) -> Records:
     if not isinstance(records, list):
         raise DataError(f"{path} must hold a list of objects, got {type(records).__name__}")
     for number, record in enumerate(records):
-        if isinstance(record, dict):
-            yield f"{path.name} entry {number}", record
-        else:
-            found.problems.append(f"{path.name} entry {number}: must be an object, got {record!r}")
+        yield f"{path.name} entry {number}", record
 
 
 def _jsonl_records(path: Path, found: Findings) -> Records:
@@ -150,16 +146,11 @@ def _jsonl_records(path: Path, found: Findings) -> Records:
             continue
         where = f"{name} line {number}"
         try:
-            record, end = decoder.raw_decode(line)
-            if end < len(line):
-                raise json.JSONDecodeError("Extra data", line, end)
+            record = decoder.decode(line)
         except (ValueError, RecursionError) as error:
             found.problems.append(f"{where} is not JSON: {error}")
-            continue
-        if isinstance(record, dict):
-            yield where, record
         else:
-            found.problems.append(f"{where}: must be an object, got {record!r}")
+            yield where, record
 
 
 def _refuse_constant(name: str) -> NoReturn:
