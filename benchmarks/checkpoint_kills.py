@@ -42,7 +42,7 @@ from finetrainers.cli.main import main as main_command
 from finetrainers.config.load import load_config
 from finetrainers.engine.checkpoints import save as saving
 from finetrainers.engine.checkpoints.async_save import BackgroundSave
-from finetrainers.engine.checkpoints.find import checkpoints_dir, find_checkpoint, list_checkpoints
+from finetrainers.engine.checkpoints.find import checkpoints_dir, find_checkpoint, scan_checkpoints
 from finetrainers.engine.checkpoints.restore import load_checkpoint
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.trainable import LORA_FILE
@@ -150,7 +150,7 @@ def train_to(state: Any, step: int) -> None:
 def save_for_ever(root: Path, *, background: bool) -> None:
     """Train and save without end; every third step is saved twice, as after going back."""
     state, saves = make_state(root, background=background), make_background(root)
-    newest = find_checkpoint("latest", root) if list_checkpoints(root) else None
+    newest = find_checkpoint("latest", root) if scan_checkpoints(root) else None
     if newest is not None:
         restore(state, newest)
     while True:
@@ -306,7 +306,7 @@ def kill_commands(root: Path, *, kills: int, seed: int) -> tuple[int, int, bool]
     good = hit = 0
     checkpoints = checkpoints_dir(root / "killed")
     for _ in range(kills):
-        resume = ["--resume_from_checkpoint", "latest"] if list_checkpoints(root / "killed") else []
+        resume = ["--resume_from_checkpoint", "latest"] if scan_checkpoints(root / "killed") else []
         child = fork_command(log, *train("killed"), *resume)
         if not kill_while_saving(child, checkpoints, draw):
             raise RuntimeError(f"the run ended before it was killed\n{log.read_text()[-4000:]}")
@@ -315,7 +315,7 @@ def kill_commands(root: Path, *, kills: int, seed: int) -> tuple[int, int, bool]
         newest = max(published, key=lambda path: int(path.name.removeprefix("step-")), default=None)
         # Before the first is published there is none to be found, and none to be lost.
         good += find_checkpoint("latest", root / "killed") == newest if newest else not resume
-    resume = ["--resume_from_checkpoint", "latest"] if list_checkpoints(root / "killed") else []
+    resume = ["--resume_from_checkpoint", "latest"] if scan_checkpoints(root / "killed") else []
     run_command(log, *train("killed"), *resume)
     ours, theirs = (load_file(root / name / LORA_FILE) for name in ("killed", "undisturbed"))
     return good, hit, ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

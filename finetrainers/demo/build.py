@@ -16,7 +16,7 @@ from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 from transformers import T5EncoderModel
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.engine.checkpoints.find import list_checkpoints
+from finetrainers.engine.checkpoints.find import scan_checkpoints
 from finetrainers.engine.ready import get_ready
 from finetrainers.engine.run import run
 from finetrainers.engine.start_report import print_line
@@ -74,7 +74,7 @@ def build(directory: Path, *, steps: int = STEPS, clips: int = CLIPS, measured: 
     if (run_dir / "transformer").is_dir():
         print_line(f"keeping the trained transformer in {run_dir}")
     else:
-        run(get_ready(build_config(directory, steps=steps, resume=bool(list_checkpoints(run_dir)))))
+        run(get_ready(build_config(directory, steps=steps, resume=bool(scan_checkpoints(run_dir)))))
     package(base, run_dir / "transformer", directory / "weights")
     measure_weights(directory / "weights", directory, items=measured)
 

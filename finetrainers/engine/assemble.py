@@ -60,7 +60,8 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
 
     # Phase 3: the transformer.
     watchdog.enter("loading")
-    lr = config.optimizer.lr * lr_scale(config, parallel)
+    global_batch = config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.data_size
+    lr = config.optimizer.lr * (global_batch if config.optimizer.scale_lr else 1)
     transformer, optimizer = _load_trained(checked, spec, parallel, lr=lr)
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(
@@ -170,13 +171,6 @@ def first_frame_probability(config: TrainConfig, spec: ModelSpec) -> float:
     """How often training shows the clean first frame: as asked, else as the model was trained."""
     asked = config.data.first_frame_conditioning_p
     return spec.facts.first_frame_p if asked is None or spec.facts.first_frame == "none" else asked
-
-
-def lr_scale(config: TrainConfig, parallel: Strategy) -> int:
-    """Factor of `scale_lr`: the global batch size."""
-    if not config.optimizer.scale_lr:
-        return 1
-    return config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.data_size
 
 
 def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:

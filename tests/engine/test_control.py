@@ -21,7 +21,7 @@ from finetrainers.cli.main import train_command
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import control
-from finetrainers.engine.checkpoints.find import list_checkpoints
+from finetrainers.engine.checkpoints.find import scan_checkpoints
 from finetrainers.engine.control import SIGNALS
 from finetrainers.engine.trainer import Trainer
 from finetrainers.engine.training import train
@@ -64,7 +64,7 @@ def test_a_signal_stops_the_run_and_resuming_changes_nothing(
     process.signal_group(signal.SIGTERM)  # also to the worker that decodes, as Slurm does
     process.send_signal(signal.SIGCONT)
     assert process.wait() == exit_codes.STOPPED, process.stderr
-    [(stopped_at, _)] = list_checkpoints(root)
+    [stopped_at] = [found.step for found in scan_checkpoints(root)]
     assert stopped_at < 60
     assert steps_taken(root) == stopped_at
     events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
@@ -215,7 +215,7 @@ def test_reward_finetuning_stops_between_rollouts(
         at_step(patch, 3, "stop", "save")
         stopped = run(**values, output_dir=str(tmp_path / "stopped"))
     assert (stopped.state.step, stopped.state.stopped_by) == (4, "control/stop")
-    assert [step for step, _ in list_checkpoints(stopped.root)] == [4]
+    assert [found.step for found in scan_checkpoints(stopped.root) if found.damage is None] == [4]
     resumed = run(**values, output_dir=str(tmp_path / "stopped"), resume_from_checkpoint="latest")
     assert_same(resumed.root, straight.root)
     assert resumed.curve("loss", "reward/brightness") == straight.curve("loss", "reward/brightness")

@@ -13,7 +13,7 @@ import pytest
 from real_process import Python, RealProcess
 from safetensors.torch import load_file
 
-from finetrainers.engine.checkpoints.find import list_checkpoints
+from finetrainers.engine.checkpoints.find import scan_checkpoints
 from finetrainers.utils.video import write_mp4
 
 STEPS = 8
@@ -28,7 +28,7 @@ class RunFiles:
     @property
     def checkpoints(self) -> list[int]:
         """Steps of the checkpoints that are there and whole."""
-        return [step for step, _ in list_checkpoints(self.root)]
+        return [found.step for found in scan_checkpoints(self.root) if found.damage is None]
 
     @property
     def events(self) -> list[str]:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from finetrainers.engine.checkpoints.find import list_checkpoints
+from finetrainers.engine.checkpoints.find import scan_checkpoints
 from finetrainers.utils import exit_codes
 
 #: Kills in one run, each of the process that continued after the one before; and the checkpoints that are left then.
@@ -41,4 +41,6 @@ def test_a_run_that_is_killed_again_and_again_ends_like_any_other(
     assert done.wait() == 0, done.stderr
     assert files.same_as(straight)
     names = {path.name for path in (files.root / "checkpoints").iterdir()}
-    assert names == {path.name for _, path in list_checkpoints(files.root)}, "half-done directories are left"
+    assert names == {found.path.name for found in scan_checkpoints(files.root) if found.damage is None}, (
+        "half-done directories are left"
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from real_process import Python
 
-from finetrainers.engine.checkpoints.find import list_checkpoints
+from finetrainers.engine.checkpoints.find import scan_checkpoints
 from finetrainers.engine.lock import exclusive
 
 pytestmark = pytest.mark.slow
@@ -74,24 +74,24 @@ def test_both_stop_after_the_same_step(job: str, by: str, ranks: list[dict[str, 
     for rank in ranks:
         assert (rank[job]["step"], rank[job]["stopped_by"]) == (2, by)
     assert ("stopped", 2) in events(root / job)
-    assert list_checkpoints(root / job)[0][0] == 2
+    assert scan_checkpoints(root / job)[0].step == 2
 
 
 def test_resuming_after_the_stop_changes_nothing(ranks: list[dict[str, Any]], root: Path) -> None:
     assert [rank["resumed"] for rank in ranks] == [rank["straight"] for rank in ranks]
     assert len({rank["resumed"]["digest"] for rank in ranks}) == 1
-    assert [step for step, _ in list_checkpoints(root / "signal")] == [2, 4]
+    assert [found.step for found in scan_checkpoints(root / "signal") if found.damage is None] == [2, 4]
 
 
 def test_a_checkpoint_that_was_asked_for_is_written(ranks: list[dict[str, Any]], root: Path) -> None:
-    assert [step for step, _ in list_checkpoints(root / "save file")] == [2, 4]
+    assert [found.step for found in scan_checkpoints(root / "save file") if found.damage is None] == [2, 4]
     assert [rank["save file"] for rank in ranks] == [rank["straight"] for rank in ranks]
 
 
 def test_one_ranks_nan_ends_both_before_the_update(ranks: list[dict[str, Any]], root: Path) -> None:
     for rank in ranks:
         assert "step 2: loss nan, grad_norm nan" in rank["raise"]["error"]
-    assert list_checkpoints(root / "raise") == []
+    assert scan_checkpoints(root / "raise") == []
 
 
 def test_one_ranks_nan_is_skipped_by_both(ranks: list[dict[str, Any]]) -> None:

@@ -75,18 +75,6 @@ def _look_at(step: int, path: Path) -> Found:
     return Found(step, path, None, size=total_size(manifest), saved_at=float(manifest.get("saved_at", 0.0)))
 
 
-def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Whole checkpoints of a run, `(step, path)`, oldest first; a warning names each damaged one and says why.
-
-    Whole means that all files of the manifest are there in their size; nothing is read.
-    """
-    found = scan_checkpoints(output_dir)
-    for one in found:
-        if one.damage is not None:
-            _warn("not a usable checkpoint: %s: %s", one.path, one.damage)
-    return [(one.step, one.path) for one in found if one.damage is None]
-
-
 def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
     """The checkpoint that `auto`, `latest`, a step number or a directory names; None when none is wanted.
 

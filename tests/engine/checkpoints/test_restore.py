@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.engine.checkpoints import save as saving
-from finetrainers.engine.checkpoints.find import find_checkpoint, list_checkpoints
+from finetrainers.engine.checkpoints.find import find_checkpoint, scan_checkpoints
 from finetrainers.engine.checkpoints.manifest import write_manifest
 
 BNB = {"optimizer": "adamw-bnb-8bit", "transformer_dtype": "bf16", "text_encoder_dtype": "bf16"}
@@ -41,7 +41,7 @@ def test_resuming_changes_nothing(
     resumed_options = options(**changes, output_dir=str(tmp_path / "resumed"), checkpointing_steps=3)
     with stopping_after(3), pytest.raises(KeyboardInterrupt):
         run(**resumed_options)
-    assert [step for step, _ in list_checkpoints(tmp_path / "resumed")] == [3]
+    assert [found.step for found in scan_checkpoints(tmp_path / "resumed") if found.damage is None] == [3]
     resumed = run(**resumed_options, resume_from_checkpoint="latest")
 
     assert resumed.steps_done == 3
@@ -110,7 +110,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 def steps_of(root: Path) -> list[int]:
-    return [step for step, _ in list_checkpoints(root)]
+    return [found.step for found in scan_checkpoints(root) if found.damage is None]
 
 
 def test_a_save_that_fails_publishes_nothing(

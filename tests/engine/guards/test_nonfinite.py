@@ -17,7 +17,7 @@ from finetrainers.config.load import load_config
 from finetrainers.data.cache.store import CacheError
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video import decode as decoding
-from finetrainers.engine.checkpoints.find import list_checkpoints
+from finetrainers.engine.checkpoints.find import scan_checkpoints
 from finetrainers.engine.guards.nonfinite import NonFiniteError, NonFiniteGuard
 from finetrainers.engine.guards.spikes import SpikeDetector
 from finetrainers.engine.preflight import preflight
@@ -51,7 +51,7 @@ def test_it_ends_the_run_before_the_update(
     found = "grad_norm nan" if gradient_only else "loss nan, grad_norm nan"
     with pytest.raises(NonFiniteError, match=f"step 3: {found}. No weight was changed"):
         run(**options(train_steps=4, checkpointing_steps=1, logging_steps=logging_steps))
-    assert [step for step, _ in list_checkpoints(tmp_path / "run")] == [1, 2]
+    assert [found.step for found in scan_checkpoints(tmp_path / "run") if found.damage is None] == [1, 2]
 
 
 @pytest.mark.parametrize("gradient_only", [False, True])
