@@ -121,13 +121,13 @@ def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr
 def _make_callbacks(
     state: TrainState, checked: Preflight, source: WorkSource, *, scheduler: Any, encoded: EncodedPrompts | None
 ) -> list[Callback]:
-    """What watches the run."""
-    config, headline, speaks = state.config, state.method.headline, state.parallel.is_main
-    callbacks: list[Callback] = [MetricsFile(), ProgressLine(enabled=speaks, headline=headline)]
-    if config.run.report_to != "none":
-        callbacks.append(Tracker(config.run, enabled=speaks))
-    if "reward/" in headline:
-        callbacks.append(RewardFiles())
+    """What watches the run; rank 0 shows and records it."""
+    config, headline = state.config, state.method.headline
+    callbacks: list[Callback] = []
+    if state.parallel.is_main:
+        callbacks += [MetricsFile(), ProgressLine(headline=headline)]
+        callbacks += [Tracker(config.run)] if config.run.report_to != "none" else []
+        callbacks += [RewardFiles()] if "reward/" in headline else []
     if state.method.evaluates:
         callbacks.append(MethodEvaluation(fps=checked.plan.fps))
     if encoded is not None:

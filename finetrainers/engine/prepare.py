@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +35,7 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
         return {}
     checked = examine_weights(checked)
     started = time.monotonic()
-    parallel = make_strategy(config)
-    try:
+    with contextlib.closing(make_strategy(config)) as parallel:
         arm_faults()
         print_line(parallel.describe())
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank, directory=cache_directory(config))
@@ -45,8 +45,6 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
             print_line(_summary(what, counts))
         seconds = time.monotonic() - started
         print_line(f"done in {duration(seconds)}; cache: {cache_directory(config)}{_how_to_train(checked)}")
-    finally:
-        parallel.close()
     return encoded
 
 

@@ -36,8 +36,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
         dry_run_report(checked)
         return None
     checked = examine_weights(checked)
-    parallel = make_strategy(config)
-    try:
+    with contextlib.closing(make_strategy(config)) as parallel:
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
         with exclusive(config.run.output_dir, parallel), watchdog.running():
             watchdog.enter("loading")
@@ -54,8 +53,6 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             with state.requests.signals.listening() if handle_signals else contextlib.nullcontext():
                 trainer.run()
                 _conclude(trainer, checked)
-    finally:
-        parallel.close()
     return state
 
 

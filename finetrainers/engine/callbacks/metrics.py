@@ -80,8 +80,6 @@ class RewardFiles(Callback):
     def on_start(self, state: TrainState) -> None:
         """After a resume, the files hold what metrics.jsonl holds, and nothing of steps that will be redone."""
         self._last = -1.0
-        if not state.run_dir.writes:
-            return
         folder = state.run_dir.root / "rewards"
         with state.run_dir.recording(folder):
             for stale in folder.glob("*.txt"):
@@ -99,8 +97,6 @@ class RewardFiles(Callback):
         self.on_start(state)
 
     def on_log(self, state: TrainState, record: Record) -> None:
-        if not state.run_dir.writes:
-            return
         for name, value in self._scores(record).items():
             path = self._path(state, name)
             with state.run_dir.recording(path):
@@ -125,14 +121,12 @@ class RewardFiles(Callback):
 class Tracker(Callback):
     """Sends records to tensorboard, wandb or trackio through accelerate; the first failure ends tracking, not training."""
 
-    def __init__(self, run: RunSection, *, enabled: bool) -> None:
+    def __init__(self, run: RunSection) -> None:
         self.run = run
-        self.enabled = enabled
         self.tracker: Any = None
 
     def on_start(self, state: TrainState) -> None:
-        if self.enabled:
-            self._guard(state, lambda: self._open(state))
+        self._guard(state, lambda: self._open(state))
 
     def _open(self, state: TrainState) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS

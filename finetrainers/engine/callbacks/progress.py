@@ -40,13 +40,11 @@ Fields = Sequence[tuple[int, str]]
 class ProgressLine(Callback):
     """Step, time left, the method's headline numbers, seconds a step, gradient norm, learning rate, memory, time so far."""
 
-    def __init__(self, *, enabled: bool, headline: Sequence[str] = ("loss",), console: Console | None = None) -> None:
+    def __init__(self, *, headline: Sequence[str] = ("loss",), console: Console | None = None) -> None:
         """Args:
-        enabled: whether this process shows anything.
         headline: see `Method.headline`.
         console: where to; default: standard output.
         """
-        self.enabled = enabled
         self.headline = headline
         self.console = console or Console(soft_wrap=True, highlight=False)
         self.clock = Clock()
@@ -61,21 +59,17 @@ class ProgressLine(Callback):
         self._state = state
         self._has_ended = False
         self.clock.start()
-        if self.enabled and self.console.is_terminal:
+        if self.console.is_terminal:
             self._live = Live(self, console=self.console, refresh_per_second=4)
             self._live.start()
             self.console.show_cursor(True)  # a process that is ended at once would leave it hidden
 
     def on_log(self, state: TrainState, record: Record) -> None:
-        if not self.enabled:
-            return
         self._state = state
         found = {name: value for name, value in record.items() if _matches(name, self.headline)}
         if "step_s" not in record:  # an evaluation
             self._latest.update(found)
-            self._print(
-                [f"step {self._step(state.step)}", *_evaluation({k: v for k, v in record.items() if k != "step"})]
-            )
+            self._print([f"step {self._step(state.step)}", *_evaluation(record)])
             return
         stale = {name for name in self._record if name in self._latest}
         self._latest = {name: value for name, value in self._latest.items() if name not in stale} | found
@@ -234,6 +228,8 @@ def _evaluation(record: Mapping[str, float]) -> list[str]:
     texts: list[str] = []
     begun = ""
     for name, value in record.items():
+        if name == "step":
+            continue
         level = _LEVEL.fullmatch(name)
         kind, _, own = (level[1], "", level[2]) if level else name.partition("/")
         if own and kind != begun:

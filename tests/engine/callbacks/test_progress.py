@@ -31,7 +31,7 @@ def shown(width: int | None, records: list[dict[str, float]], *, headline: tuple
     if width is not None:
         console = Console(file=out, width=width, force_terminal=True, soft_wrap=True, legacy_windows=False)
     state: Any = SimpleNamespace(step=0, total_steps=total, watchdog=SimpleNamespace(section="step"))
-    line = ProgressLine(enabled=True, headline=headline, console=console)
+    line = ProgressLine(headline=headline, console=console)
     line.on_start(state)
     for record in records:
         state.step = int(record["step"])
@@ -89,7 +89,7 @@ def test_the_line_fits_any_width(
 def test_what_the_run_is_doing_and_what_became_of_a_step() -> None:
     state: Any = SimpleNamespace(step=0, total_steps=9, watchdog=SimpleNamespace(section="sampling"))
     console = Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False)
-    line = ProgressLine(enabled=True, console=console)
+    line = ProgressLine(console=console)
     line.on_start(state)
     assert [text for _, text in line._fields()][:3] == ["0/9", "left -:--", "sampling"]
     line.on_log(state, {"step": 0, **LOSS})
@@ -113,7 +113,7 @@ def test_an_evaluation_is_broken_between_its_numbers() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None, legacy_windows=False)
     state: Any = SimpleNamespace(step=10, total_steps=30, watchdog=SimpleNamespace(section="sampling"))
-    line = ProgressLine(enabled=True, headline=SFT.headline, console=console)
+    line = ProgressLine(headline=SFT.headline, console=console)
     line.on_start(state)
     line.on_log(state, {"step": 10, **EVALUATION})
     line.on_stop(state)
