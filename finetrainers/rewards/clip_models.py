@@ -10,7 +10,9 @@ All raise ValueError if there are no such weights, or if they do not fit.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +26,6 @@ from .weights import (
     DType,
     WeightsPath,
     build,
-    check_path,
     fetch_file,
     load_pretrained,
     load_settings,
@@ -55,155 +56,158 @@ def padded(frames: Tensor, size: int) -> Tensor:
     return normalize_rgb(pad(frames, (left, size - width - left, top, size - height - top)))
 
 
-class _Similarity(Reward):
-    """Cosine of a CLIP's embeddings of frame and prompt, times `factor`."""
+@dataclass(kw_only=True, eq=False)
+class _FrameReward(Reward):
+    """A network that scores single frames. Its options are the fields; see the module."""
 
-    factor: float = 1.0
+    path: WeightsPath
+    frames: Frames = 4
+    device: str = "auto"
+    dtype: DType = "fp32"
 
-    def _load(self, model: Any, *, tokenizer: str, frames: int, device: str) -> None:
-        self.frames, self.device = frames, torch_device(device)
-        self.model = model.to(self.device)
-        self.tokenizer = load_tokenizer(tokenizer)
+    #: What the mean of the frames' scores is multiplied by.
+    factor: ClassVar[float] = 1.0
 
-    @torch.no_grad()
-    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
-        """See `Reward.score`."""
-        frames = to_bytes(videos[:, spread_indices(videos.shape[1], self.frames)])
-        pixels = self.pixels(frames.flatten(0, 1), self.model.config.vision_config.image_size)
-        length = self.model.config.text_config.max_position_embeddings
-        texts = self.tokenizer(
-            list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
-        )
-        found = self.model(
-            input_ids=texts["input_ids"].to(self.device),
-            attention_mask=texts["attention_mask"].to(self.device),
-            pixel_values=pixels.to(self.device, self.model.dtype),
-        )
-        images = normalize(found.image_embeds.float(), dim=-1).unflatten(0, frames.shape[:2])
-        cosines = torch.einsum("bfd,bd->bf", images, normalize(found.text_embeds.float(), dim=-1))
-        return {"score": self.factor * cosines.mean(dim=1).cpu()}
+    def __post_init__(self) -> None:
+        self._device = torch_device(self.device)
+        self.model = self.load(DTYPES[self.dtype]).to(self._device)
+
+    @abstractmethod
+    def load(self, dtype: torch.dtype) -> Any:
+        """The transformers model."""
+
+    @abstractmethod
+    def frame_scores(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores `[B, F]` of frames `[B * F, 3, size, size]`, preprocessed and on the device."""
 
     def pixels(self, frames: Tensor, size: int) -> Tensor:
         """Preprocess bytes `[N, 3, H, W]` for the network: `[N, 3, size, size]`."""
         return cropped(frames, size)
 
+    @torch.no_grad()
+    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.score`."""
+        frames = to_bytes(videos[:, spread_indices(videos.shape[1], self.frames)])
+        config = self.model.config
+        pixels = self.pixels(frames.flatten(0, 1), getattr(config, "vision_config", config).image_size)
+        scores = self.frame_scores(pixels.to(self._device, self.model.dtype), prompts)
+        return {"score": self.factor * scores.mean(dim=1).cpu()}
 
-class CLIPScore(_Similarity):
-    """Cosine of CLIP's embeddings of frames and prompt, in [-1, 1]; about 0.2 to 0.35 for photos with their captions."""
 
-    def __init__(
-        self, *, path: WeightsPath = _CLIP_L, frames: Frames = 4, device: str = "auto", dtype: DType = "fp32"
-    ) -> None:
-        """`path` is that of a CLIP, its tokenizer included."""
+class _Similarity(_FrameReward):
+    """Cosine of a CLIP's embeddings of frame and prompt."""
+
+    #: The option whose hub id or folder has the tokenizer.
+    tokenizer_option: ClassVar[str] = "path"
+
+    def __post_init__(self) -> None:
+        self._tokenizer = load_tokenizer(getattr(self, self.tokenizer_option))
+        super().__post_init__()
+
+    def load(self, dtype: torch.dtype) -> Any:
         from transformers import CLIPModel
 
-        model = load_pretrained(CLIPModel, path, dtype=DTYPES[dtype])
-        self._load(model, tokenizer=path, frames=frames, device=device)
+        return load_pretrained(CLIPModel, self.path, dtype=dtype)
+
+    def frame_scores(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
+        length = self.model.config.text_config.max_position_embeddings
+        texts = self._tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+        ).to(self._device)
+        found = self.model(input_ids=texts["input_ids"], attention_mask=texts["attention_mask"], pixel_values=pixels)
+        images = normalize(found.image_embeds.float(), dim=-1).unflatten(0, (len(prompts), -1))
+        return torch.einsum("bfd,bd->bf", images, normalize(found.text_embeds.float(), dim=-1))
 
 
+@dataclass(kw_only=True, eq=False)
+class CLIPScore(_Similarity):
+    """Cosine of CLIP's embeddings of frames and prompt, in [-1, 1]; about 0.2 to 0.35 for photos with their captions.
+
+    `path` is that of a CLIP, its tokenizer included.
+    """
+
+    path: WeightsPath = _CLIP_L
+
+
+@dataclass(kw_only=True, eq=False)
 class PickScore(_Similarity):
     """PickScore (Kirstain et al., 2023, arXiv:2305.01569): a CLIP-H finetuned on people's choices between images.
 
     The raw score is the model's logit, its temperature times the cosine: about 16 to 25. Normalized it is divided by 26,
-    as in other trainers.
+    as in other trainers. `tokenizer` is its hub id or folder, by default that of the CLIP that was finetuned.
     """
 
+    path: WeightsPath = "yuvalkirstain/PickScore_v1"
+    tokenizer: WeightsPath = _CLIP_H
+    frames: Frames = 1
+
     heads: ClassVar[Mapping[str, Head]] = {"score": Head(std=26.0)}
+    tokenizer_option: ClassVar[str] = "tokenizer"
 
-    def __init__(
-        self,
-        *,
-        path: WeightsPath = "yuvalkirstain/PickScore_v1",
-        tokenizer: WeightsPath = _CLIP_H,
-        frames: Frames = 1,
-        device: str = "auto",
-        dtype: DType = "fp32",
-    ) -> None:
-        """`tokenizer` is its hub id or folder, by default that of the CLIP that was finetuned."""
-        from transformers import CLIPModel
-
-        check_path(tokenizer)
-        model = load_pretrained(CLIPModel, path, dtype=DTYPES[dtype])
-        self._load(model, tokenizer=tokenizer, frames=frames, device=device)
-        self.factor = float(self.model.logit_scale.float().exp())
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.factor = float(self.model.logit_scale.float().exp())  # type: ignore[misc]
 
 
+@dataclass(kw_only=True, eq=False)
 class HPSv2(_Similarity):
     """HPSv2.1 (Wu et al., 2023, arXiv:2306.09341): open_clip's ViT-H-14 finetuned on people's rankings of images.
 
     The score is the plain cosine, about 0.2 to 0.35. The published weights are named as open_clip names them; they are
     read into transformers' CLIP, which computes the same.
-    """
 
-    def __init__(
-        self,
-        *,
-        path: WeightsPath = "xswu/HPSv2",
-        clip: WeightsPath = _CLIP_H,
-        frames: Frames = 4,
-        device: str = "auto",
-        dtype: DType = "fp32",
-    ) -> None:
-        """Args:
+    Attributes:
         path: the file `HPS_v2.1_compressed.pt`, or a folder or hub id with it.
         clip: hub id or folder with the configuration and tokenizer of the CLIP that was finetuned, not its weights.
-        frames, device, dtype: see the module.
-        """
+    """
+
+    path: WeightsPath = "xswu/HPSv2"
+    clip: WeightsPath = _CLIP_H
+
+    tokenizer_option: ClassVar[str] = "clip"
+
+    def load(self, dtype: torch.dtype) -> Any:
         from transformers import CLIPConfig, CLIPModel
 
-        check_path(clip)
-        file = fetch_file(path, names=["HPS_v2.1_compressed.pt"])
+        file = fetch_file(self.path, names=["HPS_v2.1_compressed.pt"])
         state = from_open_clip(read_tensors(file, within=["state_dict"]))
-        model = build(CLIPModel, load_settings(CLIPConfig, clip), state, dtype=DTYPES[dtype], source=file)
-        self._load(model, tokenizer=clip, frames=frames, device=device)
+        return build(CLIPModel, load_settings(CLIPConfig, self.clip), state, dtype=dtype, source=file)
 
     def pixels(self, frames: Tensor, size: int) -> Tensor:
-        """See `_Similarity.pixels`."""
         return padded(frames, size)
 
 
-class Aesthetic(Reward):
+@dataclass(kw_only=True, eq=False)
+class Aesthetic(_FrameReward):
     """LAION's aesthetic predictor (`sac+logos+ava1-l14-linearMSE`): linear layers on CLIP-L's embedding of a frame.
 
-    It gives people's ratings from 1 to 10, of how images look; prompts do not matter to it.
-    """
+    It gives people's ratings from 1 to 10, of how images look; prompts do not matter to it. The layers are fp32.
 
-    def __init__(
-        self,
-        *,
-        path: WeightsPath = "trl-lib/ddpo-aesthetic-predictor",
-        clip: WeightsPath = _CLIP_L,
-        frames: Frames = 4,
-        device: str = "auto",
-        dtype: DType = "fp32",
-    ) -> None:
-        """Args:
+    Attributes:
         path: the file of the layers (`sac+logos+ava1-l14-linearMSE.pth`), or a folder or hub id with it.
         clip: hub id or folder of the CLIP.
-        frames, device: see the module.
-        dtype: of the CLIP; the layers on it are fp32.
-        """
+    """
+
+    path: WeightsPath = "trl-lib/ddpo-aesthetic-predictor"
+    clip: WeightsPath = _CLIP_L
+
+    def load(self, dtype: torch.dtype) -> Any:
         from transformers import CLIPVisionModelWithProjection
 
-        file = fetch_file(path, names=["sac+logos+ava1-l14-linearMSE.pth", "aesthetic-model.pth"])
-        self.frames, self.device = frames, torch_device(device)
-        self.model = load_pretrained(CLIPVisionModelWithProjection, clip, dtype=DTYPES[dtype]).to(self.device)
-        self.layers = aesthetic_layers(self.model.config.projection_dim)
+        file = fetch_file(self.path, names=["sac+logos+ava1-l14-linearMSE.pth", "aesthetic-model.pth"])
+        model = load_pretrained(CLIPVisionModelWithProjection, self.clip, dtype=dtype)
+        layers = aesthetic_layers(model.config.projection_dim)
         state = {name.removeprefix("layers."): tensor for name, tensor in read_tensors(file).items()}
         try:
-            self.layers.load_state_dict(state, assign=True)
+            layers.load_state_dict(state, assign=True)
         except RuntimeError as error:
-            raise ValueError(f"{file} does not fit {clip}: {error}") from error
-        self.layers.float().eval().requires_grad_(False).to(self.device)
+            raise ValueError(f"{file} does not fit {self.clip}: {error}") from error
+        self._layers = layers.float().eval().requires_grad_(False).to(self._device)
+        return model
 
-    @torch.no_grad()
-    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
-        """See `Reward.score`."""
-        frames = to_bytes(videos[:, spread_indices(videos.shape[1], self.frames)])
-        pixels = cropped(frames.flatten(0, 1), self.model.config.image_size)
-        embeddings = self.model(pixel_values=pixels.to(self.device, self.model.dtype)).image_embeds
-        ratings = self.layers(normalize(embeddings.float(), dim=-1))
-        return {"score": ratings.view(frames.shape[:2]).mean(dim=1).cpu()}
+    def frame_scores(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
+        embeddings = self.model(pixel_values=pixels).image_embeds
+        return self._layers(normalize(embeddings.float(), dim=-1)).view(len(prompts), -1)
 
 
 def aesthetic_layers(width: int) -> nn.Sequential:

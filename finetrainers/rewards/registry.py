@@ -85,12 +85,29 @@ def reward_problems(entry: RewardEntry) -> list[str]:
     except ValueError as error:
         return [str(error)]
     problems = []
-    if entry.head is None and len(cls.heads) > 1:
-        choices = ", ".join(f"{entry.name}.{head}" for head in cls.heads)
-        problems.append(f"{entry.name} gives several numbers; name one: {choices}")
-    if entry.head is not None and current_name(entry.head, cls.heads) not in cls.heads:
-        problems.append(f"{entry.reward} gives no {entry.head!r}{nearest(entry.head, cls.heads)}")
+    try:
+        head_of(entry, cls.heads)
+    except ValueError as error:
+        problems.append(str(error))
     return problems + _arguments(cls, entry.name, entry.options)[1]
+
+
+def head_of(entry: RewardEntry, heads: Collection[str]) -> str:
+    """The head of a reward that an entry names, or its only one.
+
+    Raises:
+        ValueError: it has no such head, or several and none is named.
+    """
+    if entry.head is None and len(heads) == 1:
+        (head,) = heads
+        return head
+    if entry.head is None:
+        choices = ", ".join(f"{entry.name}.{head}" for head in heads)
+        raise ValueError(f"{entry.name} gives several numbers; name one: {choices}")
+    head = current_name(entry.head, heads)
+    if head not in heads:
+        raise ValueError(f"{entry.reward} gives no {entry.head!r}{nearest(entry.head, heads)}")
+    return head
 
 
 def make_reward(name: str, options: Mapping[str, str]) -> Reward:

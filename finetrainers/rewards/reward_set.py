@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import av
 import torch
@@ -21,7 +21,7 @@ from finetrainers.utils.video import slug, write_mp4
 
 from .base import Head, Reward
 from .pixels import to_uint8
-from .registry import current_name, make_reward
+from .registry import head_of, make_reward
 
 logger = logging.getLogger(__name__)
 
@@ -32,28 +32,7 @@ _NOT_OF_A_CLIP = (OSError, MemoryError, torch.cuda.OutOfMemoryError)
 
 
 class RewardError(ExpectedError, RuntimeError):
-    """A reward failed, or returned something that is no score.
-
-    Attributes:
-        reward: label of the reward.
-        head: the head whose score is wrong, or None if the reward gave none at all.
-        clip: number of the clip within the rollout, or None if no single one is to blame.
-        prompt: its prompt.
-        path: where the clip was saved, if it was.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        reward: str,
-        head: str | None = None,
-        clip: int | None = None,
-        prompt: str | None = None,
-        path: Path | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.reward, self.head, self.clip, self.prompt, self.path = reward, head, clip, prompt, path
+    """A reward failed, or returned something that is no score."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +89,10 @@ class RewardSet:
             failures: folder for the clip of which an error is raised.
 
         Raises:
-            ValueError: an entry is given twice, or is wrong: see `registry.reward_problems`.
+            ValueError: an entry is wrong; see `registry.reward_problems`.
         """
-        if on_error not in ("raise", "mask"):
-            raise ValueError(f"on_error={on_error!r}: wanted 'raise' or 'mask'")
         self.on_error, self.failures = on_error, failures
         self._entries = dict(zip(_labels([(entry.name, _options(entry)) for entry in entries]), entries, strict=True))
-        if len(self._entries) < len(entries):
-            seen = [(entry.name, _options(entry)) for entry in entries]
-            name = next(key[0] for i, key in enumerate(seen) if key in seen[:i])
-            raise ValueError(f"reward {name} is given twice; give it once, with the weight that it shall have")
         sharing: dict[tuple[str, str], list[str]] = {}
         for label, entry in self._entries.items():
             sharing.setdefault((entry.reward, _options(entry)), []).append(label)
@@ -154,61 +127,106 @@ class RewardSet:
             RewardError: a reward failed or gave a score that is not finite, and that is not masked; or it gave something
                 other than a score a clip, or changed the clips.
         """
-        clips = _checked_clips(videos, prompts, fps, first_clip)
         due = self.due(rollout)
+        clips = _Clips(_checked_pixels(videos, prompts, fps, first_clip), prompts, fps, rollout, first_clip)
         heads: dict[str, HeadScores] = {}
-        failed = torch.zeros(len(clips), dtype=torch.bool)
+        failed = torch.zeros(len(prompts), dtype=torch.bool)
         for scorer in self._scorers:
-            wanted = [label for label in scorer.columns if label in due]
+            wanted = {label: head for label, head in scorer.heads.items() if label in due}
             if not wanted:
                 continue
-            call = _Call(scorer, wanted, clips, prompts, fps, rollout, first_clip, self.on_error, self.failures)
-            for label, raw in zip(wanted, call.scores(), strict=True):
-                heads[label] = HeadScores(raw, scorer.columns[label].scale.normalize(raw))
+            parts = [self._batch(scorer, wanted, part) for part in clips.split(scorer.batch_size)]
+            for (label, (name, scale)), raw in zip(wanted.items(), torch.cat(parts, dim=1), strict=True):
+                lost = (~raw.isfinite()).nonzero().flatten().tolist()
+                if lost:
+                    first = clips.part(lost[0], lost[0] + 1)
+                    if self.on_error == "raise":
+                        self._raise(scorer, f"gave {float(raw[lost[0]])} as {name!r} of", first)
+                    logger.warning(
+                        "reward %s: %s of %d in rollout %d left without a score, the first being %s",
+                        label, plural(len(lost), "clip"), len(raw), rollout, first,
+                    )  # fmt: skip
+                    raw[lost] = math.nan
+                heads[label] = HeadScores(raw, scale.normalize(raw))
                 if self._entries[label].weight:
                     failed |= raw.isnan()
         return Scores(heads={label: heads[label] for label in due}, failed=failed)
+
+    def _batch(self, scorer: _Scorer, wanted: Mapping[str, tuple[str, Head]], clips: _Clips) -> Tensor:
+        """Raw scores `[labels, b]` fp64 of some clips, NaN after a masked exception."""
+        try:
+            return scorer.ask(clips, [name for name, _ in wanted.values()])
+        except RewardError:  # no score of whatever clip: a mistake in the reward, which is not masked
+            raise
+        except Exception as error:
+            if len(clips) == 1 or isinstance(error, _NOT_OF_A_CLIP):
+                if self.on_error == "raise":
+                    self._raise(scorer, "failed on", clips, error)
+                logger.warning("reward %s failed on %s: %s", scorer.label, clips, _said(error))
+                return torch.full((len(wanted), len(clips)), math.nan, dtype=torch.float64)
+            # A clip's score does not depend on the others of its batch, so one by one they show which of them it was.
+            logger.warning("reward %s failed on %s together, trying one by one: %s", scorer.label, clips, _said(error))
+        return torch.cat([self._batch(scorer, wanted, clip) for clip in clips.split(1)], dim=1)
+
+    def _raise(self, scorer: _Scorer, what: str, clips: _Clips, error: Exception | None = None) -> NoReturn:
+        """Raise an error about one clip, which is saved, or about a batch, of which nobody knows which one it was."""
+        message = f"reward {scorer.label} {what} {clips}" + (f": {_said(error)}" if error is not None else "")
+        note = clips.save(self.failures, scorer.label) if len(clips) == 1 and self.failures is not None else ""
+        raise RewardError(message + note) from error
 
 
 # ---- scorers -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Column:
-    """The head of a reward that an entry uses, and its normalization."""
-
-    head: str
-    scale: Head
-
-
-@dataclass(frozen=True)
 class _Scorer:
-    """A reward with its options, and the entries that want it, by label."""
+    """A reward with its options, and by the label of each entry that wants it, the head and its normalization."""
 
     label: str
     reward: Reward
     batch_size: int
-    columns: Mapping[str, _Column]
+    heads: Mapping[str, tuple[str, Head]]
+
+    @torch.no_grad()
+    def ask(self, clips: _Clips, heads: Sequence[str]) -> Tensor:
+        """Raw scores `[heads, b]` fp64, one for every clip but perhaps not finite.
+
+        Raises:
+            RewardError: it gives something else, or changes the clips.
+        """
+        pixels, version = clips.pixels, clips.pixels._version
+        given = self.reward.score(pixels, clips.prompts, fps=clips.fps)
+        if pixels._version != version:
+            raise RewardError(f"reward {self.label} changed the clips that it scored; let it change a copy")
+        rows = [self._row(given, head, len(clips)) for head in heads]
+        fault_point("reward", rows)
+        return torch.stack(rows)
+
+    def _row(self, given: object, head: str, count: int) -> Tensor:
+        scores = given.get(head) if isinstance(given, Mapping) else None
+        if isinstance(scores, Tensor) and scores.shape == (count,) and not scores.is_complex():
+            return scores.detach().to("cpu", torch.float64)
+        if isinstance(given, Mapping) and head in given:
+            found = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            what = f"gave {found} as {head!r}"
+        else:
+            what = f"gave no {head!r} but {list(given) if isinstance(given, Mapping) else type(given).__name__}"
+        raise RewardError(
+            f"reward {self.label} {what} of {plural(count, 'clip')}; wanted a tensor [{count}], one number a clip"
+        )
 
 
 def _make_scorer(name: str, entries: Mapping[str, RewardEntry]) -> _Scorer:
     first = next(iter(entries.values()))
     reward = make_reward(first.reward, first.options)
-    columns = {}
+    heads = {}
     for label, entry in entries.items():
-        head = current_name(entry.head or "", reward.heads)
-        if entry.head is None and len(reward.heads) == 1:
-            (head,) = reward.heads
-        if head not in reward.heads:
-            problem = f"gives no {head!r}" if head else "gives several numbers"
-            raise ValueError(
-                f"{label} {problem}; name one of: {', '.join(f'{entry.reward}.{h}' for h in reward.heads)}"
-            )
+        head = head_of(entry, reward.heads)
         own = reward.heads[head]
         scale = Head(own.mean if entry.mean is None else entry.mean, own.std if entry.std is None else entry.std)
-        columns[label] = _Column(head, scale)
+        heads[label] = (head, scale)
     sizes = [entry.batch_size for entry in entries.values() if entry.batch_size is not None]
-    return _Scorer(name, reward, min(sizes, default=reward.batch_size), columns)
+    return _Scorer(name, reward, min(sizes, default=reward.batch_size), heads)
 
 
 def _options(entry: RewardEntry) -> str:
@@ -224,124 +242,46 @@ def _labels(keys: Sequence[tuple[str, str]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One call of one scorer with some clips."""
+class _Clips:
+    """Clips to be scored, the first of which is the rollout's `first`-th; as text, their numbers."""
 
-    scorer: _Scorer
-    wanted: Sequence[str]
-    clips: Tensor
+    pixels: Tensor
     prompts: Sequence[str]
     fps: float
     rollout: int
-    first_clip: int
-    on_error: OnError
-    failures: Path | None
+    first: int
 
-    def scores(self) -> Tensor:
-        """Raw scores `[labels, B]` fp64, NaN where they are masked."""
-        size = self.scorer.batch_size
-        table = torch.cat(
-            [self._batch(i, min(i + size, len(self.clips))) for i in range(0, len(self.clips), size)], dim=1
-        )
-        for label, raw in zip(self.wanted, table, strict=True):
-            lost = (~raw.isfinite()).nonzero().flatten().tolist()
-            if not lost:
-                continue
-            head = self.scorer.columns[label].head
-            if self.on_error == "raise":
-                raise self._error(f"gave {float(raw[lost[0]])} as {head!r} of", lost[0], head=head)
-            raw[lost] = math.nan
-            logger.warning(
-                "reward %s: %s of %d in rollout %d left without a score, the first being %s",
-                label, plural(len(lost), "clip"), len(raw), self.rollout, self._name(lost[0]),
-            )  # fmt: skip
-        return table
+    def __len__(self) -> int:
+        return len(self.prompts)
 
-    def _batch(self, start: int, stop: int) -> Tensor:
-        """Raw scores `[labels, b]` of some clips, NaN after a masked exception."""
+    def __str__(self) -> str:
+        if len(self) == 1:
+            return f"clip {self.first} of rollout {self.rollout}, prompt {self.prompts[0]!r}"
+        return f"clips {self.first} to {self.first + len(self) - 1} of rollout {self.rollout}"
+
+    def part(self, start: int, stop: int) -> _Clips:
+        """Some of them."""
+        return _Clips(self.pixels[start:stop], self.prompts[start:stop], self.fps, self.rollout, self.first + start)
+
+    def split(self, size: int) -> list[_Clips]:
+        """All of them, so many at a time."""
+        return [self.part(start, start + size) for start in range(0, len(self), size)]
+
+    def save(self, folder: Path, label: str) -> str:
+        """Save the only clip; a sentence about it. A clip that cannot be saved must not hide the error."""
+        path = folder / f"rollout-{self.rollout:06d}-clip-{self.first:04d}-{slug(label)}.mp4"
         try:
-            return self._ask(start, stop)
-        except RewardError:  # no score of whatever clip: a mistake in the reward, which is not masked
-            raise
-        except Exception as error:
-            if stop - start == 1 or isinstance(error, _NOT_OF_A_CLIP):
-                if self.on_error == "raise":
-                    raise self._error("failed on", start, stop, error=error) from error
-                logger.warning("reward %s failed on %s: %s", self.scorer.label, self._name(start, stop), _said(error))
-                return torch.full((len(self.wanted), stop - start), math.nan, dtype=torch.float64)
-            # A clip's score does not depend on the others of its batch, so one by one they show which of them it was.
-            logger.warning(
-                "reward %s failed on %s together, trying one by one: %s",
-                self.scorer.label, self._name(start, stop), _said(error),
-            )  # fmt: skip
-        return torch.cat([self._batch(i, i + 1) for i in range(start, stop)], dim=1)
-
-    @torch.no_grad()
-    def _ask(self, start: int, stop: int) -> Tensor:
-        """Raw scores `[labels, b]`, one for every clip but perhaps not finite."""
-        clips, version = self.clips[start:stop], self.clips._version
-        given = self.scorer.reward.score(clips, self.prompts[start:stop], fps=self.fps)
-        if self.clips._version != version:
-            label = self.scorer.label
-            raise RewardError(f"reward {label} changed the clips that it scored; let it change a copy", reward=label)
-        rows = [self._row(given, self.scorer.columns[label].head, stop - start) for label in self.wanted]
-        fault_point("reward", rows)
-        return torch.stack(rows)
-
-    def _row(self, given: object, head: str, count: int) -> Tensor:
-        scores = given.get(head) if isinstance(given, Mapping) else None
-        if isinstance(scores, Tensor) and scores.shape == (count,) and not scores.is_complex():
-            return scores.detach().to("cpu", torch.float64)
-        if isinstance(given, Mapping) and head in given:
-            found = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-            what = f"gave {found} as {head!r}"
-        else:
-            what = f"gave no {head!r} but {list(given) if isinstance(given, Mapping) else type(given).__name__}"
-        raise RewardError(
-            f"reward {self.scorer.label} {what} of {plural(count, 'clip')}; wanted a tensor [{count}], one number a clip",
-            reward=self.scorer.label,
-            head=head,
-        )
-
-    def _error(
-        self, what: str, start: int, stop: int | None = None, *, head: str | None = None, error: Exception | None = None
-    ) -> RewardError:
-        """The error to raise about one clip, which is saved, or about a batch, of which nobody knows which one it was."""
-        alone = stop is None or stop - start == 1
-        message = f"reward {self.scorer.label} {what} {self._name(start, stop)}"
-        message += f": {_said(error)}" if error is not None else ""
-        path, note = self._save(start, self.failures) if alone and self.failures is not None else (None, "")
-        return RewardError(
-            message + note,
-            reward=self.scorer.label,
-            head=head,
-            clip=self.first_clip + start if alone else None,
-            prompt=self.prompts[start] if alone else None,
-            path=path,
-        )
-
-    def _save(self, index: int, folder: Path) -> tuple[Path | None, str]:
-        """Save the clip of an error; a sentence about it. A clip that cannot be saved must not hide the error."""
-        name = f"rollout-{self.rollout:06d}-clip-{self.first_clip + index:04d}-{slug(self.scorer.label)}.mp4"
-        path = folder / name
-        try:
-            write_mp4(path, to_uint8(self.clips[index]).numpy(), fps=self.fps)
+            write_mp4(path, to_uint8(self.pixels[0]).numpy(), fps=self.fps)
         except (OSError, ValueError, av.FFmpegError) as problem:
-            return None, f" (saving the clip failed: {_said(problem)})"
-        return path, f" (the clip is {path})"
-
-    def _name(self, start: int, stop: int | None = None) -> str:
-        first = self.first_clip + start
-        if stop is None or stop - start == 1:
-            return f"clip {first} of rollout {self.rollout}, prompt {self.prompts[start]!r}"
-        return f"clips {first} to {self.first_clip + stop - 1} of rollout {self.rollout}"
+            return f" (saving the clip failed: {_said(problem)})"
+        return f" (the clip is {path})"
 
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _checked_clips(videos: Tensor, prompts: Sequence[str], fps: float, first_clip: int) -> Tensor:
+def _checked_pixels(videos: Tensor, prompts: Sequence[str], fps: float, first_clip: int) -> Tensor:
     """Check clips, and convert them to fp32 on the CPU.
 
     Raises:

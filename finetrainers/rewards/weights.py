@@ -179,6 +179,7 @@ def load_tokenizer(path: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    check_path(str(path))
     return load_settings(AutoTokenizer, path)
 
 

@@ -165,10 +165,8 @@ def test_rewards_are_scored_only_when_due() -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["brightness", "contrast", "brightness=2"], "brightness is given twice"),
-        (["two.mean,name=a", "two.mean,name=b", "two.mean,name=a"], "two.mean is given twice"),
-        (["two"], "two gives several numbers; name one of: two.mean, two.range"),
-        (["two.median"], "two.median gives no 'median'; name one of: two.mean"),
+        (["two"], "two gives several numbers; name one: two.mean, two.range"),
+        (["two.median"], "two gives no 'median'; did you mean 'mean'"),
         (["brightnes"], "unknown reward 'brightnes'; did you mean 'brightness'"),
         (["two.mean,size=3"], "takes no option 'size'"),
     ],
@@ -176,8 +174,6 @@ def test_rewards_are_scored_only_when_due() -> None:
 def test_wrong_entries_are_refused(texts: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         panel(*texts)
-    with pytest.raises(ValueError, match="on_error='ignore'"):
-        panel("brightness", on_error="ignore")
 
 
 # ---- each clip for itself ------------------------------------------------------------------------------------------
@@ -254,31 +250,24 @@ def test_an_exception_names_reward_clip_and_prompt_and_saves_the_clip(tmp_path: 
     made = panel("brightness", "two.mean", failures=tmp_path / "failures")
     with pytest.raises(RewardError) as caught:
         made.score(clips(), words(c2="please explode", c5="explode"), fps=8.0, rollout=7, first_clip=30)
-    error = caught.value
-    assert (error.reward, error.head, error.clip, error.prompt) == ("two", None, 32, "please explode")
-    assert error.path == tmp_path / "failures" / "rollout-000007-clip-0032-two.mp4"
-    assert str(error) == (
-        f"reward two failed on clip 32 of rollout 7, prompt 'please explode': KeyError: 'boom 0' (the clip is {error.path})"
+    path = tmp_path / "failures" / "rollout-000007-clip-0032-two.mp4"
+    assert str(caught.value) == (
+        f"reward two failed on clip 32 of rollout 7, prompt 'please explode': KeyError: 'boom 0' (the clip is {path})"
     )
-    assert isinstance(error.__cause__, KeyError)
-    with av.open(str(error.path)) as container:
+    assert isinstance(caught.value.__cause__, KeyError)
+    with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         assert container.streams.video[0].average_rate == 8
     assert len(frames) == 4
     assert frames[0].shape == (24, 32, 3)
-    assert [path.name for path in (tmp_path / "failures").iterdir()] == [error.path.name]
+    assert list((tmp_path / "failures").iterdir()) == [path]
 
 
 @pytest.mark.parametrize("word", ["nan", "inf"])
 def test_a_score_that_is_not_finite_names_the_head(word: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        RewardError, match=rf"two gave {word} as 'range' of clip 3 of rollout 0, prompt '{word}'"
-    ) as caught:
+    with pytest.raises(RewardError, match=rf"two gave {word} as 'range' of clip 3 of rollout 0, prompt '{word}'"):
         panel("two.mean", "two.range", failures=tmp_path).score(clips(), words(c3=word), fps=8.0)
-    error = caught.value
-    assert (error.reward, error.head, error.clip, error.prompt) == ("two", "range", 3, word)
-    assert error.path is not None
-    assert error.path.is_file()
+    assert (tmp_path / "rollout-000000-clip-0003-two.mp4").is_file()
     found = panel("two.mean").score(clips(), words(c3=word), fps=8.0)
     assert found.heads["two.mean"].raw.isfinite().all(), "a head that nobody asked for may be anything"
 
@@ -286,7 +275,6 @@ def test_a_score_that_is_not_finite_names_the_head(word: str, tmp_path: Path) ->
 def test_without_a_folder_no_clip_is_saved() -> None:
     with pytest.raises(RewardError) as caught:
         panel("two.mean").score(clips(), words(c0="explode"), fps=8.0)
-    assert caught.value.path is None
     assert "the clip is" not in str(caught.value)
 
 
@@ -299,10 +287,9 @@ def test_a_clip_that_cannot_be_saved_does_not_hide_the_error(tmp_path: Path) -> 
 def test_a_server_that_is_gone_is_not_asked_for_every_clip(tmp_path: Path) -> None:
     made = panel("two.mean", failures=tmp_path)
     CALLS.clear()
-    with pytest.raises(RewardError, match="two failed on clips 0 to 3 of rollout 0: ConnectionError: nobody") as caught:
+    with pytest.raises(RewardError, match="two failed on clips 0 to 3 of rollout 0: ConnectionError: nobody"):
         made.score(clips(), words(c3="offline"), fps=8.0)
     assert CALLS == [("two", 4)]
-    assert (caught.value.clip, caught.value.prompt, caught.value.path) == (None, None, None)
     assert not list(tmp_path.iterdir())
 
 
