@@ -10,7 +10,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.loading.text_conditioning import TextCache, TextConditioning
-from finetrainers.methods.registry import method_spec
+from finetrainers.methods.registry import load_source, method_spec
 from finetrainers.methods.spec import WorkPlan, WorkSource
 from finetrainers.models.spec import ModelSpec, Parts, VAEStats
 from finetrainers.parallel.ranks import Ranks
@@ -73,7 +73,7 @@ def load_work(
         vae_stats = spec.vae_stats(clip_encoders["vae"])
         check_geometry(plan, config, spec.facts.geometry)
     watchdog.enter("encoding")
-    source = method_spec(config).open(
+    source = load_source(config)(
         plan,
         config,
         spec=spec,

@@ -36,7 +36,7 @@ class MethodParts(Generic[Source]):
         config: the resolved configuration.
         spec, process, scheduler, geometry, vae_stats: the loaded checkpoint's description.
         first_frame_p: probability, per sample, of conditioning on the clean first frame.
-        source: what feeds the method; see `MethodSpec.open`.
+        source: what feeds the method; see `MethodSpec.source`.
         parallel: the processes of the run.
         network: the trained network below its wrappers, for what concerns its adapters.
         weights_dtype: in which its weights were loaded.

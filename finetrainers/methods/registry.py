@@ -50,6 +50,11 @@ def load_method(name: str) -> Any:
     return resolve(_METHODS[name].method)
 
 
+def load_source(config: TrainConfig) -> Any:
+    """The class of what feeds the configured method (imports torch); see `MethodSpec.source`."""
+    return resolve(method_spec(config).source)
+
+
 def method_spec(config: TrainConfig) -> MethodSpec:
     """What the configured method says of itself before it is loaded."""
     spec: MethodSpec = resolve(_METHODS[config.training.method].spec)()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.loading.position import DataPosition
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from finetrainers.data.inspect.plan import DatasetPlan
     from finetrainers.data.inspect.probe_all import ProbeOptions
     from finetrainers.data.loading.precompute import Encoded
-    from finetrainers.data.loading.text_conditioning import TextConditioning
-    from finetrainers.models.spec import ModelSpec, Parts
+    from finetrainers.models.spec import ModelSpec
 
 
 class WorkPlan(Protocol):
@@ -174,10 +172,13 @@ class MethodSpec:
     Attributes:
         size_options: options that set the sizes of clips; what is planned is not placed in sizes that are wrong.
         state_name: what `Method.state_dict` holds, in words.
+        source: address of the class of the `WorkSource`, which is made when clips can be encoded; all take what
+            `TrainingData` takes.
     """
 
     size_options: tuple[str, ...] = ("video_resolution_buckets", "image_resolution_buckets", "sliding_window_size")
     state_name = "state of the method"
+    source = "finetrainers.data.loading.training_data:TrainingData"
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
         """What a run will work on; None where the configuration names nothing, or sizes hinder.
@@ -207,30 +208,6 @@ class MethodSpec:
         from finetrainers.data.inspect.survey import survey_dataset
 
         return survey_dataset(config, geometry, options=options)
-
-    def open(
-        self,
-        plan: Any,
-        config: TrainConfig,
-        *,
-        spec: ModelSpec,
-        parallel: Any,
-        texts: TextConditioning,
-        clip_encoders: Parts,
-        data_position: DataPosition,
-    ) -> WorkSource:
-        """What feeds the method, from what `plan` gave (imports torch). Clips are encoded here if that is asked for."""
-        from finetrainers.data.loading.training_data import TrainingData
-
-        return TrainingData(
-            plan,
-            config,
-            spec=spec,
-            parallel=parallel,
-            texts=texts,
-            clip_encoders=clip_encoders,
-            data_position=data_position,
-        )
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         """What is wrong with options that a registry of the method's own has to be asked about."""

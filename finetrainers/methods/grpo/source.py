@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.cache.store import CacheError
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.precompute import Encoded
 from finetrainers.data.loading.text_conditioning import TextConditioning
-from finetrainers.models.spec import Conditions, ModelSpec, VAEStats
+from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats
 
 from .plan import PromptPlan
 from .prompts import Prompt, PromptOrder
@@ -41,7 +41,7 @@ class PromptSource:
         spec: ModelSpec,
         parallel: Any,
         texts: TextConditioning,
-        vae: nn.Module,
+        clip_encoders: Parts,
         data_position: DataPosition,
     ) -> None:
         """Args:
@@ -50,13 +50,13 @@ class PromptSource:
         spec: of the model.
         parallel: the processes of the run.
         texts: the prompts' conditioning.
-        vae: decodes clips.
+        clip_encoders: with the VAE, which decodes clips.
         data_position: where in the prompts the run starts.
         """
         self.plan = plan
         self.spec = spec
         self.parallel = parallel
-        self.vae = vae
+        self.vae = clip_encoders["vae"]
         self.updates = config.grpo.updates_per_rollout
         self.first_rollout = data_position.first_step // self.updates  # at which the prompts were begun
         self.order = PromptOrder(

@@ -10,7 +10,6 @@ from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import trained_steps
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.loading.position import DataPosition
 from finetrainers.methods.spec import MethodMemory, MethodSpec, WorkPlan
 from finetrainers.rewards.registry import reward_problems
 from finetrainers.utils.launch import launched_processes
@@ -18,10 +17,8 @@ from finetrainers.utils.launch import launched_processes
 from .plan import PromptPlan, plan_prompts
 
 if TYPE_CHECKING:
-    from finetrainers.data.loading.text_conditioning import TextConditioning
-    from finetrainers.models.spec import ModelSpec, Parts
+    from finetrainers.models.spec import ModelSpec
 
-    from .source import PromptSource
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -31,32 +28,10 @@ class RewardFinetuning(MethodSpec):
 
     size_options = ("rollout_size",)
     state_name = "sampling policy"
+    source = "finetrainers.methods.grpo.source:PromptSource"
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
         return plan_prompts(config, geometry)
-
-    def open(
-        self,
-        plan: PromptPlan,
-        config: TrainConfig,
-        *,
-        spec: ModelSpec,
-        parallel: Any,
-        texts: TextConditioning,
-        clip_encoders: Parts,
-        data_position: DataPosition,
-    ) -> PromptSource:
-        from .source import PromptSource
-
-        return PromptSource(
-            plan,
-            config,
-            spec=spec,
-            parallel=parallel,
-            texts=texts,
-            vae=clip_encoders["vae"],
-            data_position=data_position,
-        )
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         return [

@@ -20,6 +20,7 @@ from finetrainers.data.reading.items import DataError
 from finetrainers.methods.grpo.plan import PromptPlan
 from finetrainers.methods.grpo.prompts import Job, Prompt, PromptFile, PromptOrder, read_prompts
 from finetrainers.methods.grpo.source import PromptSource
+from finetrainers.models.spec import Parts
 
 
 def read(folder: Path, name: str, content: str | bytes) -> PromptFile:
@@ -239,7 +240,7 @@ def test_a_source_counts_prompts_from_where_they_were_begun(tmp_path):
         texts.keys.cache.put(texts.keys.text(text), {"prompt_embeds": torch.zeros(1, 2, 8)})
     begun, later = (
         PromptSource(
-            plan, config, spec=spec, parallel=parallel, texts=texts, vae=torch.nn.Identity(),
+            plan, config, spec=spec, parallel=parallel, texts=texts, clip_encoders=Parts({"vae": torch.nn.Identity()}),
             data_position=DataPosition.begin(config, data_size=1, step=step),
         )
         for step in (0, 6)

@@ -19,7 +19,7 @@ from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.methods.grpo.plan import PromptPlan
 from finetrainers.methods.grpo.prompts import Prompt
 from finetrainers.methods.grpo.source import PromptSource
-from finetrainers.models.spec import Conditions
+from finetrainers.models.spec import Conditions, Parts
 
 
 class _Spec:
@@ -39,10 +39,10 @@ def _opened(
     plan = PromptPlan(tuple(prompts), (), (9, 64, 64), 8, 8.0, "f")
     spec: Any = _Spec()
     texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel).live(None)  # type: ignore[arg-type]
-    vae = torch.nn.Identity()
+    vae = Parts({"vae": torch.nn.Identity()})
     begin = DataPosition.begin(config, data_size=world_size)
     return texts.keys, lambda: PromptSource(
-        plan, config, spec=spec, parallel=parallel, texts=texts, vae=vae, data_position=begin
+        plan, config, spec=spec, parallel=parallel, texts=texts, clip_encoders=vae, data_position=begin
     )
 
 
