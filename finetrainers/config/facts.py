@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .geometry import Geometry
@@ -32,7 +32,9 @@ class Facts:
         guidance: scale that clips are sampled with by default, for networks that take guidance as an input; None: they do not.
         least_steps: fewest denoising steps that the checkpoint's scheduler can take.
         lora_targets: modules that LoRA targets by default.
-        noise_range: noise-level quantiles that the trained part is for: one of two experts has a part of [0, 1].
+        boundary: noise-level quantile from which on one of two experts, `transformer`, denoises; below it `transformer_2` does.
+            None: one network denoises at all levels.
+        noise_range: quantiles that the trained part is for.
     """
 
     geometry: Geometry
@@ -47,7 +49,22 @@ class Facts:
     guidance: float | None = None
     least_steps: int = 1
     lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
+    boundary: float | None = None
     noise_range: tuple[float, float] = (0.0, 1.0)
+
+    def of_expert(self, expert: str | None) -> Facts:
+        """The facts of a run that trains the `high` (also for None) or the `low` expert, where there are two."""
+        if self.boundary is None:
+            return self
+        trained, other, within = "transformer", "transformer_2", (self.boundary, 1.0)
+        if expert == "low":
+            trained, other, within = other, trained, (0.0, self.boundary)
+        return replace(self, trained=trained, companions=(other, *self.companions), noise_range=within)
+
+    def trains_at(self, quantile: float) -> bool:
+        """Whether the trained part denoises at this quantile."""
+        low, high = self.noise_range
+        return self.noise_range == (0.0, 1.0) or low <= quantile < high or quantile == high == 1.0
 
     @property
     def parts(self) -> tuple[str, ...]:

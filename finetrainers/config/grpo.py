@@ -138,9 +138,10 @@ def step_range(section: GRPOSection) -> range:
     return range(first, min(stop, last))
 
 
-def trained_steps(section: GRPOSection) -> int:
-    """Number of trained steps of a clip: `timestep_fraction` of the window's, rounded down."""
-    return int((section.window_size or section.sampling_steps - 1) * section.timestep_fraction + _ROUNDING)
+def trained_steps(section: GRPOSection, stochastic: int | None = None) -> int:
+    """Number of trained steps of a clip: `timestep_fraction` of the stochastic ones, rounded down; default: the window's."""
+    stochastic = stochastic or section.window_size or section.sampling_steps - 1
+    return int(stochastic * section.timestep_fraction + _ROUNDING)
 
 
 def kernel(section: GRPOSection, *, is_flow: bool) -> Kernel:

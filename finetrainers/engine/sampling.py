@@ -115,15 +115,15 @@ def _pipeline(spec: ModelSpec, parts: SamplingParts, *, image_to_video: bool) ->
     offload = parts.offload and parts.device.type != "cpu"
     pipeline = spec.pipeline(parts.transformer, parts.vae, parts.scheduler, image_to_video=image_to_video)
     pipeline.set_progress_bar_config(disable=True)
+    if not offload:
+        with spec.companions.on(parts.device):
+            yield pipeline
+        return
+    pipeline.enable_model_cpu_offload(device=parts.device)
     try:
-        if offload:
-            pipeline.enable_model_cpu_offload(device=parts.device)
-        else:
-            spec.companions.to(parts.device)
         yield pipeline
-    finally:
-        if offload:  # hooks would pull the transformer off the device in the next training step
-            pipeline.remove_all_hooks()
-            parts.transformer.to(parts.device)
-            parts.vae.to(parts.device)
+    finally:  # hooks would pull the transformer off the device in the next training step
+        pipeline.remove_all_hooks()
+        parts.transformer.to(parts.device)
+        parts.vae.to(parts.device)
         spec.companions.to("cpu")

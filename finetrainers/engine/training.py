@@ -55,8 +55,8 @@ class TrainResult:
         """The LoRA file, or the folder of the transformer; None of a run that was stopped, and after a dry run."""
         if self.config.run.dry_run or self.stopped_by is not None:
             return None
-        is_lora = self.config.training.training_type == "lora"
-        return self.run_dir / (LORA_FILE if is_lora else get_family(self.config.model.model_name).facts.trained)
+        model, is_lora = self.config.model, self.config.training.training_type == "lora"
+        return self.run_dir / (LORA_FILE if is_lora else get_family(model.model_name).facts_of(model).trained)
 
     def pipeline(self, device: str | None = None, *, image_to_video: bool = False) -> Any:
         """diffusers' pipeline of the model with the trained weights, in the dtypes of the configuration.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
@@ -97,6 +98,15 @@ class Parts:
             if isinstance(module, nn.Module):
                 module.to(device)
         return self
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """On a device within the block, and on the CPU after it."""
+        self.to(device)
+        try:
+            yield
+        finally:
+            self.to("cpu")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from .files import (
     part_config,
     read_configs,
     replacement_of,
+    trained_part,
     weights_size,
 )
 from .hub import OFFLINE, ask, how_to_download
@@ -72,7 +73,8 @@ class Family:
             ValueError: the checkpoint is of a kind that is not trained, or a config cannot be read.
         """
         configs = read_configs(config, self.facts.parts)
-        return self.read(configs) if {"vae", self.facts.trained} <= configs.keys() else self.facts
+        facts = self.read(configs) if {"vae", trained_part(config)} <= configs.keys() else self.facts
+        return facts.of_expert(config.expert)
 
     def trains(self, config: ModelSection) -> bool:
         """Whether the configured checkpoint is of a kind that the family trains; families may share a class of transformer."""
@@ -89,22 +91,26 @@ class Family:
             config: names it.
             weights: whether weight files are examined too.
         """
-        problems = file_problems(config, self.facts.parts, weights=weights)
+        parts = self.facts.parts
+        with contextlib.suppress(ValueError):  # which is one of the problems
+            parts = self.facts_of(config).parts
+        problems = file_problems(config, parts, weights=weights)
         # Files that cannot be read say nothing about the family.
         return problems or list(self._mismatches(config))
 
     def _mismatches(self, config: ModelSection) -> Iterator[Problem]:
         """Why the checkpoint is none that this family trains, each with the way out."""
         configs = read_configs(config, self.facts.parts)
-        vae, transformer = (configs.get(part, {}) for part in ("vae", self.facts.trained))
-        for part, read, expected in (("vae", vae, self.vae), ("transformer", transformer, self.transformer)):
+        trained = trained_part(config)
+        vae, transformer = (configs.get(part, {}) for part in ("vae", trained))
+        for part, read, expected in (("vae", vae, self.vae), (trained, transformer, self.transformer)):
             found = read.get("_class_name", expected)
             if expected is not None and found != expected:
                 others = [name for name, family in _FAMILIES.items() if found in (family.transformer, family.vae)]
                 way_out = f"use --model_name {others[0]}" if others else "which no model family here has"
                 place = replacement_of(config, part) or config.pretrained_model_name_or_path
                 message = f"{place} holds a {found}, and {self.name} is a {expected}; {way_out}"
-                yield Problem("--model_name" if part == "transformer" else option_of(config, part), message)
+                yield Problem("--model_name" if part == trained else option_of(config, part), message)
         if transformer.get("_class_name", self.transformer) != self.transformer:
             return
         # A transformer of another repository says nothing of the pipeline that it is made for.
@@ -119,7 +125,7 @@ class Family:
             try:
                 self.read(configs)
             except ValueError as error:
-                yield Problem(option_of(config, "transformer"), str(error))
+                yield Problem(option_of(config, trained), str(error))
         latents, given = transformer.get("out_channels"), vae.get("latent_channels")
         if latents is not None and given is not None and latents != given:
             message = (
@@ -129,7 +135,7 @@ class Family:
 
     def weights_on_disk(self, config: ModelSection) -> dict[str, int | None]:
         """Bytes of the weight files of each network, in the order in which they are loaded; None: not all on this disk."""
-        return {part: weights_size(config, part) for part in self.facts.networks}
+        return {part: weights_size(config, part) for part in self.facts_of(config).networks}
 
     def fetch_configs(self, config: ModelSection) -> Fetched:
         """Bring the configs of a hub model onto this disk; the hub is first asked whether it answers at all.
@@ -150,7 +156,7 @@ class Family:
     def configs_not_here(self, config: ModelSection) -> list[tuple[str, str]]:
         """Part and repository of the configs of a hub model that are not on this disk."""
         found = []
-        for part in ("vae", self.facts.trained):
+        for part in ("vae", trained_part(config)):
             root = model_path(replacement_of(config, part) or config.pretrained_model_name_or_path)
             if is_hub_id(root) and part_config(config, part) is None:
                 found.append((part, root))

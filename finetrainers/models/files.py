@@ -31,19 +31,30 @@ _MAIN_FILES = (
 )  # fmt: skip
 
 
+def trained_part(config: ModelSection) -> str:
+    """The part that is trained: of two experts the one for low noise levels is `transformer_2`."""
+    return "transformer_2" if config.expert == "low" else "transformer"
+
+
 def replacement_of(config: ModelSection, part: str) -> str | None:
-    """The id or folder that takes the place of the model's own part."""
+    """The id or folder that takes the place of the model's own part; `transformer_id` is that of the trained one."""
+    if part.startswith("transformer"):
+        return config.transformer_id if part == trained_part(config) else None
     return getattr(config, f"{part}_id", None)
 
 
 def dtype_of(config: ModelSection, part: str) -> str:
     """The dtype that a frozen part is loaded in; a second transformer has that of the first."""
-    return getattr(config, f"{'transformer' if part.startswith('transformer') else part}_dtype", "bf16")
+    return getattr(config, f"{_option_name(part)}_dtype", "bf16")
 
 
 def option_of(config: ModelSection, part: str) -> str:
     """The option that names where a part comes from."""
-    return f"--{part}_id" if replacement_of(config, part) else "--pretrained_model_name_or_path"
+    return f"--{_option_name(part)}_id" if replacement_of(config, part) else "--pretrained_model_name_or_path"
+
+
+def _option_name(part: str) -> str:
+    return "transformer" if part.startswith("transformer") else part
 
 
 def component_file(config: ModelSection, part: str, name: str) -> Path | None:
@@ -129,12 +140,13 @@ def _config_name(part: str) -> str:
 
 
 def read_configs(config: ModelSection, parts: Sequence[str]) -> dict[str, Json]:
-    """The configs of these parts that are on this disk, and the pipeline's.
+    """The configs of these parts that are on this disk, the pipeline's, and those of the other networks that it lists.
 
     Raises:
         ValueError: a file holds none.
     """
-    found = {part: part_config(config, part) for part in parts if not part.startswith("tokenizer")}
+    wanted = dict.fromkeys((*parts, trained_part(config)))
+    found = {part: part_config(config, part) for part in wanted if not part.startswith("tokenizer")}
     root = model_path(config.pretrained_model_name_or_path)
     index: Path | None = Path(root) / f"{MODEL_INDEX}.json"
     if is_hub_id(root):
@@ -142,6 +154,10 @@ def read_configs(config: ModelSection, parts: Sequence[str]) -> dict[str, Json]:
     if index is not None and index.is_file():
         with contextlib.suppress(ValueError):  # only newer checkpoints are told by it
             found[MODEL_INDEX] = read_json(index)
+    for part, known in (found.get(MODEL_INDEX) or {}).items():
+        if part not in found and isinstance(known, list) and known[:1] != [None] and is_network(part):
+            with contextlib.suppress(ValueError):
+                found[part] = part_config(config, part)
     return {part: settings for part, settings in found.items() if settings is not None}
 
 

@@ -15,7 +15,7 @@ from finetrainers.utils.addresses import resolve
 
 from .families import FAMILIES
 from .family import Family, families, register_model
-from .files import folder_on_disk, is_hub_id, part_config, read_json, replacement_of
+from .files import folder_on_disk, is_hub_id, part_config, read_json, replacement_of, trained_part
 
 __all__ = [
     "Family",
@@ -88,7 +88,7 @@ def with_family(model: ModelSection) -> ModelSection:
     for name, family in families().items():
         known = _plain(place) in map(_plain, family.published) and is_hub_id(place)
         with contextlib.suppress(ValueError):  # a damaged file tells nothing, and is reported for any family
-            kind = (part_config(model, family.facts.trained) or {}).get("_class_name") or kind
+            kind = (part_config(model, trained_part(model)) or {}).get("_class_name") or kind
         if (kind == family.transformer and family.trains(model)) or (kind is None and known):
             return model.model_copy(update={"model_name": name})
     what = f"{place} holds a {kind}, of no supported family" if kind else f"no config of {place} on this disk tells it"
@@ -124,7 +124,7 @@ def noise_process_of(config: ModelSection) -> str | None:
 
 def transformer_digest(config: ModelSection) -> str | None:
     """A short name of the configured transformer's weights, wherever they lie; None where they are not all on disk."""
-    return _weights_digest(config, "transformer")
+    return _weights_digest(config, trained_part(config))
 
 
 def vae_digest(config: ModelSection) -> str | None:

@@ -29,7 +29,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 def save_lora(directory: Path, state_dict: Mapping[str, Tensor], metadata: dict[str, Any], *, part: str) -> None:
     """Write `pytorch_lora_weights.safetensors`, with rank and alpha in its metadata, as `save_lora_weights` of pipelines does.
 
-    `load_lora_weights` of the family's pipeline reads it. Where the pipeline has no such method, or does not know the part,
+    `load_lora_weights` of the family's pipeline reads it. Where the pipeline has no such method,
     `load_lora_adapter(..., prefix=part)` of the network does.
     """
     # PEFT's config holds sets, which have no order that is the same in every process, and enums; the file's metadata is JSON.

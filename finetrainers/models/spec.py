@@ -115,7 +115,7 @@ class ModelSpec(ABC):
         Raises:
             ValueError: the checkpoint is of a kind that the family does not train.
         """
-        return self._read(self.configs)
+        return self._read(self.configs).of_expert(self.config.expert)
 
     def process(self, scheduler: Any) -> Process:
         """The noise process that the checkpoint was trained with; default: flow matching.
@@ -189,6 +189,10 @@ class ModelSpec(ABC):
     def companions(self) -> Parts:
         """Frozen parts that only sampling needs: another expert, say. Loaded for the first sample, and on the CPU between samples."""
         return common.load_frozen(self.parts, self.config, self.facts.companions)
+
+    def network_at(self, quantile: float, trained: nn.Module) -> nn.Module:
+        """The network that denoises at a noise-level quantile when clips are sampled: the trained one, or the other expert."""
+        return trained if self.facts.trains_at(quantile) else self.companions[self.facts.companions[0]]
 
     # ---- conditioning and latents ------------------------------------------------------------------------------
 
@@ -438,7 +442,7 @@ class ModelSpec(ABC):
 
     def save_lora(self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]) -> None:
         """Write `pytorch_lora_weights.safetensors`, with alpha and rank, as `load_lora_weights` reads them."""
-        saving.save_lora(directory, state_dict, adapter_metadata, part=self.facts.trained)
+        saving.save_lora(directory, state_dict, adapter_metadata, part=self._lora_prefix)
 
     def read_lora(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Adapter weights of a LoRA file by their names in the network, and the PEFT settings stored with them.
@@ -448,7 +452,7 @@ class ModelSpec(ABC):
         Raises:
             ValueError: the file holds no LoRA of this network, or one that is not made of numbers.
         """
-        return saving.read_lora(self.pipeline_class, path, part=self.facts.trained, family=self.name)
+        return saving.read_lora(self.pipeline_class, path, part=self._lora_prefix, family=self.name)
 
     def load_lora(self, transformer: nn.Module, path: Path) -> None:
         """Load a LoRA file as the adapter `default`; see `read_lora`."""
@@ -456,23 +460,31 @@ class ModelSpec(ABC):
         transformer.load_lora_adapter(state, adapter_name="default", prefix=None, metadata=metadata or None)  # type: ignore[operator]
 
     @property
-    def pipeline_loads_loras(self) -> bool:
-        """Whether the pipeline reads LoRA files for the part that is trained; else the network itself does."""
-        return getattr(self.pipeline_class, "transformer_name", None) == self.facts.trained
+    def _lora_prefix(self) -> str:
+        """What the trained part is called in LoRA files: the pipeline's loader, if it has one, knows one name for both experts."""
+        return getattr(self.pipeline_class, "transformer_name", self.facts.trained)
+
+    @property
+    def _lora_options(self) -> dict[str, bool] | None:
+        """Options of the pipeline's own loader of LoRA files; None: it has none, and the network itself reads them."""
+        if not hasattr(self.pipeline_class, "transformer_name"):
+            return None
+        part = self.facts.trained
+        return {} if part == self._lora_prefix else {f"load_into_{part}": True}
 
     def load_into(self, pipeline: Any, path: Path) -> None:
         """Load a LoRA file of ours into a pipeline, as its users do."""
-        part, place = self.facts.trained, {"weight_name": path.name}
-        if self.pipeline_loads_loras:
-            pipeline.load_lora_weights(str(path.parent), **place)
+        part, options, folder = self.facts.trained, self._lora_options, str(path.parent)
+        if options is not None:
+            pipeline.load_lora_weights(folder, weight_name=path.name, **options)
         else:
-            getattr(pipeline, part).load_lora_adapter(str(path.parent), prefix=part, **place)
+            getattr(pipeline, part).load_lora_adapter(folder, prefix=part, weight_name=path.name)
 
     def load_call(self, location: str) -> str:
         """The call with which users load a LoRA of ours into their pipeline, for the model card."""
-        part, place = self.facts.trained, json.dumps(location)
-        if self.pipeline_loads_loras:
-            return f"load_lora_weights({place})"
+        part, options, place = self.facts.trained, self._lora_options, json.dumps(location)
+        if options is not None:
+            return f"load_lora_weights({place}{''.join(f', {name}={value}' for name, value in options.items())})"
         return f'{part}.load_lora_adapter({place}, prefix="{part}", weight_name="{saving.LORA_FILE}")'
 
     def save_full(self, directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> None:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from torch import Tensor
+from transformers import T5EncoderModel, T5TokenizerFast
 
-from finetrainers.models import family
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.facts import Configs, Facts
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.load import load_config
+from finetrainers.engine.callbacks import validation
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.training import TrainResult
+from finetrainers.models import common, family
 from finetrainers.models.families import ltx_video
 from finetrainers.models.family import Family
 from finetrainers.models.ltx_video import LTXVideoSpec
+from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats
+from finetrainers.utils.seeding import generator
 
 
 def register(monkeypatch: pytest.MonkeyPatch, **entry: Any) -> None:
@@ -26,7 +41,7 @@ class Continuation(LTXVideoSpec):
     """Predicts what follows a clip's first latent frame, each frame at a noise level of its own."""
 
     noise_per = "frame"
-    calls: list[tuple[tuple[int, ...], Tensor]] = []  # noqa: RUF012
+    calls: ClassVar[list[tuple[tuple[int, ...], Tensor]]] = []
 
     def section(self, latents: Tensor, generators: Sequence[torch.Generator]) -> tuple[Tensor, dict[str, Tensor]]:
         return latents[:, :, 1:], {"history": latents[:, :, :1]}
@@ -64,3 +79,163 @@ def test_a_section_is_trained_with_a_noise_level_for_every_frame(
     assert len(losses) == 20
     [before, *_, after] = [row["eval_loss"] for row in done.metrics if "eval_loss" in row]
     assert after < before
+
+
+# ---- two experts, as Wan 2.2's -----------------------------------------------------------------------------------------
+
+BOUNDARY, TOKENS = 0.875, 32
+
+
+class Wan(ModelSpec):
+    parts: ClassVar = {
+        "tokenizer": T5TokenizerFast,
+        "text_encoder": T5EncoderModel,
+        "vae": AutoencoderKLWan,
+        "transformer": WanTransformer3DModel,
+        "transformer_2": WanTransformer3DModel,
+    }
+    pipeline_class = WanPipeline
+    blocks = ("blocks",)
+    calls: ClassVar[list[tuple[Any, float]]] = []
+
+    @torch.no_grad()
+    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
+        pipeline = common.build_pipeline(WanPipeline, encoders.modules)
+        embeds, _ = pipeline.encode_prompt(
+            list(prompts), do_classifier_free_guidance=False, max_sequence_length=TOKENS, device=torch.device("cpu")
+        )
+        return Conditions({"prompt_embeds": embeds})
+
+    def vae_stats(self, vae: Any) -> VAEStats:
+        mean, std = (torch.tensor(getattr(vae.config, name)) for name in ("latents_mean", "latents_std"))
+        return VAEStats(mean=mean, scale=1 / std)
+
+    def predict(self, transformer: Any, x: Tensor, t: Tensor, conditions: Conditions, meta: Any) -> Tensor:
+        self.calls.append((common.unwrap(transformer), t.min().item()))
+        text = conditions["prompt_embeds"]
+        return transformer(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
+
+
+def read_wan(configs: Configs) -> Facts:
+    boundary = configs.get("model_index", {}).get("boundary_ratio")
+    return Facts(Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=16.0), boundary=boundary)
+
+
+@pytest.fixture
+def wan(tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny repository with both experts, of a family that is registered for this test."""
+    torch.manual_seed(0)
+    latents = {"z_dim": 16, "latents_mean": [0.1] * 16, "latents_std": [1.5] * 16}
+    shape = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 32, "ffn_dim": 32, "num_layers": 2}
+    ltx = tiny_repo("ltx_video")
+    encoder = T5EncoderModel.from_pretrained(ltx / "text_encoder")
+    shape["text_dim"] = encoder.config.d_model
+    WanPipeline(
+        tokenizer=T5TokenizerFast.from_pretrained(ltx / "tokenizer"),
+        text_encoder=encoder,
+        vae=AutoencoderKLWan(base_dim=3, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **latents),
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        transformer=WanTransformer3DModel(**shape),
+        transformer_2=WanTransformer3DModel(**shape),
+        boundary_ratio=BOUNDARY,
+    ).save_pretrained(tmp_path / "wan")
+    register(monkeypatch, name="wan", spec=Wan, transformer="WanTransformer3DModel", read=read_wan)
+    monkeypatch.setattr(Wan, "calls", [])
+    return tmp_path / "wan"
+
+
+@pytest.mark.parametrize(
+    ("expert", "training_type"),
+    [("high", "lora"), ("low", "lora"), ("low", "full-finetune"), ("high", "full-finetune")],
+)
+def test_either_expert_is_trained_and_sampled_with_the_other(
+    expert: str, training_type: str, wan: Path, options: Callable[..., dict], run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    written: list[np.ndarray] = []
+    write = validation.write_sample
+    monkeypatch.setattr(validation, "write_sample", lambda *a, **k: written.append(a[2]) or write(*a, **k))
+    part, other = ("transformer", "transformer_2") if expert == "high" else ("transformer_2", "transformer")
+    done = run(
+        **options(
+            training_type=training_type, train_steps=3, eval_num_items=1, eval_steps=3, clips=2,
+            validation_prompts="a red ball@@@9x64x64", validation_inference_steps=4, validation_guidance_scale=2.0,
+        )
+        | {"model_name": "wan", "pretrained_model_name_or_path": str(wan), "expert": expert}
+    )  # fmt: skip
+    levels = [t for _, t in Wan.calls]
+    assert all((t >= BOUNDARY) == (expert == "high") for t in levels)
+    assert len(levels) > 3
+    assert not (done.root / other).exists()
+
+    stock = WanPipeline.from_pretrained(wan)
+    card = (done.root / "README.md").read_text()
+    if training_type == "lora":
+        second = ", load_into_transformer_2=True" if expert == "low" else ""
+        assert f'pipe.load_lora_weights("{done.root}"{second})' in card
+        stock.load_lora_weights(str(done.root), **({"load_into_transformer_2": True} if second else {}))
+    else:
+        assert f"pipe = WanPipeline.from_pretrained({json.dumps(str(wan))}, {part}={part}," in card
+        trained = WanTransformer3DModel.from_pretrained(done.root / part)
+        stock = WanPipeline.from_pretrained(wan, **{part: trained})
+    ours = TrainResult(done.state.config, step=3).pipeline("cpu")
+    for pipeline in (stock, ours):
+        frames = pipeline(
+            prompt="a red ball", num_frames=9, height=64, width=64, num_inference_steps=4, guidance_scale=2.0,
+            max_sequence_length=TOKENS, generator=generator("cpu", done.state.config.training.seed, "validation", 0, 0),
+            output_type="np",
+        ).frames[0]  # fmt: skip
+        assert np.array_equal((frames * 255).round().astype(np.uint8), written[-1])
+    base = WanPipeline.from_pretrained(wan)
+    assert all(map(torch.equal, getattr(ours, other).state_dict().values(), getattr(base, other).state_dict().values()))
+
+
+@pytest.mark.parametrize(("method", "expert"), [("grpo", "low"), ("grpo", "high"), ("nft", "low")])
+def test_rewards_train_one_expert_at_its_noise_levels(
+    method: str, expert: str, wan: Path, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\n")
+    values = {
+        "model_name": "wan", "pretrained_model_name_or_path": str(wan), "expert": expert, "method": method,
+        "prompts": str(tmp_path / "prompts.txt"), "reward": ["brightness"], "rollout_size": "9x64x64", "rank": 4,
+        "output_dir": str(tmp_path / "run"), "sampling_steps": 8, "num_generations": 2, "prompts_per_step": 1,
+        "train_steps": 1, "transformer_dtype": "fp32", "vae_dtype": "fp32", "text_encoder_dtype": "fp32",
+        "batch_size": 2,
+    }  # fmt: skip
+    if method == "grpo":
+        values |= {"window_size": 0}
+    else:
+        values |= {"init_same_noise": False}
+    done = run(**values)
+    trained = done.state.network
+    rollout, rest = Wan.calls[:8], Wan.calls[8:]
+    assert [t for _, t in rollout] == sorted((t for _, t in rollout), reverse=True)
+    own = [(t >= BOUNDARY) == (expert == "high") for _, t in rollout]
+    assert any(own)
+    assert not all(own)
+    assert [network is trained for network, _ in rollout] == own
+    assert all((t >= BOUNDARY) == (expert == "high") for _, t in rest)
+    assert len(rest) >= 1
+    if method == "grpo":
+        with pytest.raises(ConfigError, match=r"a window of 6 steps does not fit: .* the trained expert denoises"):
+            run(**values | {"output_dir": str(tmp_path / "other"), "window_size": 6, "window_range": [0.0, 1.0]})
+
+
+def test_an_expert_is_chosen_and_replaced(wan: Path, options: Callable[..., dict], tmp_path: Path) -> None:
+    values = options() | {"model_name": "wan", "pretrained_model_name_or_path": str(wan)}
+    with pytest.raises(
+        ConfigError, match=r"--expert: is not set, and this model has two networks: `high` .* from 0.875 on"
+    ):
+        preflight(load_config(**values))
+    with pytest.raises(ConfigError, match="--expert: this model has one network"):
+        preflight(load_config(**options(expert="low")))
+
+    shutil.copytree(wan / "transformer", tmp_path / "mine" / "transformer_2")
+    config = load_config(**values, expert="low", transformer_id=str(tmp_path / "mine"))
+    spec = preflight(config).family.load(config.model)
+    first = WanTransformer3DModel.from_pretrained(wan / "transformer").state_dict()
+    for network in (spec.load_transformer(torch.float32), spec.companions["transformer"]):
+        assert all(map(torch.equal, network.state_dict().values(), first.values()))
+    shutil.rmtree(wan / "transformer")
+    with pytest.raises(ConfigError, match="no folder 'transformer'"):
+        preflight(config)

@@ -15,10 +15,7 @@ from diffusers import DiffusionPipeline, LTXVideoTransformer3DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from finetrainers.config.errors import ConfigError
 from finetrainers.config.facts import Configs, Facts
-from finetrainers.config.load import load_config
-from finetrainers.engine.preflight import preflight
 from finetrainers.engine.training import TrainResult
 from finetrainers.models import family
 from finetrainers.models.families import ltx_video
@@ -49,9 +46,7 @@ def read(configs: Configs) -> Facts:
     facts = ltx_video({**configs, "transformer": configs.get("transformer_2", {})})
     return replace(
         facts,
-        trained="transformer_2",
-        companions=("transformer",),
-        noise_range=(0.0, 0.5),
+        boundary=0.5,
         lora_targets=("to_k", "to_v"),
     )
 
@@ -76,7 +71,7 @@ def test_the_second_expert_is_trained_saved_resumed_and_loaded(
 ) -> None:
     values = options(
         clips=2, training_type=training_type, train_steps=2, checkpointing_steps=1, first_frame_conditioning_p=0.0
-    ) | {"model_name": "two", "pretrained_model_name_or_path": str(two)}
+    ) | {"model_name": "two", "pretrained_model_name_or_path": str(two), "expert": "low"}
     done = run(**values)
     assert done.state.method.noise_levels.within == (0.0, 0.5)
     base = load_file(two / "transformer_2" / "diffusion_pytorch_model.safetensors")
@@ -111,12 +106,3 @@ def test_the_second_expert_is_trained_saved_resumed_and_loaded(
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
     again = run(**values | {"output_dir": str(tmp_path / "again"), "init_from": str(done.root), "train_steps": 1})
     assert again.state.step == 1
-
-
-def test_one_expert_does_not_sample_alone(two: Path, options: Callable[..., dict], tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("a red ball\n")
-    values = {"model_name": "two", "pretrained_model_name_or_path": str(two), "method": "grpo",
-              "prompts": str(tmp_path / "prompts.txt"), "reward": ["brightness"], "rollout_size": "9x64x64",
-              "output_dir": str(tmp_path / "run")}  # fmt: skip
-    with pytest.raises(ConfigError, match="one of two experts is trained, and clips are sampled with both"):
-        preflight(load_config(**values))

@@ -50,8 +50,6 @@ def check_config(
     if config.training.method in REWARD_METHODS:
         if facts.first_frame == "channels":
             found.error("method", "this checkpoint animates an image, and prompts bring none; use a text-to-video one")
-        if facts.noise_range != (0.0, 1.0):
-            found.error("method", "one of two experts is trained, and clips are sampled with both; use --method sft")
         check_grpo(config, facts, found, world_size=launched_processes() if world_size is None else world_size)
         return found
     _check_diffusion(config, facts, found)
@@ -103,6 +101,14 @@ def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[Validati
 
 def _check_model(config: TrainConfig, facts: Facts, found: Findings) -> None:
     model = config.model
+    if facts.boundary is None and model.expert is not None:
+        found.error("expert", "this model has one network for all noise levels; remove it")
+    if facts.boundary is not None and model.expert is None:
+        found.error(
+            "expert",
+            f"is not set, and this model has two networks: `high` for noise levels from {facts.boundary:g} on, and `low` for "
+            "those below; train one, and the other in a run of its own",
+        )
     if model.text_encoder_3_dtype is not None:
         found.error("text_encoder_3_dtype", "no supported model family has a third text encoder; remove it")
     if "text_encoder_2" not in facts.parts:

@@ -155,7 +155,7 @@ class NFT(RolloutMethod[Noised]):
 
     def _order(self, *key: int) -> list[int]:
         """The sampler's steps in an order of a clip's own, repeated if a clip is trained at more levels than there are."""
-        order = list(range(len(self.sampler.times)))
+        order = list(self.sampler.tables.own)
         random.Random(derive_seed(self.seed, "levels", *key)).shuffle(order)
         return order * -(-self.repeats // len(order))
 

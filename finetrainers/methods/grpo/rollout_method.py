@@ -55,7 +55,8 @@ class RolloutMethod(ABC, Generic[T]):
 
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         """A rollout of the policy that samples, by default the one that is trained."""
-        return self.collector.collect(transformer, rollout)
+        with self.sampler.spec.companions.on(self.sampler.device):
+            return self.collector.collect(transformer, rollout)
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[T]]:
         if not self.can_stop_after(start):
@@ -99,7 +100,8 @@ class RolloutMethod(ABC, Generic[T]):
         return bool(self.evaluation.prompts)
 
     def evaluate(self, transformer: nn.Module) -> Evaluation:
-        return self.evaluation.run(transformer)
+        with self.sampler.spec.companions.on(self.sampler.device):
+            return self.evaluation.run(transformer)
 
 
 class _TimedStep(Step[T]):

@@ -57,7 +57,7 @@ class Sampler:
         self.times = parts.spec.sampling_times(
             parts.scheduler, section.sampling_steps, num_tokens=geometry.num_tokens(*size), shift=section.shift
         )
-        self.tables = StepTables(parts.config, parts.process, self.times)
+        self.tables = StepTables(parts.config, parts.process, self.times, parts.spec.facts)
         self.shape = (network.config.out_channels, *geometry.denoised_shape(*size))
         self.device = parts.parallel.device
         self.storage = DTYPES[section.trajectory_dtype]
@@ -128,7 +128,8 @@ class Sampler:
             at = [table.at(index[:1], self.device) for table in tables]
             now = Transitions(*(torch.cat(parts) for parts in zip(*at, strict=True)))
             time = self.time(index)
-            prediction = self.predict(transformer, x, time, conditions)
+            network = self.spec.network_at(float(self.times[step]), transformer)
+            prediction = self.predict(network, x, time, conditions)
             mean = transition_mean(self.process, prediction, x, time, now)
             noise = torch.zeros_like(mean)
             if any(float(table.std[step]) > 0 for table in tables):

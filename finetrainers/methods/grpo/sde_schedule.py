@@ -24,6 +24,7 @@ from torch import Tensor
 from finetrainers.config.grpo import GRPOSection, step_range, trained_steps
 from finetrainers.diffusion.policy import Transitions
 from finetrainers.utils.seeding import derive_seed
+from finetrainers.utils.text import plural
 
 StepWeight = Literal["none", "flash", "noise"]
 
@@ -37,20 +38,42 @@ class Windows:
     DanceGRPO draws the steps of `timestep_fraction` for every clip; here the clips of a slot share the draw. Their
     advantages sum to zero, and so do they at every step trained on all of them: what a step's gradient has in common for
     all clips cancels. With a draw for every clip it would stay, as noise.
+
+    Attributes:
+        section: the options.
+        seed: of the run.
+        own: the steps that the trained network denoises.
+
+    Raises:
+        ValueError: the window does not fit into them.
     """
 
     section: GRPOSection
     seed: int
+    own: range
+
+    def __post_init__(self) -> None:
+        if self.num_stochastic > len(self._allowed) or not self.num_trained:
+            raise ValueError(
+                f"a window of {plural(self.num_stochastic, 'step')} does not fit: of the steps that may be trained, the trained "
+                f"expert denoises {len(self._allowed)}; use another --window_range, or more --sampling_steps"
+            )
+
+    @property
+    def _allowed(self) -> range:
+        """The steps that may be trained."""
+        allowed = step_range(self.section)
+        return range(max(allowed.start, self.own.start), min(allowed.stop, self.own.stop))
 
     @property
     def num_stochastic(self) -> int:
         """Stochastic steps of a clip, the same for every clip and rollout."""
-        return self.section.window_size or self.section.sampling_steps - 1
+        return self.section.window_size or len(self._allowed)
 
     @property
     def num_trained(self) -> int:
         """Trained steps of a clip, the same for every clip and rollout, so that all ranks do equal work."""
-        return trained_steps(self.section)
+        return trained_steps(self.section, self.num_stochastic)
 
     def stochastic(self, rollout: int, slot: int = 0) -> tuple[int, ...]:
         """Steps at which the clips of a slot get noise, ascending."""
@@ -80,7 +103,7 @@ class Windows:
 
     def _starts(self) -> list[int]:
         """First steps of the windows, for `random` all equally likely, for `progressive` in their order."""
-        allowed = step_range(self.section)
+        allowed = self._allowed
         last = allowed.stop - self.num_stochastic
         if self.section.window_strategy == "fixed":
             return [allowed.start]

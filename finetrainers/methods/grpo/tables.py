@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.facts import Facts
 from finetrainers.config.grpo import kernel
 from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.policy import Transitions, levels, only, step_lengths, transitions
@@ -22,17 +23,22 @@ DEFAULT_ETA = {"flow": 0.7, "dance": 0.25, "cps": 0.7, "ddim": 0.3}
 class StepTables:
     """Transitions, trained steps and step weights of every group; pure functions of rollout and slot."""
 
-    def __init__(self, config: TrainConfig, process: Process, times: Tensor) -> None:
+    def __init__(self, config: TrainConfig, process: Process, times: Tensor, facts: Facts) -> None:
         """Args:
             config: the run; with `nft`, no transition is stochastic.
             process, times: the noise process, and the process times of the steps, `[S]`.
+            facts: of the checkpoint; one of two experts is trained at its own steps alone.
 
         Raises:
-            ValueError: the sampler's noise does not go with these noise levels.
+            ValueError: the sampler's noise, or the window, does not go with these noise levels.
         """
         section = config.grpo
         alpha, sigma = levels(process, times)
-        self.windows = None if config.training.method == "nft" else Windows(section, config.training.seed)
+        own = [step for step, time in enumerate(times.tolist()) if facts.trains_at(time)]
+        if not own:
+            raise ValueError("none of the sampling steps is within the noise levels of the expert that is trained")
+        self.own = range(own[0], own[-1] + 1)
+        self.windows = None if config.training.method == "nft" else Windows(section, config.training.seed, self.own)
         self.deterministic = self.stochastic = transitions("ode", alpha, sigma, eta=0.0)
         self.lengths = step_lengths(alpha, sigma)
         self.weights = torch.zeros(len(times), dtype=torch.float64)
@@ -68,6 +74,6 @@ def check_noise(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> No
     section, scheduler = config.grpo, spec.load_scheduler()
     try:
         times = spec.sampling_times(scheduler, section.sampling_steps, num_tokens=plan.num_tokens, shift=section.shift)
-        StepTables(config, spec.process(scheduler), times)
+        StepTables(config, spec.process(scheduler), times, spec.facts)
     except ValueError as error:
         raise ConfigError([Problem("--sampler", f"does not go with the checkpoint's scheduler: {error}")]) from error

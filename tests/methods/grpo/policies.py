@@ -11,6 +11,7 @@ import torch
 from one_of import OneOf
 from torch import Tensor, nn
 
+from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
 from finetrainers.diffusion.process import FlowMatching, Process, VariancePreserving
@@ -19,7 +20,7 @@ from finetrainers.methods.grpo.collect import Collector
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.nft import NFT
 from finetrainers.methods.grpo.prompts import Prompt, PromptOrder
-from finetrainers.models.spec import Conditions, VideoMeta
+from finetrainers.models.spec import Conditions, ModelSpec, Parts, VideoMeta
 
 SHAPE = (4, 2, 4, 4)
 NUM_PROMPTS = 4
@@ -82,7 +83,9 @@ class Adapted(Network):
 class Spec:
     """What a sampler asks of a model's spec."""
 
-    facts = SimpleNamespace(guidance=None)
+    facts = Facts(Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0))
+    companions = Parts({})
+    network_at = ModelSpec.network_at
 
     def __init__(self, times: Tensor) -> None:
         self.times = times

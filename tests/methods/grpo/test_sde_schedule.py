@@ -21,7 +21,7 @@ STRATEGIES = ["fixed", "progressive", "random"]
 
 def windows(steps: int = 16, *, seed: int = 5, size: int = 2, fraction: float = 1.0, **options: Any) -> Windows:
     given = {f"window_{name}": value for name, value in {"size": size, **options}.items()}
-    return Windows(GRPOSection(sampling_steps=steps, timestep_fraction=fraction, **given), seed)
+    return Windows(GRPOSection(sampling_steps=steps, timestep_fraction=fraction, **given), seed, range(steps))
 
 
 # ---- which steps ---------------------------------------------------------------------------------------------------
