@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +156,6 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
     from finetrainers.config.load import load_config
     from finetrainers.data.cache.encoder_index import recall_models
     from finetrainers.data.cache.keys import CacheKeys, text_key
-    from finetrainers.data.cache.store import TensorCache
     from finetrainers.data.inspect.file_facts import FileFacts
     from finetrainers.engine.preflight import for_preparing, preflight
 
@@ -171,17 +170,8 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         complete = bool(texts and (vaes or not clips))
         digests.learn(clip.path for clip in clips)
         for vae in vaes:
-            names = CacheKeys(
-                TensorCache(directory / "tensors"),
-                digests,
-                text_identity="",
-                vae_identity=vae.identity,
-                data=config.data,
-                seed=config.training.seed,
-                with_first_frame=vae.with_first_frame,
-                first_frame_noise=vae.first_frame_noise if config.data.first_frame_noise else None,
-                tiled=checked.family.load(config.model).tiles_by_size,
-            )
+            tiled = checked.family.load(config.model).tiles_by_size
+            names = replace(CacheKeys.of(directory, config), digests=digests, vae=vae, tiled=tiled)
             keys.update(names.video(clip) for clip in clips)
         if not complete:
             message = (

@@ -22,7 +22,7 @@ from one_of import OneOf
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import DataloaderSection, DataSection
 from finetrainers.data.buckets.clip import Clip
-from finetrainers.data.cache.keys import CacheKeys
+from finetrainers.data.cache.keys import CacheKeys, EncoderEntry
 from finetrainers.data.cache.store import CacheError, TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.loading import workers
@@ -161,7 +161,9 @@ def test_a_pipe_in_the_place_of_a_file_hangs_nothing(make_video: Callable[..., P
 
 def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], tmp_path: Path) -> None:
     clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, seed=k)) for k in range(3)]
-    keys = CacheKeys(TensorCache(tmp_path / "t"), FileFacts(tmp_path / "d"), "t", "v", DataSection(), seed=7)
+    keys = CacheKeys(
+        TensorCache(tmp_path / "t"), FileFacts(tmp_path / "d"), "t", EncoderEntry("v"), DataSection(), seed=7
+    )
     encode_text = lambda prompts: Conditions({"embeds": torch.ones(len(prompts), 3, 2)})  # noqa: E731
     precompute_text((c.caption for c in clips), encode_text, keys, OneOf())
     precompute_video(

@@ -18,7 +18,7 @@ from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataloaderSection, DataSection
 from finetrainers.data.buckets.clip import Clip
-from finetrainers.data.cache.keys import CacheKeys
+from finetrainers.data.cache.keys import CacheKeys, EncoderEntry
 from finetrainers.data.cache.store import CacheError, TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.loading.batch_sampler import BatchSampler, MicroBatch
@@ -74,7 +74,7 @@ def clips(tmp_path: Path, make_video, make_image) -> list[Clip]:
 
 def keys_for(root: Path, data: DataSection, *, text: str = "t", vae: str = "v", first_frame: bool = False) -> CacheKeys:
     cache, digests = TensorCache(root / "tensors"), FileFacts(root / "digests")
-    return CacheKeys(cache, digests, text, vae, data, seed=7, with_first_frame=first_frame)
+    return CacheKeys(cache, digests, text, EncoderEntry(vae, first_frame), data, seed=7)
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -227,8 +227,7 @@ def test_the_noise_of_a_first_frame_belongs_to_the_sample(clips: list[Clip], tmp
     assert stds.std().item() == pytest.approx(0.5, abs=0.06)
 
     plain, noisy = (
-        replace(keys_for(tmp_path / "cache", DataSection(), first_frame=True), first_frame_noise=n)
-        for n in (None, noise)
+        replace(keys_for(tmp_path / "cache", DataSection()), vae=EncoderEntry("v", True, n)) for n in (None, noise)
     )
     names = {
         keys.video(clips[0])

@@ -52,10 +52,10 @@ def test_values_come_back_exactly(tmp_path: Path) -> None:
     cache = TensorCache(tmp_path)
     tensors = {"a": torch.randn(2, 3).to(torch.bfloat16), "b": torch.randn(4, 4).t(), "m": torch.tensor([True, False])}
     key = cache.key(kind="x", bucket=(9, 32, 48))
-    assert not cache.has(key)
+    assert cache.missing([key])
     assert cache.get(key) is None
     size = cache.put(key, tensors, {"kind": "x", "of": "a thing"})
-    assert cache.has(key)
+    assert not cache.missing([key])
     found = cache.get(key)
     assert found is not None
     assert found.keys() == tensors.keys()
@@ -86,18 +86,20 @@ def test_damage_is_detected_logged_and_removed(tmp_path: Path, caplog: pytest.Lo
     broken = {"cut": bytes(data[:-50]), "empty": b"", "flipped": bytes(data), "text": b"hello"}[damage]
     path.write_bytes(broken)
     reader = TensorCache(tmp_path)
-    assert reader.has(name(1))  # the index says so: nothing is opened at a start
+    assert not reader.missing([name(1)])  # the index says so: nothing is opened at a start
     with caplog.at_level(logging.WARNING):
         assert reader.get(name(1)) is None
     assert "removed the damaged cache entry" in caplog.text
     assert not path.exists()
-    assert not reader.has(name(1))
-    assert not TensorCache(tmp_path).has(name(1))  # and others are told
+    assert reader.missing([name(1)])
+    assert TensorCache(tmp_path).missing([name(1)])  # and others are told
 
     path.write_bytes(broken)  # doubted once, so what a later start believes is the file, not the index
-    assert TensorCache(tmp_path).has(name(1)) == (damage == "flipped")  # of which a header is all that is read
+    assert bool(TensorCache(tmp_path).missing([name(1)])) == (
+        damage != "flipped"
+    )  # of which a header is all that is read
     TensorCache(tmp_path).put(name(1), {"x": torch.ones(1)})
-    assert TensorCache(tmp_path).has(name(1))
+    assert not TensorCache(tmp_path).missing([name(1)])
 
 
 def test_a_start_opens_no_entry_that_the_index_knows(tmp_path: Path, calls: Counter[str]) -> None:

@@ -17,12 +17,12 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.data.buckets.frames import num_available, playback_fps, select_frames
 from finetrainers.data.buckets.windows import window_starts
+from finetrainers.data.cache.keys import CacheKeys, EncoderEntry
 from finetrainers.data.cache.store import TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.inspect.survey import survey_dataset
-from finetrainers.data.loading.precompute import CacheKeys
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.decode import load_clip
 from finetrainers.utils.seeding import generator
@@ -147,7 +147,7 @@ def test_chunks_are_consecutive_and_each_is_a_clip(tmp_path: Path, make_video, m
     assert torch.equal(torch.cat(cuts, dim=1), full_decode(long)[:, 0:54:2])
 
     data = DataSection(data_root=tmp_path, **options)
-    keys = CacheKeys(TensorCache(tmp_path / "t"), FileFacts(tmp_path / "d"), "text", "vae", data, seed=7)
+    keys = CacheKeys(TensorCache(tmp_path / "t"), FileFacts(tmp_path / "d"), "text", EncoderEntry("vae"), data, seed=7)
     assert len({keys.video(clip) for clip in made.clips}) == 5
     # No chunk of a held-out item is trained on.
     held = plan(tmp_path, **options, eval_num_items=2)

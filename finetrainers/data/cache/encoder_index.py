@@ -8,9 +8,10 @@ they were, so that a start that finds every caption need not load gigabytes to n
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+
+from pydantic import TypeAdapter
 
 from finetrainers.config.root import fields
 from finetrainers.config.sections import ModelSection
@@ -19,26 +20,9 @@ from finetrainers.utils.files import write_json_atomic
 from finetrainers.utils.packaged import SCHEME, model_path
 
 from ..inspect.file_facts import file_version
-from .keys import library_versions
+from .keys import EncoderEntry, Part, encoder_options, library_versions
 from .model_fingerprint import ENCODING_VERSION
 from .store import TensorCache
-
-Part = Literal["text", "vae"]
-
-
-@dataclass(frozen=True)
-class EncoderEntry:
-    """A part of a model that entries were computed with.
-
-    Attributes:
-        identity: see `model_fingerprint`.
-        with_first_frame: which tensors entries of clips hold; see `ModelSpec.clip_version`.
-        first_frame_noise: what is added to the first frame unless that is turned off.
-    """
-
-    identity: str
-    with_first_frame: bool | str = False
-    first_frame_noise: tuple[float, float] | None = None
 
 
 def remember_model(directory: Path, model: ModelSection, part: Part, known: EncoderEntry) -> None:
@@ -52,9 +36,7 @@ def remember_model(directory: Path, model: ModelSection, part: Part, known: Enco
 def recall_models(directory: Path, model: ModelSection, part: Part) -> list[EncoderEntry]:
     """All stored entries of this part of the configured model: its files may have been replaced under the same name."""
     paths = sorted(_folder(directory, model, part).glob("*.json"))
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    noises = [tuple(known.pop("first_frame_noise", None) or ()) for known in found]
-    return [EncoderEntry(**known, first_frame_noise=noise or None) for known, noise in zip(found, noises, strict=True)]
+    return [TypeAdapter(EncoderEntry).validate_json(path.read_bytes()) for path in paths]
 
 
 def remember_files(directory: Path, spec: ModelSpec, identity: str) -> None:
@@ -92,19 +74,8 @@ def _stamp(spec: ModelSpec) -> str | None:
     return TensorCache.key(files=found, transformer=config, versions=library_versions(), encoding=ENCODING_VERSION)
 
 
-def describe_model(model: ModelSection, part: Part) -> str:
-    """A part of a model in a few words, without the machine's folders: `FAMILY VAE of someone/model, bf16`."""
-    options = _values(model, part)
-    own = options.get("vae_id" if part == "vae" else "text_encoder_id")
-    place = str(own or model.pretrained_model_name_or_path)
-    name = Path(place).name if Path(place).exists() else place
-    dtype = options["vae_dtype" if part == "vae" else "text_encoder_dtype"]
-    tiled = ", tiled" if part == "vae" and model.enable_tiling else ""
-    return f"{model.model_name} {'VAE' if part == 'vae' else 'text'} of {name}, {dtype}{tiled}"
-
-
 def _folder(directory: Path, model: ModelSection, part: Part) -> Path:
-    values = _values(model, part)
+    values = encoder_options(model, part)
     for name, value in values.items():
         # One and the same folder has many names; a model that is packaged has one on every machine.
         if fields()[name].place != "model" or not isinstance(value, str) or value.startswith(SCHEME):
@@ -112,10 +83,3 @@ def _folder(directory: Path, model: ModelSection, part: Part) -> Path:
         if Path(model_path(value)).exists():
             values[name] = str(Path(value).resolve())
     return directory / "models" / f"{part}-{TensorCache.key(**values)[:16]}"
-
-
-def _values(model: ModelSection, part: Part) -> dict[str, object]:
-    values = {name: getattr(model, name) for name, option in fields().items() if option.encodes in (part, "both")}
-    if "enable_tiling" in values:  # which clips are tiled by default, the entries' own keys say
-        values["enable_tiling"] = bool(values["enable_tiling"])
-    return values

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
-from finetrainers.config.sections import DataSection
+from finetrainers.config.root import TrainConfig, fields
+from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.utils.seeding import generator
 
 from ..buckets.buckets import Bucket
@@ -23,7 +25,23 @@ from .store import TensorCache
 PIXELS_VERSION = 3
 
 _SHOWN = 60  # characters of a caption in an entry's header
+Part = Literal["text", "vae"]
 _PACKAGES = ("torch", "diffusers", "transformers", "ftfy")
+
+
+@dataclass(frozen=True)
+class EncoderEntry:
+    """A part of a model that entries were computed with.
+
+    Attributes:
+        identity: see `model_fingerprint`.
+        with_first_frame: which tensors entries of clips hold; see `ModelSpec.clip_version`.
+        first_frame_noise: what is added to the first frame unless that is turned off.
+    """
+
+    identity: str
+    with_first_frame: bool | str = False
+    first_frame_noise: tuple[float, float] | None = None
 
 
 def text_key(identity: str, caption: str) -> str:
@@ -39,11 +57,9 @@ class CacheKeys:
         cache: the store of the entries.
         digests: content digests of the media files.
         text_identity: names the text encoders, their weights, dtypes and options.
-        vae_identity: names the VAE likewise.
-        data: whether captions may be dropped, and to what.
+        vae: names the VAE likewise, and says what entries of clips hold.
+        data: whether captions may be dropped, and to what; whether there is noise on the first frame.
         seed: seed of the random starts and crops.
-        with_first_frame: which tensors entries of clips hold, and how they are made; see `ModelSpec.clip_version`.
-        first_frame_noise: what was added to the first frame; see `Facts`.
         tiled: whether the VAE works on tiles of a clip of this bucket, where its identity does not say it.
         text_words, vae_words: the encoders in words, for people.
     """
@@ -51,14 +67,26 @@ class CacheKeys:
     cache: TensorCache
     digests: FileFacts
     text_identity: str
-    vae_identity: str
+    vae: EncoderEntry
     data: DataSection
     seed: int
-    with_first_frame: bool | str = False
-    first_frame_noise: tuple[float, float] | None = None
     tiled: Callable[[Bucket], bool] = field(default=lambda bucket: False)
     text_words: str = ""
     vae_words: str = ""
+
+    @classmethod
+    def of(cls, directory: Path, config: TrainConfig) -> CacheKeys:
+        """Of a run, whose encoders are not known yet, in a directory."""
+        return cls(
+            TensorCache(directory / "tensors"),
+            FileFacts(directory / "digests"),
+            text_identity="",
+            vae=EncoderEntry(""),
+            data=config.data,
+            seed=config.training.seed,
+            text_words=describe_model(config.model, "text"),
+            vae_words=describe_model(config.model, "vae"),
+        )
 
     def text(self, caption: str) -> str:
         """Key of a caption's conditioning."""
@@ -66,11 +94,12 @@ class CacheKeys:
 
     def video(self, clip: Clip) -> str:
         """Key of a clip's moments. It holds the file's content, not its name, and no caption."""
+        noise = self.vae.first_frame_noise if self.data.first_frame_noise else None
         return self.cache.key(
             kind="video",
-            vae=self.vae_identity,
+            vae=self.vae.identity,
             file=self.digests.digest(clip.path),
-            first_frame=[*self.first_frame_noise, self.seed] if self.first_frame_noise else self.with_first_frame,
+            first_frame=[*noise, self.seed] if noise else self.vae.with_first_frame,
             version=PIXELS_VERSION,
             **({"tiled": True} if self.tiled(clip.bucket) else {}),
             **self.cut(clip),
@@ -106,7 +135,7 @@ class CacheKeys:
     def about_video(self, clip: Clip) -> dict[str, str]:
         """What a clip's entry is, for people; the file's name without its folders."""
         words = self.vae_words + (", tiled" if self.tiled(clip.bucket) else "")
-        about = self._about("video", Path(clip.path).name, words, self.vae_identity)
+        about = self._about("video", Path(clip.path).name, words, self.vae.identity)
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 
     def _about(self, kind: str, what: str, model: str, identity: str) -> dict[str, str]:
@@ -126,3 +155,22 @@ def library_versions() -> str:
         except PackageNotFoundError:
             continue
     return ", ".join(found)
+
+
+def describe_model(model: ModelSection, part: Part) -> str:
+    """A part of a model in a few words, without the machine's folders: `FAMILY VAE of someone/model, bf16`."""
+    options = encoder_options(model, part)
+    own = options.get("vae_id" if part == "vae" else "text_encoder_id")
+    place = str(own or model.pretrained_model_name_or_path)
+    name = Path(place).name if Path(place).exists() else place
+    dtype = options["vae_dtype" if part == "vae" else "text_encoder_dtype"]
+    tiled = ", tiled" if part == "vae" and model.enable_tiling else ""
+    return f"{model.model_name} {'VAE' if part == 'vae' else 'text'} of {name}, {dtype}{tiled}"
+
+
+def encoder_options(model: ModelSection, part: Part) -> dict[str, object]:
+    """The options that decide what a part of a model encodes to."""
+    values = {name: getattr(model, name) for name, option in fields().items() if option.encodes in (part, "both")}
+    if "enable_tiling" in values:  # which clips are tiled by default, the entries' own keys say
+        values["enable_tiling"] = bool(values["enable_tiling"])
+    return values

@@ -135,10 +135,6 @@ class TensorCache:
             self._remove_damaged(key, error)
         return None
 
-    def has(self, key: str) -> bool:
-        """Whether there is a whole entry; see `missing`."""
-        return not self.missing([key])
-
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Those of the keys that have no whole entry, each once. Damaged ones are removed and logged.
 

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -209,14 +210,10 @@ def _batches(
     todo: Sequence[tuple[str, Clip]], videos: Iterable[Tensor | str], size: int
 ) -> Iterator[list[tuple[str, Clip, Tensor | str]]]:
     """Clips of one bucket at a time, with their pixels, or why there are none."""
-    batch: list[tuple[str, Clip, Tensor | str]] = []
-    for (key, clip), video in zip(todo, videos, strict=True):
-        if batch and (len(batch) == size or batch[0][1].bucket != clip.bucket):
+    decoded = ((key, clip, video) for (key, clip), video in zip(todo, videos, strict=True))
+    for _, alike in groupby(decoded, key=lambda one: one[1].bucket):
+        while batch := list(islice(alike, size)):
             yield batch
-            batch = []
-        batch.append((key, clip, video))
-    if batch:
-        yield batch
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import ModelSpec, Parts
 from finetrainers.parallel.ranks import Ranks
 
-from ..cache.encoder_index import EncoderEntry, describe_model, recall_files, remember_files, remember_model
-from ..cache.keys import CacheKeys
+from ..cache.encoder_index import recall_files, remember_files, remember_model
+from ..cache.keys import CacheKeys, EncoderEntry
 from ..cache.model_fingerprint import model_fingerprint
-from ..cache.store import TensorCache
-from ..inspect.file_facts import FileFacts
 from .encode import EncodeText
 from .precompute import Encoded, precompute_text
 
@@ -54,15 +52,7 @@ class TextCache:
         self.spec = spec
         self.parallel = parallel
         self._directory = cache_directory(config)
-        self._keys = CacheKeys(
-            TensorCache(self._directory / "tensors"),
-            FileFacts(self._directory / "digests"),
-            text_identity="",
-            vae_identity="",
-            data=config.data,
-            seed=config.training.seed,
-            text_words=describe_model(config.model, "text"),
-        )
+        self._keys = CacheKeys.of(self._directory, config)
 
     def recall(self) -> TextConditioning | None:
         """All texts, if the cache has them on all ranks; None if the text encoders must be loaded.

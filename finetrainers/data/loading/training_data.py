@@ -19,8 +19,8 @@ from finetrainers.models.spec import Batch, ModelSpec, Parts
 from finetrainers.parallel.ranks import Ranks
 
 from ..buckets.clip import all_cuts
-from ..cache.encoder_index import EncoderEntry, describe_model, remember_model
-from ..cache.keys import CacheKeys
+from ..cache.encoder_index import remember_model
+from ..cache.keys import CacheKeys, EncoderEntry
 from ..cache.model_fingerprint import model_fingerprint
 from ..inspect.plan import DatasetPlan
 from .bad_samples import BadSample, BadSampleTracker, Substitutes
@@ -96,29 +96,21 @@ class TrainingData:
 
     def _encode_clips(self, keys: CacheKeys, clip_encoders: Parts) -> CacheKeys:
         """Encode every clip that the cache does not have, on all ranks; the names of entries."""
-        data = self.config.data
-        keys = replace(
-            keys,
-            # Tiling changes latents a little at the seams.
-            vae_identity=model_fingerprint(clip_encoders.modules, tiling=bool(self.config.model.enable_tiling)),
-            with_first_frame=self.spec.clip_version,
-            first_frame_noise=self.spec.facts.first_frame_noise if data.first_frame_noise else None,
-            tiled=self.spec.tiles_by_size,
-            vae_words=describe_model(self.config.model, "vae"),
-        )
-
+        # Tiling changes latents a little at the seams.
+        identity = model_fingerprint(clip_encoders.modules, tiling=bool(self.config.model.enable_tiling))
+        vae = EncoderEntry(identity, self.spec.clip_version, self.spec.facts.first_frame_noise)
+        keys = replace(keys, vae=vae, tiled=self.spec.tiles_by_size)
         encoded = precompute_video(
             self.plan.encoded_clips(),
             partial(self._encode_clip, clip_encoders),
             keys,
             self.parallel,
             loading=self.config.dataloader,
-            optional={clip.index for clip in self.plan.clips} if data.max_bad_share else (),
+            optional={clip.index for clip in self.plan.clips} if self.config.data.max_bad_share else (),
         )
         self.precomputed["clips"] = encoded
         if self.parallel.rank == 0:
-            known = EncoderEntry(keys.vae_identity, self.spec.clip_version, self.spec.facts.first_frame_noise)
-            remember_model(cache_directory(self.config), self.config.model, "vae", known)
+            remember_model(cache_directory(self.config), self.config.model, "vae", vae)
         self._bad_samples.agree(encoded.bad, None)
         return keys
 
