@@ -60,7 +60,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
             )
         options["device"] = arguments.device
     from finetrainers.rewards.registry import make_reward
-    from finetrainers.rewards.server import serve
+    from finetrainers.rewards.server import RewardServer
 
     quiet_progress_bars()
     try:
@@ -68,7 +68,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError([Problem("reward", str(error))]) from error
     try:
-        serve(
+        server = RewardServer(
             reward,
             name=entry.name,
             host=arguments.host,
@@ -82,6 +82,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             [Problem("--host, --port", f"cannot listen on {arguments.host}:{arguments.port}: {error}")]
         ) from error
+    server.run()
     return 0
 
 

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from .base import Reward
 from .frames import Frames, normalize_rgb, resize_as_pil, spread_indices, to_bytes
-from .videoalign_input import MERGE, PAIR, added_tokens, chat, fitting_size, patches_of, placeholder_id, tokenise
-from .videoalign_model import backbone_names, base_config, load_network
-from .weights import DTYPES, DType, WeightsPath, fetch, fetch_file, load_tokenizer, read_tensors, torch_device
+from .videoalign_input import PAIR, fitting_size, patches_of
+from .videoalign_model import Judge, backbone_names
+from .weights import DTYPES, DType, WeightsPath, fetch, fetch_file, read_tensors
 
 MARK = "<|Reward|>"
-IMAGE = "<|image_pad|>"
 
 #: The words around a prompt, as in the published model's training (github.com/MizzenAI/HPSv3, MIT license), trailing
 #: blanks included: any other words are an input that the network has never seen.
@@ -96,30 +95,19 @@ class HPSv3(Reward):
             ValueError: something is missing, or does not fit.
         """
         file = fetch_file(path, names=["HPSv3.safetensors"])
-        model = fetch(base, files=["*.json", "*.txt"])
-        config = base_config(model)
-        self.frames, self.device = frames, torch_device(device)
-        self.tokenizer = load_tokenizer(model)
-        self.marks = added_tokens(self.tokenizer, [MARK])
-        self.image_token = placeholder_id(self.tokenizer, IMAGE, expected=config.image_token_id)
+        self.frames = frames
+        folder = fetch(base, files=["*.json", "*.txt"])
+        self.judge = Judge(folder, question=QUESTION, vision="image", marks=[MARK], device=device)
         state = backbone_names(read_tensors(file, within=["model"]))
-        head = preference_head(config.text_config.hidden_size)
-        network = load_network(state, head, base=model, dtype=DTYPES[dtype], marks=self.marks, source=file)
-        self.network = network.to(self.device)
+        head = preference_head(self.judge.config.text_config.hidden_size)
+        self.judge.load(state, head, dtype=DTYPES[dtype], source=file)
 
-    @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.score`; in bf16, scores of one call depend on each other by rounding (about 1e-2)."""
         frames = to_bytes(videos[:, spread_indices(videos.shape[1], self.frames)])
-        patches, grids = self.patches(frames.flatten(0, 1))
-        tokens = self.tokens([prompt for prompt in prompts for _ in range(frames.shape[1])], grid=grids[0])
-        outputs = self.network(
-            *(tensor.to(self.device) for tensor in (tokens, patches, grids)),
-            vision_token=self.image_token,
-            marks=self.marks,
-        )
-        preference = outputs[:, 0, 0].view(frames.shape[:2])
-        return {"score": preference.mean(dim=1).cpu()}
+        repeated = [prompt for prompt in prompts for _ in range(frames.shape[1])]
+        outputs = self.judge.outputs(repeated, *self.patches(frames.flatten(0, 1)))
+        return {"score": outputs[:, 0, 0].view(frames.shape[:2]).mean(dim=1).cpu()}
 
     def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Patches `[N, 1176]` and grids `[V, 3]` of images `[V, 3, H, W]` in bytes; an image is shown as two frames."""
@@ -127,12 +115,6 @@ class HPSv3(Reward):
         pairs = normalize_rgb(resize_as_pil(images, size)).unsqueeze(1).expand(-1, PAIR, -1, -1, -1)
         found = [patches_of(pair) for pair in pairs]
         return torch.cat([patches for patches, _ in found]), torch.stack([grid for _, grid in found])
-
-    def tokens(self, prompts: Sequence[str], *, grid: Tensor) -> Tensor:
-        """Token ids `[V, L]` of the question about images with this grid, one prompt each."""
-        seen = int(grid.prod()) // MERGE**2
-        texts = [chat(IMAGE, seen, QUESTION.replace("{text_prompt}", prompt)) for prompt in prompts]
-        return tokenise(self.tokenizer, texts, expected={self.image_token: seen, **dict.fromkeys(self.marks, 1)})
 
 
 def preference_head(width: int) -> nn.Sequential:

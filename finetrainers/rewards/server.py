@@ -193,26 +193,17 @@ class RewardServer(ThreadingHTTPServer):
         else:
             logger.error("request of %s\n%s", client_address[0], _trace())
 
-
-def serve(
-    reward: Reward,
-    *,
-    name: str,
-    host: str = "127.0.0.1",
-    port: int = PORT,
-    **options: Any,
-) -> None:
-    """Serve a reward until interrupted; see `RewardServer` for the arguments.
-
-    Raises:
-        OSError: the address cannot be listened on.
-    """
-    with RewardServer(reward, name=name, host=host, port=port, **options) as server:
-        logger.info("serving %s (%s) at %s; stop with Ctrl-C", name, ", ".join(reward.heads), server.url)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            logger.info("stopped")
+    def run(self) -> None:
+        """Answer requests until interrupted."""
+        logger.info(
+            "serving %s (%s) at %s; stop with Ctrl-C",
+            self.description.reward, ", ".join(self.description.heads), self.url,
+        )  # fmt: skip
+        with self:
+            try:
+                self.serve_forever()
+            except KeyboardInterrupt:
+                logger.info("stopped")
 
 
 class _RequestError(Exception):

@@ -13,23 +13,13 @@ from torch import Tensor, nn
 
 from .base import Head, Reward
 from .frames import normalize_rgb, resize_as_torchvision, to_bytes
-from .videoalign_input import (
-    MERGE,
-    added_tokens,
-    chat,
-    fitting_size,
-    frame_indices,
-    patches_of,
-    placeholder_id,
-    tokenise,
-)
-from .videoalign_model import backbone_names, base_config, base_weights, load_network, merge_adapter
-from .weights import DTYPES, DType, WeightsPath, fetch, load_tokenizer, read_tensors, torch_device
+from .videoalign_input import fitting_size, frame_indices, patches_of
+from .videoalign_model import Judge, backbone_names, base_weights, merge_adapter
+from .weights import DTYPES, DType, WeightsPath, fetch, read_tensors
 
 logger = logging.getLogger(__name__)
 
 MARKS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
-VIDEO = "<|video_pad|>"
 
 #: The words around a prompt, as in the published model's training (github.com/KwaiVGI/VideoAlign, `detailed_special`),
 #: trailing blanks included: any other words are an input that the network has never seen. The marks of visual and of
@@ -143,38 +133,24 @@ class VideoAlign(Reward):
         folder = _newest(root)
         complete = (folder / "model.pth").is_file()
         model = fetch(base, files=["*.json", "*.txt"] if complete else ["*.json", "*.txt", "*.safetensors"])
-
-        config = base_config(model)
-        self.device = torch_device(device)
-        self.tokenizer = load_tokenizer(model)
-        self.marks = added_tokens(self.tokenizer, MARKS)
-        self.video_token = placeholder_id(self.tokenizer, VIDEO, expected=config.video_token_id)
+        self.judge = Judge(model, question=QUESTION, vision="video", marks=MARKS, device=device)
         self.sample_fps = float(settings["data_config"]["fps"])
         self.max_pixels = int(settings["data_config"]["max_frame_pixels"])
 
         lora = settings["peft_lora_config"]
         state = merge_adapter(
-            _read(folder, model, rows=self.marks[-1] + 1),
+            _read(folder, model, rows=self.judge.marks[-1] + 1),
             alpha=float(lora["lora_alpha"]),
             rank_stabilised=bool(lora.get("use_rslora", False)),
             dtype=DTYPES[dtype],
         )
-        head = nn.Linear(config.text_config.hidden_size, len(MARKS), bias=False, device="meta")
-        network = load_network(state, head, base=model, dtype=DTYPES[dtype], marks=self.marks, source=folder)
-        self.network = network.to(self.device)
+        head = nn.Linear(self.judge.config.text_config.hidden_size, len(MARKS), bias=False, device="meta")
+        self.judge.load(state, head, dtype=DTYPES[dtype], source=folder)
 
-    @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.score`; in bf16, scores of one call depend on each other by rounding (about 1e-2)."""
-        patches, grids = self.patches(videos, fps=fps)
-        tokens = self.tokens(prompts, grid=grids[0])
-        outputs = self.network(
-            *(tensor.to(self.device) for tensor in (tokens, patches, grids)),
-            vision_token=self.video_token,
-            marks=self.marks,
-        )
         # Every mark has all three outputs; each was trained at its own mark only.
-        own = outputs.diagonal(dim1=1, dim2=2).cpu()
+        own = self.judge.outputs(prompts, *self.patches(videos, fps=fps)).diagonal(dim1=1, dim2=2).cpu()
         return {name: own[:, i] for i, name in enumerate(self.heads)}
 
     def patches(self, videos: Tensor, *, fps: float) -> tuple[Tensor, Tensor]:
@@ -183,12 +159,6 @@ class VideoAlign(Reward):
         size = fitting_size(*frames.shape[-2:], min_pixels=_MIN_PIXELS, max_pixels=self.max_pixels)
         clips = [patches_of(normalize_rgb(resize_as_torchvision(clip, size))) for clip in frames]
         return torch.cat([patches for patches, _ in clips]), torch.stack([grid for _, grid in clips])
-
-    def tokens(self, prompts: Sequence[str], *, grid: Tensor) -> Tensor:
-        """Token ids `[B, L]` of the question about clips with this grid, one prompt each."""
-        seen = int(grid.prod()) // MERGE**2
-        texts = [chat(VIDEO, seen, QUESTION.replace("{text_prompt}", prompt)) for prompt in prompts]
-        return tokenise(self.tokenizer, texts, expected={self.video_token: seen, **dict.fromkeys(self.marks, 1)})
 
 
 def _settings(root: Path) -> dict[str, Any]:

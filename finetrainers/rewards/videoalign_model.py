@@ -21,7 +21,8 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-from .weights import build, load_settings, read_sharded
+from .videoalign_input import MERGE, added_tokens, chat, placeholder_id, tokenise
+from .weights import build, load_settings, load_tokenizer, read_sharded, torch_device
 
 _EMBEDDINGS = "language_model.embed_tokens.weight"
 #: Where checkpoints keep the two towers: saved by transformers before 4.52, and since. The first match counts.
@@ -68,6 +69,77 @@ class RewardNetwork(nn.Module):
         return self.head(states[rows, places].float())
 
 
+class Judge:
+    """A reward model that is asked a question about videos or images, and judges at the marks in it."""
+
+    def __init__(self, base: Path, *, question: str, vision: str, marks: Sequence[str], device: str) -> None:
+        """Args:
+            base: folder with the configuration and tokenizer of the Qwen2-VL that was finetuned.
+            question: the words of its training, with `{text_prompt}` where the prompt belongs.
+            vision: what is judged: `video` or `image`.
+            marks: names of the tokens at which it judges.
+            device: see `torch_device`.
+
+        Raises:
+            ValueError: something is missing, or does not fit.
+        """
+        self.base, self.question, self.device = base, question, torch_device(device)
+        self.config = base_config(base)
+        self.tokenizer = load_tokenizer(base)
+        self.marks = added_tokens(self.tokenizer, marks)
+        self.placeholder = f"<|{vision}_pad|>"
+        expected = getattr(self.config, f"{vision}_token_id")
+        self.vision_token = placeholder_id(self.tokenizer, self.placeholder, expected=expected)
+
+    def load(self, state: dict[str, Tensor], head: nn.Module, *, dtype: torch.dtype, source: Path) -> None:
+        """Load the network of a checkpoint.
+
+        Args:
+            state: tensors as `backbone_names` names them, adapters merged.
+            head: the head on the meta device; the checkpoint has its weights under `rm_head.`.
+            dtype: of everything but the head.
+            source: the checkpoint, for messages.
+
+        Raises:
+            ValueError: checkpoint, head, base and tokenizer do not fit each other.
+        """
+        if not hasattr(modeling_qwen2_vl, "Qwen2VLVisionRotaryEmbedding"):
+            raise ValueError(
+                f"transformers {transformers.__version__} builds Qwen2-VL in another way than 5.23, with which this "
+                "reward is tested: pip install -U transformers"
+            )
+        own = {name.removeprefix("rm_head."): state.pop(name) for name in list(state) if name.startswith("rm_head.")}
+        try:
+            head.load_state_dict(own, assign=True)
+        except RuntimeError as error:
+            raise ValueError(f"{source}: {error}") from error
+        if _EMBEDDINGS in state:
+            # Training cut the embeddings to the tokenizer's length, so the tokens added last have the last rows.
+            rows = len(state[_EMBEDDINGS])
+            if self.marks != list(range(rows - len(self.marks), rows)):
+                raise ValueError(
+                    f"{source} was trained with tokens numbered to {rows - 1}, but with the tokenizer of {self.base} the"
+                    f" reward tokens have the ids {self.marks}: it is not the tokenizer of training"
+                )
+            self.config.text_config.vocab_size = rows
+        backbone = build(modeling_qwen2_vl.Qwen2VLModel, self.config, state, dtype=dtype, source=source)
+        self.network = RewardNetwork(backbone, head).to(self.device)
+
+    def tokens(self, prompts: Sequence[str], *, grid: Tensor) -> Tensor:
+        """Token ids `[B, L]` of the question about videos or images with this grid, one prompt each."""
+        seen = int(grid.prod()) // MERGE**2
+        texts = [chat(self.placeholder, seen, self.question.replace("{text_prompt}", prompt)) for prompt in prompts]
+        return tokenise(self.tokenizer, texts, expected={self.vision_token: seen, **dict.fromkeys(self.marks, 1)})
+
+    @torch.no_grad()
+    def outputs(self, prompts: Sequence[str], patches: Tensor, grids: Tensor) -> Tensor:
+        """The head's outputs at each mark, `[B, marks, outputs]` fp32; see `patches_of` for what is judged."""
+        inputs = (self.tokens(prompts, grid=grids[0]), patches, grids)
+        return self.network(
+            *(tensor.to(self.device) for tensor in inputs), vision_token=self.vision_token, marks=self.marks
+        )
+
+
 def backbone_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names that `Qwen2VLModel` gives them, and the head's under `rm_head.`; no output layer."""
     renamed = {}
@@ -107,45 +179,6 @@ def merge_adapter(
         scale = alpha / (rank**0.5 if rank_stabilised else rank)
         merged[name] = (merged[name].float() + scale * (pair["B"].float() @ pair["A"].float())).to(dtype)
     return merged
-
-
-def load_network(
-    state: dict[str, Tensor], head: nn.Module, *, base: Path, dtype: torch.dtype, marks: Sequence[int], source: Path
-) -> RewardNetwork:
-    """The network of a checkpoint.
-
-    Args:
-        state: tensors as `backbone_names` names them, adapters merged.
-        head: the head on the meta device; the checkpoint has its weights under `rm_head.`.
-        base: folder with the `config.json` of the Qwen2-VL that was finetuned.
-        dtype: of everything but the head.
-        marks: ids of the tokens at which states are read.
-        source: the checkpoint, for messages.
-
-    Raises:
-        ValueError: checkpoint, head, base and tokenizer do not fit each other.
-    """
-    if not hasattr(modeling_qwen2_vl, "Qwen2VLVisionRotaryEmbedding"):
-        raise ValueError(
-            f"transformers {transformers.__version__} builds Qwen2-VL in another way than 5.23, with which this reward"
-            " is tested: pip install -U transformers"
-        )
-    own = {name.removeprefix("rm_head."): state.pop(name) for name in list(state) if name.startswith("rm_head.")}
-    try:
-        head.load_state_dict(own, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"{source}: {error}") from error
-    config = base_config(base)
-    if _EMBEDDINGS in state:
-        # Training cut the embeddings to the tokenizer's length, so the tokens added last have the last rows.
-        rows = len(state[_EMBEDDINGS])
-        if list(marks) != list(range(rows - len(marks), rows)):
-            raise ValueError(
-                f"{source} was trained with tokens numbered to {rows - 1}, but with the tokenizer of {base} the reward"
-                f" tokens have the ids {list(marks)}: it is not the tokenizer of training"
-            )
-        config.text_config.vocab_size = rows
-    return RewardNetwork(build(modeling_qwen2_vl.Qwen2VLModel, config, state, dtype=dtype, source=source), head)
 
 
 def base_config(base: Path) -> Any:

@@ -23,6 +23,25 @@ from finetrainers.rewards.weights import torch_device
 ROOT = Path(__file__).parents[2]
 
 
+class Idle:
+    """In place of a server: what it is made from, and nothing is answered."""
+
+    made: list[tuple[Any, dict[str, Any]]]
+
+    def __init__(self, reward: Any, **options: Any) -> None:
+        self.made.append((reward, options))
+
+    def run(self) -> None:
+        pass
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    Idle.made = []
+    monkeypatch.setattr(server, "RewardServer", Idle)
+    return Idle.made
+
+
 def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
     serve_reward.add_serve_reward(parser.add_subparsers())
@@ -30,9 +49,7 @@ def run(*words: str) -> int:
     return arguments.run(arguments)
 
 
-def test_the_reward_is_made_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[tuple[Any, dict[str, Any]]] = []
-    monkeypatch.setattr(server, "serve", lambda reward, **options: served.append((reward, options)))
+def test_the_reward_is_made_and_served(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(server.TOKEN_VARIABLE, raising=False)
     limits = ("--max_mib", "3", "--max_clips", "7")
     assert run("color,target=#0000ff,batch_size=2", "--host", "0.0.0.0", "--port", "81", *limits) == 0
@@ -57,11 +74,10 @@ def test_the_reward_is_made_and_served(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_the_device_is_an_option_of_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_an_option_of_the_reward(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that trains as well, by itself a server would take the GPU of the first training process."""
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(registry, "make_reward", lambda name, options: made.append(dict(options)))
-    monkeypatch.setattr(server, "serve", lambda reward, **options: None)
     assert run("clip,frames=2", "--device", "cuda:7") == 0
     assert run("clip,device=cpu", "--device", "cpu") == 0
     assert run("clip") == 0
@@ -80,15 +96,13 @@ def test_a_device_that_is_not_there_is_said(name: str, said: str) -> None:
         torch_device(name)
 
 
-def test_a_token_comes_from_the_environment_or_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[dict[str, Any]] = []
-    monkeypatch.setattr(server, "serve", lambda reward, **options: served.append(options))
+def test_a_token_comes_from_the_environment_or_a_flag(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(server.TOKEN_VARIABLE, "from-outside")
     run("brightness")
     run("brightness", "--token", "given")
     monkeypatch.setenv(server.TOKEN_VARIABLE, "")
     run("brightness")
-    assert [options["token"] for options in served] == ["from-outside", "given", None]
+    assert [options["token"] for _, options in served] == ["from-outside", "given", None]
     for token in ("", "two words", "l\u00e9on", "a\x1b[31m"):
         with pytest.raises(ConfigError, match="--token: must be ASCII") as error:
             run("brightness", f"--token={token}")

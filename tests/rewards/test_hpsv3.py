@@ -134,8 +134,8 @@ def test_frames_are_resized_as_pil_resizes_them(reward: HPSv3) -> None:
 
 
 def test_the_question_as_the_network_reads_it(reward: HPSv3) -> None:
-    tokens = reward.tokens(["a dog runs"], grid=torch.tensor([1, 2, 4]))
-    assert reward.tokenizer.decode(tokens[0], clean_up_tokenization_spaces=False) == (
+    tokens = reward.judge.tokens(["a dog runs"], grid=torch.tensor([1, 2, 4]))
+    assert reward.judge.tokenizer.decode(tokens[0], clean_up_tokenization_spaces=False) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
         "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"
         + QUESTION.replace("{text_prompt}", "a dog runs")

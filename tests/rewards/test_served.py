@@ -24,7 +24,7 @@ from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.pixels import Brightness
 from finetrainers.rewards.registry import resolve_reward
 from finetrainers.rewards.served import ServedReward
-from finetrainers.rewards.server import PORT, TOKEN_VARIABLE, Request, RewardServer, serve
+from finetrainers.rewards.server import PORT, TOKEN_VARIABLE, Request, RewardServer
 
 
 class Talkative(Reward):
@@ -614,7 +614,7 @@ def test_serve_says_where_and_stops_at_an_interrupt(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RewardServer, "serve_forever", interrupted)
     with caplog.at_level("INFO", logger="finetrainers"):
-        serve(Talkative(), name="talkative", port=0)
+        RewardServer(Talkative(), name="talkative", port=0).run()
     assert "serving talkative (light, length) at http://127.0.0.1:" in caplog.text
     assert "stopped" in caplog.text
     assert PORT == 8000

@@ -227,7 +227,7 @@ def test_frame_rate_decides_what_is_seen(reward: VideoAlign, videos: Tensor) -> 
 
 def test_bf16_is_near_and_head_stays_fp32(published: Published, reward: VideoAlign, videos: Tensor) -> None:
     half = published.reward(dtype="bf16")
-    assert half.network.backbone.dtype == torch.bfloat16
+    assert half.judge.network.backbone.dtype == torch.bfloat16
     found = values(half.score(videos[:2], PROMPTS, fps=24))
     assert torch.allclose(found, values(reward.score(videos[:2], PROMPTS, fps=24)), atol=0.15)
     assert not torch.equal(found, found.bfloat16().float())
@@ -292,8 +292,8 @@ def test_patches_are_those_of_qwens_processor() -> None:
 
 
 def test_the_question_as_the_network_reads_it(reward: VideoAlign) -> None:
-    tokens = reward.tokens(["a {dog} runs"], grid=torch.tensor([1, 2, 4]))
-    text = reward.tokenizer.decode(tokens[0], clean_up_tokenization_spaces=False)
+    tokens = reward.judge.tokens(["a {dog} runs"], grid=torch.tensor([1, 2, 4]))
+    text = reward.judge.tokenizer.decode(tokens[0], clean_up_tokenization_spaces=False)
     assert text == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
         "<|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
