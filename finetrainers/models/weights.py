@@ -91,17 +91,18 @@ def check_loaded(network: nn.Module, info: Mapping[str, Any], *, part: str, conf
         ConfigError: with the names of the tensors.
     """
     place = replacement_of(config, part) or config.pretrained_model_name_or_path
-    if info["missing_keys"]:
-        lost = sorted(info["missing_keys"])
-        message = f"the {part} of {place} lacks {plural(len(lost), 'tensor')}: {some(lost)}; get its files again"
-        raise ConfigError([Problem(option_of(config, part), message)])
-    bad = non_finite(network.state_dict()) if launched_local_rank() == 0 else []
-    if bad:
+    lost = sorted(info["missing_keys"])
+    bad = non_finite(network.state_dict()) if not lost and launched_local_rank() == 0 else []
+    if lost:
+        message = f"lacks {plural(len(lost), 'tensor')}: {some(lost)}; get its files again"
+    elif bad:
         message = (
-            f"the {part} of {place} holds NaN or infinity in {plural(len(bad), 'tensor')}: {some(bad)}; the file is damaged, "
+            f"holds NaN or infinity in {plural(len(bad), 'tensor')}: {some(bad)}; the file is damaged, "
             "or its numbers are too large for the dtype that it is loaded in"
         )
-        raise ConfigError([Problem(option_of(config, part), message)])
+    else:
+        return
+    raise ConfigError([Problem(option_of(config, part), f"the {part} of {place} {message}")])
 
 
 def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
@@ -38,9 +37,6 @@ class DDP(Strategy):
         free_group_last(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, prepared
-
-    def prepare_frozen(self, load: Load, *, weights: torch.dtype, blocks: Sequence[str] = ()) -> nn.Module:
-        return self.in_turns("loading the frozen copy", lambda: load().eval().requires_grad_(False).to(self.device))
 
     def begin_step(self, num_micro_batches: int) -> None:
         super().begin_step(num_micro_batches)

@@ -6,7 +6,7 @@ launcher's settings are read (`sharding.py`), and everything else is done here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
@@ -94,17 +95,10 @@ class FSDP(Strategy):
             optimizer = make_optimizer(self._parameters)
         return model, self.accelerator.prepare_optimizer(optimizer)
 
-    def prepare_frozen(self, load: Load, *, weights: torch.dtype, blocks: Sequence[str] = ()) -> nn.Module:
-        """See `Strategy`. Split as the trained network is, and kept in the dtype that weights are gathered in."""
-        computed = self.compute_dtype(weights)
-
-        def load_and_split() -> nn.Module:
-            model = load().eval().requires_grad_(False)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(computed)
-            return self._split(model, blocks, frozen=True)
-
-        return self.in_turns("loading the frozen copy", load_and_split)
+    def _place_frozen(self, model: nn.Module, computed: torch.dtype, blocks: Sequence[str]) -> nn.Module:
+        for parameter in model.parameters():  # kept in the dtype that weights are gathered in
+            parameter.data = parameter.data.to(computed)
+        return self._split(model, blocks, frozen=True)
 
     def _split(self, model: nn.Module, blocks: Sequence[str], *, frozen: bool = False) -> nn.Module:
         """The network, split in place, block by block; nothing here waits for another rank.
@@ -176,20 +170,10 @@ class FSDP(Strategy):
         if not state:
             return {}  # not rank 0
         numbers = {name: number for number, name in enumerate(_trained_names(model))}
-        return {
-            "state": {
-                numbers[name]: {key: _whole(value) for key, value in values.items()}
-                for name, values in state["state"].items()
-            },
-            "param_groups": [{**g, "params": [numbers[n] for n in g["params"]]} for g in state["param_groups"]],
-        }
+        return tree_map(_whole, _renamed(state, numbers))
 
     def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-        names = _trained_names(model)
-        named: dict[str, Any] = {
-            "state": {names[number]: values for number, values in state["state"].items()},
-            "param_groups": [{**g, "params": [names[n] for n in g["params"]]} for g in state["param_groups"]],
-        }
+        named = _renamed(state, dict(enumerate(_trained_names(model))))
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(model, optimizer.optimizer, named, options=options)
 
@@ -235,6 +219,14 @@ def _whole(value: Any) -> Any:
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
         return value.clone()
     return value
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other names, or numbers, for the weights."""
+    return {
+        "state": {names[weight]: values for weight, values in state["state"].items()},
+        "param_groups": [{**g, "params": [names[weight] for weight in g["params"]]} for g in state["param_groups"]],
+    }
 
 
 def _trained_names(model: nn.Module) -> list[str]:

@@ -169,7 +169,6 @@ class Strategy(Ranks):
         if placement != "device":
             raise ValueError(f"{self._kind()} places weights by itself, and cannot keep {placement.replace('_', ' ')}")
 
-    @abstractmethod
     def prepare_frozen(self, load: Load, *, weights: torch.dtype, blocks: Sequence[str] = ()) -> nn.Module:
         """Load a network that is called besides the trained one and computes as it does. Every rank must call it.
 
@@ -181,6 +180,14 @@ class Strategy(Ranks):
         Raises:
             RuntimeError: loading failed on another rank.
         """
+        return self.in_turns(
+            "loading the frozen copy",
+            lambda: self._place_frozen(load().eval().requires_grad_(False), self.compute_dtype(weights), blocks),
+        )
+
+    def _place_frozen(self, model: nn.Module, computed: torch.dtype, blocks: Sequence[str]) -> nn.Module:
+        """A frozen network on the device, whole; `computed` is the dtype that the trained one computes in."""
+        return model.to(self.device)
 
     def begin_step(self, num_micro_batches: int) -> None:
         """Say how many micro-batches the coming optimizer step has."""

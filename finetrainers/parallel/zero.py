@@ -115,12 +115,8 @@ class ZeRO(Strategy):
         self._parameters = [p for p in self._engine.parameters() if p.requires_grad]
         return self._engine, DeepSpeedOptimizer(self._engine)
 
-    def prepare_frozen(self, load: Load, *, weights: torch.dtype, blocks: Sequence[str] = ()) -> nn.Module:
-        """See `Strategy`. Whole on every process, in the dtype into which DeepSpeed turns the trained network."""
-        computed = self.compute_dtype(weights)
-        return self.in_turns(
-            "loading the frozen copy", lambda: load().eval().requires_grad_(False).to(self.device, computed)
-        )
+    def _place_frozen(self, model: nn.Module, computed: torch.dtype, blocks: Sequence[str]) -> nn.Module:
+        return model.to(self.device, computed)  # into which DeepSpeed turns the trained network
 
     def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
         self._micro_batch += 1

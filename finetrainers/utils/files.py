@@ -19,16 +19,12 @@ _CHUNK = 1 << 20
 _readable = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write `text` under a temporary name, flush it to disk, and rename it to `path`."""
-    _write_atomic(path, [text], errors="strict")
-
-
-def _write_atomic(path: Path, parts: Iterable[str], *, errors: str) -> None:
+def write_text_atomic(path: Path, text: str | Iterable[str], *, errors: str = "strict") -> None:
+    """Write `text`, or its parts, under a temporary name, flush it to disk, and rename it to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w", encoding="utf-8", errors=errors) as file:
-        file.writelines(parts)
+        file.writelines([text] if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -41,7 +37,7 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 def write_json_lines_atomic(path: Path, values: Iterable[Any]) -> None:
     """`write_text_atomic` of JSON lines with readable text; file names that are not UTF-8 are written as escapes."""
-    _write_atomic(path, (f"{_readable(value)}\n" for value in values), errors="backslashreplace")
+    write_text_atomic(path, (f"{_readable(value)}\n" for value in values), errors="backslashreplace")
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
