@@ -21,11 +21,10 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
-from finetrainers.utils.packaged import model_path
 
 from . import hub
 from .batch import Parts
-from .files import dtype_of, file_problems, option_of, replacement_of
+from .files import dtype_of, file_problems, option_of, places_of, replacement_of
 from .hub_help import hub_help
 from .weights import check_loaded
 
@@ -66,43 +65,30 @@ def load_part(
     """
     arguments = arguments or {}
     cache_dir = None if config.cache_dir is None else str(config.cache_dir)
-    replacement = replacement_of(config, part) if folder is None else str(folder)
-    places = _places(config, part, replacement)
+    places = places_of(config, part, folder)
+    first, within, base_revision = places[0]
+    if Path(first).is_dir() and not Path(first, within).is_dir():
+        raise ConfigError(file_problems(config, [part]))
     errors: list[Exception] = []
-    for root, subfolder in places:
-        place = {"subfolder": subfolder} if subfolder else {}
-        if replacement is None and config.revision is not None:
-            place["revision"] = config.revision
+    for root, subfolder, revision in places:
+        where = {n: value for n, value in (("subfolder", subfolder), ("revision", revision)) if value}
         # A hub known not to answer is not asked for every file again, which takes ten seconds each.
         here = {"local_files_only": True} if hub.away() else {}
         try:
-            return load(root, cache_dir=cache_dir, **place, **here, **arguments)
+            return load(root, cache_dir=cache_dir, **where, **here, **arguments)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             errors.append(error)
-    tried = " nor from ".join(f"{root!r}{f' (subfolder {sub!r})' if sub else ''}" for root, sub in places)
+    tried = " nor from ".join(f"{root!r}{f' (subfolder {sub!r})' if sub else ''}" for root, sub, _ in places)
     how = option_of(config, part)
     detail = "".join(
         f", {name} {value!r}"
-        for name, value in (("revision", config.revision), ("variant", arguments.get("variant")))
-        if value is not None and replacement is None
+        for name, value in (("revision", base_revision), ("variant", arguments.get("variant")))
+        if value is not None
     )
-    helps = None if Path(places[0][0]).is_dir() else hub_help(errors[0], places[0][0], away=hub.away())
+    helps = None if Path(first).is_dir() else hub_help(errors[0], first, away=hub.away())
     advice = helps or f"{how} takes a directory in diffusers layout or a hub id that you have access to."
     message = f"cannot load the {part} from {tried}{detail}: {errors[0]} {advice}"
     raise ConfigError([Problem(how, message)]) from errors[0]
-
-
-def _places(config: ModelSection, part: str, replacement: str | None) -> list[tuple[str, str | None]]:
-    """Where to look, in order. What lies on disk decides at once; a hub replacement is tried both ways."""
-    if replacement is None:
-        root = model_path(config.pretrained_model_name_or_path)
-        if Path(root).is_dir() and not (Path(root) / part).is_dir():
-            raise ConfigError(file_problems(config, [part]))
-        return [(root, part)]
-    replacement = model_path(replacement)
-    if Path(replacement).is_dir():
-        return [(replacement, part if (Path(replacement) / part).is_dir() else None)]
-    return [(replacement, part), (replacement, None)]
 
 
 def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterable[str]) -> Parts:

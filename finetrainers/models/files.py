@@ -10,7 +10,8 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Json, is_network
@@ -57,19 +58,29 @@ def _option_name(part: str) -> str:
     return "transformer" if part.startswith("transformer") else part
 
 
-def component_file(config: ModelSection, part: str, name: str) -> Path | None:
-    """A file of a part if it is on disk, hub cache included; a replacement may be the part's folder itself."""
-    replacement = replacement_of(config, part)
+def places_of(config: ModelSection, part: str, folder: Path | None = None) -> list[tuple[str, str, str | None]]:
+    """Where to look for a part, in order: a folder or hub id, the subfolder of it, and the revision of a repository.
+
+    What lies on disk decides at once; a hub replacement is tried both ways.
+
+    Args:
+        config: names the model.
+        part: the part.
+        folder: where it is read from instead.
+    """
+    replacement = replacement_of(config, part) if folder is None else str(folder)
     root = model_path(replacement or config.pretrained_model_name_or_path)
-    candidates = [Path(root) / part / name]
-    if replacement:
-        candidates.append(Path(root) / name)
-    if is_hub_id(root):
-        revision = None if replacement else config.revision
-        cached = cached_file(root, f"{part}/{name}", config, revision)
-        if cached is not None:
-            candidates.append(cached)
-    return next((path for path in candidates if path.is_file()), None)
+    if replacement is None:
+        return [(root, part, config.revision)]
+    if Path(root).is_dir():
+        return [(root, part if (Path(root) / part).is_dir() else "", None)]
+    return [(root, part, None), (root, "", None)]
+
+
+def component_file(config: ModelSection, part: str, name: str) -> Path | None:
+    """A file of a part if it is on disk, hub cache included."""
+    found = (_on_disk(root, config, revision, within, name) for root, within, revision in places_of(config, part))
+    return next((path for path in found if path is not None), None)
 
 
 def is_hub_id(root: str) -> bool:
@@ -77,25 +88,26 @@ def is_hub_id(root: str) -> bool:
     return _HUB_ID.fullmatch(root) is not None and not Path(root).exists()
 
 
-def cached_file(root: str, name: str, config: ModelSection, revision: str | None) -> Path | None:
-    """A file of a hub repository, as far as it has been downloaded."""
-    from huggingface_hub import try_to_load_from_cache
+def _on_disk(root: str, config: ModelSection, revision: str | None, *names: str) -> Path | None:
+    """A file of a folder, or of a hub repository as far as it has been downloaded."""
+    path: Any = Path(root, *names)
+    if is_hub_id(root):
+        from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(root, name, cache_dir=config.cache_dir, revision=revision)
-    return Path(cached) if isinstance(cached, str) else None
+        name = str(PurePosixPath(*names))
+        path = try_to_load_from_cache(root, name, cache_dir=config.cache_dir, revision=revision)
+    return Path(path) if isinstance(path, str | Path) and Path(path).is_file() else None
 
 
 def part_folder(config: ModelSection, part: str) -> Path | None:
     """Where the files of a part lie that loading it would read, a hub model's newest ones included; None: not on this disk."""
-    replacement = replacement_of(config, part)
-    root = model_path(replacement or config.pretrained_model_name_or_path)
     for name in ("config.json", "tokenizer_config.json"):
-        if is_hub_id(root) and away() is None:
-            from huggingface_hub import hf_hub_download
+        for root, within, revision in places_of(config, part) if away() is None else ():
+            if is_hub_id(root):
+                from huggingface_hub import hf_hub_download
 
-            revision = None if replacement else config.revision
-            with contextlib.suppress(OSError, ValueError):  # asks the hub what is newest, unless it is offline
-                hf_hub_download(root, f"{part}/{name}", revision=revision, cache_dir=config.cache_dir)
+                with contextlib.suppress(OSError, ValueError):  # asks the hub what is newest, unless it is offline
+                    hf_hub_download(root, name, subfolder=within or None, revision=revision, cache_dir=config.cache_dir)
         path = component_file(config, part, name)
         if path is not None:
             return path.parent
@@ -148,10 +160,8 @@ def read_configs(config: ModelSection, parts: Sequence[str]) -> dict[str, Json]:
     wanted = dict.fromkeys((*parts, trained_part(config)))
     found = {part: part_config(config, part) for part in wanted if not part.startswith("tokenizer")}
     root = model_path(config.pretrained_model_name_or_path)
-    index: Path | None = Path(root) / f"{MODEL_INDEX}.json"
-    if is_hub_id(root):
-        index = cached_file(root, f"{MODEL_INDEX}.json", config, config.revision)
-    if index is not None and index.is_file():
+    index = _on_disk(root, config, config.revision, f"{MODEL_INDEX}.json")
+    if index is not None:
         with contextlib.suppress(ValueError):  # only newer checkpoints are told by it
             found[MODEL_INDEX] = read_json(index)
     for part, known in (found.get(MODEL_INDEX) or {}).items():
@@ -255,26 +265,25 @@ def file_problems(config: ModelSection, parts: Sequence[str], *, weights: bool =
 
 
 def _examine(config: ModelSection, part: str, weights: bool) -> Iterator[str]:
-    replacement = replacement_of(config, part)
-    root = Path(model_path(replacement or config.pretrained_model_name_or_path))
+    place, within, _ = places_of(config, part)[0]
+    root, is_local = Path(place), Path(place).is_dir()
     if root.is_file():
         yield f"{root} is a file; give the folder of a model in diffusers layout, or its hub id"
         return
-    is_local = root.is_dir()
-    folder = None if is_local else folder_on_disk(config, part)
-    if is_local:
-        folder = root / part if (root / part).is_dir() or not replacement else root
-        if not folder.is_dir():
-            there = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "nothing"
-            yield f"{root} has no folder {part!r}, so it is no model in diffusers layout (it holds: {there})"
-            return
+    folder = root / within if is_local else folder_on_disk(config, part)
+    if is_local and not (root / within).is_dir():
+        there = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "nothing"
+        yield f"{root} has no folder {part!r}, so it is no model in diffusers layout (it holds: {there})"
+        return
     if folder is None:
         return
     yield from _json_problems(folder)
     if is_local:
         yield from _missing_files(folder, part)
     if weights and is_network(part):
-        yield from tensor_shapes(folder, part, None if replacement else config.variant, is_complete=is_local)[1]
+        yield from tensor_shapes(
+            folder, part, None if replacement_of(config, part) else config.variant, is_complete=is_local
+        )[1]
 
 
 def _json_problems(folder: Path) -> Iterator[str]:

@@ -278,3 +278,14 @@ def test_other_kinds_are_refused(tiny_repo: Callable[..., Path], tmp_path: Path)
     assert "holds a AutoencoderKLWan, and ltx_video is a AutoencoderKLLTXVideo" in problem
     [problem] = said(with_config("ltx_video", "vae", latent_channels=16), "ltx_video")
     assert "the VAE gives 16 channels, and the transformer predicts 128" in problem
+
+
+@pytest.mark.parametrize("within", ["", "vae"])
+def test_a_replacement_of_the_hub_is_found_in_its_cache_whole_or_alone(repo: Path, within: str, tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--someone--vae"
+    shutil.copytree(repo / "vae", cached / "snapshots" / "abc" / within)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    config = section(repo, vae_id="someone/vae", cache_dir=tmp_path / "hub")
+    assert get_family("ltx_video").configs_not_here(config) == []
+    assert get_family("ltx_video").weights_on_disk(config)["vae"]
