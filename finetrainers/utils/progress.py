@@ -124,16 +124,13 @@ class Stages:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if self._meter is None or stage != self._stage:
-            self.close()
+            self.__exit__()
             verb, _, noun = stage.partition(" ")
             self._stage, self._meter = stage, Meter(verb, noun, bar=self.bars, transient=True)
         if done < total or self._meter.has_shown:
             self._meter(done, total)
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """End the last stage."""
         if self._meter is not None:
             self._meter.__exit__()
