@@ -169,7 +169,7 @@ def _print(report: dict[str, Any]) -> None:
 
 def _print_buckets(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(box=None)
-    for heading in ("bucket", "clips", "held out", "batches", "enlarged", "cut off", "fps"):
+    for heading in ("bucket", "clips", "held out", "batches", "enlarged", "cropped", "fps"):
         table.add_column(heading, justify="left" if heading == "bucket" else "right")
     for row in rows:
         low, high = (f"{rate:.4g}" for rate in row["fps"])

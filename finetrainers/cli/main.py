@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
+from finetrainers.utils.failures import sentence_of
 from finetrainers.utils.launch import launch_problems, launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.versions import __version__, version_problem
@@ -20,10 +25,12 @@ from .cache import add_cache
 from .check import add_check, check_command
 from .ckpt import add_ckpt
 from .demo import add_demo, positive_integer, run_demonstration
-from .failures import say_failure
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .serve_reward import add_serve_reward
+
+#: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
+_TRACEBACK = "FINETRAINERS_TRACEBACK"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,12 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     configure_logging()
     yield_idle_threads()
-    if argv[:1] == ["train"]:
-        return train_command(argv[1:], prog="finetrainers train")
-    if argv[:1] == ["check"]:
-        return check_command(argv[1:])
-    if argv[:1] == ["prepare"]:
-        return prepare_command(argv[1:])
+    with_options_of_a_run = {"train": train_command, "check": check_command, "prepare": prepare_command}
+    if argv and argv[0] in with_options_of_a_run:
+        return with_options_of_a_run[argv[0]](argv[1:])
     parser = _parser()
     if argv and not argv[0].startswith("-") and argv[0] not in parser.commands.choices:
         print(f"error: {unknown_command(argv[0], list(parser.commands.choices))}", file=sys.stderr)
@@ -53,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
     except Exception as error:
-        if not say_failure(error):
+        if not _say_failure(error):
             raise
         return exit_codes.FAILED
 
 
-def train_command(argv: Sequence[str], *, prog: str) -> int:
+def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> int:
     """Train with these flags; returns an exit code (`utils.exit_codes`). Unexpected errors are raised."""
 
     def train(config: TrainConfig) -> int:
@@ -76,7 +80,7 @@ def train_command(argv: Sequence[str], *, prog: str) -> int:
     return _run(train, argv, prog=prog, interrupted="stopped before the first step; nothing was saved")
 
 
-def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") -> int:
+def prepare_command(argv: Sequence[str]) -> int:
     """Encode what a training run with these flags would encode before its first step; returns an exit code."""
 
     def encode(config: TrainConfig) -> int:
@@ -91,7 +95,7 @@ def prepare_command(argv: Sequence[str], *, prog: str = "finetrainers prepare") 
         return exit_codes.DONE
 
     interrupted = "stopped; the same command encodes what is not in the cache yet"
-    return _run(encode, argv, prog=prog, interrupted=interrupted, preparing=True)
+    return _run(encode, argv, prog="finetrainers prepare", interrupted=interrupted, preparing=True)
 
 
 def _run(
@@ -113,11 +117,10 @@ def _run(
     yield_idle_threads()
     if _cannot_start():
         return exit_codes.CONFIGURATION
+    config = None
     try:
-        config, list_models = parse_flags(argv, prog=prog, guide=PREPARE if preparing else TRAIN)
-        if list_models or config is None:
-            return _models(None)
-        return _done(work, config, directory=None if preparing else config.run.output_dir)
+        config, _ = parse_flags(argv, prog=prog, guide=PREPARE if preparing else TRAIN)
+        return _models(None) if config is None else work(config)
     except KeyboardInterrupt:  # while loading; in a step it is a signal
         if launched_rank() == 0:
             print(interrupted, file=sys.stderr)
@@ -126,22 +129,35 @@ def _run(
         if launched_rank() == 0:  # all processes find the same; one says it
             print(f"error: {_with_the_rest(error, preparing=preparing)}", file=sys.stderr)
             if not argv and not preparing:
-                print(
-                    f"{prog} --help lists the options. New here? finetrainers quickstart needs none.", file=sys.stderr
-                )
+                more = f"{prog} --help lists the options. New here? finetrainers quickstart needs none."
+                print(more, file=sys.stderr)
         return exit_codes.CONFIGURATION
-
-
-def _done(work: Callable[[TrainConfig], int], config: TrainConfig, *, directory: Path | None) -> int:
-    """Do the work of a command. An expected failure is one sentence, its traceback is written to `directory`."""
-    try:
-        return work(config)
-    except ConfigError:
-        raise
     except Exception as error:
-        if not say_failure(error, directory=directory, verbose=config.run.verbose):
+        if config is None or not _say_failure(error, None if preparing else config.run.output_dir, config.run.verbose):
             raise
         return exit_codes.FAILED
+
+
+def _say_failure(error: Exception, directory: Path | None = None, verbose: bool = False) -> bool:
+    """Print an expected error in one sentence; False: it is not expected, or its traceback is wanted, so raise it.
+
+    Args:
+        error: what was raised.
+        directory: of the run, which keeps the traceback.
+        verbose: whether the traceback is wanted on the terminal.
+    """
+    sentence = sentence_of(error)
+    if sentence is None or verbose or os.environ.get(_TRACEBACK):
+        return False
+    where = f"{_TRACEBACK}=1 shows it"
+    if directory is not None and directory.is_dir():
+        text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{''.join(traceback.format_exception(error))}\n"
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            with open(directory / "traceback.txt", "a", encoding="utf-8") as file:
+                file.write(text)
+            where = str(directory / "traceback.txt")
+    print(f"error: {sentence}\n(traceback: {where})", file=sys.stderr)
+    return True
 
 
 def _cannot_start(*, joining: bool = True) -> bool:

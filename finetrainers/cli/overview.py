@@ -8,6 +8,8 @@ import textwrap
 from difflib import get_close_matches
 from typing import Any
 
+from finetrainers.config.names import names_of
+
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
     "train": ("check", "prepare", "train"),
@@ -26,27 +28,24 @@ Several GPUs:
   accelerate launch --config_file accelerate_configs/ddp.yaml train.py \\
       --config run.toml
 """
-_SAMPLE = (
-    "samples are drawn while training: `train --validation_prompts PROMPTS --validation_steps N`, or at any time by an empty "
-    "file `control/sample` in the run's directory"
-)
-_DATA = "`check` says what happens to every clip, and `prepare` encodes clips and captions before training"
-_TRAIN = "`train` trains: a LoRA or all weights (--training_type), on clips or by rewards (--method)"
-_WRITTEN = "a run writes its LoRA or its network in diffusers' layout to --output_dir, see docs/reference/training.md"
-#: Commands that people try, and what to use.
+#: What to use, and the commands that people try for it.
 _INSTEAD = {
-    **dict.fromkeys(("sample", "generate", "inference", "infer", "predict"), _SAMPLE),
-    **dict.fromkeys(("lora", "sft", "grpo", "finetune", "fine-tune", "fit", "run", "full-finetune"), _TRAIN),
-    **dict.fromkeys(("resume", "continue"), "`train` continues a run: the same command with --resume_from_checkpoint latest"),
-    **dict.fromkeys(("precompute", "preprocess", "encode", "data", "dataset", "inspect", "validate"), _DATA),
-    **dict.fromkeys(("export", "convert", "merge"), _WRITTEN),
-    **dict.fromkeys(("init", "config", "configure", "new"), "examples/ holds whole files for --config, and `schema` describes them to editors"),
-    **dict.fromkeys(("eval", "evaluate"), "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips"),
-    **dict.fromkeys(("report", "curves", "log", "logs"), "`plot RUN` draws a run's curves; metrics.jsonl in its directory holds them"),
-    **dict.fromkeys(("checkpoint", "checkpoints", "verify"), "`ckpt` lists, verifies and compares checkpoints"),
-    **dict.fromkeys(("reward", "rewards"), "`demo reward` shows reward finetuning, and `train --method grpo` does it"),
-    "help": "`finetrainers --help` lists the commands",
-    "version": "`finetrainers --version` prints it",
+    "samples are drawn while training: `train --validation_prompts PROMPTS --validation_steps N`, or at any time by an "
+    "empty file `control/sample` in the run's directory": "sample generate inference infer predict",
+    "`train` trains: a LoRA or all weights (--training_type), on clips or by rewards (--method)":
+        "lora sft grpo finetune fine-tune fit run full-finetune",
+    "`train` continues a run: the same command with --resume_from_checkpoint latest": "resume continue",
+    "`check` says what happens to every clip, and `prepare` encodes clips and captions before training":
+        "precompute preprocess encode data dataset inspect validate",
+    "a run writes its LoRA or its network in diffusers' layout to --output_dir, see docs/reference/training.md":
+        "export convert merge",
+    "examples/ holds whole files for --config, and `schema` describes them to editors": "init config configure new",
+    "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
+    "`plot RUN` draws a run's curves; metrics.jsonl in its directory holds them": "report curves log logs",
+    "`ckpt` lists, verifies and compares checkpoints": "checkpoint checkpoints verify",
+    "`demo reward` shows reward finetuning, and `train --method grpo` does it": "reward rewards",
+    "`finetrainers --help` lists the commands": "help",
+    "`finetrainers --version` prints it": "version",
 }  # fmt: skip
 
 
@@ -79,8 +78,8 @@ def described(about: str, *examples: str, more: str = "") -> dict[str, Any]:
 
 def unknown_command(name: str, known: list[str]) -> str:
     """The error for a command that does not exist, with what to use instead."""
-    if name in _INSTEAD:
-        return f"there is no command {name!r}; {_INSTEAD[name]}"
+    if (instead := names_of(_INSTEAD).get(name)) is not None:
+        return f"there is no command {name!r}; {instead}"
     close = get_close_matches(name, known, n=1, cutoff=0.7)
     if close:
         return f"there is no command {name!r}; did you mean {close[0]!r}?"
