@@ -16,10 +16,10 @@ from finetrainers.utils.text import duration, file_size
 if TYPE_CHECKING:
     from finetrainers.data.cache.maintenance import CacheMaintenance
 
-_DESCRIPTION = """A cache holds captions and clips as the text encoders and the VAE encoded them, one file each. It is in
-<output_dir>/precomputed or in --precompute_dir. Entries are named by all that determines them, so none is ever stale:
-when captions, files, sizes or models change, new entries are added, and the old ones are never read again. `prune`
-removes those. Every command takes the cache's folder, or the output directory of a run.
+_DESCRIPTION = """A cache holds captions and clips as the text encoders and the VAE encoded them, one file each.
+It is in <output_dir>/precomputed or in --precompute_dir. Entries are named by all that determines them, so none is
+ever stale: when captions, files, sizes or models change, new entries are added, and the old ones are never read again.
+`prune` removes those. Every command takes the cache's folder, or the output directory of a run.
 
   finetrainers cache ls cache                                  entries and sizes, by model
   finetrainers cache verify cache --repair                     after a power cut: remove what is damaged
@@ -49,8 +49,8 @@ def add_cache(commands: Any) -> None:
     prune = actions.add_parser(
         "prune",
         help="remove entries that are not needed any more",
-        description="Remove entries. With both options, those that no configuration needs and nobody has read for so long. "
-        "Refused while a run uses the cache.",
+        description="Remove entries. With both options, those that no configuration needs and nobody has read for so "
+        "long. Refused while a run uses the cache.",
     )
     prune.add_argument(
         "--keep", type=Path, nargs="+", metavar="CONFIG", help="keep what training with these TOML files reads"
@@ -92,9 +92,8 @@ def _ls(arguments: argparse.Namespace) -> int:
     for group in groups:
         ages = dict.fromkeys(duration(round(now - used)) for used in (group.newest_use, group.oldest_use))
         model = f"{group.model} [{group.identity}]" if group.model else group.identity
-        print(
-            f"{group.kind:<8}{group.entries:>9}  {file_size(group.size_bytes):>9}  {'-'.join(ages):>11}  {model}".rstrip()
-        )
+        size_text, age = file_size(group.size_bytes), "-".join(ages)
+        print(f"{group.kind:<8}{group.entries:>9}  {size_text:>9}  {age:>11}  {model}".rstrip())
     print(f"{'all':<8}{count:>9}  {file_size(size):>9}")
     print(f"contents of {cache.known_files()} media files are remembered")
     return 0

@@ -22,9 +22,13 @@ from finetrainers.utils.text import plural, printable
 from .demo import positive_integer
 
 _SHOWN = 30  # reasons in full, on the terminal
-_EPILOG = """All options of `finetrainers train` are valid too. The config file may come first: finetrainers check run.toml
+_EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:
+  finetrainers check run.toml
 
-exit codes: 0 success; 65 no item can be used, or more are rejected than `max_bad_samples` allows; 2 invalid configuration
+exit codes:
+  0   success
+  2   invalid configuration
+  65  no item can be used, or more are rejected than `max_bad_samples` allows
 """
 
 

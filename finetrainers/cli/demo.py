@@ -14,8 +14,8 @@ from finetrainers.utils.text import nearest
 from .overview import described
 
 _WORLD = (
-    "The world is small: clips in which colored shapes move over a plain background, and captions that say so. The embedded model "
-    "knows nothing else, so that training, rewards and measuring can be tried on a CPU in minutes"
+    "The world is small: clips in which colored shapes move over a plain background, and captions that say so. The "
+    "embedded model knows nothing else, so that training, rewards and measuring can be tried on a CPU in minutes"
 )
 
 
@@ -56,15 +56,19 @@ def add_demo(commands: Any) -> None:
     measure.set_defaults(run=_measure)
 
     about = "teach the embedded model a preference with a reward, on any CPU, in two minutes"
+    place = "a new or empty one, or that of an earlier `demo reward`"
     reward = parts.add_parser("reward", **described(about, "demo reward first-reward"))
-    reward.add_argument("directory", type=Path, help="a new or empty one, or that of an earlier `demo reward`")
-    reward.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [32]")
-    reward.set_defaults(run=run_demonstration, demonstration="rewarded:rewarded")
+    add_demonstration(reward, "rewarded:rewarded", steps=32, help=place)
 
     scratch = parts.add_parser("scratch", help="train a small model from random weights on two real clips")
-    scratch.add_argument("directory", type=Path, help="a new or empty one, or that of an earlier `demo scratch`")
-    scratch.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [700]")
-    scratch.set_defaults(run=run_demonstration, demonstration="scratch:from_scratch")
+    add_demonstration(scratch, "scratch:from_scratch", steps=700, help=place.replace("reward", "scratch"))
+
+
+def add_demonstration(parser: argparse.ArgumentParser, function: str, *, steps: int, **directory: Any) -> None:
+    """Add the arguments of a demonstration, `module:name` in `finetrainers.demo`, which knows its number of steps."""
+    parser.add_argument("directory", type=Path, **directory)
+    parser.add_argument("--steps", type=positive_integer, help=f"optimizer steps [{steps}]")
+    parser.set_defaults(run=_run_demonstration, demonstration=function)
 
 
 def positive_integer(text: str) -> int:
@@ -78,7 +82,7 @@ def positive_integer(text: str) -> int:
     return int(text)
 
 
-def run_demonstration(arguments: argparse.Namespace) -> int:
+def _run_demonstration(arguments: argparse.Namespace) -> int:
     """Run the function `module:name` of `finetrainers.demo` that the arguments name."""
     quiet_progress_bars()
     resolve(f"finetrainers.demo.{arguments.demonstration}")(arguments.directory, steps=arguments.steps)

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
@@ -24,7 +25,7 @@ from finetrainers.utils.versions import __version__, version_problem
 from .cache import add_cache
 from .check import add_check, check_command
 from .ckpt import add_ckpt
-from .demo import add_demo, positive_integer, run_demonstration
+from .demo import add_demo, add_demonstration
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .serve_reward import add_serve_reward
@@ -202,11 +203,8 @@ def _parser() -> CommandParser:
 
     about = "teach the embedded model a new look with a LoRA, on any CPU, in minutes"
     quickstart = commands.add_parser("quickstart", **described(about, "quickstart"))
-    quickstart.add_argument(
-        "directory", type=Path, nargs="?", default=Path("quickstart"), help="where everything goes [quickstart]"
-    )
-    quickstart.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [150]")
-    quickstart.set_defaults(run=run_demonstration, demonstration="quickstart:quickstart")
+    place: dict[str, Any] = {"nargs": "?", "default": Path("quickstart"), "help": "where everything goes [quickstart]"}
+    add_demonstration(quickstart, "quickstart:quickstart", steps=150, **place)
 
     about = "list the model families: names for --model_name, valid sizes and frame rates"
     models = commands.add_parser("models", **described(about, "models"))

@@ -6,18 +6,15 @@ import argparse
 import os
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.rewards import RewardEntry, parse_reward
+from finetrainers.config.errors import ConfigError, Problem, value_message
+from finetrainers.config.rewards import Reward, RewardEntry
 from finetrainers.utils.logs import quiet_progress_bars
 
 from .demo import positive_integer
 
 # As in rewards/server.py, which imports torch.
-_PORT = 8000
-_MAX_MIB = 1024
-_MAX_CLIPS = 256
 _TOKEN_VARIABLE = "FINETRAINERS_REWARD_TOKEN"
 
 
@@ -26,26 +23,24 @@ def add_serve_reward(commands: Any) -> None:
     parser = commands.add_parser(
         "serve-reward",
         help="score clips for training processes elsewhere, which name it with --reward http://HOST:PORT",
-        epilog="Nothing is encrypted: listen where only those can connect who may, with a token or without. Training processes "
-        f"send the token in {_TOKEN_VARIABLE}.",
+        epilog="Nothing is encrypted: listen where only those can connect who may, with a token or without. Training "
+        f"processes send the token in {_TOKEN_VARIABLE}.",
     )
     parser.add_argument("reward", metavar="NAME[,option=value...]", help="as in --reward: registered, or module:Class")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all [127.0.0.1]")
-    parser.add_argument("--port", type=_port, default=_PORT, help=f"0 for any free one [{_PORT}]")
+    parser.add_argument("--port", type=_port, default=8000, help="0 for any free one [%(default)s]")
     parser.add_argument(
-        "--device", help="the reward's option of that name: cuda:7, say, where training on this machine has the GPUs before it "
-        "[auto: the first GPU, which is also that of the first training process]"
-    )  # fmt: skip
-    parser.add_argument(
-        "--max_mib", type=positive_integer, default=_MAX_MIB, help=f"largest request in MiB [{_MAX_MIB}]"
+        "--device",
+        help="the reward's option of that name: cuda:7, say, where training on this machine has the GPUs before it "
+        "[auto: the first GPU, which is also that of the first training process]",
     )
+    parser.add_argument("--max_mib", type=positive_integer, default=1024, help="largest request in MiB [%(default)s]")
+    parser.add_argument("--max_clips", type=positive_integer, default=256, help="most clips of a request [%(default)s]")
     parser.add_argument(
-        "--max_clips", type=positive_integer, default=_MAX_CLIPS, help=f"most clips of a request [{_MAX_CLIPS}]"
+        "--token",
+        help="answer only requests that have it; other users of this machine see it in the list of processes, so "
+        f"better set {_TOKEN_VARIABLE} [that variable, else none]",
     )
-    parser.add_argument(
-        "--token", help=f"answer only requests that have it; other users of this machine see it in the list of processes, so "
-        f"better set {_TOKEN_VARIABLE} [that variable, else none]"
-    )  # fmt: skip
     parser.set_defaults(run=_serve_reward)
 
 
@@ -89,22 +84,16 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 def _entry(text: str) -> RewardEntry:
     """The entry to serve, without the fields that belong to the training run."""
     try:
-        entry = RewardEntry.model_validate(parse_reward(text))
+        entry: RewardEntry = TypeAdapter(Reward).validate_python(text)
     except ValidationError as error:
-        raise ConfigError([Problem("reward", f"{e['loc'][0]}: {e['msg']}") for e in error.errors()]) from None
-    except ValueError as error:
-        raise ConfigError([Problem("reward", str(error))]) from None
-    problems = []
+        messages = [": ".join([*map(str, one["loc"]), value_message(one)]) for one in error.errors()]
+        raise ConfigError([Problem("reward", message) for message in messages]) from None
+    elsewhere = sorted(entry.model_fields_set & {"weight", "mean", "std", "every"})
+    messages = [f"{name} is said where the reward is used, not where it is served" for name in elsewhere]
     if entry.head is not None:
-        problems.append(
-            Problem(
-                "reward", f"a server gives all heads of {entry.reward}; training names one: http://...#{entry.head}"
-            )
-        )
-    for name in sorted(entry.model_fields_set & {"weight", "mean", "std", "every"}):
-        problems.append(Problem("reward", f"{name} is said where the reward is used, not where it is served"))
-    if problems:
-        raise ConfigError(problems)
+        messages.append(f"a server gives all heads of {entry.reward}; training names one: http://...#{entry.head}")
+    if messages:
+        raise ConfigError([Problem("reward", message) for message in messages])
     return entry
 
 

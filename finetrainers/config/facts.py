@@ -1,4 +1,4 @@
-"""What is known of a checkpoint from its config files alone, so that wrong options are refused before torch is imported."""
+"""What is known of a checkpoint from its config files alone: wrong options are refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Facts:
         first_frame: how a given first frame reaches the network: "none", as clean "tokens" with noise level 0, on extra
             "channels", or "unknown" where that depends on a config that is not on this disk.
         first_frame_p: probability with which training conditions on the first frame when the user does not say.
-        first_frame_noise: mean and standard deviation of log s, where noise of s was added to the pixels of a first frame on
-            channels in training; None: none was.
-        guidance: scale that clips are sampled with by default, for networks that take guidance as an input; None: they do not.
+        first_frame_noise: mean and standard deviation of log s, where noise of s was added to the pixels of a first
+            frame on channels in training; None: none was.
+        guidance: scale that clips are sampled with by default, for networks that take guidance as an input; None: they
+            do not.
         least_steps: fewest denoising steps that the checkpoint's scheduler can take.
         lora_targets: modules that LoRA targets by default.
         boundary: noise-level quantile from which on one of two experts, `transformer`, denoises; below it `transformer_2` does.

@@ -10,12 +10,11 @@ from typing import Any, NoReturn
 
 from finetrainers.utils.text import quoted, shortened
 
-from .dialects.aliases import FOREIGN
 from .errors import ConfigError, Problem
 from .given import Given
 from .help import TRAIN, Guide, help_text
-from .load import build_config, file_source
-from .names import DEPENDENT, INSTEAD, SAME, unknown_option
+from .load import OTHER_NAMES, build_config, file_source
+from .names import SAME, unknown_option
 from .root import TrainConfig, belongs, fields, sections, split_name
 from .shape import is_list, is_switch
 
@@ -55,7 +54,7 @@ def make_parser(prog: str, *, guide: Guide = TRAIN) -> argparse.ArgumentParser:
         elif is_list(option.field):
             options["nargs"] = "*"
         parser.add_argument(f"--{name}", **options)
-    for name in dict.fromkeys((*SAME, *INSTEAD, *FOREIGN, *DEPENDENT)):
+    for name in OTHER_NAMES:
         parser.add_argument(f"--{name}", action=_Other, nargs="*", default=argparse.SUPPRESS)
     return parser
 

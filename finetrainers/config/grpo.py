@@ -18,6 +18,8 @@ PresetName = Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft
 REWARD_METHODS = ("grpo", "nft")
 Kernel = Literal["flow", "dance", "cps", "ddim", "ode"]
 
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+_NotNegative = Annotated[float, Field(ge=0)]
 _ROUNDING = 1e-9  # of a share of a number of steps: 0.29 * 100 is 28.999999999999996
 
 
@@ -63,8 +65,7 @@ class GRPOSection(Section):
 
     window_size: int = option(2, "Number of consecutive denoising steps that are stochastic and trained. 0 trains all "
         "but the last.", resume="same", method="grpo", ge=0)
-    window_range: Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(parse_numbers)] = option([0.0, 0.5],
-        "Fractions of the schedule between which the window lies. The default is the noisier half, which decides most "
+    window_range: Annotated[list[_Fraction], BeforeValidator(parse_numbers)] = option([0.0, 0.5], "Fractions of the schedule between which the window lies. The default is the noisier half, which decides most "
         "of a clip.", resume="same", needs="window_size", method="grpo", min_length=2, max_length=2)
     window_strategy: Literal["fixed", "progressive", "random"] = option("random", "Keep the window at the start of its "
         "range, move it through the range, or draw its position for each rollout.", resume="same", needs="window_size",
@@ -107,8 +108,7 @@ class GRPOSection(Section):
         "values are 1 and 0.1.", resume="free", method="nft", gt=0)
     nft_kl: float = option(1e-4, "Weight of the distance from the reference model, the one before training.",
         resume="free", method="nft", ge=0)
-    nft_decay: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(parse_numbers)] = option([0.0, 0.001, 0.5],
-        "Decay of the EMA of the weights, which samples: min(uphold, (step - flat) * rate), given as flat, rate and "
+    nft_decay: Annotated[list[_NotNegative], BeforeValidator(parse_numbers)] = option([0.0, 0.001, 0.5], "Decay of the EMA of the weights, which samples: min(uphold, (step - flat) * rate), given as flat, rate and "
         "uphold, or as `flat:rate:uphold`.", resume="free", method="nft", min_length=3, max_length=3)
     nft_timesteps: int = option(8, "Noise levels at which each clip is trained.", resume="free", method="nft", ge=1,
         le=10_000)
@@ -118,8 +118,8 @@ class GRPOSection(Section):
     offload_trajectory: bool = option(False, "Store sampled latents in host memory.", resume="free", method="grpo")
     reward_fps: float | None = option(None, "Frames per second at which clips are scored; it changes scores that "
         "sample frames. The default is the rate the model was trained at.", resume="free", gt=0, le=1000)
-    keep_pairs: bool = option(False, "Write the clips with the highest and the lowest advantage of each prompt to `pairs/`, "
-        "and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free")
+    keep_pairs: bool = option(False, "Write the clips with the highest and the lowest advantage of each prompt to "
+        "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free")
     reward_on_error: Literal["raise", "mask"] = option("raise", "If a reward fails or returns no number: stop the run, "
         "or leave the clip out and count it.", resume="free")
     eval_prompts: Path | None = option(None, "Held-out prompts in the formats of `prompts`. They are scored before and "

@@ -51,8 +51,8 @@ TRAIN = Guide(
     ),
     {
         "model and data": (
-            "pretrained_model_name_or_path", "data_root", "dataset_file", "video_resolution_buckets", "resolutions", "id_token",
-            "precompute_conditions",
+            "pretrained_model_name_or_path", "data_root", "dataset_file", "video_resolution_buckets", "resolutions",
+            "id_token", "precompute_conditions",
         ),
         "training": (
             "method", "training_type", "rank", "lora_alpha", "train_steps", "batch_size", "gradient_accumulation_steps",
@@ -64,16 +64,17 @@ TRAIN = Guide(
 )  # fmt: skip
 
 PREPARE = Guide(
-    "Encode captions and clips into the cache that `train --precompute_conditions` reads, and stop. The text encoders and the "
-    "VAE are loaded one after the other, the transformer is not. Entries that are in the cache are not encoded again, so a "
-    "preparation that was stopped resumes. Several may share one --precompute_dir. The options are those of `train`.\n\n"
+    "Encode captions and clips into the cache that `train --precompute_conditions` reads, and stop. The text encoders "
+    "and the VAE are loaded one after the other, the transformer is not. Entries that are in the cache are not encoded "
+    "again, so a preparation that was stopped resumes. Several may share one --precompute_dir. The options are those of "
+    "`train`.\n\n"
     "Several GPUs: accelerate launch --num_processes 8 -m finetrainers prepare ...",
     ("--config run.toml --precompute_dir cache",),
     {
         "model": ("pretrained_model_name_or_path", "enable_slicing", "enable_tiling"),
         "data": (
-            "data_root", "dataset_file", "dataset", "video_resolution_buckets", "resolutions", "id_token", "precompute_dir",
-            "precompute_batch_size", "max_bad_samples", "seed",
+            "data_root", "dataset_file", "dataset", "video_resolution_buckets", "resolutions", "id_token",
+            "precompute_dir", "precompute_batch_size", "max_bad_samples", "seed",
         ),
         "run": ("output_dir",),
     },

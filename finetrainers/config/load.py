@@ -21,7 +21,7 @@ from .errors import ConfigError, Problem, value_message
 from .files import read_text
 from .given import Given, Locate
 from .grpo import REWARD_METHODS
-from .names import DEPENDENT, VALUES, is_known, translate_dependent, translate_names, unknown_option
+from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, translate_names, unknown_option
 from .presets import fill_preset
 from .root import TrainConfig, belongs, fields, flat_name, former_names, sections, split_name
 
@@ -29,6 +29,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+#: Names that are not ours, each read or refused by a dialect.
+OTHER_NAMES = frozenset((*SAME, *INSTEAD, *FOREIGN, *DEPENDENT))
 
 
 def load_config(path: str | Path | None = None, **options: Any) -> TrainConfig:
@@ -80,7 +83,7 @@ def _take_one(given: Given, table: str | None, name: str, value: Any, locate: Lo
     if option in fields() and not belongs(option, table):
         message = f"{name!r} belongs in [{fields()[option].section}], not in [{table}]"
         given.problems.append(Problem(where, message))
-    elif option not in fields() and not (is_known(name) or name in FOREIGN or name in DEPENDENT):
+    elif option not in fields() and name not in OTHER_NAMES:
         given.problems.append(unknown_option(name, where))
     elif name in given.values:
         given.problems.append(Problem(where, f"{name!r} is given twice"))

@@ -26,7 +26,8 @@ def names_of(groups: Mapping[str, str]) -> dict[str, str]:
 #: Our options, and the names that mean the same.
 _SAME = {
     "model_name": "model_family arch",
-    "pretrained_model_name_or_path": "pretrained_model_path pretrained_model model_id model_path model_source name_or_path base_model",
+    "pretrained_model_name_or_path": "pretrained_model_path pretrained_model model_id model_path model_source "
+    "name_or_path base_model",
     "transformer_id": "dit_model_name_or_path pretrained_transformer_model_name_or_path",
     "vae_id": "vae_model_path pretrained_vae_model_name_or_path",
     "enable_slicing": "vae_enable_slicing vae_slicing",
@@ -192,24 +193,26 @@ _INSTEAD = {
 INSTEAD = names_of(_INSTEAD)
 #: What other trainers call values of ours, in lower case, by option.
 VALUES = {
-    "optimizer": {
-        "adam8bit": "adam-bnb-8bit", "adamw8bit": "adamw-bnb-8bit", "adamw_8bit": "adamw-bnb-8bit", "adamw8bitkahan": "adamw-bnb-8bit",
-        "adamw_bf16": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_optimi": "adamw", "lion8bit": "lion-bnb-8bit",
-        "pagedadamw": "adamw-bnb-paged", "pagedadamw8bit": "adamw-bnb-8bit-paged", "paged_adamw_8bit": "adamw-bnb-8bit-paged",
-        "adamw4bit": "adamw-torchao-4bit", "adamwfp8": "adamw-torchao-fp8", "prodigyopt": "prodigy",
-    },
-    "training_type": {"full": "full-finetune", "full_finetune": "full-finetune"},
-    "mixed_precision": {"fp32": "no", "none": "no", "bfloat16": "bf16", "float16": "fp16"},
-    **{f"{part}_dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "float8_e4m3fn"}
-       for part in ("transformer", "vae", "text_encoder", "text_encoder_2")},
+    "optimizer": names_of({
+        "adam-bnb-8bit": "adam8bit",
+        "adamw-bnb-8bit": "adamw8bit adamw_8bit adamw8bitkahan",
+        "adamw": "adamw_bf16 adamw_torch adamw_torch_fused adamw_optimi",
+        "lion-bnb-8bit": "lion8bit",
+        "adamw-bnb-paged": "pagedadamw",
+        "adamw-bnb-8bit-paged": "pagedadamw8bit paged_adamw_8bit",
+        "adamw-torchao-4bit": "adamw4bit",
+        "adamw-torchao-fp8": "adamwfp8",
+        "prodigy": "prodigyopt",
+    }),
+    "training_type": names_of({"full-finetune": "full full_finetune"}),
+    "mixed_precision": names_of({"no": "fp32 none", "bf16": "bfloat16", "fp16": "float16"}),
+    **dict.fromkeys(
+        ("transformer_dtype", "vae_dtype", "text_encoder_dtype", "text_encoder_2_dtype"),
+        names_of({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "float8_e4m3fn": "float8"}),
+    ),
 }  # fmt: skip
 #: Similarity (difflib's) from which on a name is a slip of the pen; at 0.78 `max_steps` still is like `max_items`.
 _CERTAIN = 0.8
-
-
-def is_known(name: str) -> bool:
-    """Whether another trainer has an option of this name."""
-    return name in SAME or name in INSTEAD
 
 
 def other_names(option: str) -> list[str]:
@@ -251,7 +254,7 @@ def translate_names(given: Given, *, others: Container[str]) -> None:
         others: names that belong to another dialect.
     """
     taken: dict[bool, list[str]] = {False: [], True: []}  # by whether it is a former name of ours
-    for name in [name for name in given.values if is_known(name) and name not in others]:
+    for name in [name for name in given.values if name in SAME | INSTEAD and name not in others]:
         place = given.where[name]
         if name in INSTEAD:
             problem = unknown_option(name, place)

@@ -17,13 +17,8 @@ from .given import Given
 from .grpo import REWARD_METHODS
 from .shape import value_cell
 
-
-@dataclass(frozen=True)
-class Setting:
-    """A value and its source."""
-
-    value: Any
-    source: str
+#: Values and their sources, by option.
+Settings = Mapping[str, tuple[Any, str]]
 
 
 @dataclass(frozen=True)
@@ -41,15 +36,15 @@ class Preset:
 
     title: str
     reference: str
-    settings: Mapping[str, Setting]
-    lora: Mapping[str, Setting] = field(default_factory=dict)
-    full: Mapping[str, Setting] = field(default_factory=dict)
+    settings: Settings
+    lora: Settings = field(default_factory=dict)
+    full: Settings = field(default_factory=dict)
     not_set: tuple[str, ...] = ()
 
     def options(self, training_type: str) -> dict[str, Any]:
         """Option to value, for LoRA or full finetuning."""
         further = self.lora if training_type == "lora" else self.full
-        return {name: setting.value for name, setting in {**self.settings, **further}.items()}
+        return {name: value for name, (value, _) in {**self.settings, **further}.items()}
 
 
 def fill_preset(given: Given) -> None:
@@ -99,14 +94,14 @@ def preset_tables() -> str:
             "|---|---|---|",
         ]
         for condition, settings in (("", preset.settings), ("LoRA: ", preset.lora), ("full: ", preset.full)):
-            lines += [f"| {condition}`{key}` | {value_cell(s.value)} | {s.source} |" for key, s in settings.items()]
+            lines += [f"| {condition}`{name}` | {value_cell(v)} | {source} |" for name, (v, source) in settings.items()]
         lines += ["", "Not set:\n", *(fill(f"* {text}", 118, subsequent_indent="  ") for text in preset.not_set), ""]
     return "\n".join(lines)
 
 
-def _from(source: str, **values: Any) -> dict[str, Setting]:
+def _from(source: str, **values: Any) -> dict[str, tuple[Any, str]]:
     """Several settings of one source."""
-    return {name: Setting(value, source) for name, value in values.items()}
+    return {name: (value, source) for name, value in values.items()}
 
 
 _DANCE_SCRIPT = "video launch script, 4 nodes x 8 GPUs"

@@ -237,10 +237,10 @@ class TrainingSection(Section):
 
     training_type: Literal["lora", "full-finetune"] = option("lora", "Train a LoRA adapter, or every weight of the "
         "transformer.", resume="same")
-    method: str = option("sft", "`sft`: supervised finetuning on clips. `grpo`: reward finetuning on prompts, by policy "
-        "gradient over the stochastic steps of the sampler. `nft`: reward finetuning by DiffusionNFT, which contrasts good "
-        "and bad clips in the training loss and works with any sampler. `dpo`: preference finetuning on pairs of clips.",
-        resume="same")
+    method: str = option("sft", "`sft`: supervised finetuning on clips. `grpo`: reward finetuning on prompts, by "
+        "policy gradient over the stochastic steps of the sampler. `nft`: reward finetuning by DiffusionNFT, which "
+        "contrasts good and bad clips in the training loss and works with any sampler. `dpo`: preference finetuning on "
+        "pairs of clips.", resume="same")
     seed: int = option(42, "Seed of all random numbers of the run.", resume="rng", ge=0, lt=2**31)
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(None, "Autocast dtype. The default is what "
         "`accelerate launch` says, else `transformer_dtype`.", resume="free")
@@ -300,7 +300,8 @@ class MemorySection(Section):
     layerwise_upcasting_storage_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = option("float8_e4m3fn",
         "Storage dtype of layerwise upcasting.", resume="free", needs="layerwise_upcasting_modules=transformer",
         former_table="model")
-    layerwise_upcasting_skip_modules_pattern: list[Expression] = option(["patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm"],
+    layerwise_upcasting_skip_modules_pattern: list[Expression] = option(
+        ["patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm"],
         "Regular expressions of module names that layerwise upcasting skips, since they are small and sensitive.",
         resume="free", needs="layerwise_upcasting_modules=transformer", former_table="model")
     oom_retry: Literal["auto", "on", "off"] = option("auto", "On OOM, retry the step with smaller micro-batches; the "
@@ -318,8 +319,9 @@ class OptimizerSection(Section):
     lr: float = option(1e-4, "Learning rate.", resume="free", ge=0, le=100)
     scale_lr: bool = option(False, "Multiply `lr` by gradient accumulation x batch size x number of processes.",
         resume="free")
-    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"] = option("constant",
-        "Learning rate schedule over optimizer steps.", resume="free")
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial",
+    ] = option("constant", "Learning rate schedule over optimizer steps.", resume="free")
     lr_warmup_steps: int = option(500, "Optimizer steps of linear warmup. `constant` has none.", resume="free", ge=0)
     lr_num_cycles: int = option(1, "Cycles of `cosine_with_restarts`.", resume="free",
         needs="lr_scheduler=cosine_with_restarts", ge=1)

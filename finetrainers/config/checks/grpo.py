@@ -21,10 +21,7 @@ _MUCH_NOISE = 1.5
 
 #: Options of training on clips that are an error here, and what to use instead.
 _OF_CLIPS = {
-    "data_root": "clips are sampled; use --prompts FILE",
-    "dataset_file": "clips are sampled; use --prompts FILE",
-    "dataset": "clips are sampled; use --prompts FILE",
-    "hf_dataset": "clips are sampled; use --prompts FILE",
+    **dict.fromkeys(("data_root", "dataset_file", "dataset", "hf_dataset"), "clips are sampled; use --prompts FILE"),
     "video_resolution_buckets": "clips are sampled at one size; use --rollout_size FxHxW",
     "image_resolution_buckets": "clips are sampled at one size; use --rollout_size 1xHxW",
     "validation_epochs": "there are no epochs; use --validation_steps",
@@ -38,13 +35,7 @@ _HINTS = {
 }
 
 
-def check_grpo(
-    config: TrainConfig,
-    facts: Facts,
-    found: Findings,
-    *,
-    world_size: int,
-) -> None:
+def check_grpo(config: TrainConfig, facts: Facts, found: Findings, *, world_size: int) -> None:
     """Check all rules of reward finetuning.
 
     Args:
@@ -69,8 +60,8 @@ def check_grpo(
     if config.optimizer.scale_lr:
         found.error(
             "scale_lr",
-            "multiplies --lr by batch size x processes, which do not change the clips of an optimizer step here: they are "
-            "--prompts_per_step x --num_generations / --updates_per_rollout; give --lr itself",
+            "multiplies --lr by batch size x processes, which do not change the clips of an optimizer step here: they "
+            "are --prompts_per_step x --num_generations / --updates_per_rollout; give --lr itself",
         )
     if section.shift is not None and not facts.is_flow:
         found.error("shift", "this model is not a flow-matching model, so shift has no meaning; remove it")
@@ -133,33 +124,35 @@ def _check_division(config: TrainConfig, world_size: int, found: Findings) -> No
     section, batch = config.grpo, config.dataloader.batch_size
     prompts, size, updates = section.prompts_per_step, section.num_generations, section.updates_per_rollout
     places = world_size * batch
-    over = f"{world_size} process{'es' if world_size > 1 else ''} x batches of {batch}"
+    over = f"{plural(world_size, 'process', 'processes')} x batches of {batch}"
+    clips = f"{plural(prompts, 'prompt')} x {plural(size, 'clip')}"
     if prompts * size % places:
         found.error(
             "prompts_per_step",
-            f"{plural(prompts, 'prompt')} x {size} clips = {prompts * size} clips do not divide by {over} = {places}; use "
+            f"{clips} = {prompts * size} clips do not divide by {over} = {places}; use "
             f"{_multiple(prompts, size, places)}, or another --num_generations or --batch_size",
         )
     kept = min(section.best_of_n or size, size)
     total = prompts * kept
-    keeps = f"a rollout keeps {plural(prompts, 'prompt')} x {plural(kept, 'clip')} = {total}"
+    clips = f"{plural(prompts, 'prompt')} x {plural(kept, 'clip')}"
     if total < places * updates:
         fewer = f"at most {total // places}, or " if total >= places else ""
         found.error(
             "updates_per_rollout",
-            f"{plural(updates, 'update')} of {over} take{'s' if updates == 1 else ''} at least {places * updates} clips, and "
-            f"{keeps}; use {fewer}--prompts_per_step {-(-places * updates // kept)} or more",
+            f"{plural(updates, 'update')} of {over} take{'s' if updates == 1 else ''} at least {places * updates} "
+            f"clips, and a rollout keeps {clips} = {total}; use {fewer}--prompts_per_step "
+            f"{-(-places * updates // kept)} or more",
         )
         return
     if total % (places * updates):
         found.warnings.append(
-            f"{keeps}, which do not divide by {over} x {updates} --updates_per_rollout = {places * updates}: some batches "
-            "are filled up with clips that do not count"
+            f"a rollout keeps {clips} = {total}, which do not divide by {over} x {updates} --updates_per_rollout = "
+            f"{places * updates}: some batches are filled up with clips that do not count"
         )
     if total / updates < FEW_CLIPS:
         found.warnings.append(
-            f"{plural(prompts, 'prompt')} x {kept} clips / {plural(updates, 'update')} = {total / updates:g} clips per "
-            f"optimizer step; with fewer than {FEW_CLIPS} rewards hardly rise: raise --prompts_per_step or --num_generations"
+            f"{clips} / {plural(updates, 'update')} = {total / updates:g} clips per optimizer step; with fewer than "
+            f"{FEW_CLIPS} rewards hardly rise: raise --prompts_per_step or --num_generations"
         )
 
 
@@ -174,7 +167,7 @@ def _check_nft(config: TrainConfig, found: Findings) -> None:
     if section.init_same_noise:
         found.error(
             "init_same_noise",
-            "nft samples without further noise, so the clips of a prompt would all be the same; use --no-init_same_noise",
+            "nft samples without further noise, so the clips of a prompt would be the same; use --no-init_same_noise",
         )
     if section.sampler not in (None, "ode"):
         found.error("sampler", f"{section.sampler} adds noise, and nft samples without; use ode or leave it out")
@@ -236,16 +229,14 @@ def _check_window(config: TrainConfig, found: Findings) -> None:
             f"never trained; use {f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
         )
     elif section.window_strategy == "progressive" and 0 < size < section.window_stride:
-        found.error(
-            "window_stride",
-            f"a window of {size} that moves by {section.window_stride} leaves steps between untrained; use at most {size}",
-        )
+        message = f"a window of {size} that moves by {section.window_stride} leaves steps between untrained"
+        found.error("window_stride", f"{message}; use at most {size}")
     stochastic = size or steps - 1
     if trained_steps(section) < 1:
         found.error(
             "timestep_fraction",
-            f"{fraction:g} of {plural(stochastic, 'stochastic step')} is {fraction * stochastic:g}, rounded down 0: nothing "
-            f"to train; use at least {1 / stochastic:.3g}",
+            f"{fraction:g} of {plural(stochastic, 'stochastic step')} is {fraction * stochastic:g}, rounded down 0: "
+            f"nothing to train; use at least {1 / stochastic:.3g}",
         )
 
 
@@ -260,8 +251,8 @@ def _check_length(config: TrainConfig, found: Findings) -> None:
             lower, upper = steps // updates * updates, -(-steps // updates) * updates
             found.error(
                 name,
-                f"{steps} is not a multiple of --updates_per_rollout {updates}, and only whole rollouts can be resumed; "
-                f"use {f'{lower} or ' if lower else ''}{upper}",
+                f"{steps} is not a multiple of --updates_per_rollout {updates}, and only whole rollouts can be "
+                f"resumed; use {f'{lower} or ' if lower else ''}{upper}",
             )
 
 

@@ -22,11 +22,7 @@ _FLOW_OPTIONS = (
 
 
 def check_config(
-    config: TrainConfig,
-    *,
-    facts: Facts,
-    prompts: list[ValidationPrompt],
-    world_size: int | None = None,
+    config: TrainConfig, *, facts: Facts, prompts: list[ValidationPrompt], world_size: int | None = None
 ) -> Findings:
     """Check all rules between options for a given model.
 
@@ -137,8 +133,8 @@ def _check_diffusion(config: TrainConfig, facts: Facts, found: Findings) -> None
         if diffusion.flow_weighting_scheme in ("sigma_sqrt", "cosmap"):
             found.error(
                 "flow_weighting_scheme",
-                f"{diffusion.flow_weighting_scheme} weights flow-matching losses; {config.model.model_name} predicts v, "
-                "use none, logit_normal or mode",
+                f"{diffusion.flow_weighting_scheme} weights flow-matching losses; {config.model.model_name} predicts "
+                "v, use none, logit_normal or mode",
             )
         return
     if diffusion.flow_resolution_shifting and diffusion.flow_shift != 1.0:
@@ -159,8 +155,8 @@ def _check_resume(config: TrainConfig, found: Findings) -> None:
     elif training.reset and training.resume_from_checkpoint == "auto":
         found.error(
             "reset",
-            "--resume_from_checkpoint auto is for commands that are repeated, and they would repeat the reset; resume once "
-            "from `latest`, a step or a directory",
+            "--resume_from_checkpoint auto is for commands that are repeated, and they would repeat the reset; resume "
+            "once from `latest`, a step or a directory",
         )
     if training.async_checkpointing and training.checkpointing_steps == 0:
         found.warnings.append(
@@ -190,8 +186,8 @@ def _check_parallel(config: TrainConfig, found: Findings) -> None:
     if parallel.sp_size > 1:
         found.error(
             "sp_size",
-            f"{parallel.sp_size} processes cannot share one clip yet (sequence parallelism); leave it out. For longer clips "
-            "use --gradient_checkpointing and --fsdp full",
+            f"{parallel.sp_size} processes cannot share one clip yet (sequence parallelism); leave it out. For longer "
+            "clips use --gradient_checkpointing and --fsdp full",
         )
     if parallel.fsdp and parallel.deepspeed:
         found.error("deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp")
@@ -213,7 +209,8 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
     if prompts and validation.validation_inference_steps < facts.least_steps:
         found.error(
             "validation_inference_steps",
-            f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got {validation.validation_inference_steps}",
+            f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got "
+            f"{validation.validation_inference_steps}",
         )
     conditioned = any(p.image or p.video for p in prompts)
     if facts.first_frame == "channels" and any(not (p.image or p.video) for p in prompts):

@@ -14,28 +14,17 @@ def window_problems(data: DataSection, geometry: Geometry) -> list[tuple[str, st
         return []
     side = geometry.size_multiple
     found = [("sliding_window_size", problem) for problem in geometry.problems(size, side, side)]
-    found += [
-        (
-            "video_resolution_buckets",
-            f"{frames}x{height}x{width}: windows of {size} frames cannot be cut from {frames}; give a longer one, or a shorter "
-            "--sliding_window_size",
-        )
-        for frames, height, width in data.video_resolution_buckets
-        if 1 < frames < size
-    ]
-    found += [
-        ("frame_buckets", f"windows of {size} frames cannot be cut from {frames}; give a longer length, or none")
-        for frames in data.frame_buckets
-        if 1 < frames < size
-    ]
-    if data.frame_selection not in ("head", "middle"):
-        found.append(
-            (
-                "frame_selection",
-                f"{data.frame_selection} has no meaning with --sliding_window_size, whose windows start everywhere in a "
-                "clip; leave it out",
+    lengths = [("video_resolution_buckets", bucket) for bucket in data.video_resolution_buckets]
+    lengths += [("frame_buckets", (frames,)) for frames in data.frame_buckets]
+    for option, (frames, *sides) in lengths:
+        if 1 < frames < size:
+            message = (
+                f"windows of {size} frames cannot be cut from {frames}; give more, or a smaller --sliding_window_size"
             )
-        )
+            found.append((option, f"{'x'.join(map(str, (frames, *sides)))}: {message}"))
+    if data.frame_selection not in ("head", "middle"):
+        message = "has no meaning with --sliding_window_size, whose windows start everywhere in a clip; leave it out"
+        found.append(("frame_selection", f"{data.frame_selection} {message}"))
     return found
 
 
@@ -64,7 +53,7 @@ def slice_problem(data: DataSection, *, first_frame: str) -> tuple[str, str] | N
     if first_frame == "tokens" and data.first_frame_conditioning_p != 0:
         return (
             "first_frame_conditioning_p",
-            "with --sliding_window_latents slice, a window's first latent stands for several frames, so it cannot be given "
-            "as the first frame; set it to 0",
+            "with --sliding_window_latents slice, a window's first latent stands for several frames, so it cannot be "
+            "given as the first frame; set it to 0",
         )
     return None

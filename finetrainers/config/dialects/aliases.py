@@ -128,10 +128,11 @@ class _Translation:
         self._without_effect()
         for name in [name for name in REFUSED if name in given.values]:
             _refuse(given, name, REFUSED[name])
-        self._same_place("dit_model_name_or_path")
-        self._same_place("vae_model_path")
+        base = Path(str(given.values.get("pretrained_model_name_or_path")))
         for name in [name for name in RENAMED if name in given.values]:
-            given.put(RENAMED[name], given.values[name], name)
+            value, option = given.values.pop(name), fields()[RENAMED[name]]
+            if option.place != "model" or Path(str(value)) != base:  # a part in the folder of the model needs no option
+                given.put(option.name, value, name)
         theirs = self._read()
         self._size(theirs)
         self._rewards(theirs)
@@ -199,13 +200,6 @@ class _Translation:
             lines = [f"  {where[name]:<{width}}  {text}" for name, text in found.items()]
             head = "flags of DanceGRPO's scripts that its trainer never reads have no effect here either; instead use"
             self.given.notes.append("\n".join([head, *lines]))
-
-    def _same_place(self, name: str) -> None:
-        """A part that is in the folder of the whole model needs no option."""
-        values = self.given.values
-        place, base = values.get(name), values.get("pretrained_model_name_or_path")
-        if place is not None and base is not None and Path(str(place)) == Path(str(base)):
-            del values[name]
 
     def _size(self, theirs: _Theirs) -> None:
         names = [name for name in ("t", "h", "w") if name in theirs.model_fields_set]
