@@ -42,8 +42,8 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["finetrainers", "finetrainers.*"]),
     package_data={"finetrainers": ["py.typed", "demo/weights/*/*", "demo/weights/*/*/*", "data/inspect/*.html"]},
-    # Lower bounds are the versions of .ci/lowest.txt, which CI installs and tries, all together. Not so torch, whose bound
-    # is the first version with all that is called: CI has no builds but the newest.
+    # Lower bounds are the versions of .ci/lowest.txt, which CI installs and tries, all together. That of torch is the
+    # first version with all that is called: CI has no builds but the newest.
     install_requires=[
         "torch>=2.6",
         "diffusers>=0.40",

@@ -33,8 +33,8 @@ class Facts:
             do not.
         least_steps: fewest denoising steps that the checkpoint's scheduler can take.
         lora_targets: modules that LoRA targets by default.
-        boundary: noise-level quantile from which on one of two experts, `transformer`, denoises; below it `transformer_2` does.
-            None: one network denoises at all levels.
+        boundary: noise-level quantile from which on one of two experts, `transformer`, denoises; below it
+            `transformer_2` does. None: one network denoises at all levels.
         noise_range: quantiles that the trained part is for.
     """
 

@@ -65,7 +65,8 @@ class GRPOSection(Section):
 
     window_size: int = option(2, "Number of consecutive denoising steps that are stochastic and trained. 0 trains all "
         "but the last.", resume="same", method="grpo", ge=0)
-    window_range: Annotated[list[_Fraction], BeforeValidator(parse_numbers)] = option([0.0, 0.5], "Fractions of the schedule between which the window lies. The default is the noisier half, which decides most "
+    window_range: Annotated[list[_Fraction], BeforeValidator(parse_numbers)] = option([0.0, 0.5],
+        "Fractions of the schedule between which the window lies. The default is the noisier half, which decides most "
         "of a clip.", resume="same", needs="window_size", method="grpo", min_length=2, max_length=2)
     window_strategy: Literal["fixed", "progressive", "random"] = option("random", "Keep the window at the start of its "
         "range, move it through the range, or draw its position for each rollout.", resume="same", needs="window_size",
@@ -108,7 +109,8 @@ class GRPOSection(Section):
         "values are 1 and 0.1.", resume="free", method="nft", gt=0)
     nft_kl: float = option(1e-4, "Weight of the distance from the reference model, the one before training.",
         resume="free", method="nft", ge=0)
-    nft_decay: Annotated[list[_NotNegative], BeforeValidator(parse_numbers)] = option([0.0, 0.001, 0.5], "Decay of the EMA of the weights, which samples: min(uphold, (step - flat) * rate), given as flat, rate and "
+    nft_decay: Annotated[list[_NotNegative], BeforeValidator(parse_numbers)] = option([0.0, 0.001, 0.5],
+        "Decay of the EMA of the weights, which samples: min(uphold, (step - flat) * rate), given as flat, rate and "
         "uphold, or as `flat:rate:uphold`.", resume="free", method="nft", min_length=3, max_length=3)
     nft_timesteps: int = option(8, "Noise levels at which each clip is trained.", resume="free", method="nft", ge=1,
         le=10_000)
@@ -139,7 +141,7 @@ def step_range(section: GRPOSection) -> range:
 
 
 def trained_steps(section: GRPOSection, stochastic: int | None = None) -> int:
-    """Number of trained steps of a clip: `timestep_fraction` of the stochastic ones, rounded down; default: the window's."""
+    """Number of trained steps of a clip: `timestep_fraction` of the stochastic ones, else of the window's, rounded down."""
     stochastic = stochastic or section.window_size or section.sampling_steps - 1
     return int(stochastic * section.timestep_fraction + _ROUNDING)
 

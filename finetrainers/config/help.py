@@ -66,8 +66,8 @@ TRAIN = Guide(
 PREPARE = Guide(
     "Encode captions and clips into the cache that `train --precompute_conditions` reads, and stop. The text encoders "
     "and the VAE are loaded one after the other, the transformer is not. Entries that are in the cache are not encoded "
-    "again, so a preparation that was stopped resumes. Several may share one --precompute_dir. The options are those of "
-    "`train`.\n\n"
+    "again, so a preparation that was stopped resumes. Several may share one --precompute_dir. The options are those "
+    "of `train`.\n\n"
     "Several GPUs: accelerate launch --num_processes 8 -m finetrainers prepare ...",
     ("--config run.toml --precompute_dir cache",),
     {

@@ -42,8 +42,8 @@ class ModelSection(Section):
         "files or from its hub id.", resume="same", encodes="both")
     pretrained_model_name_or_path: Place = option(..., "Base model in diffusers layout: a hub id, a local directory, "
         "or `demo://NAME` for a packaged one.", resume="unlisted", encodes="both", place="model")
-    expert: Literal["high", "low"] | None = option(None, "Which of two networks is trained, if the model has one for high "
-        "and one for low noise levels: `high` is its `transformer`, `low` its `transformer_2`.", resume="same")
+    expert: Literal["high", "low"] | None = option(None, "Which of two networks is trained, if the model has one for "
+        "high and one for low noise levels: `high` is its `transformer`, `low` its `transformer_2`.", resume="same")
     revision: str | None = option(None, "Git revision of the hub repository.", resume="free", encodes="both")
     variant: str | None = option(None, "Variant of the weight files, for example `fp16`.", resume="free",
         encodes="both", max_length=64)

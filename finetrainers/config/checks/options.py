@@ -102,8 +102,8 @@ def _check_model(config: TrainConfig, facts: Facts, found: Findings) -> None:
     if facts.boundary is not None and model.expert is None:
         found.error(
             "expert",
-            f"is not set, and this model has two networks: `high` for noise levels from {facts.boundary:g} on, and `low` for "
-            "those below; train one, and the other in a run of its own",
+            f"is not set, and this model has two networks: `high` for noise levels from {facts.boundary:g} on, and "
+            "`low` for those below; train one, and the other in a run of its own",
         )
     if model.text_encoder_3_dtype is not None:
         found.error("text_encoder_3_dtype", "no supported model family has a third text encoder; remove it")

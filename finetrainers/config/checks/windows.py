@@ -14,14 +14,12 @@ def window_problems(data: DataSection, geometry: Geometry) -> list[tuple[str, st
         return []
     side = geometry.size_multiple
     found = [("sliding_window_size", problem) for problem in geometry.problems(size, side, side)]
-    lengths = [("video_resolution_buckets", bucket) for bucket in data.video_resolution_buckets]
-    lengths += [("frame_buckets", (frames,)) for frames in data.frame_buckets]
-    for option, (frames, *sides) in lengths:
+    lengths = [("video_resolution_buckets", f"{'x'.join(map(str, b))}: ", b[0]) for b in data.video_resolution_buckets]
+    lengths += [("frame_buckets", "", frames) for frames in data.frame_buckets]
+    for option, bucket, frames in lengths:
         if 1 < frames < size:
-            message = (
-                f"windows of {size} frames cannot be cut from {frames}; give more, or a smaller --sliding_window_size"
-            )
-            found.append((option, f"{'x'.join(map(str, (frames, *sides)))}: {message}"))
+            message = f"{bucket}windows of {size} frames cannot be cut from {frames}; give a longer length, or none"
+            found.append((option, f"{message}, or a smaller --sliding_window_size"))
     if data.frame_selection not in ("head", "middle"):
         message = "has no meaning with --sliding_window_size, whose windows start everywhere in a clip; leave it out"
         found.append(("frame_selection", f"{data.frame_selection} {message}"))
