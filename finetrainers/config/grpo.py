@@ -141,7 +141,7 @@ def step_range(section: GRPOSection) -> range:
 
 
 def trained_steps(section: GRPOSection, stochastic: int | None = None) -> int:
-    """Number of trained steps of a clip: `timestep_fraction` of the stochastic ones, else of the window's, rounded down."""
+    """Number of trained steps of a clip: `timestep_fraction` of the stochastic ones or the window's, rounded down."""
     stochastic = stochastic or section.window_size or section.sampling_steps - 1
     return int(stochastic * section.timestep_fraction + _ROUNDING)
 
