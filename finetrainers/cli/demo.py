@@ -107,7 +107,7 @@ def _data(arguments: argparse.Namespace) -> int:
 
 def _vae(arguments: argparse.Namespace) -> int:
     _refuse(_not_empty(arguments.directory))
-    from finetrainers.demo.vae import build_vae, measure_vae
+    from finetrainers.demo.base import build_vae, measure_vae
 
     quiet_progress_bars()
     vae = build_vae()

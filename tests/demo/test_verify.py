@@ -8,8 +8,8 @@ import torch
 from diffusers import AutoencoderKLLTXVideo
 
 from finetrainers.data.video.decode import read_frames
+from finetrainers.demo.clips import to_tensor
 from finetrainers.demo.measure import MODEL, prompt_adherence
-from finetrainers.demo.vae import to_tensor
 from finetrainers.demo.verify import Reading, matches, read, reward, speed_word, wanted, wanted_speed
 from finetrainers.demo.world import MOTIONS, SPEEDS, Scene, caption, draw_scene, render
 from finetrainers.utils.packaged import model_path

@@ -21,10 +21,10 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ModelSection
+from finetrainers.demo.base import measure_vae
 from finetrainers.demo.build import build, build_config
 from finetrainers.demo.data import held_out_scenes
 from finetrainers.demo.measure import MODEL, load_pipeline, measure
-from finetrainers.demo.vae import measure_vae
 from finetrainers.demo.world import caption
 from finetrainers.engine.preflight import preflight
 from finetrainers.models.registry import get_family

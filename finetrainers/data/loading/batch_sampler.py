@@ -20,7 +20,7 @@ from finetrainers.utils.seeding import derive_seed
 
 from ..buckets.buckets import Bucket, bucket_text, num_batches
 from ..buckets.clip import Clip, cut_to
-from .order import Ints, Order, Samples, cut_into_batches
+from .order import Ints, Order, Samples, cut_into_batches, make_samples
 from .position import DataPosition, Segment
 
 #: So many epochs in a row without a batch mean that there never will be one.
@@ -109,7 +109,7 @@ class BatchSampler:
         self.seed = seed
         self.order = Order(self.clips, seed=seed, keep=keep or {})
         self._sizes = np.array([segment.size_of(bucket) for bucket in self.order.buckets], dtype=np.int64)
-        self._rest = EpochRest(-1, Samples.joined([])) if rest is None else rest
+        self._rest = EpochRest(-1, make_samples([], [], [])) if rest is None else rest
         # Up to an epoch: samples of each bucket and batches; as far as they have been asked for, or by a formula.
         self._counted = [self._count(0)]
         self._emitted = [self._num_batches(self._counted[0])]
@@ -128,15 +128,15 @@ class BatchSampler:
         samples = batches.samples[batches.members[batches.starts[place] : batches.stops[place]]]
         clips = (
             cut_to(self.clips[item], self.order.buckets[slot])
-            for item, slot in zip(samples.items.tolist(), samples.slots.tolist(), strict=True)
+            for item, slot in zip(samples["items"].tolist(), samples["slots"].tolist(), strict=True)
         )
-        return MicroBatch(self._rest.epoch + nth, tuple(clips), cycles=tuple(samples.cycles.tolist()))
+        return MicroBatch(self._rest.epoch + nth, tuple(clips), cycles=tuple(samples["cycles"].tolist()))
 
     def left_at(self, step: int) -> EpochRest:
         """The rest of the epoch in which an optimizer step begins."""
         nth, place = self._find(self._position(step))
         batches = self._batches(nth)
-        left = batches.samples.slots >= 0
+        left = batches.samples["slots"] >= 0
         left[batches.real :] = False
         for start, stop in zip(batches.starts[:place].tolist(), batches.stops[:place].tolist(), strict=True):
             left[batches.members[start:stop]] = False
@@ -221,7 +221,7 @@ class BatchSampler:
     def _count(self, nth: int) -> Ints:
         """Samples of each bucket in one epoch."""
         if nth == 0:
-            slots = self._rest.samples.slots
+            slots = self._rest.samples["slots"]
             return np.bincount(slots[slots >= 0], minlength=len(self.order.buckets))
         return self.order.counts(self._rest.epoch + nth)[:-1]
 
@@ -231,33 +231,33 @@ class BatchSampler:
     def _make_batches(self, nth: int) -> _Batches:
         samples = self._samples(nth)
         if self.segment.epoch_end == "wrap":
-            samples = Samples.joined([self._carried(nth), samples])
+            samples = np.concatenate([self._carried(nth), samples])
         real = len(samples)
         if self.segment.epoch_end == "pad":
-            samples = Samples.joined([samples, self._padding(nth, samples)])
-        members, starts, stops = cut_into_batches(samples.slots, self._sizes)
+            samples = np.concatenate([samples, self._padding(nth, samples)])
+        members, starts, stops = cut_into_batches(samples["slots"], self._sizes)
         if self.segment.epoch_end in ("drop", "wrap"):
-            full = stops - starts == self._sizes[samples.slots[members[starts]]]
+            full = stops - starts == self._sizes[samples["slots"][members[starts]]]
             starts, stops = starts[full], stops[full]
         return _Batches(samples, real, members, starts, stops)
 
     def _carried(self, nth: int) -> Samples:
         """The samples whose batches the epochs before have left open, in their order."""
         if nth == 0:
-            return Samples.joined([])
+            return make_samples([], [], [])
         missing = self._samples_until(nth - 1) % self._sizes
         parts: list[Samples] = []
         for before in range(nth - 1, -1, -1):
             if not missing.any():
                 break
             samples = self._samples(before)
-            chosen = np.zeros_like(samples.slots, dtype=np.bool_)
+            chosen = np.zeros(len(samples), dtype=np.bool_)
             for slot in np.flatnonzero(missing):
-                last = np.flatnonzero(samples.slots == slot)[-missing[slot] :]
+                last = np.flatnonzero(samples["slots"] == slot)[-missing[slot] :]
                 chosen[last] = True
                 missing[slot] -= len(last)
             parts.insert(0, samples[chosen])
-        return Samples.joined(parts)
+        return np.concatenate([*parts, make_samples([], [], [])])
 
     def _padding(self, nth: int, samples: Samples) -> Samples:
         """Clips that fill up batches, from their bucket, none twice in a batch if there are enough.
@@ -267,21 +267,21 @@ class BatchSampler:
         epoch, first_step = self._rest.epoch + nth, self.segment.first_step
         items: list[int] = []
         slots: list[int] = []
-        members, starts, stops = cut_into_batches(samples.slots, self._sizes)
+        members, starts, stops = cut_into_batches(samples["slots"], self._sizes)
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             batch = samples[members[start:stop]]
-            slot = int(batch.slots[0])
+            slot = int(batch["slots"][0])
             missing = int(self._sizes[slot]) - len(batch)
             if missing:
                 bucket = self.order.buckets[slot]
                 pool = [place for place, clip in enumerate(self.clips) if bucket in clip.buckets]
                 draw = random.Random(derive_seed(self.seed, "pad", epoch, first_step, bucket_text(bucket)))
                 drawn = draw.sample(pool, min(len(pool), len(batch) + missing))
-                others = [item for item in drawn if item not in set(batch.items.tolist())]
+                others = [item for item in drawn if item not in set(batch["items"].tolist())]
                 items += islice(cycle(others or drawn), missing)
                 slots += [slot] * missing
         cycles = [-1 - derive_seed("pad", epoch, first_step, k) for k in range(len(items))]
-        return Samples(*(np.asarray(column, dtype=np.int64) for column in (items, cycles, slots)))
+        return make_samples(items, cycles, slots)
 
 
 def sampler_for(

@@ -24,36 +24,19 @@ from ..buckets.buckets import Bucket, chances
 from ..buckets.clip import Clip
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+#: Samples in the order in which they come, in columns: `items`, places among all clips; `cycles`, the shuffle that each
+#: belongs to; `slots`, places among all buckets, -1 where a clip is left out.
+Samples: TypeAlias = npt.NDArray[np.void]
 
 #: Repeats are taken as the nearest fraction with at most this denominator, so that epochs are counted exactly.
 _MAX_DENOMINATOR = 10**6
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Samples in the order in which they come.
-
-    Attributes:
-        items: places among all clips.
-        cycles: the shuffle that each belongs to.
-        slots: places among all buckets; -1 where a clip is left out.
-    """
-
-    items: Ints
-    cycles: Ints
-    slots: Ints
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, chosen: slice | npt.NDArray[np.generic]) -> Samples:
-        return Samples(self.items[chosen], self.cycles[chosen], self.slots[chosen])
-
-    @classmethod
-    def joined(cls, parts: Sequence[Samples]) -> Samples:
-        """One after the other."""
-        columns = [(part.items, part.cycles, part.slots) for part in parts] or [(_ints([]),) * 3]
-        return cls(*map(np.concatenate, zip(*columns, strict=True)))
+def make_samples(items: Sequence[int] | Ints, cycles: Sequence[int] | Ints, slots: Sequence[int] | Ints) -> Samples:
+    """Samples of their columns."""
+    samples = np.empty(len(items), dtype=[("items", np.int64), ("cycles", np.int64), ("slots", np.int64)])
+    samples["items"], samples["cycles"], samples["slots"] = items, cycles, slots
+    return samples
 
 
 @dataclass(frozen=True)
@@ -134,13 +117,13 @@ class Order:
 
     def _samples(self, epoch: int) -> Samples:
         parts = [self._members(one, epoch, shuffled=True) for one in self._datasets]
-        samples = Samples.joined([Samples(items, cycles, self.slots_of(items, cycles)) for items, cycles in parts])
+        samples = np.concatenate([make_samples(items, cycles, self.slots_of(items, cycles)) for items, cycles in parts])
         if len(parts) == 1:
             return samples
         # Which dataset comes next is shuffled; each keeps its own order.
         turns = [number for number, (items, _) in enumerate(parts) for _ in range(len(items))]
         random.Random(derive_seed(self.seed, "mix", epoch)).shuffle(turns)
-        place = np.empty_like(samples.items)
+        place = np.empty(len(samples), dtype=np.int64)
         place[np.argsort(_ints(turns), kind="stable")] = np.arange(len(samples))
         return samples[place]
 
