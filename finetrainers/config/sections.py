@@ -15,7 +15,18 @@ from pydantic import Field, SecretStr
 
 from .base import Section
 from .option import option
-from .values import BucketShare, BucketSize, Expression, HubId, ImageBucket, Place, Resolution, Seconds, VideoBucket
+from .values import (
+    BucketShare,
+    BucketSize,
+    Expression,
+    HubId,
+    ImageBucket,
+    PartChoice,
+    Place,
+    Resolution,
+    Seconds,
+    VideoBucket,
+)
 
 DType = Literal["fp32", "bf16", "fp16", "float8_e4m3fn", "float8_e5m2"]
 OptimizerName = Literal[
@@ -68,6 +79,9 @@ class ModelSection(Section):
     transformer_dtype: DType = option("bf16", "Dtype of the frozen transformer weights and of the network's inputs. "
         "Trained weights have that of `master_weights`.", resume="free")
     vae_dtype: DType = option("bf16", "Weight dtype of the VAE.", resume="free", encodes="vae")
+    part: list[PartChoice] = option([], "Replacement for a frozen part that has no options of its own, and its dtype: "
+        "`NAME=PLACE`, `NAME=PLACE,DTYPE` or `NAME=,DTYPE`, for example `image_encoder=someone/model,fp32`.",
+        resume="free", encodes="both", place="model")
     enable_slicing: bool | None = option(None, "Encode and decode one clip at a time (VAE slicing). By default only "
         "batches that would take more than 24 GiB are sliced.", resume="free")
     enable_tiling: bool | None = option(None, "Encode and decode in spatial tiles (VAE tiling): less memory, slightly "

@@ -14,6 +14,9 @@ from .base import expand_home
 
 _BUCKET = re.compile(r"^(\d+)x(\d+)x(\d+)$")
 _IMAGE_BUCKET = re.compile(r"^(\d+)x(\d+)$")
+_PART = re.compile(
+    r"(?P<name>\w+)=(?P<place>.*?)(?:,(?P<dtype>fp32|bf16|fp16|float8_e4m3fn|float8_e5m2))?", flags=re.ASCII
+)
 _RESOLUTION = re.compile(r"^(\d+)(?:x(\d+))?$")
 
 
@@ -74,6 +77,29 @@ def check_place(text: str) -> str:
     return text if "://" in text else expand_home(text)
 
 
+def check_part(text: str) -> str:
+    """Check `NAME=PLACE`, `NAME=PLACE,DTYPE` or `NAME=,DTYPE`, and expand `~`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = _PART.fullmatch(text)
+    if match is None or not (match["place"] or match["dtype"]):
+        raise ValueError(
+            f"{shortened(quoted(text))} is not NAME=PLACE, NAME=PLACE,DTYPE or NAME=,DTYPE, for example "
+            "image_encoder=someone/model,fp32"
+        )
+    place = check_place(match["place"]) if match["place"] else ""
+    return f"{match['name']}={place}" + (f",{match['dtype']}" if match["dtype"] else "")
+
+
+def split_part(text: str) -> tuple[str, str | None, str | None]:
+    """Name, place and dtype of a checked part."""
+    match = _PART.fullmatch(text)
+    assert match is not None, text
+    return match["name"], match["place"] or None, match["dtype"]
+
+
 def check_expression(text: str) -> str:
     """Check that a text is a regular expression.
 
@@ -121,6 +147,8 @@ _ASSIGNMENT = WithJsonSchema({"type": "string", "pattern": r"^(\d+x)?\d+x\d+=.+$
 
 #: A hub id or a path.
 Place = Annotated[str, AfterValidator(check_place)]
+#: What is said of a part of a model; see `split_part`.
+PartChoice = Annotated[str, AfterValidator(check_part)]
 #: A regular expression.
 Expression = Annotated[str, AfterValidator(check_expression)]
 #: A repository of the hub.

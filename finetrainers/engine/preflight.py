@@ -18,6 +18,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO
+from finetrainers.config.values import split_part
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.video.backends import backend_problem
 from finetrainers.methods.registry import Planner, method_names, method_spec, plan_work
@@ -251,8 +252,8 @@ def _check_tracker(config: TrainConfig, found: Findings) -> None:
 
 def _check_paths(config: TrainConfig, found: Findings) -> None:
     """Paths that cannot be right. A model that looks like a path must exist; other names are hub ids."""
-    for option in _MODEL_PLACES:
-        value = config.get(option)
+    places = [(option, config.get(option)) for option in _MODEL_PLACES if option != "part"]
+    for option, value in [*places, *(("part", split_part(text)[1]) for text in config.model.part)]:
         if value and value.startswith(SCHEME):
             with _noted(found, f"--{option}"):
                 model_path(value)

@@ -16,6 +16,7 @@ from typing import Any
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Json, is_network
 from finetrainers.config.sections import ModelSection
+from finetrainers.config.values import split_part
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import model_path
 
@@ -39,23 +40,35 @@ def trained_part(config: ModelSection) -> str:
 
 def replacement_of(config: ModelSection, part: str) -> str | None:
     """The id or folder that takes the place of the model's own part; `transformer_id` is that of the trained one."""
-    if part.startswith("transformer"):
-        return config.transformer_id if part == trained_part(config) else None
-    return getattr(config, f"{part}_id", None)
+    own = _own_options(config, part)
+    return getattr(config, f"{own}_id") if own else _choice(config, part)[0]
 
 
 def dtype_of(config: ModelSection, part: str) -> str:
-    """The dtype that a frozen part is loaded in; a second transformer has that of the first."""
-    return getattr(config, f"{_option_name(part)}_dtype", "bf16")
+    """The dtype that a frozen part is loaded in; a second transformer has that of the first unless `part` says otherwise."""
+    own = "transformer" if part.startswith("transformer") else part
+    return _choice(config, part)[1] or str(getattr(config, f"{own}_dtype", "bf16"))
 
 
 def option_of(config: ModelSection, part: str) -> str:
     """The option that names where a part comes from."""
-    return f"--{_option_name(part)}_id" if replacement_of(config, part) else "--pretrained_model_name_or_path"
+    if not replacement_of(config, part):
+        return "--pretrained_model_name_or_path"
+    own = _own_options(config, part)
+    return f"--{own}_id" if own else "--part"
 
 
-def _option_name(part: str) -> str:
-    return "transformer" if part.startswith("transformer") else part
+def _own_options(config: ModelSection, part: str) -> str | None:
+    """What the names of a part's options begin with; None: `part` is its option."""
+    if part.startswith("transformer"):
+        return "transformer" if part == trained_part(config) else None
+    return part if f"{part}_id" in type(config).model_fields else None
+
+
+def _choice(config: ModelSection, part: str) -> tuple[str | None, str | None]:
+    """Place and dtype that the option `part` gives a part."""
+    given = (split_part(text) for text in config.part)
+    return next(((place, dtype) for name, place, dtype in given if name == part), (None, None))
 
 
 def places_of(config: ModelSection, part: str, folder: Path | None = None) -> list[tuple[str, str, str | None]]:

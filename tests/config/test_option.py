@@ -75,9 +75,9 @@ def test_other_derived_sets_are_what_they_were():
         "first_frame_conditioning_p", "first_frame_noise", "max_bad_samples", "max_bad_share", "eval_num_items",
     }  # fmt: skip
     assert those(scope="dataset") <= those(section="data")
-    assert those(place="model") == {"pretrained_model_name_or_path", *MODEL_PARTS}
+    assert those(place="model") == {"pretrained_model_name_or_path", "part", *MODEL_PARTS}
     assert those(place="folder") == {"output_dir", "precompute_dir", "probe_dir", "cache_dir"}
-    assert those(encodes="both") == {"model_name", "pretrained_model_name_or_path", "revision", "variant"}
+    assert those(encodes="both") == {"model_name", "pretrained_model_name_or_path", "revision", "variant", "part"}
     assert those(encodes="vae") == {"vae_id", "vae_dtype", "enable_tiling"}
     assert those(encodes="text") == {
         "tokenizer_id", "tokenizer_2_id", "text_encoder_id", "text_encoder_2_id", "text_encoder_dtype",

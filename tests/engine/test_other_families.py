@@ -14,7 +14,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from torch import Tensor
-from transformers import T5EncoderModel, T5TokenizerFast
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, T5EncoderModel, T5TokenizerFast
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.facts import Configs, Facts
@@ -79,6 +79,95 @@ def test_a_section_is_trained_with_a_noise_level_for_every_frame(
     assert len(losses) == 20
     [before, *_, after] = [row["eval_loss"] for row in done.metrics if "eval_loss" in row]
     assert after < before
+
+
+class Animated(LTXVideoSpec):
+    """Sees a clip's first frame through an image encoder, whose states join the text."""
+
+    parts: ClassVar = {
+        **LTXVideoSpec.parts, "image_encoder": CLIPVisionModel, "image_processor": CLIPImageProcessor,
+    }  # fmt: skip
+    clip_version = "animated"
+    seen: ClassVar[list[Any]] = []
+
+    def encode_clip(self, encoders: Parts, video: Tensor, *others: Any, **more: Any) -> dict[str, Tensor]:
+        encoder, processor = encoders["image_encoder"], encoders["image_processor"]
+        self.seen.append((encoder.dtype, encoder.post_layernorm.bias[0].item()))
+        frames = [frame.permute(1, 2, 0).float().cpu().numpy() for frame in (video[:, :, 0] + 1) / 2]
+        pixels = processor(frames, return_tensors="pt", do_rescale=False).pixel_values
+        with torch.no_grad():
+            states = encoder(pixels.to(encoder.device, encoder.dtype)).last_hidden_state
+        return {**super().encode_clip(encoders, video, *others, **more), "image_states": states}
+
+    def condition(self, batch: Any, *others: Any) -> Any:
+        meta, trained = super().condition(batch, *others)
+        return replace(meta, extra={**meta.extra, "image_states": batch.clip["image_states"]}), trained
+
+    def predict(self, transformer: Any, x: Tensor, t: Tensor, conditions: Any, meta: Any) -> Tensor:
+        states, mask = meta.extra["image_states"].float(), conditions["prompt_attention_mask"]
+        text = torch.cat([conditions["prompt_embeds"], states], dim=1)
+        mask = torch.cat([mask, mask.new_ones(states.shape[:2])], dim=1)
+        self.seen.append(tuple(text.shape))
+        both = Conditions({"prompt_embeds": text, "prompt_attention_mask": mask})
+        return super().predict(transformer, x, t, both, meta)
+
+
+def test_an_image_encoder_encodes_clips_and_is_replaced_by_name(
+    options: Callable[..., dict], run: Callable[..., Any], tiny_repo: Callable[..., Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Animated, "seen", [])
+    repo, other = tmp_path / "animated", tmp_path / "other"
+    shutil.copytree(tiny_repo("ltx_video"), repo)
+    width = json.loads((repo / "transformer" / "config.json").read_text())["caption_channels"]
+    for folder, bias in ((repo / "image_encoder", 0.25), (other, 0.5)):
+        vision = CLIPVisionConfig(
+            hidden_size=width, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=32
+        )
+        encoder = CLIPVisionModel(vision)
+        torch.nn.init.constant_(encoder.post_layernorm.bias, bias)
+        encoder.save_pretrained(folder)
+    size = {"height": 32, "width": 32}
+    CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size).save_pretrained(repo / "image_processor")
+    register(
+        monkeypatch, name="animated", spec=Animated, transformer="LTXVideoTransformer3DModel",
+        read=lambda configs: replace(
+            ltx_video(configs), first_frame="none", clip_parts=("vae", "image_encoder", "image_processor")
+        ),
+    )  # fmt: skip
+    values = options(clips=2, precompute_conditions=True, train_steps=1, precomputation_dir=str(tmp_path / "cache")) | {
+        "model_name": "animated", "pretrained_model_name_or_path": str(repo)
+    }  # fmt: skip
+    for name, part, expected in (
+        ("a", [], (torch.bfloat16, 0.25)),
+        ("b", [f"image_encoder={other},fp32"], (torch.float32, 0.5)),
+        ("c", ["image_encoder=,fp32"], (torch.float32, 0.25)),
+        ("d", ["image_encoder=,fp32"], (torch.float32, 0.25)),
+    ):
+        Animated.seen.clear()
+        if name == "d":
+            CLIPImageProcessor(size={"shortest_edge": 40}, crop_size=size).save_pretrained(repo / "image_processor")
+        done = run(**values | {"output_dir": str(tmp_path / name), "part": part})
+        encoded, predicted = Animated.seen[:-1], Animated.seen[-1]
+        assert encoded == [expected] * 2, "each is other tensors, so none is found in the cache"
+        assert predicted[2] == width
+        assert done.state.step == 1
+
+    def refused(*part: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            preflight(load_config(**values | {"part": list(part)}))
+        return str(caught.value)
+
+    assert "--part: animated has no part 'image_encodr'; did you mean 'image_encoder'?" in refused("image_encodr=x/y")
+    assert "--part: vae has options of its own; use --vae_id and --vae_dtype" in refused("vae=x/y")
+    assert "--part: image_processor has no weights, so no dtype" in refused("image_processor=,fp32")
+    assert "--part: image_encoder is named more than once" in refused("image_encoder=,fp32", "image_encoder=,bf16")
+    assert "is not NAME=PLACE, NAME=PLACE,DTYPE or NAME=,DTYPE" in refused("image_encoder")
+    assert f"--part: no such directory: {tmp_path}/none" in refused(f"image_encoder={tmp_path}/none")
+    (repo / "image_encoder" / "model.safetensors").unlink()
+    assert "has no model.safetensors" in refused()
+    shutil.rmtree(repo / "image_processor")
+    assert "no folder 'image_processor'" in refused()
 
 
 # ---- two experts, as Wan 2.2's -----------------------------------------------------------------------------------------

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.text import nearest
 
-from ..facts import Facts
+from ..facts import Facts, is_network
 from ..geometry import Geometry
 from ..grpo import REWARD_METHODS
 from ..prompts import ValidationPrompt
 from ..root import TrainConfig, fields, sections
-from ..values import check_hub_id
+from ..sections import ModelSection
+from ..values import check_hub_id, split_part
 from .data import check_data
 from .findings import Findings
 from .grpo import check_grpo
@@ -105,6 +107,7 @@ def _check_model(config: TrainConfig, facts: Facts, found: Findings) -> None:
             f"is not set, and this model has two networks: `high` for noise levels from {facts.boundary:g} on, and "
             "`low` for those below; train one, and the other in a run of its own",
         )
+    _check_parts(model, facts, found)
     if model.text_encoder_3_dtype is not None:
         found.error("text_encoder_3_dtype", "no supported model family has a third text encoder; remove it")
     if "text_encoder_2" not in facts.parts:
@@ -119,6 +122,21 @@ def _check_model(config: TrainConfig, facts: Facts, found: Findings) -> None:
             f"{model.transformer_dtype} cannot compute; use bf16 and --layerwise_upcasting_modules transformer, "
             "which stores the frozen weights in 8 bits",
         )
+
+
+def _check_parts(model: ModelSection, facts: Facts, found: Findings) -> None:
+    """Refuse a `--part` that the model does not have, that has options of its own, or that is named twice."""
+    names = [split_part(text)[0] for text in model.part]
+    for name, (_, _, dtype) in zip(names, map(split_part, model.part), strict=True):
+        own = "transformer" if name == facts.trained else name
+        if name not in facts.parts:
+            found.error("part", f"{model.model_name} has no part {name!r}{nearest(name, facts.parts)}")
+        elif f"{own}_id" in type(model).model_fields:
+            found.error("part", f"{name} has options of its own; use --{own}_id and --{own}_dtype")
+        elif dtype is not None and not is_network(name):
+            found.error("part", f"{name} has no weights, so no dtype; remove {dtype}")
+        elif names.count(name) > 1:
+            found.error("part", f"{name} is named more than once; give its place and its dtype together")
 
 
 def _check_diffusion(config: TrainConfig, facts: Facts, found: Findings) -> None:

@@ -171,6 +171,8 @@ def describe_model(model: ModelSection, part: Part) -> str:
 def encoder_options(model: ModelSection, part: Part) -> dict[str, object]:
     """The options that decide what a part of a model encodes to."""
     values = {name: getattr(model, name) for name, option in fields().items() if option.encodes in (part, "both")}
+    if not values["part"]:  # so that names are what they were before it was an option
+        del values["part"]
     if "enable_tiling" in values:  # which clips are tiled by default, the entries' own keys say
         values["enable_tiling"] = bool(values["enable_tiling"])
     return values

@@ -26,7 +26,7 @@ def model_fingerprint(parts: Mapping[str, Any], **options: object) -> str:
     """Hex digest of modules, tokenizers and further options.
 
     Args:
-        parts: by name: torch modules, and tokenizers or processors with a vocabulary.
+        parts: by name: torch modules, tokenizers, and processors of images.
         options: anything else that changes the result; JSON values.
     """
     if find_spec("ftfy") is not None and any(hasattr(part, "get_vocab") for part in parts.values()):
@@ -39,6 +39,8 @@ def model_fingerprint(parts: Mapping[str, Any], **options: object) -> str:
         elif hasattr(part, "get_vocab"):
             described = [sorted(part.get_vocab().items()), part.padding_side]
             digest.update(json.dumps(described).encode())
+        elif hasattr(part, "to_dict"):
+            digest.update(json.dumps(part.to_dict(), sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
 
