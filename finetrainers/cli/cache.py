@@ -167,7 +167,7 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         clips = plan.encoded_clips()
         vaes = recall_models(directory, config.model, "vae") if clips else []
         complete = bool(texts and (vaes or not clips))
-        digests.learn(clip.path for clip in clips)
+        digests.learn(path for clip in clips for path in clip.files)
         for vae in vaes:
             tiled = checked.family.load(config.model).tiles_by_size
             names = replace(CacheKeys.of(directory, config), digests=digests, vae=vae, tiled=tiled)

@@ -11,6 +11,8 @@ from .geometry import Geometry
 Json = dict[str, Any]
 #: The config of every part of a checkpoint that is on this disk, by part; `model_index` is that of its pipeline.
 Configs = Mapping[str, Json]
+#: Further media that checkpoints of some family take, as `Facts.media` names them.
+MEDIA = ("control_video",)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Facts:
         boundary: noise-level quantile from which on one of two experts, `transformer`, denoises; below it
             `transformer_2` does. None: one network denoises at all levels.
         noise_range: quantiles that the trained part is for.
+        media: further media that the network takes with every clip, each of the clip's frames: `control_video`, say.
     """
 
     geometry: Geometry
@@ -52,6 +55,7 @@ class Facts:
     lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
     boundary: float | None = None
     noise_range: tuple[float, float] = (0.0, 1.0)
+    media: tuple[str, ...] = ()
 
     def of_expert(self, expert: str | None) -> Facts:
         """The facts of a run that trains the `high` (also for None) or the `low` expert, where there are two."""

@@ -29,7 +29,7 @@ class ValidationPrompt(Section):
         prompt: the text.
         size: `(frames, height, width)`, or None for the first training bucket.
         image: path or URL of a first-frame image.
-        video: path of a video whose first frame conditions.
+        video: path of a video whose first frame conditions, or which is the control video.
     """
 
     prompt: str

@@ -21,6 +21,7 @@ from .values import (
     Expression,
     HubId,
     ImageBucket,
+    MediaColumn,
     PartChoice,
     Place,
     Resolution,
@@ -117,6 +118,9 @@ class DataSection(Section):
         resume="free", scope="dataset")
     video_column: str = option("video", "Column with the media path. In a folder it may name a text file with one path "
         "per line.", resume="free", scope="dataset", min_length=1, max_length=200)
+    extra_columns: list[MediaColumn] = option([], "Columns of further media that the checkpoint takes with each clip, "
+        "as `control_video=COLUMN`. By default a column has its medium's name. In a folder it names a text file with "
+        "one path per line, or a folder with files of the clips' names.", resume="free", scope="dataset")
     caption_column: str = option("text", "Column with the caption. In a folder it may name a text file with one "
         "caption per line.", resume="free", scope="dataset", min_length=1, max_length=200)
     caption_columns: list[str] = option([], "Several columns with captions, instead of `caption_column`. One caption "
@@ -361,8 +365,9 @@ class ValidationSection(Section):
         ".toml file of prompts.", resume="free", local=True)
     validation_images: str | None = option(None, "First frame of each prompt, as image paths or URLs joined by "
         "`validation_separator` (image-to-video).", resume="free")
-    validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`; its "
-        "first frame is given (image-to-video).", resume="free")
+    validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`. "
+        "Its first frame is given (image-to-video); a checkpoint that takes a control video is given all of it.",
+        resume="free")
     validation_separator: str = option(":::", "Separator of validation prompts, images and videos.", resume="free",
         min_length=1)
     num_validation_videos: int = option(1, "Videos sampled per prompt.", resume="free", ge=1, le=1000)

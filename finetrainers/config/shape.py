@@ -39,7 +39,7 @@ def kind(annotation: Any) -> str:
     while get_origin(annotation) in (list, Union, UnionType, Annotated):
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is tuple:
-        return "size"
+        return "text" if get_args(annotation)[0] is str else "size"
     return {int: "integer", float: "number", Path: "path", RewardEntry: "reward"}.get(annotation, "text")
 
 

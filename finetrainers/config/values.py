@@ -59,6 +59,20 @@ def parse_for_bucket(value: Any) -> Any:
     return value
 
 
+def parse_media_column(value: Any) -> Any:
+    """`"control_video=pose"` as the name of a medium and its column; pairs pass through.
+
+    Raises:
+        ValueError: the text is not a name, `=` and a column.
+    """
+    if isinstance(value, str):
+        name, _, column = (part.strip() for part in value.partition("="))
+        if not name or not column:
+            raise ValueError(f"{value!r} is not NAME=COLUMN, for example control_video=pose")
+        return name, column
+    return value
+
+
 def parse_numbers(value: Any) -> Any:
     """`"0:0.5"` as the texts of its numbers, also as the only item of a list; other lists pass through."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
@@ -173,6 +187,13 @@ Resolution = Annotated[
     BeforeValidator(_parse_resolution),
     PlainSerializer(_resolution_text, return_type=str),
     WithJsonSchema({"type": ["string", "integer"], "pattern": _RESOLUTION.pattern}),
+]
+#: A further medium of clips, and the column that has it.
+MediaColumn = Annotated[
+    tuple[str, str],
+    BeforeValidator(parse_media_column),
+    PlainSerializer("=".join, return_type=str),
+    WithJsonSchema({"type": "string", "pattern": "^.+=.+$"}),
 ]
 BucketSize = Annotated[
     tuple[VideoBucket, Annotated[int, Field(ge=1)]],

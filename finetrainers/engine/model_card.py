@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import ModelCardData, hf_hub_download, metadata_load, try_to_load_from_cache
 from yaml import YAMLError
 
-from finetrainers.config.root import TrainConfig, fields
+from finetrainers.config.root import TrainConfig, changed_options, fields
 from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import duration, plural
@@ -43,13 +43,13 @@ _CARD = """---
 ## Use
 
 ```bash
-pip install torch "diffusers>=0.40" transformers accelerate peft sentencepiece protobuf av
+pip install torch "diffusers>=0.40" transformers accelerate peft sentencepiece protobuf av{% if media %} imageio imageio-ffmpeg{% endif %}
 ```
 
 ```python
 import torch
 from diffusers import {{ pipeline }}{% if own_transformer or not is_lora %}, {{ transformer }}{% endif %}
-from diffusers.utils import encode_video{% if needs_image %}, load_image{% endif %}
+from diffusers.utils import encode_video{% if needs_image %}, load_image{% endif %}{% if media %}, load_video{% endif %}
 {%- if packaged %}
 from finetrainers import model_path
 {%- endif %}
@@ -68,7 +68,11 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
 {% endif %}video = pipe(
     prompt={{ example | tojson }},{% if needs_image %}
     image=load_image("first_frame.png"),{% endif %}
+{%- for name in media %}
+    {{ name }}=load_video("{{ name }}.mp4"),
+{%- else %}
     num_frames={{ plan.size[0] }},
+{%- endfor %}
     height={{ plan.size[1] }},
     width={{ plan.size[2] }},
 ).frames[0]
@@ -129,7 +133,7 @@ def model_card(state: TrainState, checked: Preflight) -> str:
     packaged = base.startswith(SCHEME)
     needs_image = spec.facts.first_frame == "channels"
     samples = _samples(state.run_dir.root, [prompt.prompt for prompt in checked.prompts])
-    changed = [name for name, option in fields().items() if config.changed(name) and not option.local]
+    changed = {name: value for name, value in changed_options(config).items() if not fields()[name].local}
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.from_string(_CARD).render(
         metadata=_metadata(config, samples, needs_image=needs_image).to_yaml(),
@@ -156,19 +160,17 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         example=checked.prompts[0].prompt if checked.prompts else plan.example,
         fps=round(plan.fps) or round(checked.geometry.fps),
         needs_image=needs_image,
+        media=spec.facts.media,
         facts=_facts(state, checked),
         table=plan.table(),
         results=_results(state.run_dir.root),
-        settings=[(name, _shown(config.get(name))) for name in changed],
+        settings=[(name, _shown(value)) for name, value in changed.items()],
     )
 
 
 def _shown(value: Any) -> str:
     """An option's value as it is given, in a table's cell."""
-    if isinstance(value, list | tuple):
-        parts = ["x".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value]
-        value = " ".join(parts)
-    return str(value).replace("|", "\\|")
+    return (" ".join(map(str, value)) if isinstance(value, list) else str(value)).replace("|", "\\|")
 
 
 def _title(config: TrainConfig) -> str:

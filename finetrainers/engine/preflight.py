@@ -19,7 +19,10 @@ from finetrainers.config.prompts import ValidationPrompt, parse_validation_promp
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO
 from finetrainers.config.values import split_part
+from finetrainers.data.buckets.frames import num_available, playback_fps
+from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.items import DataError
+from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.backends import backend_problem
 from finetrainers.methods.registry import Planner, method_names, method_spec, plan_work
 from finetrainers.methods.spec import MethodSpec, WorkPlan
@@ -29,7 +32,7 @@ from finetrainers.utils import faults
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.launch import launch_problems, launched_processes
 from finetrainers.utils.packaged import SCHEME, model_path
-from finetrainers.utils.text import nearest
+from finetrainers.utils.text import nearest, plural
 from finetrainers.utils.versions import version_problem
 
 from .checkpoints.find import Found, find_checkpoint, scan_checkpoints
@@ -97,6 +100,7 @@ def preflight(
     if not preparing:
         _check_tracker(config, found)
     _check_options(config, facts, prompts, method, found)
+    config = _with_media(config, facts)
     if config.training.resume_from_checkpoint is None and earlier and not preparing:  # damaged ones too
         message = (
             f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
@@ -111,6 +115,7 @@ def preflight(
     elif method is not None:  # the backend is asked about every clip
         with _noted(found, "data", DataError):
             plan = planner(config, facts.geometry, sizes_are_wrong=_concern(found, method.size_options))
+    _check_control_videos(config, facts, prompts, plan, found)
     if plan is not None and not model_problems and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
             size = launched_processes()
@@ -231,6 +236,14 @@ def _with_base(config: TrainConfig, initial: InitialWeights | None) -> TrainConf
     return _with(config, "model", transformer_id=str(initial.path))
 
 
+def _with_media(config: TrainConfig, facts: Facts) -> TrainConfig:
+    """A configuration that names the column of every further medium that the checkpoint takes, and no other."""
+    if facts.first_frame == "unknown":
+        return config
+    given = dict(config.data.extra_columns)
+    return _with(config, "data", extra_columns=[(name, given.get(name, name)) for name in facts.media])
+
+
 def _with(config: TrainConfig, table: str, **options: Any) -> TrainConfig:
     return config.model_copy(update={table: getattr(config, table).model_copy(update=options)})
 
@@ -240,6 +253,28 @@ def named_as_given(problems: list[Problem], initial: InitialWeights | None) -> l
     if initial is None or initial.kind != "full":
         return problems
     return [Problem("--init_from", p.message) if p.where == "--transformer_id" else p for p in problems]
+
+
+def _check_control_videos(
+    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], plan: WorkPlan | None, found: Findings
+) -> None:
+    """Control videos of validation prompts that cannot be read, or are shorter than the sample."""
+    if plan is None or not facts.media:
+        return
+    for prompt in prompts:
+        if prompt.video is None or not Path(prompt.video).is_file():
+            continue  # said already
+        try:
+            video = probe(Path(prompt.video))
+        except UnusableError as error:
+            found.error("validation_videos", f"{prompt.video}: {error}")
+            continue
+        needed = (prompt.size or plan.size)[0]
+        fps = playback_fps(video.fps, config.validation.validation_frame_rate or facts.geometry.fps)
+        available = num_available(video.frames, source_fps=video.fps, fps=fps)
+        if available < needed:
+            has = f"{prompt.video} gives {plural(available, 'frame')} at {fps:.4g} fps"
+            found.error("validation_videos", f"{has}, and {needed} are sampled; give a longer one")
 
 
 def _check_tracker(config: TrainConfig, found: Findings) -> None:

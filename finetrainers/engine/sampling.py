@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from diffusers.utils import load_image
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from finetrainers.config.prompts import ValidationPrompt
+from finetrainers.data.buckets.clip import Clip
+from finetrainers.data.buckets.frames import playback_fps
 from finetrainers.data.inspect.probe import probe
-from finetrainers.data.video.decode import read_frames
+from finetrainers.data.loading.encode import to_unit_range
+from finetrainers.data.video.decode import load_clip, read_frames
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest
 
 
@@ -80,7 +83,7 @@ def encode_prompts(
     return EncodedPrompts(
         prompts=prompts,
         conditions=[spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype) for prompt in prompts],
-        images=[_first_frame(prompt) for prompt in prompts],
+        images=[None if spec.facts.media else _first_frame(prompt) for prompt in prompts],
         negative=spec.encode_text(encoders, [""]).to("cpu", dtype),
     )
 
@@ -94,6 +97,23 @@ def _first_frame(prompt: ValidationPrompt) -> Any:
     path = Path(prompt.video)
     found = probe(path)
     return Image.fromarray(read_frames(path, [0], height=found.height, width=found.width)[0].numpy())
+
+
+def control_video(path: Path, size: tuple[int, int, int], *, frame_rate: float) -> Tensor:
+    """The beginning of a video as the clips of a dataset are cut, `[1, 3, T, H, W]` in [-1, 1].
+
+    Args:
+        path: of the video.
+        size: frames, height and width that it is cut to.
+        frame_rate: of the sample.
+    """
+    found = probe(path)
+    clip = Clip(
+        index=0, path=path, caption="", kind="video", bucket=size, fps=playback_fps(found.fps, frame_rate),
+        num_frames=found.frames, source_fps=found.fps, width=found.width, height=found.height,
+        is_variable=found.is_variable,
+    )  # fmt: skip
+    return to_unit_range(load_clip(clip, generator=torch.Generator()))[None]
 
 
 @torch.no_grad()

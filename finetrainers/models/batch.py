@@ -207,7 +207,10 @@ def noised(frame_BC1HW: Tensor, noise: tuple[float, float], generators: Sequence
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One validation sample: size in pixels and frames, and how to denoise."""
+    """One validation sample: size in pixels and frames, how to denoise, and the first frame or further media to begin with.
+
+    Media are of the sample's size, `[1, 3, T, H, W]` in [-1, 1], by the names of `Facts.media`.
+    """
 
     num_frames: int
     height: int
@@ -216,6 +219,7 @@ class SampleRequest:
     num_inference_steps: int
     guidance_scale: float | None = None
     image: Any = None
+    media: Mapping[str, Tensor] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,4 +1,7 @@
-"""CogVideoX 1.0 and 1.5, text to video and image to video: v-prediction over the checkpoint's own noise schedule."""
+"""CogVideoX 1.0 and 1.5, text or image to video, and CogVideoX-Fun with a control video.
+
+They predict v over the checkpoint's own noise schedule.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from typing import Any, ClassVar
 import torch
 from diffusers import (
     AutoencoderKLCogVideoX,
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
+    CogVideoXFunControlPipeline,
     CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
@@ -21,7 +27,7 @@ from transformers import T5EncoderModel, T5Tokenizer
 from finetrainers.diffusion.process import Process, VariancePreserving
 
 from . import common
-from .batch import Conditions, Parts, VAEStats, VideoMeta
+from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .spec import ModelSpec
 
@@ -34,7 +40,8 @@ OFS = 2.0
 class CogVideoXSpec(ModelSpec):
     """CogVideoX as its pipelines run it. Conditions: `prompt_embeds`, without a mask (padding is attended to).
 
-    A checkpoint with twice as many input as output channels is an image-to-video one: `first_frame` is "channels".
+    A checkpoint with twice as many input as output channels is an image-to-video one (`first_frame` is "channels"), or takes a
+    control video (`media`).
     """
 
     parts: ClassVar = {
@@ -52,8 +59,22 @@ class CogVideoXSpec(ModelSpec):
 
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]
-        """They have no other."""
-        return self.image_pipeline_class or CogVideoXPipeline
+        """They have no other, and those that take a control video have one of their own, too."""
+        return self.image_pipeline_class or (CogVideoXFunControlPipeline if self.facts.media else CogVideoXPipeline)
+
+    def load_scheduler(self) -> Any:
+        """The checkpoint's own; with a control video, the one that its pipeline can step, of the same noise schedule."""
+        scheduler = super().load_scheduler()
+        if self.facts.media and isinstance(scheduler, CogVideoXDPMScheduler):
+            return CogVideoXDDIMScheduler.from_config(scheduler.config)
+        return scheduler
+
+    def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
+        """See `ModelSpec.pipeline_call`. Control videos are frames in [0, 1], and say how many frames a sample has."""
+        call = super().pipeline_call(conditions, negative, request)
+        if self.facts.media:
+            del call["num_frames"]
+        return call | {name: video_BCTHW.transpose(1, 2) / 2 + 0.5 for name, video_BCTHW in request.media.items()}
 
     def process(self, scheduler: Any) -> Process:
         """v-prediction over the scheduler's alpha-bar, its SNR shift and zero-SNR rescaling included.
@@ -124,6 +145,8 @@ class CogVideoXSpec(ModelSpec):
             hidden_states = torch.cat([x_BTCHW, self._image_channels(x_BTCHW, first_frame)], dim=2)
         elif first_frame is not None:
             raise ValueError("this is a text-to-video checkpoint of cogvideox: it takes no first frame")
+        for name in self.facts.media:
+            hidden_states = torch.cat([hidden_states, meta.extra[name].to(dtype).transpose(1, 2)], dim=2)
 
         prediction_BTCHW = transformer(
             hidden_states=hidden_states,

@@ -66,28 +66,22 @@ def hunyuan_video(configs: Configs) -> Facts:
 def cogvideox(configs: Configs) -> Facts:
     """One halving per VAE stage after the first; 1.5 has a temporal patch and runs at 16 frames per second.
 
-    Text-to-video checkpoints take the latents alone, image-to-video ones a first frame on as many channels again.
-    Checkpoints of CogVideoX-Fun take a control video on as many channels, or a video to be completed and a mask. What tells the
-    former from image-to-video ones: those have learned positions (1.0) or an `ofs` embedding (1.5).
+    Text-to-video checkpoints take the latents alone, image-to-video ones a first frame on as many channels again. Checkpoints
+    of CogVideoX-Fun take a control video on as many channels, or a video to be completed and a mask on one more. What tells
+    the former from image-to-video ones, besides their pipeline: those have learned positions (1.0) or an `ofs` embedding (1.5).
 
     Raises:
-        ValueError: a checkpoint of CogVideoX-Fun.
+        ValueError: a checkpoint that takes something else.
     """
     vae, transformer = configs.get("vae", {}), configs.get("transformer", {})
     inputs, latents = transformer.get("in_channels", 16), transformer.get("out_channels", 16)
     if inputs not in (latents, 2 * latents):
         raise ValueError(
             f"a cogvideox transformer with {inputs} input channels for {latents} latent channels is not known; "
-            f"text-to-video checkpoints have {latents}, image-to-video ones {2 * latents}"
+            f"text-to-video checkpoints have {latents}, image-to-video ones and those with a control video {2 * latents}"
         )
-    animates = inputs > latents
     own = transformer.get("use_learned_positional_embeddings") or transformer.get("ofs_embed_dim") is not None
-    if animates and not own:
-        raise ValueError(
-            f"this transformer takes {inputs} channels as CogVideoX-Fun's control checkpoints do, and has neither the learned "
-            "positions of CogVideoX-5b-I2V nor the ofs embedding of CogVideoX1.5-5B-I2V; cogvideox trains text-to-video and "
-            "image-to-video checkpoints"
-        )
+    animates = inputs > latents and own
     kind = "channels" if animates else "none"
     return Facts(
         Geometry(
@@ -103,6 +97,7 @@ def cogvideox(configs: Configs) -> Facts:
         first_frame_noise=(-3.0, 0.5)
         if animates
         else None,  # finetune/models/cogvideox_i2v/lora_trainer.py of THUDM/CogVideo
+        media=("control_video",) if inputs > latents and not own else (),
     )
 
 
@@ -124,12 +119,17 @@ FAMILIES = (
     Family(
         name="cogvideox", spec="finetrainers.models.cogvideox:CogVideoXSpec", read=cogvideox,
         transformer="CogVideoXTransformer3DModel", vae="AutoencoderKLCogVideoX",
-        pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"),
-        published=tuple(
-            f"{owner}/{name}"
-            for owner in ("THUDM", "zai-org")
-            for name in ("CogVideoX-2b", "CogVideoX-5b", "CogVideoX-5b-I2V", "CogVideoX1.5-5B", "CogVideoX1.5-5B-I2V")
+        pipelines=(
+            "CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline", "CogVideoXFunControlPipeline",
         ),
-        tiny="finetrainers.models.tiny:build_cogvideox", tiny_versions=("5b", "2b", "1.5", "i2v"),
+        published=(
+            *(
+                f"{owner}/{name}"
+                for owner in ("THUDM", "zai-org")
+                for name in ("CogVideoX-2b", "CogVideoX-5b", "CogVideoX-5b-I2V", "CogVideoX1.5-5B", "CogVideoX1.5-5B-I2V")
+            ),
+            *(f"alibaba-pai/CogVideoX-Fun-V1.1-{size}-{kind}" for size in ("2b", "5b") for kind in ("Pose", "Control")),
+        ),
+        tiny="finetrainers.models.tiny:build_cogvideox", tiny_versions=("5b", "2b", "1.5", "i2v", "control"),
     ),
 )  # fmt: skip

@@ -242,25 +242,35 @@ class ModelSpec(ABC):
     def clip_version(self) -> bool | str:
         """What `encode_clip` gives, as part of the cache's keys: False for moments alone, True with the first frame's.
 
-        A family that gives other tensors, or makes them in another way, names that by a text of its own.
+        With further media it is their names. A family that gives other tensors, or makes them in another way, names that by
+        a text of its own.
         """
-        return self.facts.first_frame == "channels"
+        return " ".join(sorted(self.facts.media)) or self.facts.first_frame == "channels"
 
     def encode_clip(
-        self, encoders: Parts, video_BCTHW: Tensor, generators: Sequence[torch.Generator] | None
+        self,
+        encoders: Parts,
+        video_BCTHW: Tensor,
+        generators: Sequence[torch.Generator] | None,
+        media: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """All that training needs of clips, by name, batch first: `moments`, and for "channels" `first_frame_moments`.
+
+        Of each further medium it is the moments, too: `control_video_moments`, say.
 
         Args:
             encoders: see `load_clip_encoders`.
             video_BCTHW: clips in [-1, 1].
             generators: of the noise that is added to each clip's given first frame, on the CPU; None: none is.
+            media: the further media (`Facts.media`) by name, each in the shape of the clips, and cut like them.
         """
         moments = {MOMENTS: self.encode_video(encoders["vae"], video_BCTHW)}
         if self.facts.first_frame == "channels":
             frame, noise = video_BCTHW[:, :, :1], self.facts.first_frame_noise
             frame = frame if noise is None or generators is None else noised(frame, noise, generators)
             moments[FIRST_FRAME] = self.encode_video(encoders["vae"], frame)
+        for name, one in (media or {}).items():
+            moments[f"{name}_{MOMENTS}"] = self.encode_video(encoders["vae"], one)
         return moments
 
     def latent_shape(self, moments: Tensor) -> tuple[int, ...]:
@@ -304,7 +314,9 @@ class ModelSpec(ABC):
     def condition(
         self, batch: Batch, x0: Tensor, given: Sequence[bool], vae_stats: VAEStats
     ) -> tuple[VideoMeta, Tensor | None]:
-        """How given frames reach the network, and which latent frames are noised and trained.
+        """How given frames and further media reach the network, and which latent frames are noised and trained.
+
+        Of a further medium, the network gets the mean latents, normalized and padded like those of the clip.
 
         Args:
             batch: what was encoded of the clips.
@@ -316,17 +328,20 @@ class ModelSpec(ABC):
             What `predict` is told; and `[B, T]`, 1 for frames that are noised and trained, 0 for those that are given clean,
             with noise level 0, and leave the loss. None: all are trained.
         """
-        kind = self.facts.first_frame
+        kind, meta = self.facts.first_frame, batch.meta
+        for name in self.facts.media:
+            latents = self.padded(self.latents(batch.clip[f"{name}_{MOMENTS}"], None, vae_stats))
+            meta = replace(meta, extra={**meta.extra, name: latents})
         if kind == "channels":
             assert FIRST_FRAME in batch.clip, "this model takes a first frame; the loader must encode it"
             latents = self.latents(batch.clip[FIRST_FRAME], None, vae_stats)
             shown = torch.tensor(given, device=latents.device).view(-1, 1, 1, 1, 1)
-            return replace(batch.meta, extra={**batch.meta.extra, "first_frame": latents * shown}), None
+            return replace(meta, extra={**meta.extra, "first_frame": latents * shown}), None
         if kind == "tokens" and any(given) and x0.shape[2] > 1:  # an image has nothing left to predict
             trained = torch.ones(len(batch), x0.shape[2])  # on the host, since a list as an index waits for the device
             trained[list(given), 0] = 0.0
-            return batch.meta, trained.to(x0.device)
-        return batch.meta, None
+            return meta, trained.to(x0.device)
+        return meta, None
 
     @abstractmethod
     def vae_stats(self, vae: nn.Module) -> VAEStats:

@@ -19,6 +19,7 @@ from diffusers import (
     AutoencoderKLLTXVideo,
     CogVideoXDDIMScheduler,
     CogVideoXDPMScheduler,
+    CogVideoXFunControlPipeline,
     CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
@@ -32,7 +33,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel,
 
 from .tiny_tokenizers import clip_tokenizer, llama_tokenizer, t5_tokenizer
 
-CogVideoXVersion = Literal["2b", "5b", "1.5", "i2v"]
+CogVideoXVersion = Literal["2b", "5b", "1.5", "i2v", "control"]
 _ROTARY = {"use_rotary_positional_embeddings": True}
 #: By version of CogVideoX: the size of its samples (frames, latent height, latent width), and its transformer's options.
 _COGVIDEOX: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
@@ -42,7 +43,10 @@ _COGVIDEOX: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "1.5": ((81, 300, 300), {**_ROTARY, "patch_size_t": 2, "patch_bias": False}),
     # The image's latent comes on 16 more channels. Learned positions fix the size: 9 frames of 64 x 64 pixels here.
     "i2v": ((9, 8, 8), {**_ROTARY, "use_learned_positional_embeddings": True, "in_channels": 32}),
+    # Of CogVideoX-Fun: so does the control video's latent, and positions are those of any size.
+    "control": ((49, 60, 90), {**_ROTARY, "in_channels": 32}),
 }
+_COGVIDEOX_PIPELINES = {"i2v": CogVideoXImageToVideoPipeline, "control": CogVideoXFunControlPipeline}
 
 
 def build_ltx_video(directory: Path | str, *, seed: int = 0) -> Path:
@@ -143,7 +147,7 @@ def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXV
     with seeded(seed):
         tokenizer = t5_tokenizer(model_max_length=226)
         transformer = _cogvideox_transformer(version)
-        pipeline = (CogVideoXImageToVideoPipeline if version == "i2v" else CogVideoXPipeline)(
+        pipeline = _COGVIDEOX_PIPELINES.get(version, CogVideoXPipeline)(
             tokenizer=tokenizer,
             text_encoder=t5_encoder(tokenizer),
             vae=AutoencoderKLCogVideoX(
@@ -158,7 +162,7 @@ def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXV
                 invert_scale_latents=version == "1.5",
             ),
             transformer=transformer,
-            scheduler=(CogVideoXDDIMScheduler if is_2b else CogVideoXDPMScheduler)(
+            scheduler=(CogVideoXDDIMScheduler if version in ("2b", "control") else CogVideoXDPMScheduler)(
                 beta_start=0.00085,
                 beta_end=0.012,
                 beta_schedule="scaled_linear",

@@ -116,7 +116,7 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
 
     plan: Any = type("Plan", (), {"clips": tuple(clips), "eval_clips": (), "fetch_with": lambda _, fetch: fetch})()
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3)
-    spec: Any = SimpleNamespace(facts=SimpleNamespace(first_frame="none"))
+    spec: Any = SimpleNamespace(facts=SimpleNamespace(first_frame="none", media=()))
     texts: Any = SimpleNamespace(encode=lambda prompts: None)
     source = TrainingData(
         plan,

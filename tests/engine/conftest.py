@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from finetrainers.config.load import load_config
+from finetrainers.config.sections import ModelSection
 from finetrainers.engine import run as runs
 from finetrainers.engine.ready import get_ready
 from finetrainers.engine.state import TrainState
@@ -65,11 +66,11 @@ def results(directory: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="session")
 def make_clips(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`make_clips(count, frames=9, size=64)`: a folder of clips, each with a caption of its own."""
-    built: dict[tuple[int, int, int], Path] = {}
+    """`make_clips(count, frames=9, size=64)`: a folder of clips, each with a caption, and with negatives as further media."""
+    built: dict[tuple[object, ...], Path] = {}
 
-    def build(count: int, *, frames: int = 9, size: int = 64) -> Path:
-        key = (count, frames, size)
+    def build(count: int, *, frames: int = 9, size: int = 64, media: tuple[str, ...] = ()) -> Path:
+        key = (count, frames, size, media)
         if key in built:
             return built[key]
         folder = tmp_path_factory.mktemp("clips")
@@ -86,7 +87,10 @@ def make_clips(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 )
                 for t in range(frames)
             ]
-            write_mp4(folder / f"{k}.mp4", np.stack(pictures).clip(0, 255).astype(np.uint8), fps=8)
+            pixels = np.stack(pictures).clip(0, 255).astype(np.uint8)
+            write_mp4(folder / f"{k}.mp4", pixels, fps=8)
+            for name in media:
+                write_mp4(folder / name / f"{k}.mp4", 255 - pixels, fps=8)
             (folder / f"{k}.txt").write_text(f"pattern number {k} " + "moves " * (k + 1))
         built[key] = folder
         return folder
@@ -100,10 +104,12 @@ def options(tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], tmp
 
     def build(family: str = "ltx_video", *, clips: int = 1, version: str | None = None, **changes: Any) -> dict:
         repository = tiny_repo(family, version)
+        model = ModelSection(model_name=family, pretrained_model_name_or_path=str(repository))
+        media = families()[family].facts_of(model).media
         values: dict[str, Any] = {
             "model_name": family,
             "pretrained_model_name_or_path": str(repository),
-            "data_root": str(make_clips(clips)),
+            "data_root": str(make_clips(clips, media=media)),
             "video_resolution_buckets": ["9x64x64"],
             "output_dir": str(tmp_path / "run"),
             "transformer_dtype": "fp32",

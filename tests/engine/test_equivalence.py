@@ -70,6 +70,9 @@ def test_clipping_bounds_the_step(options: Callable[..., dict], run: Callable[..
         ("hunyuan_video", None, {"caption_dropout_p": 0.5, "caption_dropout_technique": "zero"}),
         # Noise of the first frame is drawn once per clip there, and once per epoch here.
         ("cogvideox", "i2v", {"eval_num_items": 1, "eval_steps": 2, "first_frame_noise": False}),
+        ("cogvideox", "control", {"eval_num_items": 1, "eval_steps": 2}),
+        # Windows of 5 frames, whose latents and those of their control videos are cut from those of the whole clip.
+        ("cogvideox", "control", {"sliding_window_size": 5, "sliding_window_latents": "slice"}),
     ],
 )
 def test_precomputing(

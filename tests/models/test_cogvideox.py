@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,12 @@ from peft import LoraConfig, get_peft_model_state_dict
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.cogvideox import CogVideoXSpec
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions, SampleRequest, VideoMeta
+from finetrainers.models.spec import Batch, Conditions, SampleRequest, VideoMeta
 
 SHORT, LONG = "a red ball", "a blue square moves slowly to the left over the dark sea at night"
 META = VideoMeta(fps=torch.tensor([8.0]))
 #: "1.5-i2v" is put together here: two latent frames a patch, image channels, an `ofs` embedding, inverted image scale.
-VERSIONS = ("2b", "5b", "1.5", "i2v", "1.5-i2v")
+VERSIONS = ("2b", "5b", "1.5", "i2v", "1.5-i2v", "control")
 IMAGE_VERSIONS = ("i2v", "1.5-i2v")
 
 
@@ -111,11 +112,17 @@ def denoised(checkpoint: Checkpoint, frames: int = 3, *, batch: int = 1, seed: i
 
 
 def meta_of(checkpoint: Checkpoint, batch: int = 1) -> VideoMeta:
-    """With a first frame where the checkpoint takes one."""
-    takes = checkpoint.version in IMAGE_VERSIONS
-    return VideoMeta(
-        fps=torch.full((batch,), 8.0), extra={"first_frame": latents(1, batch=batch, seed=9)} if takes else {}
-    )
+    """With a first frame or a control video where the checkpoint takes one."""
+    extra = {name: latents(batch=batch, seed=9) for name in checkpoint.spec.facts.media}
+    if checkpoint.version in IMAGE_VERSIONS:
+        extra["first_frame"] = latents(1, batch=batch, seed=9)
+    return VideoMeta(fps=torch.full((batch,), 8.0), extra=extra)
+
+
+def control_video(frames: int, height: int, width: int) -> torch.Tensor:
+    """`[1, 3, T, H, W]` in [0, 1], as pipelines take it; 2 x - 1 is exact."""
+    steps = torch.randint(257, (1, 3, frames, height, width), generator=torch.Generator().manual_seed(6))
+    return steps / 256
 
 
 def recorder(module: torch.nn.Module) -> tuple[list[dict], list]:
@@ -206,11 +213,11 @@ def test_other_predictions_are_refused(checkpoint_of):
 # ---- the network -----------------------------------------------------------------------------------------------------
 
 
-def pipeline_step(checkpoint: Checkpoint, x: torch.Tensor, image: torch.Tensor | None, **size: int) -> dict:
+def pipeline_step(checkpoint: Checkpoint, x: torch.Tensor, **given: object) -> dict:
     """Inputs and output of the stock transformer in one unguided pipeline step from latents `[B, C, T, H, W]`."""
     arguments = dict(
         prompt=SHORT,
-        **size,
+        **given,
         num_inference_steps=1,
         guidance_scale=1.0,
         latents=x.transpose(1, 2).clone(),
@@ -218,7 +225,7 @@ def pipeline_step(checkpoint: Checkpoint, x: torch.Tensor, image: torch.Tensor |
         generator=torch.Generator().manual_seed(5),
     )
     calls, handles = recorder(checkpoint.pipe.transformer)
-    checkpoint.pipe(**arguments, **({} if image is None else {"image": image}))
+    checkpoint.pipe(**arguments)
     stop(handles)
     assert len(calls) == 1
     return calls[0]
@@ -230,6 +237,15 @@ def encoded_first_frame(checkpoint: Checkpoint, image: torch.Tensor) -> torch.Te
     moments = spec.encode_video(vae, 2 * image[:, :, None] - 1)
     noise = normal(*moments.chunk(2, dim=1)[0].shape, seed=5)
     return spec.latents(moments, noise, spec.vae_stats(vae))
+
+
+def encoded_control(checkpoint: Checkpoint, control: torch.Tensor) -> VideoMeta:
+    """What training tells the network of a clip's control video in [-1, 1]."""
+    spec = checkpoint.spec
+    encoders = spec.load_clip_encoders()
+    clip = spec.encode_clip(encoders, torch.zeros_like(control), None, {"control_video": control})
+    batch = Batch(clip.pop("moments"), checkpoint.conditions.rows([0]), META, [(0, 0)], clip)
+    return spec.condition(batch, latents(), [False], spec.vae_stats(encoders["vae"]))[0]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +260,7 @@ def encoded_first_frame(checkpoint: Checkpoint, image: torch.Tensor) -> torch.Te
         ("i2v", 9, 64, 64),
         ("1.5-i2v", 13, 48, 80),
         ("1.5-i2v", 9, 48, 80),
+        ("control", 9, 48, 80),
     ],
 )
 def test_predict_feeds_the_network_what_the_pipeline_feeds_it(checkpoint_of, version, num_frames, height, width):
@@ -251,11 +268,16 @@ def test_predict_feeds_the_network_what_the_pipeline_feeds_it(checkpoint_of, ver
     frames = (num_frames - 1) // 4 + 1
     front = frames % 2 if version.startswith("1.5") else 0
     x = latents(frames + front, height // 8, width // 8)  # the pipelines denoise as many
-    image, first_frame = None, None
+    given: dict[str, object] = {"num_frames": num_frames, "height": height, "width": width}
+    meta = META
     if version in IMAGE_VERSIONS:
-        image = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(4))
-        first_frame = encoded_first_frame(checkpoint, image)
-    expected = pipeline_step(checkpoint, x, image, num_frames=num_frames, height=height, width=width)
+        given["image"] = image = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(4))
+        meta = replace(META, extra={"first_frame": encoded_first_frame(checkpoint, image)})
+    if version == "control":
+        control = control_video(given.pop("num_frames"), height, width)
+        given["control_video"] = control.transpose(1, 2)
+        meta = encoded_control(checkpoint, 2 * control - 1)
+    expected = pipeline_step(checkpoint, x, **given)
 
     calls, handles = recorder(checkpoint.transformer)
     with torch.no_grad():
@@ -264,10 +286,12 @@ def test_predict_feeds_the_network_what_the_pipeline_feeds_it(checkpoint_of, ver
             x,
             expected["timestep"],
             checkpoint.conditions.rows([0]),
-            VideoMeta(fps=META.fps, extra={} if first_frame is None else {"first_frame": first_frame}),
+            meta,
         )
     stop(handles)
     ours = calls[0]
+    if version == "control":
+        assert torch.equal(ours["hidden_states"], expected["hidden_states"])
     for name in ("hidden_states", "encoder_hidden_states", "timestep"):
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     for name in ("image_rotary_emb", "ofs"):
@@ -312,7 +336,8 @@ def test_the_prediction_depends_on_every_input(checkpoint):
         predict(denoised(checkpoint, seed=1), 400, 0, meta),
     ]
     if meta.extra:
-        others.append(predict(x, 400, 0, META))
+        zeros = {name: torch.zeros_like(value) for name, value in meta.extra.items()}
+        others.append(predict(x, 400, 0, replace(meta, extra=zeros)))
     for other in others:
         assert (base - other).abs().max() > 1e-3
 
@@ -477,16 +502,18 @@ def test_the_transformer_on_meta_has_the_same_parameters(checkpoint):
 def sample_request(checkpoint: Checkpoint, **options) -> SampleRequest:
     image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(4))
     options.setdefault("image", image if checkpoint.version in IMAGE_VERSIONS else None)
+    options["media"] = {name: 2 * control_video(9, 64, 64) - 1 for name in checkpoint.spec.facts.media}
     return SampleRequest(num_frames=9, height=64, width=64, frame_rate=8.0, num_inference_steps=2, **options)
 
 
 def test_sampling_from_conditions_equals_the_pipeline_from_prompts(checkpoint):
     spec = checkpoint.spec
     request = sample_request(checkpoint, guidance_scale=4.0, extra={"use_dynamic_cfg": True})
+    given = {"control_video": control_video(9, 64, 64).transpose(1, 2)} if request.media else {"num_frames": 9}
     expected = checkpoint.pipe(
         prompt=SHORT,
         negative_prompt=LONG,
-        num_frames=9,
+        **given,
         height=64,
         width=64,
         num_inference_steps=2,
@@ -546,3 +573,14 @@ def test_a_saved_lora_is_loaded_by_the_pipeline_with_its_alpha(checkpoint, tmp_p
         assert (expected - base).abs().max() > 1e-2
         torch.testing.assert_close(spec.predict(pipe.transformer, *arguments), expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(spec.predict(again, *arguments), expected, rtol=0, atol=1e-5)
+
+
+def test_a_scheduler_that_the_control_pipeline_cannot_step_is_replaced(checkpoint_of, tiny_repo, tmp_path):
+    """CogVideoX-5b's own takes the last prediction as well; both have the same noise schedule."""
+    repo = shutil.copytree(tiny_repo("cogvideox", version="control"), tmp_path / "model")
+    other = tiny_repo("cogvideox", version="5b") / "scheduler" / "scheduler_config.json"
+    shutil.copy(other, repo / "scheduler" / "scheduler_config.json")
+    config = checkpoint_of("control").config.model_copy(update={"pretrained_model_name_or_path": str(repo)})
+    scheduler = get_family("cogvideox").load(config).load_scheduler()
+    assert type(scheduler) is CogVideoXDDIMScheduler
+    assert torch.equal(scheduler.alphas_cumprod, checkpoint_of("5b").spec.load_scheduler().alphas_cumprod)

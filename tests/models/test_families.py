@@ -71,9 +71,11 @@ def test_the_networks_are_as_the_configs_tell(name, version, tiny_repo):
 
     frames, height, width = geometry.temporal + 1, 2 * geometry.size_multiple, geometry.size_multiple
     assert geometry.problems(frames, height, width) == []
-    clip = spec.encode_clip(spec.load_clip_encoders(), torch.zeros(1, 3, frames, height, width), None)
+    pixels = torch.zeros(1, 3, frames, height, width)
+    clip = spec.encode_clip(spec.load_clip_encoders(), pixels, None, dict.fromkeys(spec.facts.media, pixels))
     assert spec.latent_shape(clip["moments"])[1:] == geometry.latent_shape(frames, height, width)
-    assert set(clip) == {"moments"} | ({"first_frame_moments"} if spec.clip_version is True else set())
+    further = {f"{name}_moments" for name in spec.facts.media}
+    assert set(clip) == {"moments"} | ({"first_frame_moments"} if spec.clip_version is True else further)
 
 
 def test_what_a_checkpoint_is_comes_from_its_own_config(tiny_repo):
@@ -83,6 +85,9 @@ def test_what_a_checkpoint_is_comes_from_its_own_config(tiny_repo):
         return ModelSection(model_name="cogvideox", pretrained_model_name_or_path=str(path))
 
     assert family.facts_of(at(tiny_repo("cogvideox", version="i2v"))).first_frame == "channels"
+    # CogVideoX-Fun's control network has the channels of an image-to-video one.
+    control = family.facts_of(at(tiny_repo("cogvideox", version="control")))
+    assert (control.first_frame, control.media) == ("none", ("control_video",))
     assert family.facts_of(at(tiny_repo("cogvideox", version="5b"))).first_frame == "none"
     assert family.facts_of(at(tiny_repo("cogvideox", version="1.5"))).geometry.fps == 16.0
     assert family.facts_of(at("someone/not-on-this-disk")) == family.facts

@@ -58,6 +58,8 @@ def test_every_family_has_a_tiny_repository():
 def test_the_stock_pipeline_samples(pipeline, call):
     if "ImageToVideo" in type(pipeline).__name__:
         call["image"] = torch.rand(1, 3, 64, 64)
+    if "Control" in type(pipeline).__name__:
+        call["control_video"] = torch.rand(1, call.pop("num_frames"), 3, 64, 64)
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline(prompt="a red ball", generator=torch.Generator().manual_seed(0), **call).frames
     assert frames.shape == (1, 9, 3, 64, 64)

@@ -22,6 +22,10 @@ def check_data(config: TrainConfig, facts: Facts, found: Findings) -> None:
     found.warnings += window_warnings(config)
     if (problem := slice_problem(data, first_frame=facts.first_frame)) is not None:
         found.error(*problem)
+    others = [name for name, _ in data.extra_columns if name not in facts.media]
+    if others and facts.first_frame != "unknown":
+        takes = " and ".join(facts.media) or "nothing but clips"
+        found.warnings.append(f"--extra_columns {' '.join(others)} has no effect: this checkpoint takes {takes}")
     _check_precomputation(config, found)
     _check_batch_sizes(config, found)
     _check_first_frame(config, facts, found)

@@ -45,6 +45,9 @@ def check_config(
     _check_run(config, found)
     _check_method(config, found)
     _check_needs(config, found)
+    if facts.media and config.training.method != "sft":
+        takes = " and ".join(facts.media)
+        found.error("method", f"this checkpoint takes {takes} with each clip, which only --method sft reads")
     if config.training.method in REWARD_METHODS:
         if facts.first_frame == "channels":
             found.error("method", "this checkpoint animates an image, and prompts bring none; use a text-to-video one")
@@ -230,7 +233,10 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
             f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got "
             f"{validation.validation_inference_steps}",
         )
-    conditioned = any(p.image or p.video for p in prompts)
+    conditioned = any(p.image or (p.video and not facts.media) for p in prompts)
+    if facts.media and any(p.video is None for p in prompts):
+        takes = " and ".join(facts.media)
+        found.error("validation_videos", f"this checkpoint takes {takes}; give one for each validation prompt")
     if facts.first_frame == "channels" and any(not (p.image or p.video) for p in prompts):
         found.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
     if facts.first_frame == "none" and conditioned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from finetrainers.utils.seeding import derive_seed
 
@@ -14,6 +14,20 @@ from .buckets import Bucket
 from .frames import Selection
 
 ReshapeMode = Literal["center", "random", "none"]
+
+
+class Further(NamedTuple):
+    """A further medium of a clip, with a frame for each of its source: a control video, say.
+
+    Attributes:
+        name: what it is to the model.
+        path: the file.
+        backend: what decodes it.
+    """
+
+    name: str
+    path: Path
+    backend: str = "pyav"
 
 
 @dataclass(slots=True, unsafe_hash=True)  # slots: sliding windows make many of one file
@@ -45,6 +59,7 @@ class Clip:
         is_variable: whether the frames of the source are shown at uneven times; `source_fps` is then their mean rate.
         backend: what decodes it.
         captions: all of its captions, if it has several; one is drawn each time that it is trained on.
+        further: its further media, in order of their names.
     """
 
     index: int
@@ -67,6 +82,12 @@ class Clip:
     is_variable: bool = False
     backend: str = "pyav"
     captions: tuple[str, ...] = ()
+    further: tuple[Further, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that it is cut from."""
+        return self.path, *(one.path for one in self.further)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -10,7 +10,7 @@ from typing import Literal
 Selection = Literal["head", "middle", "random", "uniform", "chunk"]
 
 # 23.976 and 24, or 29.97 and 30, count as the same rate: resampling would only drop a frame here and there.
-_SAME_RATE = 0.02
+SAME_RATE = 0.02
 
 
 def playback_fps(source_fps: float, target_fps: float) -> float:
@@ -18,12 +18,12 @@ def playback_fps(source_fps: float, target_fps: float) -> float:
 
     A slower clip is not brought to the target, since that would repeat frames.
     """
-    return source_fps if source_fps <= target_fps * (1 + _SAME_RATE) else target_fps
+    return source_fps if source_fps <= target_fps * (1 + SAME_RATE) else target_fps
 
 
 def is_slower(source_fps: float, target_fps: float) -> bool:
     """Whether a clip's own rate is lower than the target, beyond rounding."""
-    return source_fps < target_fps * (1 - _SAME_RATE)
+    return source_fps < target_fps * (1 - SAME_RATE)
 
 
 def num_available(num_frames: int, *, source_fps: float, fps: float) -> int:

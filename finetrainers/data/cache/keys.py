@@ -93,7 +93,7 @@ class CacheKeys:
         return text_key(self.text_identity, caption)
 
     def video(self, clip: Clip) -> str:
-        """Key of a clip's moments. It holds the file's content, not its name, and no caption."""
+        """Key of a clip's moments. It holds the files' content, not their names, and no caption."""
         noise = self.vae.first_frame_noise if self.data.first_frame_noise else None
         return self.cache.key(
             kind="video",
@@ -101,6 +101,7 @@ class CacheKeys:
             file=self.digests.digest(clip.path),
             first_frame=[*noise, self.seed] if noise else self.vae.with_first_frame,
             version=PIXELS_VERSION,
+            **({"further": {one.name: self.digests.digest(one.path) for one in clip.further}} if clip.further else {}),
             **({"tiled": True} if self.tiled(clip.bucket) else {}),
             **self.cut(clip),
         )
@@ -122,7 +123,7 @@ class CacheKeys:
         }
 
     def pixels(self, clip: Clip) -> Tensor:
-        """The clip `[3, T, H, W]` uint8, with its one random start and crop drawn from seed and file content."""
+        """The clip `[C, T, H, W]` uint8 as `load_clip` gives it, with its one random start and crop drawn from seed and file content."""
         return load_clip(
             clip, generator=generator("cpu", self.seed, "precomputed clip", self.digests.digest(clip.path))
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -15,16 +15,17 @@ from finetrainers.utils.text import plural
 
 from ..buckets.bucket_choice import Choice, choose_buckets
 from ..buckets.buckets import Bucket, choose_bucket, cover_size, filled_resolution, legal_length, lower_buckets
-from ..buckets.clip import Clip
-from ..buckets.frames import num_available, playback_fps, select_frames
+from ..buckets.clip import Clip, Further
+from ..buckets.frames import SAME_RATE, num_available, playback_fps, select_frames
 from ..buckets.windows import cut_windows, describe_chunks, describe_windows, with_window_buckets
 from ..reading.datasets import Dataset
 from ..reading.items import DataError, Kind, Reading
 from ..reading.media import MAX_FRAME_PIXELS
+from ..reading.sources.rows import shown
 from ..reading.status import Unusable
 from ..video.backends import backend_of, reason_against
 from .file_facts import FileFacts, default_directory
-from .item_report import ItemReport
+from .item_report import DISTORTED, ItemReport
 from .probe import Probe
 from .probe_all import ProbedItem, ProbeOptions, probe_items
 
@@ -76,12 +77,12 @@ def assign_buckets(
     problems = [f"{option}: {problem}" for option, problem in window_problems(data, geometry)]
     if problems:
         raise DataError("windows that cannot be cut", problems)
-    facts = FileFacts.of_dataset(data.probe_dir or default_directory(), data_folder(data), recall=options.recall)
-    backend = backend_of(data.video_backend)
-    probed = probe_items(reading.items, facts=facts, max_pixels=data.max_pixels, options=options)
+    probed = _probe(reading, data, options)
     usable = [entry for entry in probed if entry.unusable is None]
+    backend = backend_of(data.video_backend)
     for entry in usable:
-        _set_rate(entry, data=data, target_fps=target_fps, backend=backend)
+        for one in (entry, *dict(entry.further).values()):
+            _set_rate(one, data=data, target_fps=target_fps, backend=backend)
     of_window = with_window_buckets(data)
     sizes: dict[Kind, list[Bucket]] = {"video": [], "image": []}
     for entry in usable:
@@ -105,6 +106,19 @@ def assign_buckets(
     if data.frame_selection == "chunk" and any(clip.start is not None for clip in clips):
         notes.append(describe_chunks(clips, {entry.item.index: entry.available for entry in probed}))
     return Part(dataset, reading, target_fps, probed, clips, list(choice.all), notes)
+
+
+def _probe(reading: Reading, data: DataSection, options: ProbeOptions) -> list[ProbedItem]:
+    """All items with what is known of their files, those of further media too."""
+    facts = FileFacts.of_dataset(data.probe_dir or default_directory(), data_folder(data), recall=options.recall)
+    probed = probe_items(reading.items, facts=facts, max_pixels=data.max_pixels, options=options)
+    options = replace(options, duplicates=False)
+    for name, items in reading.further.items():
+        others = probe_items(items, facts=facts, max_pixels=data.max_pixels, options=options)
+        for entry, other in zip(probed, others, strict=True):
+            entry.further += ((name, other),)
+            entry.unusable = entry.unusable or _mismatch(entry, name, other)
+    return probed
 
 
 def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: Geometry) -> Unusable:
@@ -147,6 +161,25 @@ def _set_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backen
         entry.backend = backend
 
 
+def _mismatch(entry: ProbedItem, name: str, other: ProbedItem) -> Unusable | None:
+    """Why a further medium cannot be used with its clip: it must have a frame for each of the clip's."""
+    ours, theirs, what = entry.header, other.header, f"its {name} {shown(other.item.name)}"
+    if other.unusable is not None:
+        status = "missing" if other.unusable.status == "skipped" else other.unusable.status
+        return Unusable(status, f"{what}: {other.unusable.reason}")
+    if other.item.kind != entry.item.kind:
+        return Unusable("mismatch", f"{what} is of another kind; give a file of type {entry.item.kind}")
+    if theirs.frames != ours.frames or abs(theirs.fps - ours.fps) > SAME_RATE * ours.fps:
+        has, needs = (f"{plural(one.frames, 'frame')} at {one.fps:.4g} fps" for one in (theirs, ours))
+        way_out = "give one with a frame for each of the clip's, at its rate"
+    elif abs(theirs.width / theirs.height * ours.height / ours.width - 1) > DISTORTED:
+        has, needs = (f"{one.width}x{one.height} pixels" for one in (theirs, ours))
+        way_out = "give one of the clip's aspect ratio"
+    else:
+        return None
+    return Unusable("mismatch", f"{what} has {has}, and the clip {needs}; {way_out}")
+
+
 def _clip(
     entry: ProbedItem, number: int, *, data: DataSection, geometry: Geometry, choice: Choice, choose: Choose
 ) -> Clip | Unusable:
@@ -180,6 +213,7 @@ def _clip(
         is_variable=found.is_variable,
         backend=entry.backend,
         captions=item.captions if len(item.captions) > 1 else (),
+        further=tuple(Further(name, other.item.path, other.backend) for name, other in entry.further),
     )
 
 

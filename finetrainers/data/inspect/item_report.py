@@ -17,7 +17,7 @@ from ..reading.status import Mark, Status
 from .probe_all import ProbedItem
 
 _CROPPED = 0.01  # share of the picture below which nothing is said: sizes are multiples of something
-_DISTORTED = 0.02
+DISTORTED = 0.02
 
 Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
 
@@ -53,13 +53,14 @@ class ItemReport:
     captions: tuple[str, ...]
     dataset: str
     extra: Mapping[str, Any]
+    further: Mapping[str, str]
 
     def record(self) -> dict[str, object]:
         """The report as plain values, a line of `manifest.jsonl`; captions, dataset and columns only if given."""
         values: dict[str, Any] = dict(zip(_NAMES, _values(self), strict=True))
         values["path"] = str(self.path)
         values["bucket"] = bucket_text(self.bucket) if self.bucket else None
-        for name in ("captions", "dataset", "extra"):
+        for name in ("captions", "dataset", "extra", "further"):
             if not values[name]:
                 del values[name]
         return values
@@ -111,6 +112,7 @@ def report_item(
         captions=item.captions if len(item.captions) > 1 else (),
         dataset=dataset,
         extra=item.extra,
+        further={name: str(other.item.path) for name, other in entry.further},
     )
 
 
@@ -123,7 +125,7 @@ def _marks(entry: ProbedItem, target_fps: float, *, seen: bool) -> Iterator[Mark
             yield "resampled"
         if crop_loss(clip) > _CROPPED:
             yield "cropped"
-        if clip.reshape_mode == "none" and abs(clip.width / clip.height * height / width - 1) > _DISTORTED:
+        if clip.reshape_mode == "none" and abs(clip.width / clip.height * height / width - 1) > DISTORTED:
             yield "distorted"
         if is_enlarged(clip):
             yield "enlarged"

@@ -62,6 +62,7 @@ class ProbedItem:
         available: frames that it has at that rate.
         backend: what decodes it.
         against: why that is not the backend that was asked for.
+        further: its further media, by name.
         clip: what is cut from it; with sliding windows or chunks the first.
     """
 
@@ -74,6 +75,7 @@ class ProbedItem:
     available: int = 0
     backend: str = "pyav"
     against: str | None = None
+    further: tuple[tuple[str, ProbedItem], ...] = ()
     clip: Clip | None = None
 
     def learn(self, found: Probe | Unusable | tuple[Mark, ...] | None) -> None:

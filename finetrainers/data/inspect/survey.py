@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
+from finetrainers.config.facts import MEDIA
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection
@@ -74,11 +75,11 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
         clips=tuple(clips),
         eval_clips=tuple(evaluated),
         buckets=buckets,
-        notes=(*told(attrgetter("notes")), *told(_unused), *batches.notes),
+        notes=(*told(attrgetter("notes")), *told(_unused), *told(_not_read), *batches.notes),
         remarks=remarks,
         warnings=(*remarks, *told(_oddities)),
         batches=batches,
-        fingerprint=_fingerprint(items, clips, datasets, repeats),
+        fingerprint=_fingerprint(items, clips, parts, repeats),
         problem=_problem(items, data, has_batches=batches.any),
         dataset_toml=data.dataset.read_text(encoding="utf-8-sig") if data.dataset is not None else None,
     )
@@ -187,8 +188,15 @@ def _unused(part: Part) -> Iterator[str]:
         )
 
 
+def _not_read(part: Part) -> Iterator[str]:
+    """Notes on columns of further media that the model does not take."""
+    found = {column for item in part.reading.items for column in item.extra}
+    for column in found.intersection(MEDIA):
+        yield f"the column {column!r} is not read, since this checkpoint takes no {column}"
+
+
 def _fingerprint(
-    items: Sequence[ItemReport], clips: Sequence[Clip], datasets: Sequence[Dataset], repeats: Sequence[float]
+    items: Sequence[ItemReport], clips: Sequence[Clip], parts: Sequence[Part], repeats: Sequence[float]
 ) -> str:
     digest = hashlib.sha256()
 
@@ -200,7 +208,11 @@ def _fingerprint(
         add(others)
     for item in items:
         add(item.name, item.size_bytes, item.caption, item.bucket, item.use, item.examples, item.captions)
-    for dataset, times in zip(datasets, repeats, strict=True):
+    entries = (entry for part in parts for entry in part.probed)
+    further = [[(name, one.item.name, one.size_bytes) for name, one in entry.further] for entry in entries]
+    if any(further):
+        add(further)
+    for dataset, times in zip((part.dataset for part in parts), repeats, strict=True):
         if dataset.name:  # one that has options of its own, which the run's cannot tell
             add(dataset.name, times, *(getattr(dataset.data, option) for option in CRITICAL))
     return digest.hexdigest()
@@ -220,7 +232,7 @@ def _oddities(part: Part) -> Iterator[str]:
     listed: dict[object, list[str]] = defaultdict(list)
     for item in items:
         if item.status == "used":
-            listed[str(item.path), item.captions or item.caption].append(item.name)
+            listed[str(item.path), item.captions or item.caption, (*item.further.values(),)].append(item.name)
     kinds: tuple[tuple[str, str, list[str]], ...] = (
         (
             "cannot be used and are left out",

@@ -21,8 +21,8 @@ from .loader import RawBatch
 
 #: Text conditioning of prompts, batch first.
 EncodeText = Callable[[Sequence[str]], Conditions]
-#: Named tensors of videos `[B, 3, T, H, W]` in [-1, 1], given the generator of each clip's noise; see
-#: `ModelSpec.encode_clip`.
+#: Named tensors of videos `[B, C, T, H, W]` in [-1, 1], of which each further medium has three channels, given the generator
+#: of each clip's noise; see `ModelSpec.encode_clip`.
 EncodeClip = Callable[[Tensor, Sequence[torch.Generator]], Mapping[str, Tensor]]
 
 #: Prefixes of text conditioning in a cached batch: of the caption, and of the empty prompt.
@@ -102,8 +102,11 @@ class Encoder:
         if all(clip.latents_of is None for clip in raw.clips):
             generators = [generator("cpu", self.seed, "first frame noise", *key) for key in raw.sample_keys]
             return self.encode_clip(to_unit_range(torch.stack(pixels)), generators)
-        latents = (self.encode_clip(to_unit_range(one)[None], ())[MOMENTS] for one in pixels)  # may be of any lengths
-        return {MOMENTS: torch.cat([cut_latents(one, clip) for one, clip in zip(latents, raw.clips, strict=True)])}
+        encoded = [
+            {name: cut_latents(one, clip) for name, one in self.encode_clip(to_unit_range(segment)[None], ()).items()}
+            for segment, clip in zip(pixels, raw.clips, strict=True)  # may be of any lengths
+        ]
+        return {name: torch.cat([one[name] for one in encoded]) for name in encoded[0]}
 
 
 def _with_prefix(cached: Mapping[str, Tensor], prefix: str) -> Conditions:

@@ -27,7 +27,7 @@ class RawBatch:
         clips: what it is made of.
         sample_keys: per sample `(epoch, item)`.
         weight: see `MicroBatch`.
-        pixels: of each clip `[3, T, H, W]` uint8, or of the segment whose latents its own are cut from; empty if cached.
+        pixels: of each clip as `load_clip` gives it, or of the segment whose latents its own are cut from; empty if cached.
         cached: tensors from the cache, batch first; else empty.
         bad: clips that could not be loaded, others in whose place are among `clips`.
     """

@@ -114,7 +114,7 @@ def precompute_video(
     """
     # Clips that differ in their captions alone are one. Sorted, so that batches are full and shares cost about the
     # same; the largest bucket first, so that what does not fit into memory is known at once.
-    distinct = {repr((clip.path, keys.cut(clip))): clip for clip in clips}
+    distinct = {repr((clip.files, keys.cut(clip))): clip for clip in clips}
     mine = sorted(distinct.values(), key=_largest_first)[parallel.rank :: parallel.world_size]
     with _progress("clips", parallel) as progress:
         by_key, bad = _by_key(mine, keys, optional)
@@ -145,7 +145,7 @@ def _by_key(
     clips: Sequence[Clip], keys: CacheKeys, optional: Collection[int]
 ) -> tuple[dict[str, Clip], list[BadSample]]:
     """Clips by the key of their entry, and those whose file cannot be read."""
-    keys.digests.learn(clip.path for clip in clips)
+    keys.digests.learn(path for clip in clips for path in clip.files)
     by_key: dict[str, Clip] = {}
     bad: list[BadSample] = []
     for clip in clips:

@@ -75,6 +75,9 @@ class TrainingData:
         # Checked before, too, but not where the checkpoint's config was not on disk.
         if (problem := slice_problem(config.data, first_frame=spec.facts.first_frame)) is not None:
             raise ConfigError([Problem(f"--{problem[0]}", problem[1])])
+        if sorted(takes := spec.facts.media) != sorted(dict(config.data.extra_columns)):
+            message = f"this checkpoint takes {' and '.join(takes) or 'nothing'} with each clip; name the columns"
+            raise ConfigError([Problem("--extra_columns", message)])
         seed, encode_clip = config.training.seed, None
         strict: CacheFetch | DecodeFetch
         if texts.encode is None:
@@ -92,7 +95,10 @@ class TrainingData:
     def _encode_clip(
         self, clip_encoders: Parts, video: Tensor, generators: Sequence[torch.Generator]
     ) -> Mapping[str, Tensor]:
-        return self.spec.encode_clip(clip_encoders, video, generators if self.config.data.first_frame_noise else None)
+        clip, *media = video.split(3, dim=1)
+        named = dict(zip(sorted(self.spec.facts.media), media, strict=True))
+        noise = generators if self.config.data.first_frame_noise else None
+        return self.spec.encode_clip(clip_encoders, clip, noise, named)
 
     def _encode_clips(self, keys: CacheKeys, clip_encoders: Parts) -> CacheKeys:
         """Encode every clip that the cache does not have, on all ranks; the names of entries."""

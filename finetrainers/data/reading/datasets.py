@@ -216,7 +216,9 @@ def _own_options(options: dict[str, Any], data: DataSection, *, names_columns: b
     for these, others in ((_LISTED, _MADE), (_MADE, _LISTED)):
         if any(options.get(key) for key in these):
             sizes |= {key: [] for key in others}
-    own = data.model_copy(update={**sizes, **options, "dataset": None})
+    named = dict(options.get("extra_columns", ()))  # which media there are, the model says
+    columns = [(name, named.get(name, column)) for name, column in data.extra_columns]
+    own = data.model_copy(update={**sizes, **options, "extra_columns": columns, "dataset": None})
     if not names_columns and lacks_lists(own):
         # The columns that the top or the run names are those of the tables among the datasets.
         own = own.model_copy(update={name: DataSection.model_fields[name].default for name in LISTS})

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from finetrainers.config.sections import DataSection
@@ -64,10 +65,11 @@ class Item:
 
 
 class Reading(NamedTuple):
-    """The items of a dataset, and what is odd about it, each with a count."""
+    """The items of a dataset, what is odd about it, each with a count, and every item's further media by name, as items."""
 
     items: list[Item]
     warnings: list[str]
+    further: Mapping[str, list[Item]] = MappingProxyType({})
 
 
 def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int = 0, prefix: str = "") -> Reading:
@@ -90,6 +92,46 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     found = Findings()
     root = _root(data)
     rows = _rows(data, root, media_dir, found)[: data.max_items]
+    items = _items(rows, data, root, found, first=first, prefix=prefix)
+    further = {}
+    for name, column in sorted(data.extra_columns):
+        # Each column is read as the clips are, whatever the source; captions and their warnings are known already.
+        try:
+            theirs = _further_rows(rows, column, data, root, media_dir, found)
+        except DataError as error:
+            raise DataError(f"--extra_columns {name}={column}: {error}") from error
+        further[name] = _items(theirs, data, root, Findings(), first=first)
+    source = data.hf_dataset or str(data.dataset_file or data.data_root)
+    if found.problems:
+        raise DataError(f"{source}: {plural(len(found.problems), 'problem')}", found.problems)
+    if all(item.unusable is not None and item.unusable.status == "skipped" for item in items):
+        why = f" ({'; '.join(found.warnings)})" if found.warnings else ""
+        raise DataError(f"{source}: no items found{why}")
+    return Reading(items, found.warnings, further)
+
+
+def _further_rows(
+    rows: Sequence[Row], column: str, data: DataSection, root: Root, media_dir: Path | None, found: Findings
+) -> Sequence[Row]:
+    """For each row, that of another column of media."""
+    if folder.lacks_lists(data):
+        return [row._replace(media=str(Path(column, row.media))) for row in rows]
+    others = Findings()
+    of_column = data.model_copy(update={"video_column": column})
+    theirs = _rows(of_column, root, media_dir, others)[: data.max_items]
+    found.problems += [problem for problem in others.problems if problem not in found.problems]
+    # The number of a line of either list; a sample of an archive that is refused is named by its place there.
+    ours_at, theirs_at = ([(row.where or row.media).rpartition(" ")[2] for row in some] for some in (rows, theirs))
+    if not found.problems and ours_at != theirs_at:  # two text files: a line may be blank in one of them
+        place = next((where for where in ours_at if where not in theirs_at), theirs_at[-1] if theirs_at else "1")
+        raise DataError(f"its lines do not belong to those of {data.video_column!r}; see line {place}")
+    return theirs
+
+
+def _items(
+    rows: Sequence[Row], data: DataSection, root: Root, found: Findings, *, first: int, prefix: str = ""
+) -> list[Item]:
+    """The items of rows, with files looked up and captions cleaned."""
     items: list[Item] = []
     below = str(root.folder / "_")[:-1]
     for row, (path, looked) in zip(rows, map_paths_threaded(lambda row: _look_up(row, root), rows), strict=True):
@@ -107,13 +149,7 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         kind: Kind = "image" if text.lower().endswith(_IMAGES) else "video"
         index = first + len(items)
         items.append(Item(index, path, captions, kind, f"{prefix}{name}", row.where, unusable, state, row.extra))
-    source = data.hf_dataset or str(data.dataset_file or data.data_root)
-    if found.problems:
-        raise DataError(f"{source}: {plural(len(found.problems), 'problem')}", found.problems)
-    if all(item.unusable is not None and item.unusable.status == "skipped" for item in items):
-        why = f" ({'; '.join(found.warnings)})" if found.warnings else ""
-        raise DataError(f"{source}: no items found{why}")
-    return Reading(items, found.warnings)
+    return items
 
 
 def _root(data: DataSection) -> Root:

@@ -11,6 +11,7 @@ from finetrainers.utils.failures import ExpectedError
 Status = Literal[
     "used", "skipped", "too_short", "no_bucket", "caption_missing", "outside_root", "missing", "not_a_file", "empty", "unreadable",
     "no_video", "no_rate", "too_large", "cut_off", "damaged", "decoder_failed",
+    "mismatch",
 ]  # fmt: skip
 Mark = Literal[
     "resampled", "slower", "cropped", "distorted", "enlarged", "no_caption", "same_file", "same_content", "black", "still",
@@ -36,6 +37,7 @@ MEANINGS: Mapping[Status | Mark, str] = {
     "cut_off": "it has fewer frames than it declares",
     "damaged": "decoding fails, or gives damaged frames",
     "decoder_failed": "the decoder crashed, hung, or allocated too much memory",
+    "mismatch": "its control video, or another further medium, has not a frame of the same shape for each of its frames",
     "resampled": "frames are dropped to reach the target rate",
     "slower": "slower than the target rate; trained at its own rate",
     "cropped": "part of each frame is cropped",

@@ -91,7 +91,7 @@ def resize(frame_HWC: Tensor, height: int, width: int) -> Tensor:
 
 
 def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
-    """Cut a clip to its bucket: `[3, T, H, W]` uint8.
+    """Cut a clip to its bucket: `[3, T, H, W]` uint8; and each of its further media in the same way, on three more channels.
 
     Args:
         clip: what to cut, to which bucket and how. With `center` and `random` it is resized so that the bucket is
@@ -111,7 +111,7 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
     else:
         box = spare_down // 2, spare_right // 2, height, width
     if clip.kind == "image":
-        frames = _crop(read_image(clip.path, height=full[0], width=full[1])[0], box)[None]
+        media = [_crop(read_image(path, height=full[0], width=full[1])[0], box)[None] for path in clip.files]
     else:
         indices, _ = select_frames(
             clip.num_frames,
@@ -124,7 +124,12 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
             start=clip.start,
             times=_times(clip) if clip.is_variable else None,
         )
-        frames = read_frames(clip.path, indices, height=full[0], width=full[1], box=box, backend=clip.backend)
+        backends = (clip.backend, *(one.backend for one in clip.further))
+        media = [
+            read_frames(path, indices, height=full[0], width=full[1], box=box, backend=backend)
+            for path, backend in zip(clip.files, backends, strict=True)
+        ]
+    frames = media[0] if len(media) == 1 else torch.cat(media, dim=3)
     return frames.permute(3, 0, 1, 2).contiguous()
 
 

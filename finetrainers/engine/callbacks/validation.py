@@ -15,7 +15,7 @@ from finetrainers.utils.process_state import free_memory
 from finetrainers.utils.seeding import generator
 from finetrainers.utils.video import slug
 
-from ..sampling import EncodedPrompts, PromptRequest, SamplingParts, sample_prompts
+from ..sampling import EncodedPrompts, PromptRequest, SamplingParts, control_video, sample_prompts
 from .base import Callback
 from .samples import write_sample
 
@@ -81,7 +81,7 @@ class Validation(Callback):
             transformer, vae, self.scheduler, parallel.device, offload=self.section.enable_model_cpu_offload
         )
         seed = state.config.training.seed
-        requests = [self._request(prompt, video, seed) for prompt, video in [*jobs[:1] * padding, *mine]]
+        requests = [self._request(prompt, video, state) for prompt, video in [*jobs[:1] * padding, *mine]]
         with state.ema_applied(), parallel.autocast():
             for place, frames in enumerate(sample_prompts(state.spec, parts, requests), start=-padding):
                 if place < 0:
@@ -112,8 +112,14 @@ class Validation(Callback):
         ]
         return " | ".join(parts)
 
-    def _request(self, prompt: int, video: int, seed: int) -> PromptRequest:
+    def _request(self, prompt: int, video: int, state: TrainState) -> PromptRequest:
         frames, height, width = self.sizes[prompt]
+        given = self.encoded.prompts[prompt].video
+        media = {
+            name: control_video(Path(given), self.sizes[prompt], frame_rate=self.frame_rate)
+            for name in state.spec.facts.media
+            if given is not None  # checked at the start
+        }
         request = SampleRequest(
             num_frames=frames,
             height=height,
@@ -122,6 +128,7 @@ class Validation(Callback):
             num_inference_steps=self.section.validation_inference_steps,
             guidance_scale=self.section.validation_guidance_scale,
             image=self.encoded.images[prompt],
+            media=media,
         )
-        noise = generator("cpu", seed, "validation", prompt, video)
+        noise = generator("cpu", state.config.training.seed, "validation", prompt, video)
         return PromptRequest(self.encoded.conditions[prompt], self.encoded.negative, request, noise)

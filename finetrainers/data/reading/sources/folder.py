@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from finetrainers.config.sections import DataSection
@@ -40,7 +40,9 @@ def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
     media_list, caption_list = root.folder / data.video_column, root.folder / data.caption_column
     if media_list.is_file() and caption_list.is_file():
         rows = _read_two_files(_listed(root, data.video_column), _listed(root, data.caption_column), found)
-        _note_unlisted(rows, root, media_list.name, found)
+        further = [root.folder / column for _, column in data.extra_columns]
+        theirs = [name for path in further if path.is_file() for name in read_lines(path)]
+        _note_unlisted([*(row.media for row in rows), *theirs], root, media_list.name, found)
         return rows
     given = [name for name in LISTS if getattr(data, name) != DataSection.model_fields[name].default]
     if given or media_list.is_file() or caption_list.is_file():
@@ -99,9 +101,9 @@ def _read_two_files(media_list: Path, caption_list: Path, found: Findings) -> li
     return rows
 
 
-def _note_unlisted(rows: list[Row], root: Root, listed_in: str, found: Findings) -> None:
+def _note_unlisted(names: Sequence[str], root: Root, listed_in: str, found: Findings) -> None:
     """Warn of media files that are in the folders of listed ones, or of the list, and are not listed."""
-    listed = {unicodedata.normalize("NFC", os.path.normpath(root.relative(row.media))) for row in rows}
+    listed = {unicodedata.normalize("NFC", os.path.normpath(root.relative(name))) for name in names}
     for folder in sorted({"", *map(os.path.dirname, listed)}):
         if os.path.isabs(folder) or folder.split(os.sep)[0] == os.pardir:
             continue
@@ -119,7 +121,9 @@ def _note_unlisted(rows: list[Row], root: Root, listed_in: str, found: Findings)
 def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
     """Every media file below the root, in order of its path, with its caption in a text file of the same name."""
     others: list[str] = []
-    names = sorted(_media_files(root, others, found), key=lambda name: name.split(os.sep))
+    of_further = tuple(os.path.normpath(column) + os.sep for _, column in data.extra_columns)
+    walked = (name for name in _media_files(root, others, found) if not name.startswith(of_further))
+    names = sorted(walked, key=lambda name: name.split(os.sep))
     sharing: dict[str, list[str]] = {}
     rows = []
     for name in names:

@@ -43,15 +43,22 @@ def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
 
 
 class Columns:
-    """Which columns of a record are the media, the captions, and neither."""
+    """Which columns of a record are the media, the captions, and neither.
+
+    Attributes:
+        media: the column of the clips, or of a further medium of each of them.
+        is_further: which of the two.
+    """
 
     def __init__(self, data: DataSection) -> None:
         self.media = data.video_column
+        further = {column for _, column in data.extra_columns}
+        self.is_further = self.media in further
         self.captions = tuple(data.caption_columns) or (data.caption_column,)
         self.option = "caption_columns" if data.caption_columns else "caption_column"
         # With a policy, a record without a caption is one that lacks it, not one that is malformed.
         self.needed = {self.media, *(self.captions if data.caption_missing in (None, "error") else ())}
-        self._taken = {self.media, *self.captions}
+        self._taken = {self.media, *self.captions, *further}
 
     def missing(self, record: Mapping[str, Any]) -> str | None:
         """What a record lacks, in words."""
@@ -60,13 +67,14 @@ class Columns:
             return None
         have = ", ".join(map(str, record)) or "none"
         return (
-            f"no column {' and '.join(map(repr, names))} (set by `video_column` and `{self.option}`); "
+            f"no column {' and '.join(map(repr, names))} (set by `{'extra_columns' if self.is_further else 'video_column'}` and "
+            f"`{self.option}`); "
             f"it has: {have}{nearest(names[0], map(str, record))}"
         )
 
     def extra(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """The other columns."""
-        if self._taken == record.keys():
+        if self._taken >= record.keys():
             return NO_EXTRA
         return {name: value for name, value in record.items() if name not in self._taken}
 

@@ -48,8 +48,11 @@ def read_tars(pattern: Path, data: DataSection, media: MediaFolder, found: Findi
         state = shard.stat()
         columns = Columns(data)
         key = json.dumps(
-            ["tar", os.path.realpath(shard), state.st_size, state.st_mtime_ns, columns.captions, data.caption_lines]
-        )
+            [
+                "tar", os.path.realpath(shard), state.st_size, state.st_mtime_ns, columns.captions, data.caption_lines,
+                *([columns.media] if columns.is_further else []),
+            ]
+        )  # fmt: skip
         reader = _Reader(shard, columns, media, each_line=data.caption_lines)
         rows += media.rows(key, reader.samples, limit=limit, found=found)
     return rows
@@ -132,7 +135,9 @@ class _Reader:
         refused = next(filter(None, map(_refusal, members.values())), None)
         if refused is not None:
             return Sample(where, key, refused=refused)
-        media = [suffix for suffix in members if f".{suffix}" in MEDIA_SUFFIXES]
+        # A clip is `000.mp4`, and its control video `000.control_video.mp4`.
+        before = f"{self.columns.media.lower()}." if self.columns.is_further else ""
+        media = [name for name in members if name.startswith(before) and f".{name[len(before) :]}" in MEDIA_SUFFIXES]
         if not media:
             return Sample(where, key, refused="it has no media file")
         if len(media) > 1:
@@ -144,7 +149,7 @@ class _Reader:
         member = members[media[0]]
         stream = archive.extractfile(member)
         assert stream is not None, "a regular member has content"
-        stored, size = self.media.store(stream, suffix=f".{media[0]}", size=member.size)
+        stored, size = self.media.store(stream, suffix=f".{media[0][len(before) :]}", size=member.size)
         return Sample(where, f"{where}.{media[0]}", captions, extra, stored, size)
 
     def _texts(
