@@ -36,7 +36,8 @@ from torch import Tensor, nn  # noqa: E402
 
 from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.config.root import TrainConfig  # noqa: E402
-from finetrainers.demo.small_ltx import build_small_ltx  # noqa: E402
+from finetrainers.demo.clips import to_tensor  # noqa: E402
+from finetrainers.demo.scratch import build_model  # noqa: E402
 from finetrainers.engine.assemble import assemble  # noqa: E402
 from finetrainers.engine.callbacks.base import Callback  # noqa: E402
 from finetrainers.engine.init_distributed import make_strategy  # noqa: E402
@@ -81,7 +82,7 @@ class Case:
         """Write model and clips."""
         clips = list(_clips(self.batch_size, self.bucket))
         if self.network is None:
-            build_small_ltx(directory / "model", [_in_unit_range(clip) for clip in clips])
+            build_model(directory / "model", [to_tensor(clip) for clip in clips])
         else:
             build_tiny(self.family, directory / "model")
             spec = get_family(self.family).load(self.config(directory, steps=1).model)
@@ -135,10 +136,6 @@ def _clips(count: int, bucket: tuple[int, int, int]) -> Iterator[np.ndarray]:
     for seed in range(count):
         coarse = np.random.default_rng(seed).integers(0, 256, (frames, height // 4, width // 4, 3), dtype=np.uint8)
         yield coarse.repeat(4, axis=1).repeat(4, axis=2)
-
-
-def _in_unit_range(clip: np.ndarray) -> Tensor:
-    return torch.from_numpy(clip).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 # ---- the bare loop ---------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def from_scratch(directory: Path, *, steps: int | None = None) -> dict[str, floa
         f"2/4 building a small LTX-Video in {directory / 'model'}: a VAE fitted to the clips, random transformer"
     )
     truth = _frames(directory)
-    _build_model(directory / "model", [to_tensor(clip) for clip in truth.values()])
+    build_model(directory / "model", [to_tensor(clip) for clip in truth.values()])
 
     config = _config(directory, steps or DEFAULT_STEPS)
     print_line(f"3/4 training; {train_again(directory / 'run')}")
@@ -75,7 +75,7 @@ def from_scratch(directory: Path, *, steps: int | None = None) -> dict[str, floa
     return scores
 
 
-def _build_model(directory: Path, clips: Sequence[Tensor]) -> None:
+def build_model(directory: Path, clips: Sequence[Tensor]) -> None:
     """Write a small LTX-Video in diffusers layout, its VAE fitted to clips `[3, T, H, W]` in [-1, 1], T = 4k + 1."""
     vae = build_linear_vae(clips, latent_channels=_LATENT_CHANNELS)
     with seeded(0):
