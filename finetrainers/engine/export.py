@@ -32,14 +32,8 @@ def _write(state: TrainState, checked: Preflight, weights: dict[str, Tensor]) ->
     fault_point("export")
     config = state.config
     is_lora = config.training.training_type == "lora"
-    save_weights(
-        state.run_dir.root,
-        spec=state.spec,
-        transformer=state.network,
-        state_dict=weights,
-        training=config.training,
-        dtype=torch.float32 if is_lora else DTYPES[config.model.transformer_dtype],
-    )
+    dtype = torch.float32 if is_lora else DTYPES[config.model.transformer_dtype]
+    save_weights(state.run_dir.root, state=state, tensors=weights, dtype=dtype)
     (state.run_dir.root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
     if config.run.push_to_hub:
         state.watchdog.enter("uploading")

@@ -62,13 +62,11 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
     state.watchdog.enter("exporting")
     if state.stopped_by is None:
         export(state, checked)
-    else:
-        state.run_dir.event("stopped", step=state.step, by=state.stopped_by)
-    trainer.finish()
-    if state.stopped_by is not None:
-        # Launchers end all processes once one has exited with a code other than 0, and rank 0 has records to close.
-        state.parallel.barrier()
-    if state.stopped_by is None:
+        trainer.finish()
         print_results(state.run_dir.root)
-    else:
-        print_stopped(step=state.step, by=state.stopped_by, resume_command=state.run_dir.resume_command)
+        return
+    state.run_dir.event("stopped", step=state.step, by=state.stopped_by)
+    trainer.finish()
+    # Launchers end all processes once one has exited with a code other than 0, and rank 0 has records to close.
+    state.parallel.barrier()
+    print_stopped(step=state.step, by=state.stopped_by, resume_command=state.run_dir.resume_command)

@@ -6,7 +6,6 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
@@ -26,6 +25,7 @@ from finetrainers.utils.text import nearest
 
 from .initial_weights import LORA_FILE, check_lora, is_expression, is_target, without_part
 from .preflight import Preflight, named_as_given
+from .state import TrainState
 
 
 def trainable_dtype(config: TrainConfig) -> torch.dtype:
@@ -147,32 +147,24 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def save_weights(
-    directory: Path,
-    *,
-    spec: ModelSpec,
-    transformer: Any,
-    state_dict: Mapping[str, Tensor],
-    training: TrainingSection,
-    dtype: torch.dtype | None,
+    directory: Path, *, state: TrainState, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> None:
     """Write the trained weights in diffusers layout.
 
     Args:
         directory: gets `pytorch_lora_weights.safetensors`, or a folder named after the part that is trained.
-        spec: the model.
-        transformer: the unwrapped network.
-        state_dict: its full state, gathered.
-        training: what is trained.
+        state: the run.
+        tensors: all weights of the network, gathered; of a LoRA the trained ones are enough.
         dtype: dtype on disk; None keeps the trained one.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if training.training_type == "lora":
-        adapter = get_peft_model_state_dict(transformer, state_dict=dict(state_dict))
-        adapter = {k: v.detach().cpu().to(dtype or v.dtype).contiguous() for k, v in adapter.items()}
-        spec.save_lora(directory, adapter, transformer.peft_config["default"].to_dict())
-        return
-    weights = {k: v.detach().cpu().to(dtype or v.dtype).contiguous() for k, v in state_dict.items()}
-    spec.save_full(directory, transformer, weights)
+    is_lora = state.config.training.training_type == "lora"
+    kept = get_peft_model_state_dict(state.network, state_dict=dict(tensors)) if is_lora else tensors
+    weights = {name: tensor.detach().cpu().to(dtype or tensor.dtype).contiguous() for name, tensor in kept.items()}
+    if is_lora:
+        state.spec.save_lora(directory, weights, state.network.peft_config["default"].to_dict())
+    else:
+        state.spec.save_full(directory, state.network, weights)
 
 
 def load_lora_weights(directory: Path, transformer: nn.Module) -> None:

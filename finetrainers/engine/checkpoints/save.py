@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Snapshot:
     Attributes:
         state: `state.json`.
         trained: the trained weights by name, as they are written.
-        write_weights: writes them, or a copy of them, in diffusers layout into a directory.
+        write_weights: see `trainable.save_weights`; its `tensors` are these, or a copy.
         files: the other tensors, by the safetensors file that they go to.
         optimizer: its state; None where the strategy writes its own.
         facts: what the manifest says besides the files.
@@ -59,7 +60,7 @@ class Snapshot:
 
     state: dict[str, Any]
     trained: dict[str, Tensor]
-    write_weights: Callable[[Path, Mapping[str, Tensor]], None]
+    write_weights: Callable[..., None]
     files: dict[str, dict[str, Tensor]]
     optimizer: dict[str, Any] | None
     facts: dict[str, Any]
@@ -90,7 +91,7 @@ class Snapshot:
 
     def write(self, directory: Path) -> None:
         """Write everything but the manifest into an existing directory."""
-        self.write_weights(directory, self.trained)
+        self.write_weights(directory, tensors=self.trained)
         fault_point("save.write")
         if self.optimizer is not None:
             torch.save(self.optimizer, directory / "optimizer.pt")
@@ -180,17 +181,11 @@ def _job(
 
 def take_snapshot(state: TrainState) -> Snapshot:
     """Gather what is to be saved; every rank must call it, the result is complete on rank 0 only."""
-    parallel, training = state.parallel, state.config.training
-    weights = parallel.full_state(state.transformer)
+    parallel = state.parallel
+    trained = parallel.full_state(state.transformer)
     optimizer = parallel.optimizer_state(state.transformer, state.optimizer)
-    network = state.network
-    trained = weights
-    if training.training_type == "lora":
-        trained = {name: weights[name] for name in trainable_parameters(network) if name in weights}
-
-    def write_weights(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-        save_weights(directory, spec=state.spec, transformer=network, state_dict=tensors, training=training, dtype=None)
-
+    if state.config.training.training_type == "lora":
+        trained = {name: trained[name] for name in trainable_parameters(state.network) if name in trained}
     files = {}
     ema = None if state.ema is None else state.ema.state_dict()
     if ema is not None:
@@ -212,7 +207,7 @@ def take_snapshot(state: TrainState) -> Snapshot:
             "guards": {**state.guards.state_dict(), "data_ahead": state.data_ahead},
         },
         trained=trained,
-        write_weights=write_weights,
+        write_weights=partial(save_weights, state=state),
         files=files,
         optimizer=optimizer,
         facts={
