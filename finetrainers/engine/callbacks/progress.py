@@ -40,6 +40,10 @@ Fields = Sequence[tuple[int, str]]
 class ProgressLine(Callback):
     """Step, time left, the method's headline numbers, seconds a step, gradient norm, learning rate, memory, time so far."""
 
+    # Both are there from the start of the run.
+    _state: TrainState
+    clock: Clock
+
     def __init__(self, *, headline: Sequence[str] = ("loss",), console: Console | None = None) -> None:
         """Args:
         headline: see `Method.headline`.
@@ -47,8 +51,6 @@ class ProgressLine(Callback):
         """
         self.headline = headline
         self.console = console or Console(soft_wrap=True, highlight=False)
-        self.clock = Clock()
-        self._state: TrainState | None = None
         self._live: Live | None = None
         self._latest: Record = {}  # of the headline
         self._record: Record = {}  # the last one of training
@@ -58,18 +60,17 @@ class ProgressLine(Callback):
     def on_start(self, state: TrainState) -> None:
         self._state = state
         self._has_ended = False
-        self.clock.start()
+        self.clock = Clock()
         if self.console.is_terminal:
             self._live = Live(self, console=self.console, refresh_per_second=4)
             self._live.start()
             self.console.show_cursor(True)  # a process that is ended at once would leave it hidden
 
     def on_log(self, state: TrainState, record: Record) -> None:
-        self._state = state
         found = {name: value for name, value in record.items() if _matches(name, self.headline)}
         if "step_s" not in record:  # an evaluation
             self._latest.update(found)
-            self._print([f"step {self._step(state.step)}", *_evaluation(record)])
+            self._print([f"step {self._step()}", *_evaluation(record)])
             return
         stale = {name for name in self._record if name in self._latest}
         self._latest = {name: value for name, value in self._latest.items() if name not in stale} | found
@@ -94,10 +95,9 @@ class ProgressLine(Callback):
         for line in lines:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _step(self, step: int) -> str:
-        assert self._state is not None
+    def _step(self) -> str:
         total = str(self._state.total_steps)
-        return f"{step:>{len(total)}}/{total}"
+        return f"{self._state.step:>{len(total)}}/{total}"
 
     # ---- the line ----------------------------------------------------------------------------------------------
 
@@ -109,18 +109,16 @@ class ProgressLine(Callback):
         if room < _BAR[0]:
             yield Text(_GAP.join(shown), no_wrap=True, overflow="crop")
             return
-        assert self._state is not None
         yield Text(shown[0], end=_GAP)
         yield ProgressBar(self._state.total_steps, self._state.step, width=min(room, _BAR[1]))
         yield Text(_GAP.join(["", *shown[1:]]), no_wrap=True, overflow="crop")
 
     def _fields(self) -> Fields:
-        assert self._state is not None
         step, total, record = self._state.step, self._state.total_steps, self._record
         is_last = step == total or self._has_ended
         left = self.clock.left_s(total - step)
         time_left = f"took {clock_time(self.clock.elapsed_s())}" if is_last else f"left {clock_time(left)}"
-        fields = [(0, self._step(step)), (1, time_left)]
+        fields = [(0, self._step()), (1, time_left)]
         if self._live is not None and (doing := _DOING.get(self._state.watchdog.section or "")) and not is_last:
             fields.append((2, doing))
         if record and "loss" not in record:
@@ -162,10 +160,6 @@ class Clock:
         self._steps = 0
         self._busy = 0.0
 
-    def start(self) -> None:
-        """The run begins."""
-        self._started = time.monotonic()
-
     def tick(self, *, steps: int, step_s: float) -> None:
         """So many steps were taken since the last tick, each in so many seconds."""
         self._ticked = time.monotonic()
@@ -176,7 +170,7 @@ class Clock:
         self._recent.append((steps, step_s))
 
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the run began."""
         return time.monotonic() - self._started
 
     def left_s(self, steps: int) -> float | None:

@@ -84,14 +84,11 @@ def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
     Raises:
         ValueError: it does not exist or is damaged; the message lists those that exist.
     """
-    if wanted is None:
-        return None
-    root = checkpoints_dir(output_dir)
-    if wanted == "auto" and not scan_checkpoints(output_dir):
+    root, found = checkpoints_dir(output_dir), scan_checkpoints(output_dir)
+    if wanted is None or (wanted == "auto" and not found):
         return None
     if wanted in ("auto", "latest"):
-        return _newest_verified(output_dir)
-    found = scan_checkpoints(output_dir)
+        return _newest_verified(root, found)
     names = ", ".join(str(one.step) for one in found if one.damage is None) or "none"
     if wanted.isdigit():
         named = [one.path for one in found if one.step == int(wanted)]
@@ -110,10 +107,8 @@ def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
     return path
 
 
-def _newest_verified(output_dir: Path) -> Path:
+def _newest_verified(root: Path, found: list[Found]) -> Path:
     """The newest checkpoint whose every byte is what was saved."""
-    root = checkpoints_dir(output_dir)
-    found = scan_checkpoints(output_dir)
     if not found:
         raise ValueError(f"no checkpoint in {root}; leave the option out to start a new run")
     damaged: list[str] = []
