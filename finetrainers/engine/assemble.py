@@ -29,7 +29,7 @@ from .guards.memory import memory_advice
 from .load_work import load_texts, load_work
 from .preflight import Preflight
 from .run_dir import RunDirectory
-from .sampling import EncodedPrompts, encode_prompts
+from .sampling import EncodedPrompts
 from .start_report import loading, print_line
 from .state import TrainState
 from .trainable import load_trainable_transformer, trainable_dtype, trainable_parameters
@@ -51,11 +51,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
     _print_notes(checked, spec, first_frame_p)
 
     # Phases 1 and 2: text encoders, then the VAE.
-    dtype = _sampling_dtype(config, parallel)
-    texts, encoded = load_texts(
-        checked, spec, parallel, watchdog,
-        use=(lambda encoders: encode_prompts(spec, encoders, checked.prompts, dtype)) if checked.prompts else None,
-    )  # fmt: skip
+    texts, encoded = load_texts(checked, spec, parallel, watchdog, samples_in=_sampling_dtype(config, parallel))
     source, vae_stats = load_work(checked, spec, parallel, watchdog, texts)
 
     # Phase 3: the transformer.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import torch
 
 from finetrainers.config.checks.windows import window_problems
 from finetrainers.config.errors import ConfigError, Problem
@@ -17,10 +16,9 @@ from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.process_state import free_memory
 
 from .preflight import Preflight
+from .sampling import EncodedPrompts, encode_prompts
 from .start_report import loading, print_line
 from .watchdog import Watchdog
-
-T = TypeVar("T")
 
 
 def load_texts(
@@ -29,9 +27,9 @@ def load_texts(
     parallel: Ranks,
     watchdog: Watchdog,
     *,
-    use: Callable[[Parts], T] | None = None,
-) -> tuple[TextConditioning, T | None]:
-    """Phase 1: the conditioning of all texts, and what `use` makes of the text encoders while they are loaded.
+    samples_in: torch.dtype | None = None,
+) -> tuple[TextConditioning, EncodedPrompts | None]:
+    """Phase 1: the conditioning of all texts, and the validation prompts in the dtype that they are sampled in, if any.
 
     Encoders that nobody needs, since the cache has every text, are not loaded; those that encode beforehand are freed.
     """
@@ -39,18 +37,19 @@ def load_texts(
     _check_same_plan(plan, parallel)
     texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel)
     cached = method_spec(config).caches_texts(config)
-    if cached and use is None and (recalled := texts.recall()) is not None:
+    sampling = samples_in if checked.prompts else None
+    if cached and sampling is None and (recalled := texts.recall()) is not None:
         print_line("text encoders are not loaded: every caption is in the cache")
         return recalled, None
     with loading(checked, "text encoder"):
         encoders = parallel.in_turns("loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device))
     watchdog.enter("encoding")
     with parallel.raise_on_all_ranks("encoding the prompts"):
-        used = None if use is None else use(encoders)
+        prompts = None if sampling is None else encode_prompts(spec, encoders, checked.prompts, sampling)
     conditioning = texts.encode(encoders) if cached else texts.live(encoders)
     del encoders
     free_memory()
-    return conditioning, used
+    return conditioning, prompts
 
 
 def load_work(
