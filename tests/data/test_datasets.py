@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from finetrainers.config.checks.data import check_data
+from finetrainers.config.checks.findings import Findings
+from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.data.buckets.bucket_choice import choose_buckets
@@ -271,6 +275,30 @@ def test_the_framepack_file_as_it_stands(place: Path) -> None:
     assert [w.partition(": ")[2][:40] for w in found.warnings] == [
         "resolutions: there are 2 areas: diffusio", "enable_ar_bucket: is not set: diffusion-",
     ]  # fmt: skip
+
+
+def test_an_option_that_needs_another_one_is_named_where_it_stands(place: Path) -> None:
+    """Each dataset may have the one that is needed, so the run's own option is not judged."""
+    text = """
+        [[dataset]]
+        data_root = "phone"
+        hf_split = "test"
+        [[dataset]]
+        data_root = "stills"
+        resolutions = [32]
+        num_ar_buckets = 0
+        max_ar = 3.0
+        sliding_window_stride = 2
+    """
+    warnings = [warning for found in read_datasets(write(place, text)) for warning in found.warnings]
+    assert warnings == [
+        "[[dataset]] 1: --hf_split has no effect without --hf_dataset",
+        "[[dataset]] 2: --max_ar has no effect while --num_ar_buckets is 0",
+        "[[dataset]] 2: --sliding_window_stride has no effect without --sliding_window_size",
+    ]
+    config = load_config(pretrained_model_name_or_path="x", dataset=place / "datasets.toml", min_ar=0.6)
+    check_data(config, Facts(GEOMETRY), found := Findings())
+    assert (found.errors, found.warnings) == ([], [])
 
 
 def test_a_directory_of_diffusion_pipe_is_planned(place: Path) -> None:
