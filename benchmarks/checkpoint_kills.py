@@ -42,7 +42,7 @@ from finetrainers.cli.main import main as main_command
 from finetrainers.config.load import load_config
 from finetrainers.engine.checkpoints import save as saving
 from finetrainers.engine.checkpoints.async_save import BackgroundSave
-from finetrainers.engine.checkpoints.find import checkpoints_dir, find_checkpoint, scan_checkpoints
+from finetrainers.engine.checkpoints.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.engine.checkpoints.restore import load_checkpoint
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.trainable import LORA_FILE
@@ -188,8 +188,8 @@ def write_in_place() -> None:
 def newest_is_good(root: Path, reference: Any, *, verify: bool) -> bool:
     """Whether the newest checkpoint, by name, is whole and is what training to its step gives, bit for bit."""
     newest = max(
-        (p for p in checkpoints_dir(root).iterdir() if not p.name.startswith(".")),
-        key=lambda p: int(p.name.removeprefix("step-")),
+        (p for p in checkpoints_dir(root).iterdir() if step_of(p) is not None),  # one that was being replaced counts
+        key=lambda p: (step_of(p), not p.name.startswith(".")),
         default=None,
     )
     if newest is None or (verify and find_checkpoint("latest", root) != newest):
