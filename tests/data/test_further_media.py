@@ -127,6 +127,8 @@ def test_a_column_of_parquet_files(tmp_path: Path) -> None:
     assert none.unusable is not None
     assert "its column 'pose' holds no media" in none.unusable.reason
     assert reading.items[0].extra == {}
+    # Nor does the journal of the second column hold the clips of the first.
+    assert all("ftyp" not in journal.read_text() for journal in (tmp_path / "media" / "journals").glob("*.jsonl"))
 
 
 def test_each_of_several_datasets_names_its_own_columns(tmp_path: Path) -> None:

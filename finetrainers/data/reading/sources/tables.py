@@ -73,8 +73,8 @@ class Columns:
         )
 
     def extra(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The other columns."""
-        if self._taken >= record.keys():
+        """The other columns, as the clip's row has them."""
+        if self.is_further or self._taken >= record.keys():
             return NO_EXTRA
         return {name: value for name, value in record.items() if name not in self._taken}
 
