@@ -72,12 +72,7 @@ class TrainingData:
         self._epoch = -1  # the one that was counted last
         self._eval: list[tuple[Batch, bool]] | None = None
         self.precomputed: dict[str, Encoded] = {}
-        # Checked before, too, but not where the checkpoint's config was not on disk.
-        if (problem := slice_problem(config.data, first_frame=spec.facts.first_frame)) is not None:
-            raise ConfigError([Problem(f"--{problem[0]}", problem[1])])
-        if sorted(takes := spec.facts.media) != sorted(dict(config.data.extra_columns)):
-            message = f"this checkpoint takes {' and '.join(takes) or 'nothing'} with each clip; name the columns"
-            raise ConfigError([Problem("--extra_columns", message)])
+        _check_options(config, spec)
         seed, encode_clip = config.training.seed, None
         strict: CacheFetch | DecodeFetch
         if texts.encode is None:
@@ -207,3 +202,19 @@ class TrainingData:
         with self.parallel.raise_on_all_ranks(what):
             batches = [self._encoder(fetch(one), dropout=False) for one in wanted]
         return batches
+
+
+def _check_options(config: TrainConfig, spec: ModelSpec) -> None:
+    """Compare options with the loaded model. They were before, but not where the checkpoint's config was not on disk.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    problems = []
+    if (problem := slice_problem(config.data, first_frame=spec.facts.first_frame)) is not None:
+        problems.append(Problem(f"--{problem[0]}", problem[1]))
+    if sorted(takes := spec.facts.media) != sorted(dict(config.data.extra_columns)):
+        message = f"this checkpoint takes {' and '.join(takes) or 'nothing'} with each clip; name the columns"
+        problems.append(Problem("--extra_columns", message))
+    if problems:
+        raise ConfigError(problems)
