@@ -22,7 +22,7 @@ from .paths import Root
 from .rows import MEDIA_SUFFIXES, DataError, Findings, Row
 from .tables import Columns
 from .tars import expand
-from .unpacked import MediaFolder, Sample
+from .unpacked import MediaFolder
 
 #: First bytes of files whose name is not known, and the suffix that they then get.
 _MAGIC = (
@@ -57,7 +57,7 @@ def read_hub(data: DataSection, root: Root, media: MediaFolder, found: Findings)
         downloads = [Root(cache, allow_outside=data.allow_outside) for cache in caches]
         reader = _Reader(columns, media, local=None, downloads=downloads)
 
-    def samples(skip: int) -> Iterator[Sample]:
+    def samples(skip: int) -> Iterator[Row]:
         records = iter(table.skip(skip))
         for number in count(skip):
             with _named(f"{_name(data)} cannot be read after {number} rows", "; the next start resumes there"):
@@ -149,13 +149,13 @@ class _Reader:
         self.local = local
         self.downloads = downloads
 
-    def sample(self, where: str, record: Mapping[str, Any]) -> Sample:
+    def sample(self, where: str, record: Mapping[str, Any]) -> Row:
         """The sample of a row; refused, with the reason, if it cannot be one."""
         value = record.get(self.columns.media)
         try:
             captions = self.columns.captions_of(record)
         except ValueError as error:
-            return Sample(where, where, refused=f"its caption is malformed ({error})")
+            return Row(where, where, refused=f"its caption is malformed ({error})")
         extra = json.loads(json.dumps(dict(self.columns.extra(record)), default=str))
         if isinstance(value, (bytes, bytearray)):
             value = {"bytes": bytes(value)}
@@ -166,24 +166,24 @@ class _Reader:
         if content is not None:
             known = suffix if suffix in MEDIA_SUFFIXES else _sniffed(content)
             if known is None:
-                return Sample(where, where, refused="it is of no known format")
+                return Row(where, where, refused="it is of no known format")
             stored, size = self.media.store(io.BytesIO(content), suffix=known, size=len(content))
-            return Sample(where, where, captions, extra, stored, size)
+            return Row(where, where, captions, extra, stored, size)
         if not path:
-            return Sample(where, where, refused=f"its column {self.columns.media!r} holds no media")
+            return Row(where, where, refused=f"its column {self.columns.media!r} holds no media")
         if "://" not in path and self.local is not None:
-            return Sample(where, self.local.relative(path), captions, extra)  # looked up like any other row's
+            return Row(where, self.local.relative(path), captions, extra)  # looked up like any other row's
         try:
             stored_at = self._open_place(path)
         except UnusableError as problem:
-            return Sample(where, where, refused=f"its media {problem}")
+            return Row(where, where, refused=f"its media {problem}")
         if stored_at is not None:
-            return Sample(where, where, captions, extra, stored=str(stored_at.absolute()))
+            return Row(where, where, captions, extra, stored=stored_at.absolute())
         import fsspec
 
         with fsspec.open(path, "rb") as file:
             stored, size = self.media.store(file, suffix=suffix)
-        return Sample(where, where, captions, extra, stored, size)
+        return Row(where, where, captions, extra, stored, size)
 
     def _open_place(self, path: str) -> Path | None:
         """The file of a path that the library downloaded; None where it is an address that may be opened.

@@ -46,17 +46,21 @@ class Row(NamedTuple):
         where: where they were written (`videos.txt line 3`).
         media: the media path as written, relative to the root; of an unpacked file, what messages call it.
         captions: as written, one of which is drawn each time; None: there is none, not even an empty one.
-        extra: further columns.
-        stored: the file itself, where it is not in the dataset's folder.
+        extra: further columns; of a container, JSON values.
+        stored: the file itself, where it is not in the dataset's folder; its reader may leave out the media folder.
+        size: of an unpacked file, in bytes.
+        refused: why a container's sample is none, if it is none.
         expected: where a caption was looked for.
         unusable: why it cannot be used.
     """
 
     where: str
     media: str
-    captions: tuple[str, ...] | None
+    captions: tuple[str, ...] | None = None
     extra: Mapping[str, Any] = NO_EXTRA
     stored: Path | None = None
+    size: int | None = None
+    refused: str | None = None
     expected: str = ""
     unusable: Unusable | None = None
 

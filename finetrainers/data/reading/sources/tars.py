@@ -24,7 +24,7 @@ from finetrainers.utils.text import file_size
 from .captions import captions_of_text
 from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, parse_json, shown
 from .tables import Columns
-from .unpacked import MediaFolder, Sample
+from .unpacked import MediaFolder
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _TEXT = ("txt", "caption")
@@ -101,7 +101,7 @@ class _Reader:
         self.media = media
         self.each_line = each_line
 
-    def samples(self, skip: int) -> Iterator[Sample]:
+    def samples(self, skip: int) -> Iterator[Row]:
         """The samples after the first `skip`: consecutive members of one key, and refused members."""
         number = 0
         try:
@@ -130,27 +130,27 @@ class _Reader:
                 )
             yield member
 
-    def _sample(self, archive: tarfile.TarFile, key: str, members: Mapping[str, tarfile.TarInfo]) -> Sample:
+    def _sample(self, archive: tarfile.TarFile, key: str, members: Mapping[str, tarfile.TarInfo]) -> Row:
         where = shown(f"{self.shard.name}/{key}")
         refused = next(filter(None, map(_refusal, members.values())), None)
         if refused is not None:
-            return Sample(where, key, refused=refused)
+            return Row(where, key, refused=refused)
         # A clip is `000.mp4`, and its control video `000.control_video.mp4`.
         before = f"{self.columns.media.lower()}." if self.columns.is_further else ""
         media = [name for name in members if name.startswith(before) and f".{name[len(before) :]}" in MEDIA_SUFFIXES]
         if not media:
-            return Sample(where, key, refused="it has no media file")
+            return Row(where, key, refused="it has no media file")
         if len(media) > 1:
-            return Sample(where, key, refused=f"it has several media files ({', '.join(media)})")
+            return Row(where, key, refused=f"it has several media files ({', '.join(media)})")
         try:
             captions, extra = self._texts(archive, members)
         except (DataError, ValueError) as error:
-            return Sample(where, key, refused=f"its caption cannot be read ({error})")
+            return Row(where, key, refused=f"its caption cannot be read ({error})")
         member = members[media[0]]
         stream = archive.extractfile(member)
         assert stream is not None, "a regular member has content"
         stored, size = self.media.store(stream, suffix=f".{media[0][len(before) :]}", size=member.size)
-        return Sample(where, f"{where}.{media[0]}", captions, extra, stored, size)
+        return Row(where, f"{where}.{media[0]}", captions, extra, stored, size)
 
     def _texts(
         self, archive: tarfile.TarFile, members: Mapping[str, tarfile.TarInfo]

@@ -12,13 +12,12 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO
 
 from filelock import FileLock
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from finetrainers.utils.append_log import whole_lines
 from finetrainers.utils.text import file_size
@@ -27,44 +26,12 @@ from ..status import Unusable
 from .rows import DataError, Findings, Row
 
 _CHUNK = 1 << 20
+_ROW = TypeAdapter(Row)
 #: What a disk is to have left, at least, and as a share of large ones: full disks break whatever else writes there.
 _RESERVE, _MOST_RESERVE, _RESERVED_SHARE = 256 << 20, 4 << 30, 0.02
 
-
 #: The last line of a journal that has all of its container.
 _COMPLETE = b'{"complete": true}'
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sample of a container.
-
-    Attributes:
-        where: for messages.
-        media: what its media file is called there; its path, if `stored` is None.
-        captions: as written.
-        extra: further columns; JSON values.
-        stored: the unpacked file, in the media folder; or a whole path, of a file elsewhere.
-        size: of that file, in bytes.
-        refused: why it is none, if it is none.
-    """
-
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
-
-    where: str
-    media: str
-    captions: tuple[str, ...] | None = None
-    extra: Mapping[str, Any] | None = None
-    stored: str | None = None
-    size: int | None = None
-    refused: str | None = None
-
-    def line(self) -> str:
-        """One line of the journal."""
-        return json.dumps({name: value for name, value in self.__dict__.items() if value is not None}) + "\n"
-
-
-_SAMPLE = TypeAdapter(Sample)
 
 
 class MediaFolder:
@@ -76,7 +43,7 @@ class MediaFolder:
     def rows(
         self,
         key: str,
-        samples: Callable[[int], Iterator[Sample]],
+        samples: Callable[[int], Iterator[Row]],
         *,
         limit: int | None,
         found: Findings,
@@ -97,7 +64,7 @@ class MediaFolder:
             if not complete and (limit is None or len(known) < limit):
                 with open(journal, "a", encoding="utf-8") as file:
                     for sample in samples(len(known)):
-                        file.write(sample.line())
+                        file.write(_line(sample))
                         file.flush()
                         known.append(sample)
                         if len(known) == limit:
@@ -109,14 +76,13 @@ class MediaFolder:
             if sample.refused is not None:
                 kind = sample.refused.partition(" (")[0]  # what stands in brackets may differ with every sample
                 found.note(f"left out, since {kind}", sample.where)
-                rows.append(Row("", sample.where, None, unusable=Unusable("skipped", sample.refused)))
-                continue
-            stored = None if sample.stored is None else self.directory / sample.stored
-            rows.append(Row(sample.where, sample.media, sample.captions, sample.extra or {}, stored))
+                rows.append(Row("", sample.where, unusable=Unusable("skipped", sample.refused)))
+            else:
+                rows.append(sample._replace(stored=sample.stored and self.directory / sample.stored))
         return rows
 
-    def store(self, source: IO[bytes], *, suffix: str, size: int = 0) -> tuple[str, int]:
-        """Copy a stream into the folder; the name of the file in it, which follows from its content, and its size.
+    def store(self, source: IO[bytes], *, suffix: str, size: int = 0) -> tuple[Path, int]:
+        """Copy a stream into the folder; the path of the file in it, which follows from its content, and its size.
 
         Args:
             source: read once, in pieces.
@@ -138,7 +104,7 @@ class MediaFolder:
                     if written > size:  # it was not known
                         self._need(0)
             hexdigest = digest.hexdigest()
-            name = f"{hexdigest[:2]}/{hexdigest}{suffix.lower()}"
+            name = Path(hexdigest[:2], f"{hexdigest}{suffix.lower()}")
             target = self.directory / name
             target.parent.mkdir(exist_ok=True)
             temporary.replace(target)
@@ -155,9 +121,9 @@ class MediaFolder:
                 f"{file_size(size)}, and {file_size(reserve)} stay free for others; make room, or give another --precompute_dir"
             )
 
-    def _read(self, journal: Path) -> tuple[list[Sample], bool]:
+    def _read(self, journal: Path) -> tuple[list[Row], bool]:
         """The samples of the journal, up to a missing file or damaged line, and whether they are complete."""
-        known: list[Sample] = []
+        known: list[Row] = []
         complete, size = False, 0
         try:
             lines, _ = whole_lines(journal)
@@ -166,8 +132,11 @@ class MediaFolder:
         for line in lines:
             if complete := line == _COMPLETE:
                 break
-            sample = _sample_of(line)
-            if sample is None or not (sample.stored is None or _is_whole(self.directory / sample.stored, sample.size)):
+            try:
+                sample = _ROW.validate_json(line)
+            except ValueError:
+                break
+            if sample.stored is not None and not _is_whole(self.directory / sample.stored, sample.size):
                 break
             known.append(sample)
             size += len(line) + 1
@@ -176,12 +145,10 @@ class MediaFolder:
         return known, complete
 
 
-def _sample_of(line: bytes) -> Sample | None:
-    """The sample of a line that `Sample.line` has written; None where it is damaged."""
-    try:
-        return _SAMPLE.validate_json(line)
-    except ValueError:
-        return None
+def _line(sample: Row) -> str:
+    """A line of the journal."""
+    given = {name: value for name, value in sample._asdict().items() if value != Row._field_defaults.get(name)}
+    return json.dumps(given, default=str) + "\n"
 
 
 def _is_whole(path: Path, size: int | None) -> bool:
