@@ -50,11 +50,6 @@ def item_of(index: int) -> int:
     return index & ((1 << _ITEM_BITS) - 1)
 
 
-def first_of_items(clips: Iterable[Clip]) -> list[Clip]:
-    """One example of each item: its first."""
-    return [clip for clip in clips if clip.index == item_of(clip.index)]
-
-
 def with_window_buckets(data: DataSection) -> DataSection:
     """The options as those of a clip that is a window: buckets of videos have its length, those of images stay."""
     size = data.sliding_window_size
@@ -113,38 +108,37 @@ def stride_of(data: DataSection, geometry: Geometry) -> int:
     return -(-stride // geometry.temporal) * geometry.temporal
 
 
-def describe_windows(clips: Sequence[Clip], *, data: DataSection, geometry: Geometry) -> list[str]:
-    """Notes for the user: how many windows of how many clips there are, and what was rounded."""
-    if data.sliding_window_size is None:
-        return []
-    windows = [clip for clip in clips if clip.start is not None]
-    stride = stride_of(data, geometry)
-    notes = [
-        f"{plural(len(windows), 'sliding window')} of {data.sliding_window_size} frames, {plural(stride, 'frame')} apart, "
-        f"from {plural(len(first_of_items(windows)), 'clip')}; each is an example of its own"
-    ]
-    if stride != data.sliding_window_stride:
-        notes.append(
-            f"--sliding_window_stride {data.sliding_window_stride} became {stride}: latents that are cut from those of a "
-            f"whole clip start every {geometry.temporal} frames"
-        )
-    return notes
-
-
-def describe_chunks(clips: Sequence[Clip], available: Mapping[int, int]) -> str:
-    """How many chunks the items give, and what their ends leave over.
+def describe_windows(
+    clips: Sequence[Clip], available: Mapping[int, int], *, data: DataSection, geometry: Geometry
+) -> Iterator[str]:
+    """Notes for the user: how many windows or chunks of how many clips there are, what was rounded, and what is left over.
 
     Args:
-        clips: all chunks.
+        clips: all examples.
         available: frames of each item at its rate.
+        data: its options.
+        geometry: of the model.
     """
-    items = [item_of(clip.index) for clip in first_of_items(clips)]
-    used = sum(clip.bucket[0] for clip in clips)
-    there = sum(available[item] for item in items)
-    return (
-        f"chunks: {plural(len(items), 'item')} give {plural(len(clips), 'clip')}; {(there - used) / max(there, 1):.1%} of "
-        "the frames, at ends shorter than a chunk, are not used"
-    )
+    windows = [clip for clip in clips if clip.start is not None]
+    if data.sliding_window_size is not None:
+        stride = stride_of(data, geometry)
+        yield (
+            f"{plural(len(windows), 'sliding window')} of {data.sliding_window_size} frames, {plural(stride, 'frame')} apart, "
+            f"from {plural(len({item_of(clip.index) for clip in windows}), 'clip')}; each is an example of its own"
+        )
+        if stride != data.sliding_window_stride:
+            yield (
+                f"--sliding_window_stride {data.sliding_window_stride} became {stride}: latents that are cut from those of a "
+                f"whole clip start every {geometry.temporal} frames"
+            )
+    elif windows:
+        items = {item_of(clip.index) for clip in clips}
+        there = sum(available[item] for item in items)
+        rest = there - sum(clip.bucket[0] for clip in clips)
+        yield (
+            f"chunks: {plural(len(items), 'item')} give {plural(len(clips), 'clip')}; {rest / max(there, 1):.1%} of the "
+            "frames, at ends shorter than a chunk, are not used"
+        )
 
 
 def apart(clips: Iterable[Clip]) -> list[Clip]:

@@ -17,7 +17,7 @@ from ..buckets.bucket_choice import Choice, choose_buckets
 from ..buckets.buckets import Bucket, choose_bucket, cover_size, filled_resolution, legal_length, lower_buckets
 from ..buckets.clip import Clip, Further
 from ..buckets.frames import SAME_RATE, num_available, playback_fps, select_frames
-from ..buckets.windows import cut_windows, describe_chunks, describe_windows, with_window_buckets
+from ..buckets.windows import cut_windows, describe_windows, with_window_buckets
 from ..reading.datasets import Dataset
 from ..reading.items import DataError, Kind, Reading
 from ..reading.media import MAX_FRAME_PIXELS
@@ -102,9 +102,8 @@ def assign_buckets(
         else:
             entry.clip, *others = cut_windows(clip, entry.available, data=data, geometry=geometry)
             clips += [entry.clip, *others]
-    notes = [*choice.notes, *describe_windows(clips, data=data, geometry=geometry)]
-    if data.frame_selection == "chunk" and any(clip.start is not None for clip in clips):
-        notes.append(describe_chunks(clips, {entry.item.index: entry.available for entry in probed}))
+    available = {entry.item.index: entry.available for entry in usable}
+    notes = [*choice.notes, *describe_windows(clips, available, data=data, geometry=geometry)]
     return Part(dataset, reading, target_fps, probed, clips, list(choice.all), notes)
 
 
