@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,35 +21,27 @@ class Choice:
     """The buckets of a run.
 
     Attributes:
-        videos: by resolution, largest first; those that the user listed count as one.
-        images: likewise.
+        of_kind: for videos and for images, by resolution, largest first; those that the user listed count as one.
         notes: what was chosen or rounded for the user.
     """
 
-    videos: tuple[tuple[Bucket, ...], ...]
-    images: tuple[tuple[Bucket, ...], ...]
+    of_kind: Mapping[Kind, tuple[tuple[Bucket, ...], ...]]
     notes: tuple[str, ...] = ()
-
-    def of_kind(self, kind: Kind) -> tuple[tuple[Bucket, ...], ...]:
-        """The buckets of videos or of images."""
-        return self.images if kind == "image" else self.videos
 
     @property
     def all(self) -> tuple[Bucket, ...]:
-        """All buckets, each once."""
-        both = (*self.videos, *self.images)
+        """All buckets, each once: those for videos, then for images."""
+        both = (*self.of_kind["video"], *self.of_kind["image"])
         return tuple(dict.fromkeys(bucket for buckets in both for bucket in buckets))
 
 
-def choose_buckets(
-    data: DataSection, geometry: Geometry, *, videos: Sequence[Bucket], images: Sequence[Bucket]
-) -> Choice:
+def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, Sequence[Bucket]]) -> Choice:
     """The buckets: listed ones, those of `resolutions`, or chosen from the clips.
 
     Args:
         data: the options.
         geometry: of the model.
-        videos, images: usable frames, height and width of every readable one.
+        clips: usable frames, height and width of every readable video and image.
 
     Raises:
         DataError: sizes or lengths that the model cannot be trained on.
@@ -62,23 +54,25 @@ def choose_buckets(
     automatic = data.resolutions or data.frame_buckets
     if given and not automatic:
         single = tuple(bucket for bucket in given if bucket[0] == 1)
-        return Choice(_one(_for_videos(data.video_resolution_buckets)), _one(single))
+        longer = tuple(bucket for bucket in given if bucket[0] > 1)
+        # No video is trained as an image, unless there are no other buckets for it.
+        return Choice({"video": _one(longer or tuple(data.video_resolution_buckets)), "image": _one(single)})
     try:
         lengths, notes = legal_lengths(data.frame_buckets, geometry)
         if len(lengths) > 1:  # then 1 is for images, which have it anyhow; no video becomes one
             lengths = [length for length in lengths if length > 1]
         if data.resolutions:
-            chosen = _of_resolutions(data, geometry, lengths, notes, videos=videos)
+            chosen = _of_resolutions(data, geometry, lengths, notes, videos=clips["video"])
         else:
-            chosen = _of_clips(geometry, lengths, notes, videos=videos, images=images)
+            chosen = {kind: _of_clips(kind, sizes, geometry, lengths, notes) for kind, sizes in clips.items()}
     except ValueError as error:
         raise DataError("sizes that this model cannot train on", [str(error)]) from None
-    return Choice(chosen.videos, _one(listed) or chosen.images, chosen.notes)
+    return Choice({"video": chosen["video"], "image": _one(listed) or chosen["image"]}, tuple(notes))
 
 
 def _of_resolutions(
     data: DataSection, geometry: Geometry, lengths: list[int], notes: list[str], *, videos: Sequence[Bucket]
-) -> Choice:
+) -> dict[Kind, tuple[tuple[Bucket, ...], ...]]:
     sizes: dict[tuple[tuple[int, int], ...], None] = {}
     for resolution in sorted(data.resolutions, key=lambda one: -one[0] * one[1]):
         of_area, rounded = area_sizes(
@@ -95,24 +89,21 @@ def _of_resolutions(
         )
     shown = "; ".join(", ".join(f"{height}x{width}" for height, width in of_area) for of_area in sizes)
     notes.append(f"sizes of --resolutions: {shown}")
-    return Choice(
-        tuple(tuple((frames, *size) for frames in lengths for size in of_area) for of_area in sizes) if lengths else (),
-        tuple(tuple((1, *size) for size in of_area) for of_area in sizes),
-        tuple(notes),
-    )
+    return {
+        "video": tuple(tuple((f, *size) for f in lengths for size in of_area) for of_area in sizes) if lengths else (),
+        "image": tuple(tuple((1, *size) for size in of_area) for of_area in sizes),
+    }
 
 
 def _of_clips(
-    geometry: Geometry, lengths: list[int], notes: list[str], *, videos: Sequence[Bucket], images: Sequence[Bucket]
-) -> Choice:
-    chosen: dict[str, tuple[Bucket, ...]] = {}
-    for kind, sizes in (("video", videos), ("image", images)):
-        chosen[kind] = ()
-        if sizes:
-            chosen[kind] = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
-            shown = ", ".join(map(bucket_text, chosen[kind]))
-            notes.append(f"no buckets were given; chose {shown} from the sizes of {plural(len(sizes), kind)}")
-    return Choice(_one(chosen["video"]), _one(chosen["image"]), tuple(notes))
+    kind: Kind, sizes: Sequence[Bucket], geometry: Geometry, lengths: list[int], notes: list[str]
+) -> tuple[tuple[Bucket, ...], ...]:
+    if not sizes:
+        return ()
+    chosen = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
+    shown = ", ".join(map(bucket_text, chosen))
+    notes.append(f"no buckets were given; chose {shown} from the sizes of {plural(len(sizes), kind)}")
+    return _one(chosen)
 
 
 def named_buckets(
@@ -131,11 +122,6 @@ def named_buckets(
     if unknown:
         raise DataError(f"`{option}` names buckets that are not there", unknown)
     return dict(entries)
-
-
-def _for_videos(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """The buckets of videos: those of one frame only if there are no others, since no video is trained as an image."""
-    return tuple(bucket for bucket in buckets if bucket[0] > 1) or tuple(buckets)
 
 
 def _one(buckets: tuple[Bucket, ...]) -> tuple[tuple[Bucket, ...], ...]:

@@ -87,12 +87,12 @@ def assign_buckets(
     sizes: dict[Kind, list[Bucket]] = {"video": [], "image": []}
     for entry in usable:
         sizes[entry.item.kind].append((entry.available, entry.header.height, entry.header.width))
-    choice = choose_buckets(of_window, geometry, videos=sizes["video"], images=sizes["image"])
+    choice = choose_buckets(of_window, geometry, sizes)
     clips: list[Clip] = []
 
     @cache  # many clips are alike
     def choose(kind: Kind, frames: int, height: int, width: int) -> tuple[Bucket | None, Sequence[Bucket]]:
-        buckets = filled_resolution(height, width, choice.of_kind(kind))
+        buckets = filled_resolution(height, width, choice.of_kind[kind])
         return choose_bucket(frames, height, width, buckets), buckets
 
     for entry in usable:
@@ -109,7 +109,8 @@ def assign_buckets(
 
 def _probe(reading: Reading, data: DataSection, options: ProbeOptions) -> list[ProbedItem]:
     """All items with what is known of their files, those of further media too."""
-    facts = FileFacts.of_dataset(data.probe_dir or default_directory(), data_folder(data), recall=options.recall)
+    root = data.data_root or (data.dataset_file.parent if data.dataset_file else Path())
+    facts = FileFacts.of_dataset(data.probe_dir or default_directory(), root, recall=options.recall)
     probed = probe_items(reading.items, facts=facts, max_pixels=data.max_pixels, options=options)
     options = replace(options, duplicates=False)
     for name, items in reading.further.items():
@@ -138,11 +139,6 @@ def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: G
         "too_short",
         f"too short: {has}, and {needs}{shortest}; {', '.join(ways[:-1])}{' or ' * (len(ways) > 1)}{ways[-1]}",
     )
-
-
-def data_folder(data: DataSection) -> Path:
-    """The folder that the names of a dataset's files begin at."""
-    return data.data_root or (data.dataset_file.parent if data.dataset_file else Path())
 
 
 def _set_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backend: str) -> None:
@@ -184,7 +180,7 @@ def _clip(
 ) -> Clip | Unusable:
     """The clip with its bucket, or the reason why it has none."""
     item, found = entry.item, entry.header
-    resolutions = choice.of_kind(item.kind)
+    resolutions = choice.of_kind[item.kind]
     if not resolutions:
         wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
         return Unusable("no_bucket", f"there is no bucket for {item.kind}s; add one, {wanted}")

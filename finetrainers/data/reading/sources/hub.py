@@ -192,12 +192,11 @@ class _Reader:
             UnusableError: it is neither.
         """
         *inner, place = path.split("::")  # `zip://a.mp4::hf://datasets/someone/clips/part.zip`
-        if not all(part.startswith(_ARCHIVES) for part in inner):
+        is_on_hub = self.local is None and place.startswith(_HUB)
+        if not all(part.startswith(_ARCHIVES) for part in inner) or ("://" in place and not is_on_hub):
             raise UnusableError(f"have an address that is not opened: {path!r}", "outside_root")
-        if self.local is None and place.startswith(_HUB):
+        if is_on_hub:
             return None
-        if "://" in place:
-            raise UnusableError(f"have an address that is not opened: {path!r}", "outside_root")
         problem = UnusableError("do not exist", "missing")
         for root in [self.local] if self.local is not None else self.downloads:
             try:

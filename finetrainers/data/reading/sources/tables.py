@@ -31,14 +31,12 @@ def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
     columns = Columns(data)
     rows = []
     for where, record in readers[suffix](path, found):
-        if not isinstance(record, dict):
-            found.problems.append(f"{where}: must be an object, got {record!r}")
-            continue
         if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # every row would say the same
             raise DataError(f"{path.name} line 1: {missing}")
-        row = columns.row(where, record, found)
-        if row is not None:
-            rows.append(row)
+        try:
+            rows.append(columns.row(where, record))
+        except ValueError as error:
+            found.problems.append(f"{where}: {error}")
     return rows
 
 
@@ -78,21 +76,20 @@ class Columns:
             return NO_EXTRA
         return {name: value for name, value in record.items() if name not in self._taken}
 
-    def row(self, where: str, record: Mapping[str, Any], found: Findings) -> Row | None:
-        """The row of a record whose media is a path; None, with the reason in `found`, if it is malformed."""
+    def row(self, where: str, record: Any) -> Row:
+        """The row of a record whose media is a path.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        if not isinstance(record, dict):
+            raise ValueError(f"must be an object, got {record!r}")
         if not self.needed <= record.keys():
-            found.problems.append(f"{where}: {self.missing(record)}")
-            return None
+            raise ValueError(self.missing(record))
         media = record[self.media]
         if not isinstance(media, str) or not media.strip():
-            found.problems.append(f"{where}: column {self.media!r} must be a path, got {media!r}")
-            return None
-        try:
-            captions = self.captions_of(record)
-        except ValueError as error:
-            found.problems.append(f"{where}: {error}")
-            return None
-        return Row(where, media.strip(), captions, self.extra(record))
+            raise ValueError(f"column {self.media!r} must be a path, got {media!r}")
+        return Row(where, media.strip(), self.captions_of(record), self.extra(record))
 
     def captions_of(self, record: Mapping[str, Any]) -> tuple[str, ...] | None:
         """The captions of a record; None where there is none, not even an empty one.
