@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.facts import Facts, Read
+from finetrainers.config.facts import Configs, Facts, Read
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.addresses import resolve
 from finetrainers.utils.packaged import model_path
@@ -73,7 +73,8 @@ class Family:
             ValueError: the checkpoint is of a kind that is not trained, or a config cannot be read.
         """
         configs = read_configs(config, self.facts.parts)
-        facts = self.read(configs) if {"vae", trained_part(config)} <= configs.keys() else self.facts
+        known = {"vae", trained_part(config)} <= configs.keys() and not self._classes_of_others(config, configs)
+        facts = self.read(configs) if known else self.facts
         return facts.of_expert(config.expert)
 
     def trains(self, config: ModelSection) -> bool:
@@ -103,15 +104,14 @@ class Family:
         configs = read_configs(config, self.facts.parts)
         trained = trained_part(config)
         vae, transformer = (configs.get(part, {}) for part in ("vae", trained))
-        for part, read, expected in (("vae", vae, self.vae), (trained, transformer, self.transformer)):
-            found = read.get("_class_name", expected)
-            if expected is not None and found != expected:
-                others = [name for name, family in _FAMILIES.items() if found in (family.transformer, family.vae)]
-                way_out = f"use --model_name {others[0]}" if others else "which no model family here has"
-                place = replacement_of(config, part) or config.pretrained_model_name_or_path
-                message = f"{place} holds a {found}, and {self.name} is a {expected}; {way_out}"
-                yield Problem("--model_name" if part == trained else option_of(config, part), message)
-        if transformer.get("_class_name", self.transformer) != self.transformer:
+        foreign = self._classes_of_others(config, configs)
+        for part, (found, expected) in foreign.items():
+            others = [name for name, family in _FAMILIES.items() if found in (family.transformer, family.vae)]
+            way_out = f"use --model_name {others[0]}" if others else "which no model family here has"
+            place = replacement_of(config, part) or config.pretrained_model_name_or_path
+            message = f"{place} holds a {found}, and {self.name} is a {expected}; {way_out}"
+            yield Problem("--model_name" if part == trained else option_of(config, part), message)
+        if trained in foreign:
             return
         # A transformer of another repository says nothing of the pipeline that it is made for.
         pipeline = None if config.transformer_id else configs.get(MODEL_INDEX, {}).get("_class_name")
@@ -132,6 +132,12 @@ class Family:
                 f"the VAE gives {given} channels, and the transformer predicts {latents}; they do not belong together"
             )
             yield Problem(option_of(config, "vae"), message)
+
+    def _classes_of_others(self, config: ModelSection, configs: Configs) -> dict[str, tuple[Any, str | None]]:
+        """The classes of the VAE and of the part that is trained that are not the family's, and those that are, by part."""
+        expected = {"vae": self.vae, trained_part(config): self.transformer}
+        pairs = {part: (configs.get(part, {}).get("_class_name", own), own) for part, own in expected.items()}
+        return {part: (found, own) for part, (found, own) in pairs.items() if own is not None and found != own}
 
     def weights_on_disk(self, config: ModelSection) -> dict[str, int | None]:
         """Bytes of the weight files of each network, in the order in which they are loaded; None: not all on this disk."""

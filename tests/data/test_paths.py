@@ -118,6 +118,18 @@ def test_a_folder_follows_links_out_only_if_allowed(place: Path, tmp_path: Path)
     assert [(item.name, item.caption) for item in items] == [("a.mp4", "a"), ("linked/b.mp4", "b")]
 
 
+def test_a_link_to_itself_is_one_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for name in ("a.mp4", "loop.mp4"):
+        (tmp_path / name).with_suffix(".txt").write_text("a")
+    (tmp_path / "a.mp4").write_bytes(b"x")
+    (tmp_path / "loop.mp4").symlink_to("loop.mp4")
+    items = read_dataset(DataSection(data_root=tmp_path)).items
+    assert [(item.name, item.unusable and item.unusable.status) for item in items] == [
+        ("a.mp4", None),
+        ("loop.mp4", "missing"),
+    ]
+
+
 def test_lists_of_names_and_captions_do_not_lead_out(place: Path, tmp_path: Path) -> None:
     """A link would make captions of any file of the machine, or messages."""
     (tmp_path / "private").write_text("a secret\n")

@@ -182,7 +182,7 @@ def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str
                 continue
             if entry.is_dir(follow_symlinks=False) or _is_link_to_follow(entry, root, walked, found):
                 waiting.append(entry.path)
-            elif not entry.is_dir():
+            elif not _is_dir(entry):
                 is_media = os.path.splitext(entry.name)[1].lower() in MEDIA_SUFFIXES
                 name = os.path.relpath(entry.path, top)
                 if is_media:
@@ -191,9 +191,17 @@ def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str
                     others.append(name)
 
 
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder; a link that leads back to itself is a file, whose probe reports it."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def _is_link_to_follow(entry: os.DirEntry[str], root: Root, walked: set[str], found: Findings) -> bool:
     """Whether an entry is a link to a folder that is read: one outside, where that is allowed, and not read yet."""
-    if not (entry.is_symlink() and entry.is_dir()):
+    if not (entry.is_symlink() and _is_dir(entry)):
         return False
     top, real = os.fspath(root.folder), os.path.realpath(entry.path)
     if root.is_outside(entry.path):
