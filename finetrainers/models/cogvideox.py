@@ -100,6 +100,10 @@ class CogVideoXSpec(ModelSpec):
         )
         return Conditions({"prompt_embeds": embeds})
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        config = self.configs["transformer"]
+        return {"prompt_embeds": (config.get("max_text_seq_length", 226), config.get("text_embed_dim", 4096))}
+
     def padded(self, latents_BCTHW: Tensor) -> Tensor:
         """1.5 sees patches of two latent frames: an odd number of them gets a copy of the first in front.
 

@@ -70,6 +70,11 @@ class HunyuanVideoSpec(ModelSpec):
         run_without_masks(transformer)
         return transformer
 
+    def transformer_on_meta(self) -> nn.Module:
+        transformer = super().transformer_on_meta()
+        run_without_masks(transformer)
+        return transformer
+
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """The pipeline's encoding: LLaMA states `[B, 256, D]` without the prompt template, and CLIP's `[B, D2]`."""
@@ -79,6 +84,14 @@ class HunyuanVideoSpec(ModelSpec):
         return Conditions(
             {"prompt_embeds": embeds, "prompt_attention_mask": mask.bool(), "pooled_prompt_embeds": pooled}
         )
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        config = self.configs["transformer"]
+        return {
+            "prompt_embeds": (256, config["text_embed_dim"]),
+            "prompt_attention_mask": (256,),
+            "pooled_prompt_embeds": (config["pooled_projection_dim"],),
+        }
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
         """From DanceGRPO's preprocessing: `[257, 4096]` with CLIP's pooled embedding, padded by zeros, in the first row."""

@@ -55,6 +55,10 @@ class LTXVideoSpec(ModelSpec):
         )
         return Conditions({"prompt_embeds": embeds, "prompt_attention_mask": mask.bool()})
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        width = self.configs["transformer"]["caption_channels"]
+        return {"prompt_embeds": (_MAX_PROMPT_TOKENS, width), "prompt_attention_mask": (_MAX_PROMPT_TOKENS,)}
+
     def vae_stats(self, vae: Any) -> VAEStats:
         buffers = dict(vae.named_buffers())
         # Copies, since the VAE may change or go while these stay.

@@ -200,6 +200,22 @@ class ModelSpec(ABC):
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """Text conditioning of the prompts, equal to what the family's pipeline computes. Padded, batch first."""
 
+    @abstractmethod
+    def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each tensor of `encode_text` for one prompt, without the batch; those named `..._mask` are bool."""
+
+    def empty_inputs(self, batch_size: int) -> tuple[Conditions, VideoMeta]:
+        """Conditions and further inputs of `predict` with the right shapes and no values, to count memory with."""
+
+        def empty(name: str, shape: tuple[int, ...]) -> Tensor:
+            is_mask = name.endswith("_mask")
+            return torch.empty(batch_size, *shape, dtype=torch.bool if is_mask else torch.bfloat16)
+
+        shapes = self.text_shapes()
+        masks = [shape[0] for name, shape in shapes.items() if name.endswith("_mask")]
+        conditions = Conditions({n: empty(n, shape) for n, shape in shapes.items()}, tuple(masks[:1] * batch_size) or None)
+        return conditions, VideoMeta(fps=torch.full((batch_size,), 24.0))
+
     def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
         """Conditioning of one prompt from tensors that another tool has computed, as a batch of one.
 

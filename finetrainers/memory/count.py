@@ -1,0 +1,188 @@
+"""Peak memory of a training step, counted: the real network runs on fake tensors, without weights and without a GPU.
+
+Every operation runs under `FakeTensorMode`, which knows shapes and dtypes and allocates nothing, and the bytes of all
+storages that are alive are added up. What is counted is what CUDA calls allocated memory; workspaces of kernels, the
+CUDA context and fragmentation are not in it. The tensors say that they are on the CPU, and the operations that autocast
+runs in fp32 on CUDA, but not on a CPU, are run in fp32 here as well.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .checkpointing import set_gradient_checkpointing
+
+if TYPE_CHECKING:
+    from finetrainers.models.spec import ModelSpec
+
+#: Autocast runs these in fp32 on CUDA (`AT_FORALL_FP32` in ATen/autocast_mode.h), and in their inputs' dtype on a CPU.
+_FP32_ON_CUDA = (
+    "layer_norm", "rms_norm", "group_norm", "softmax.int", "log_softmax.int", "softplus", "exp", "log", "rsqrt",
+    "reciprocal", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "sum", "sum.dim_IntList", "linalg_vector_norm",
+)  # fmt: skip
+
+
+@contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Let CPU autocast run in fp32 what CUDA's autocast does."""
+    without = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in _FP32_ON_CUDA:
+            packet, _, overload = name.partition(".")
+            library.impl(name, _in_fp32(getattr(getattr(torch.ops.aten, packet), overload or "default"), without), "AutocastCPU")
+        yield
+
+
+def _in_fp32(operator: Any, without: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
+        with torch._C._ExcludeDispatchKeyGuard(without):
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+class LiveStorages(TorchDispatchMode):
+    """Adds up the bytes of storages that are alive.
+
+    Attributes:
+        live: bytes now.
+        peak: the most there were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: Any = WeakIdKeyDictionary()
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count what was there before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage not in self._seen:
+                size = storage.nbytes()
+                self._seen[storage] = size
+                self.live += size
+                weakref.finalize(storage, self._free, size)
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.add(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        return found
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes that one micro-batch takes beyond the weights, with all blocks of the network.
+
+    Attributes:
+        kept: what backward needs, at the end of forward.
+        forward: peak of forward.
+        backward: peak of backward, gradients included.
+        gradients: of the trained weights.
+    """
+
+    kept: float
+    forward: float
+    backward: float
+    gradients: float
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What decides the memory of a micro-batch besides the network.
+
+    Attributes:
+        latent: channels, frames, height and width of the latents, with the frames that `ModelSpec.padded` adds.
+        batch_size: clips.
+        gradient_checkpointing: whether blocks keep only their input.
+        frozen: dtype of the frozen weights.
+        trained: dtype of the trained weights.
+        autocast: dtype that matrices are multiplied in; None: without autocast.
+    """
+
+    latent: tuple[int, int, int, int]
+    batch_size: int = 1
+    gradient_checkpointing: bool = True
+    frozen: torch.dtype = torch.bfloat16
+    trained: torch.dtype = torch.float32
+    autocast: torch.dtype | None = torch.bfloat16
+
+
+def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted:
+    """Count forward and backward of one micro-batch on networks of few blocks, and extend the line to all of them.
+
+    Args:
+        spec: of the network.
+        network: on the meta device, with its adapter attached; it is not changed.
+        shape: of the micro-batch.
+    """
+    depths = {name: len(getattr(network, name)) for name in spec.blocks}
+    few = {name: min(2, depth) for name, depth in depths.items()}
+    first = _count(spec, network, shape, few)
+    total = dict(first)
+    for name, depth in depths.items():
+        if depth > few[name]:
+            more = _count(spec, network, shape, {**few, name: few[name] + 1})
+            for key, value in more.items():
+                total[key] += (depth - few[name]) * (value - first[key])
+    return Counted(**total)
+
+
+def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mapping[str, int]) -> dict[str, float]:
+    net = _shortened(network, depths)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _fake_weights(net, shape)
+        set_gradient_checkpointing(net.train(), enabled=shape.gradient_checkpointing)
+        conditions, meta = spec.empty_inputs(shape.batch_size)
+        live = LiveStorages()
+        live.add([*net.parameters(), *net.buffers()])
+        weights = live.live
+        with live, cuda_autocast():
+            x0, noise, x, target = (torch.empty(shape.batch_size, *shape.latent) for _ in range(4))
+            dtype = torch.float32 if spec.facts.is_flow else torch.long
+            t = torch.zeros(shape.batch_size, dtype=dtype)
+            with torch.autocast("cpu", shape.autocast, enabled=shape.autocast is not None):
+                prediction = spec.predict(net, x, t, conditions, meta)
+            kept, forward = live.live - weights, live.peak - weights
+            live.peak = live.live
+            torch.autograd.backward((prediction.float() - target).square().flatten(1).mean(1).mean())
+            backward = live.peak - weights
+        gradients = sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
+        return {"kept": kept, "forward": forward, "backward": backward, "gradients": gradients}
+
+
+def _shortened(network: nn.Module, depths: Mapping[str, int]) -> nn.Module:
+    """A copy with so many blocks of each list."""
+    lists = {name: getattr(network, name) for name in depths}
+    memo = {id(one): nn.ModuleList(deepcopy(block) for block in one[: depths[name]]) for name, one in lists.items()}
+    return deepcopy(network, memo)
+
+
+def _fake_weights(network: nn.Module, shape: StepShape) -> None:
+    """Put fake tensors in the place of weights and buffers."""
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                dtype = shape.trained if parameter.requires_grad else shape.frozen
+                empty = torch.empty(parameter.shape, dtype=dtype if parameter.is_floating_point() else parameter.dtype)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
