@@ -16,6 +16,27 @@ MEDIA = ("control_video",)
 
 
 @dataclass(frozen=True)
+class Activations:
+    """Memory of activations in one kind of training, for the memory estimate, counted with `memory.count.count_step`.
+
+    The unit is U = clips * latent tokens * width * 2 bytes, one bf16 hidden tensor.
+
+    Attributes:
+        kept: what a block keeps for backward without checkpointing, by list of blocks.
+        outside: what the network keeps or needs outside of blocks, without checkpointing.
+        checkpointed: what a checkpointed block keeps.
+        forward: the most that forward needs besides, with checkpointing.
+        backward: the most that backward needs besides, with checkpointing: one recomputed block and its gradients.
+    """
+
+    kept: tuple[float, ...]
+    outside: float
+    checkpointed: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the config files of one checkpoint tell about it.
 

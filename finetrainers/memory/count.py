@@ -41,7 +41,9 @@ def cuda_autocast() -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name in _FP32_ON_CUDA:
             packet, _, overload = name.partition(".")
-            library.impl(name, _in_fp32(getattr(getattr(torch.ops.aten, packet), overload or "default"), without), "AutocastCPU")
+            library.impl(
+                name, _in_fp32(getattr(getattr(torch.ops.aten, packet), overload or "default"), without), "AutocastCPU"
+            )
         yield
 
 
@@ -155,7 +157,7 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
         live.add([*net.parameters(), *net.buffers()])
         weights = live.live
         with live, cuda_autocast():
-            x0, noise, x, target = (torch.empty(shape.batch_size, *shape.latent) for _ in range(4))
+            x, target, *_others = (torch.empty(shape.batch_size, *shape.latent) for _ in range(4))  # x0 and noise
             dtype = torch.float32 if spec.facts.is_flow else torch.long
             t = torch.zeros(shape.batch_size, dtype=dtype)
             with torch.autocast("cpu", shape.autocast, enabled=shape.autocast is not None):

@@ -1,9 +1,8 @@
 """How much GPU memory a run needs, by arithmetic. Imports no torch: the answer comes before anything is loaded.
 
-The unit of activation memory is U = batch * tokens * hidden * 2 bytes, one bf16 hidden tensor. What one transformer
-block keeps for its backward pass was counted in these units on diffusers' blocks at real widths (`saved_tensors_hooks`,
-parameters left out): full finetuning keeps 28 U; a LoRA with fp32 weights under bf16 autocast keeps 18.6 to 21.1 U; with
-checkpointing a block keeps its input, 1 U. `docs/how-to/memory.md` compares the result with published measurements.
+The unit of activation memory is U = batch * tokens * hidden * 2 bytes, one bf16 hidden tensor. What the blocks of each
+family keep for backward, and what forward and backward need besides, was counted in these units; see `memory.count`.
+`docs/how-to/memory.md` compares the result with published measurements.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import TYPE_CHECKING
 
+from finetrainers.config.facts import Activations
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-#: U that one block keeps for backward without checkpointing.
-SAVED_UNITS_LORA = 21.0
-SAVED_UNITS_FULL = 28.0
-_CHECKPOINT_UNITS = 1.0
 _HALF = 2  # bytes of 16-bit floats, as of activations
 
 
@@ -40,14 +37,14 @@ class Workload:
     Attributes:
         frozen_bytes: frozen weights, in bytes.
         num_trainable: trainable numbers.
-        num_blocks: transformer blocks.
+        num_blocks: transformer blocks of each list.
         hidden: width of a token.
         num_tokens: tokens of one clip (text tokens that join the sequence included).
         batch_size: clips per micro-step.
         trainable_bytes: bytes per trainable weight; its gradient has as many.
         optimizer_bytes: optimizer state per trainable weight that lies on the GPU.
         gradient_checkpointing: whether blocks keep only their input.
-        saved_units: U that a block keeps otherwise.
+        activations: what blocks keep, and what forward and backward need besides.
         accumulates: whether gradients of earlier micro-steps are present in forward.
         gradients_stay: False if each gradient leaves the GPU as soon as it is made.
         split: the state that processes share, and the state in host memory (offloading).
@@ -59,14 +56,14 @@ class Workload:
 
     frozen_bytes: float
     num_trainable: int
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     hidden: int
     num_tokens: int
+    activations: Activations
     batch_size: int = 1
     trainable_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     gradient_checkpointing: bool = True
-    saved_units: float = SAVED_UNITS_LORA
     accumulates: bool = False
     gradients_stay: bool = True
     split: Split = WHOLE
@@ -98,17 +95,18 @@ class MemoryPlan:
 def estimate(workload: Workload) -> MemoryPlan:
     """The memory of a workload on one GPU.
 
-    Kept activations are `num_blocks` times 1 U with checkpointing, else `saved_units` U. While backward runs through a
-    block, that block's `saved_units` U are there (recomputed with checkpointing, else counted as kept), and about as
-    much again in gradients and temporaries.
-
-    Forward fills activations, backward empties them as it makes gradients: the larger counts in the peak. With accumulation
-    the gradients of earlier micro-steps are there in forward already, so both count.
+    Forward fills activations, and keeps the copies of weights that autocast makes. Backward empties activations as it makes
+    gradients. With accumulation the gradients of earlier micro-steps are there all the time.
     """
     unit = workload.batch_size * workload.num_tokens * workload.hidden * _HALF / GIB
-    checkpointing, split = workload.gradient_checkpointing, workload.split
-    per_block = _CHECKPOINT_UNITS if checkpointing else workload.saved_units
-    in_backward = (2 if checkpointing else 1) * workload.saved_units
+    activations, split = workload.activations, workload.split
+    if workload.gradient_checkpointing:
+        saved = activations.checkpointed * sum(workload.num_blocks) * unit
+        in_forward, in_backward = activations.forward * unit, activations.backward * unit
+    else:
+        per_list = activations.kept * len(workload.num_blocks) if len(activations.kept) == 1 else activations.kept
+        saved = sum(map(mul, per_list, workload.num_blocks)) * unit
+        in_forward = in_backward = activations.outside * unit
     trained = workload.num_trainable / GIB
     weights = trained * workload.trainable_bytes
     whole = workload.accumulates and split.keeps_gradients  # and in fp32, although the rest is split
@@ -122,15 +120,22 @@ def estimate(workload: Workload) -> MemoryPlan:
         "sampled trajectories": workload.trajectory_bytes / GIB,
     }
     gradients = {"gradients, whole" if whole else "gradients": 4 * trained if whole else shared}
-    forward = {
-        "gathered weights": workload.gathered_bytes / GIB,
-        "autocast copies": trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0,
-        "activations kept": per_block * workload.num_blocks * unit,
+    casts = trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0
+    gathered, made = workload.gathered_bytes / GIB, sum(gradients.values())
+    forward = gathered + casts + saved + in_forward
+    if workload.accumulates:
+        moving = made + max(forward, gathered + saved + in_backward)
+    else:
+        moving = max(forward, max(gathered + saved, made) + in_backward)
+    parts = {
+        **fixed,
+        **gradients,
+        "gathered weights": gathered,
+        "autocast copies": casts,
+        "activations kept": saved,
+        "one block in backward": in_backward,
     }
-    block = {"one block in backward": in_backward * unit}
-    moving = (sum if workload.accumulates else max)((sum(forward.values()), sum(gradients.values())))
-    total = sum(fixed.values()) + sum(block.values()) + moving
-    return MemoryPlan({**fixed, **gradients, **forward, **block}, total)
+    return MemoryPlan(parts, sum(fixed.values()) + moving)
 
 
 def estimate_for(
@@ -155,7 +160,6 @@ def estimate_for(
         split: what the strategy splits over processes; default: nothing.
     """
     options, training = config.optimizer, config.training
-    is_lora = training.training_type == "lora"
     rounds = training.master_weights == "stochastic_rounding"
     name, state_bytes = resolve_name(options), optimizer_state_bytes(config)
     offloads = options.use_cpu_offload_optimizer or split.optimizer_on_host or RECIPES[name].on_host
@@ -176,14 +180,14 @@ def estimate_for(
         Workload(
             frozen_bytes=_frozen_bytes(config, transformer),
             num_trainable=num_trainable,
-            num_blocks=len(blocks),
+            num_blocks=tuple(len(getattr(transformer, name)) for name in spec.blocks),
             hidden=spec.width(transformer),
             num_tokens=geometry.num_tokens(*bucket),
             batch_size=kept.batch_size,
             trainable_bytes=_HALF if masters else trainable_bytes,
             optimizer_bytes=0 if offloads else state_bytes + (4 if masters else 0),
             gradient_checkpointing=config.memory.gradient_checkpointing,
-            saved_units=SAVED_UNITS_LORA if is_lora else SAVED_UNITS_FULL,
+            activations=spec.activations[training.training_type],
             accumulates=method.accumulates(config),
             ema=training.use_ema,
             copy_bytes=kept.copies,

@@ -24,6 +24,7 @@ from diffusers import (
 from torch import Tensor, nn
 from transformers import T5EncoderModel, T5Tokenizer
 
+from finetrainers.config.facts import Activations
 from finetrainers.diffusion.process import Process, VariancePreserving
 
 from . import common
@@ -49,6 +50,10 @@ class CogVideoXSpec(ModelSpec):
         "text_encoder": T5EncoderModel,
         "vae": AutoencoderKLCogVideoX,
         "transformer": CogVideoXTransformer3DModel,
+    }
+    activations: ClassVar = {
+        "lora": Activations(kept=(20.5,), outside=8.6, checkpointed=1.01, forward=17.5, backward=31.1),
+        "full-finetune": Activations(kept=(31.6,), outside=10.5, checkpointed=1.01, forward=17.0, backward=40.0),
     }
     vae_pixel_bytes, vae_frames_at_once = 3830, 12
 

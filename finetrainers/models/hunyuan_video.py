@@ -20,6 +20,8 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, LlamaModel, LlamaTokenizerFast
 
+from finetrainers.config.facts import Activations
+
 from . import common
 from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
@@ -48,6 +50,10 @@ class HunyuanVideoSpec(ModelSpec):
     }
     pipeline_class = HunyuanVideoPipeline
     blocks = ("transformer_blocks", "single_transformer_blocks")
+    activations: ClassVar = {
+        "lora": Activations(kept=(22.4, 19.4), outside=15.2, checkpointed=1.01, forward=20.0, backward=36.3),
+        "full-finetune": Activations(kept=(37.5, 32.5), outside=24.8, checkpointed=1.01, forward=30.2, backward=42.6),
+    }
     vae_pixel_bytes, vae_frames_at_once = 2340, 17
 
     def load_text_encoders(self) -> Parts:

@@ -14,6 +14,8 @@ from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline, LTXPipelin
 from torch import Tensor, nn
 from transformers import T5EncoderModel, T5TokenizerFast
 
+from finetrainers.config.facts import Activations
+
 from . import common
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
@@ -41,6 +43,10 @@ class LTXVideoSpec(ModelSpec):
         "transformer": LTXVideoTransformer3DModel,
     }
     pipeline_class, image_pipeline_class = LTXPipeline, LTXImageToVideoPipeline
+    activations: ClassVar = {
+        "lora": Activations(kept=(28.5,), outside=10.2, checkpointed=1.0, forward=18.7, backward=41.4),
+        "full-finetune": Activations(kept=(43.2,), outside=14.9, checkpointed=2.0, forward=16.5, backward=49.7),
+    }
     vae_pixel_bytes = 118
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from finetrainers.config.errors import Problem
-from finetrainers.config.facts import Configs, Facts, Read, is_network
+from finetrainers.config.facts import Activations, Configs, Facts, Read, is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching, Process
 from finetrainers.diffusion.schedule import sampling_times
@@ -84,6 +84,11 @@ class ModelSpec(ABC):
     image_pipeline_class: Any = None
     #: Names of the transformer's repeated block lists: for checkpointing, wrapping, compiling, and the memory estimate.
     blocks: tuple[str, ...] = ("transformer_blocks",)
+    #: Memory of activations, by `training_type`. The defaults lie between those of the families here.
+    activations: ClassVar[Mapping[str, Activations]] = {
+        "lora": Activations(kept=(22.0,), outside=10.0, checkpointed=1.0, forward=18.0, backward=36.0),
+        "full-finetune": Activations(kept=(36.0,), outside=15.0, checkpointed=1.0, forward=18.0, backward=44.0),
+    }
     #: What has a noise level of its own in training: a clip, or each of its latent frames (diffusion forcing), for networks that
     #: take a time per frame.
     noise_per: Literal["clip", "frame"] = "clip"
@@ -213,7 +218,9 @@ class ModelSpec(ABC):
 
         shapes = self.text_shapes()
         masks = [shape[0] for name, shape in shapes.items() if name.endswith("_mask")]
-        conditions = Conditions({n: empty(n, shape) for n, shape in shapes.items()}, tuple(masks[:1] * batch_size) or None)
+        conditions = Conditions(
+            {n: empty(n, shape) for n, shape in shapes.items()}, tuple(masks[:1] * batch_size) or None
+        )
         return conditions, VideoMeta(fps=torch.full((batch_size,), 24.0))
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
