@@ -10,13 +10,12 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
+from published_networks import NETWORKS, Network, published_repository
 from torch import Tensor, nn
 
 from finetrainers.config.load import load_config
@@ -46,80 +45,6 @@ HEADROOM = 1.15
 _STEPS = 2  # optimizer state is made by the first step, so the second one has the peak
 
 
-@dataclass(frozen=True)
-class Network:
-    """A published transformer.
-
-    Attributes:
-        family: its family.
-        config: `transformer/config.json`.
-        num_parameters: how many weights the published file has.
-        bucket: frames, height, width to train at.
-        text: shape of each text condition of one clip.
-        tiny: option of the family's tiny repository.
-    """
-
-    family: str
-    config: dict[str, Any]
-    num_parameters: int
-    bucket: tuple[int, int, int]
-    text: dict[str, tuple[int, ...]]
-    tiny: dict[str, str]
-
-
-_COGVIDEOX = {
-    "activation_fn": "gelu-approximate", "attention_bias": True, "attention_head_dim": 64, "dropout": 0.0,
-    "flip_sin_to_cos": True, "freq_shift": 0, "in_channels": 16, "max_text_seq_length": 226,
-    "norm_elementwise_affine": True, "norm_eps": 1e-05, "out_channels": 16, "patch_size": 2, "sample_frames": 49,
-    "sample_height": 60, "sample_width": 90, "spatial_interpolation_scale": 1.875,
-    "temporal_compression_ratio": 4, "temporal_interpolation_scale": 1.0, "text_embed_dim": 4096,
-    "time_embed_dim": 512, "timestep_activation_fn": "silu", "use_learned_positional_embeddings": False,
-}  # fmt: skip
-NETWORKS = {
-    "LTX-Video": Network(
-        "ltx_video",
-        {
-            "activation_fn": "gelu-approximate", "attention_bias": True, "attention_head_dim": 64,
-            "attention_out_bias": True, "caption_channels": 4096, "cross_attention_dim": 2048, "in_channels": 128,
-            "norm_elementwise_affine": False, "norm_eps": 1e-06, "num_attention_heads": 32, "num_layers": 28,
-            "out_channels": 128, "patch_size": 1, "patch_size_t": 1, "qk_norm": "rms_norm_across_heads",
-        },
-        1_923_385_472,
-        (49, 512, 768),
-        {"prompt_embeds": (128, 4096), "prompt_attention_mask": (128,)},
-        {},
-    ),
-    "HunyuanVideo": Network(
-        "hunyuan_video",
-        {
-            "attention_head_dim": 128, "guidance_embeds": True, "in_channels": 16, "mlp_ratio": 4.0,
-            "num_attention_heads": 24, "num_layers": 20, "num_refiner_layers": 2, "num_single_layers": 40,
-            "out_channels": 16, "patch_size": 2, "patch_size_t": 1, "pooled_projection_dim": 768,
-            "qk_norm": "rms_norm", "rope_axes_dim": [16, 56, 56], "rope_theta": 256.0, "text_embed_dim": 4096,
-        },
-        12_821_012_544,
-        (49, 512, 768),
-        {"prompt_embeds": (256, 4096), "prompt_attention_mask": (256,), "pooled_prompt_embeds": (768,)},
-        {},
-    ),
-    "CogVideoX-2b": Network(
-        "cogvideox",
-        {**_COGVIDEOX, "num_attention_heads": 30, "num_layers": 30, "use_rotary_positional_embeddings": False},
-        1_693_783_872,
-        (49, 480, 720),
-        {"prompt_embeds": (226, 4096)},
-        {"version": "2b"},
-    ),
-    "CogVideoX-5b": Network(
-        "cogvideox",
-        {**_COGVIDEOX, "num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
-        5_570_283_072,
-        (49, 480, 720),
-        {"prompt_embeds": (226, 4096)},
-        {"version": "5b"},
-    ),
-}  # fmt: skip
-
 LORA = {"training_type": "lora", "rank": 64, "optimizer": "adamw"}
 FULL = {"training_type": "full-finetune", "optimizer": "adamw"}
 #: Two bytes a weight, two a gradient and two of state: the only way for 13 billion weights on one GPU.
@@ -144,7 +69,7 @@ def test_full_size(
 ) -> None:
     network = NETWORKS[name]
     _skip_without_library(options)
-    repo = _repository(tiny_repo(network.family, **network.tiny), tmp_path / "model", network.config)
+    repo = published_repository(tiny_repo(network.family, **network.tiny), tmp_path / "model", network.config)
     peak, planned = train_random(network, network.text, repo, network.bucket, options, monkeypatch)
     report = f"{name} {options['training_type']}: peak {peak:.1f} GiB, planned {planned:.1f} GiB"
     print(report)
@@ -160,7 +85,7 @@ def test_same_code_at_tiny_size(
     _skip_without_library(options)
     source = tiny_repo(network.family, **network.tiny)
     config = json.loads((source / "transformer" / "config.json").read_text(encoding="utf-8"))
-    repo = _repository(source, tmp_path / "model", config)
+    repo = published_repository(source, tmp_path / "model", config)
     text = {condition: _narrowed(shape, config) for condition, shape in network.text.items()}
     with torch.compiler.set_stance("force_eager"):  # torchao compiles each size of matrix, for minutes on a CPU
         peak, planned = train_random(network, text, repo, (9, 64, 64), options, monkeypatch)
@@ -171,7 +96,7 @@ def test_same_code_at_tiny_size(
 @pytest.mark.parametrize("name", NETWORKS)
 def test_configs_are_those_of_the_published_networks(name: str, tiny_repo: TinyRepo, tmp_path: Path) -> None:
     network = NETWORKS[name]
-    repo = _repository(tiny_repo(network.family, **network.tiny), tmp_path / "model", network.config)
+    repo = published_repository(tiny_repo(network.family, **network.tiny), tmp_path / "model", network.config)
     transformer = (
         get_family(network.family).load(_config(network, repo, (49, 64, 64), LORA).model).transformer_on_meta()
     )
@@ -266,15 +191,6 @@ def _config(network: Network, repo: Path, bucket: tuple[int, int, int], options:
         lr=1e-3,
         **options,
     )
-
-
-def _repository(tiny: Path, directory: Path, transformer: dict[str, Any]) -> Path:
-    """Configs without weights: the tiny repository's, which has the published VAE's and scheduler's rules."""
-    for part in ("vae", "scheduler"):
-        copytree(tiny / part, directory / part, ignore=lambda _, names: [n for n in names if not n.endswith(".json")])
-    (directory / "transformer").mkdir()
-    (directory / "transformer" / "config.json").write_text(json.dumps(transformer), encoding="utf-8")
-    return directory
 
 
 def _random(cls: Any, model: Any, part: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
