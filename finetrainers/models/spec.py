@@ -205,9 +205,13 @@ class ModelSpec(ABC):
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """Text conditioning of the prompts, equal to what the family's pipeline computes. Padded, batch first."""
 
-    @abstractmethod
     def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each tensor of `encode_text` for one prompt, without the batch; those named `..._mask` are bool."""
+        """Shape of each tensor of `encode_text` for one prompt, without the batch; those named `..._mask` are bool.
+
+        Raises:
+            NotImplementedError: the family does not tell, so that its memory cannot be counted.
+        """
+        raise NotImplementedError(f"{self.name} has no `text_shapes`, which counting its memory needs")
 
     def empty_inputs(self, batch_size: int) -> tuple[Conditions, VideoMeta]:
         """Conditions and further inputs of `predict` with the right shapes and no values, to count memory with."""
