@@ -64,7 +64,7 @@ def test_a_column_of_a_table(tmp_path: Path) -> None:
     data = DataSection(dataset_file=table, **CONTROL)
     assert controls(data) == [("a.mp4", "pa.mp4", None), ("b.mp4", "pb.mp4", "missing")]
     assert read_dataset(data).items[0].extra == {"by": "me"}
-    with pytest.raises(DataError, match=r"line 1: no column 'depth' \(set by `extra_columns` and `caption_column`\)"):
+    with pytest.raises(DataError, match=r"line 1: no column 'depth' \(set by `extra_columns`\)"):
         read_dataset(data.model_copy(update={"extra_columns": [("control_video", "depth")]}))
     table.write_text(json.dumps({**rows[0], "pose": None}))
     with pytest.raises(DataError, match=r"t\.jsonl line 1: column 'pose' must be a path, got None"):

@@ -60,15 +60,16 @@ class Columns:
 
     def missing(self, record: Mapping[str, Any]) -> str | None:
         """What a record lacks, in words."""
-        names = [name for name in (self.media, *self.captions) if name not in record]
+        set_by = {
+            self.media: "extra_columns" if self.is_further else "video_column",
+            **dict.fromkeys(self.captions, self.option),
+        }
+        names = [name for name in set_by if name not in record]
         if not names:
             return None
         have = ", ".join(map(str, record)) or "none"
-        return (
-            f"no column {' and '.join(map(repr, names))} (set by `{'extra_columns' if self.is_further else 'video_column'}` and "
-            f"`{self.option}`); "
-            f"it has: {have}{nearest(names[0], map(str, record))}"
-        )
+        options = " and ".join(dict.fromkeys(f"`{set_by[name]}`" for name in names))
+        return f"no column {' and '.join(map(repr, names))} (set by {options}); it has: {have}{nearest(names[0], map(str, record))}"
 
     def extra(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """The other columns, as the clip's row has them."""
