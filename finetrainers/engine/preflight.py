@@ -101,12 +101,8 @@ def preflight(
         _check_tracker(config, found)
     _check_options(config, facts, prompts, method, found)
     config = _with_media(config, facts)
-    if config.training.resume_from_checkpoint is None and earlier and not preparing:  # damaged ones too
-        message = (
-            f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
-            "--resume_from_checkpoint latest, or give another directory"
-        )
-        found.error("output_dir", message)
+    if earlier and not preparing:  # damaged ones too
+        _check_earlier(config, found)
 
     plan, start = None, None
     backend = backend_problem(config.data.video_backend)
@@ -118,11 +114,7 @@ def preflight(
     _check_control_videos(config, facts, prompts, plan, found)
     if plan is not None and not model_problems and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
-            size = launched_processes()
-            if checkpoint is None:
-                start = new_run(config, plan, initial=initial, data_size=size)
-            else:
-                start = resume_run(config, plan, checkpoint, initial=initial, data_size=size)
+            start = _begin(config, plan, checkpoint, initial)
     if found.errors or plan is None or start is None:
         raise ConfigError(found.errors)
     return Preflight(
@@ -168,6 +160,24 @@ def _find_weights(config: TrainConfig, found: Findings) -> tuple[Path | None, In
         with _noted(found, "--init_from"):
             initial = initial_weights(config, checkpoint)
     return checkpoint, initial
+
+
+def _check_earlier(config: TrainConfig, found: Findings) -> None:
+    """Checkpoints of an earlier run are continued, not overwritten."""
+    if config.training.resume_from_checkpoint is None:
+        found.error(
+            "output_dir",
+            f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
+            "--resume_from_checkpoint latest, or give another directory",
+        )
+
+
+def _begin(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial: InitialWeights | None) -> Start:
+    """Where the run begins: at step 0, or at a checkpoint."""
+    size = launched_processes()
+    if checkpoint is None:
+        return new_run(config, plan, initial=initial, data_size=size)
+    return resume_run(config, plan, checkpoint, initial=initial, data_size=size)
 
 
 def _read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import TYPE_CHECKING
 
 from finetrainers.config.facts import Activations
@@ -105,7 +104,7 @@ def estimate(workload: Workload) -> MemoryPlan:
         in_forward, in_backward = activations.forward * unit, activations.backward * unit
     else:
         per_list = activations.kept * len(workload.num_blocks) if len(activations.kept) == 1 else activations.kept
-        saved = sum(map(mul, per_list, workload.num_blocks)) * unit
+        saved = sum(kept * number for kept, number in zip(per_list, workload.num_blocks, strict=True)) * unit
         in_forward = in_backward = activations.outside * unit
     trained = workload.num_trainable / GIB
     weights = trained * workload.trainable_bytes
@@ -159,21 +158,18 @@ def estimate_for(
         batch_size: how many of them make a micro-batch; default: as configured.
         split: what the strategy splits over processes; default: nothing.
     """
-    options, training = config.optimizer, config.training
-    rounds = training.master_weights == "stochastic_rounding"
-    name, state_bytes = resolve_name(options), optimizer_state_bytes(config)
-    offloads = options.use_cpu_offload_optimizer or split.optimizer_on_host or RECIPES[name].on_host
+    training = config.training
     num_trainable = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    trainable_bytes = 2 if rounds else 4
+    trainable_bytes = 2 if training.master_weights == "stochastic_rounding" else 4
     width = computed_bytes(config)
     method, blocks = method_spec(config), spec.block_modules(transformer)
+    total = sum(p.numel() for p in transformer.parameters())
     kept = method.memory(
         config,
         (transformer.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[union-attr, arg-type]
         batch_size=batch_size or config.dataloader.batch_size,
         trained=num_trainable * trainable_bytes,
-        reference=sum(p.numel() for p in transformer.parameters())
-        * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
+        reference=total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
     )
     masters = split.masters and width == _HALF
     return estimate(
@@ -185,14 +181,14 @@ def estimate_for(
             num_tokens=geometry.num_tokens(*bucket),
             batch_size=kept.batch_size,
             trainable_bytes=_HALF if masters else trainable_bytes,
-            optimizer_bytes=0 if offloads else state_bytes + (4 if masters else 0),
+            optimizer_bytes=_optimizer_bytes_on_device(config, split, masters=masters),
             gradient_checkpointing=config.memory.gradient_checkpointing,
             activations=spec.activations[training.training_type],
             accumulates=method.accumulates(config),
             ema=training.use_ema,
             copy_bytes=kept.copies,
             trajectory_bytes=kept.trajectories,
-            gradients_stay=not (options.offload_gradients or split.weights_on_host),
+            gradients_stay=not (config.optimizer.offload_gradients or split.weights_on_host),
             split=split,
             gathered_bytes=gathered_bytes(transformer, blocks, width=width) if split.gathers else 0.0,
             casts=not (split.gathers and width == _HALF),  # gathered weights arrive in what they compute in
@@ -206,6 +202,14 @@ def optimizer_state_bytes(config: TrainConfig) -> float:
     # Moments have the weights' dtype.
     halved = config.training.master_weights == "stochastic_rounding" and name == "adamw"
     return RECIPES[name].state_bytes / (2 if halved else 1)
+
+
+def _optimizer_bytes_on_device(config: TrainConfig, split: Split, *, masters: bool) -> float:
+    """Bytes of optimizer state for each trained weight on the GPU; `masters`: fp32 weights are part of it."""
+    on_host = config.optimizer.use_cpu_offload_optimizer or split.optimizer_on_host
+    if on_host or RECIPES[resolve_name(config.optimizer)].on_host:
+        return 0.0
+    return optimizer_state_bytes(config) + (4 if masters else 0)
 
 
 def _frozen_bytes(config: TrainConfig, transformer: nn.Module) -> float:

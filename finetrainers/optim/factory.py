@@ -53,15 +53,7 @@ def create_optimizer(
             "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"
         )
     if config.use_cpu_offload_optimizer:
-        offloader = _import_class(name, recipe, "torchao.optim:CPUOffloadOptimizer")
-        return offloader(
-            weights,
-            _import_class(name, recipe, recipe.target),
-            offload_gradients=config.offload_gradients,
-            fused=True,
-            lr=lr,
-            **recipe.arguments(config),
-        )
+        return _offloaded(weights, name, recipe, config=config, lr=lr)
 
     arguments = recipe.arguments(config)
     target = recipe.target
@@ -76,6 +68,21 @@ def create_optimizer(
     if recipe.keeps_fp32_state:
         _load_state_in_saved_dtype(optimizer)
     return optimizer
+
+
+def _offloaded(
+    weights: list[Parameter], name: str, recipe: Recipe, *, config: OptimizerSection, lr: float
+) -> Optimizer:
+    """torchao's optimizer whose state, and step, are on the CPU."""
+    offloader = _import_class(name, recipe, "torchao.optim:CPUOffloadOptimizer")
+    return offloader(
+        weights,
+        _import_class(name, recipe, recipe.target),
+        offload_gradients=config.offload_gradients,
+        fused=True,
+        lr=lr,
+        **recipe.arguments(config),
+    )
 
 
 def _import_class(name: str, recipe: Recipe, target: str) -> Any:
