@@ -13,6 +13,7 @@ from finetrainers.methods.registry import load_source, method_spec
 from finetrainers.methods.spec import WorkPlan, WorkSource
 from finetrainers.models.spec import ModelSpec, Parts, VAEStats
 from finetrainers.parallel.ranks import Ranks
+from finetrainers.utils.phases import ENCODING_CLIPS, ENCODING_TEXT, LOADING, phase
 from finetrainers.utils.process_state import free_memory
 
 from .preflight import Preflight
@@ -44,9 +45,10 @@ def load_texts(
     with loading(checked, "text encoder"):
         encoders = parallel.in_turns("loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device))
     watchdog.enter("encoding")
-    with parallel.raise_on_all_ranks("encoding the prompts"):
-        prompts = None if sampling is None else encode_prompts(spec, encoders, checked.prompts, sampling)
-    conditioning = texts.encode(encoders) if cached else texts.live(encoders)
+    with phase(ENCODING_TEXT):
+        with parallel.raise_on_all_ranks("encoding the prompts"):
+            prompts = None if sampling is None else encode_prompts(spec, encoders, checked.prompts, sampling)
+        conditioning = texts.encode(encoders) if cached else texts.live(encoders)
     del encoders
     free_memory()
     return conditioning, prompts
@@ -72,15 +74,11 @@ def load_work(
         vae_stats = spec.vae_stats(clip_encoders["vae"])
         check_geometry(plan, config, spec.facts.geometry)
     watchdog.enter("encoding")
-    source = load_source(config)(
-        plan,
-        config,
-        spec=spec,
-        parallel=parallel,
-        texts=texts,
-        clip_encoders=clip_encoders,
-        data_position=checked.start.data_position,
-    )
+    with phase(ENCODING_CLIPS if encodes and config.data.precompute_conditions else LOADING):
+        source = load_source(config)(
+            plan, config, spec=spec, parallel=parallel, texts=texts, clip_encoders=clip_encoders,
+            data_position=checked.start.data_position,
+        )  # fmt: skip
     del clip_encoders
     free_memory()
     return source, vae_stats

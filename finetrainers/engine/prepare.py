@@ -11,6 +11,7 @@ from finetrainers.data.loading.precompute import Encoded
 from finetrainers.data.loading.text_conditioning import cache_directory
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.faults import arm_faults
+from finetrainers.utils.phases import LOADING, phase
 from finetrainers.utils.text import duration, file_size
 
 from .dry_run import dry_run_report
@@ -39,7 +40,7 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
         arm_faults()
         print_line(parallel.describe())
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank, directory=cache_directory(config))
-        with watchdog.running():
+        with watchdog.running(), phase(LOADING):
             encoded = _encode(checked, parallel, watchdog)
         for what, counts in encoded.items():
             print_line(_summary(what, counts))

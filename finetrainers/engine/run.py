@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from finetrainers.utils.faults import arm_faults, fault_point
+from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
 
 from .assemble import assemble
 from .callbacks.base import Callback
@@ -46,7 +47,8 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
                 checked = examine_weights(get_ready(config))
             print_warnings(check_room(checked, parallel))
-            trainer = assemble(checked, parallel, watchdog)
+            with phase(LOADING):
+                trainer = assemble(checked, parallel, watchdog)
             trainer.callbacks.extend(callbacks)
             state = trainer.state
             # Until here a signal ends the process as always: there is nothing to save yet.
@@ -61,7 +63,8 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
     state = trainer.state
     state.watchdog.enter("exporting")
     if state.stopped_by is None:
-        export(state, checked)
+        with phase(CHECKPOINT):
+            export(state, checked)
         trainer.finish()
         print_results(state.run_dir.root)
         return

@@ -15,6 +15,7 @@ from torch import Tensor
 from finetrainers.methods.base import Step
 from finetrainers.optim.schedules import set_lr
 from finetrainers.utils.faults import fault_point
+from finetrainers.utils.phases import CHECKPOINT, TRAINING_STEP, phase
 from finetrainers.utils.seeding import derive_seed
 
 from .callbacks.base import Callback, Record
@@ -53,7 +54,7 @@ class Trainer:
         """Train from the current step to the last, then save; a stop request ends the run earlier, with a checkpoint."""
         self.state.transformer.train()
         try:
-            with self.state.requests.watched(), self.saving.running():
+            with self.state.requests.watched(), self.saving.running(), phase(TRAINING_STEP):
                 self._run()
         finally:
             for callback in self.callbacks:
@@ -178,7 +179,8 @@ class Trainer:
             return
         state.watchdog.enter("checkpoint")
         started = time.perf_counter()
-        save_checkpoint(state, self.saving)
+        with phase(CHECKPOINT):
+            save_checkpoint(state, self.saving)
         self._blocked_s += time.perf_counter() - started
         requests.save = False
         if asked and requests.stop is not None and state.step < state.total_steps:

@@ -16,6 +16,7 @@ from torch import Tensor
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
+from finetrainers.utils.phases import REWARD, phase
 from finetrainers.utils.text import plural
 from finetrainers.utils.video import slug, write_mp4
 
@@ -110,6 +111,7 @@ class RewardSet:
         """Labels of the entries that are scored in a rollout, counted from 0."""
         return [label for label, entry in self._entries.items() if rollout % entry.every == 0]
 
+    @phase(REWARD)
     def score(
         self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0
     ) -> Scores:

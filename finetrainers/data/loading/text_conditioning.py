@@ -10,6 +10,7 @@ from pathlib import Path
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import ModelSpec, Parts
 from finetrainers.parallel.ranks import Ranks
+from finetrainers.utils.phases import ENCODING_TEXT, phase
 
 from ..cache.encoder_index import recall_files, remember_files, remember_model
 from ..cache.keys import CacheKeys, EncoderEntry
@@ -88,7 +89,8 @@ class TextCache:
 
     def live(self, encoders: Parts) -> TextConditioning:
         """Nothing is encoded beforehand: the encoders stay loaded."""
-        return TextConditioning(self._keys, lambda prompts: self.spec.encode_text(encoders, prompts), Encoded())
+        encode = phase(ENCODING_TEXT)(partial(self.spec.encode_text, encoders))
+        return TextConditioning(self._keys, encode, Encoded())
 
 
 def cache_directory(config: TrainConfig) -> Path:

@@ -17,6 +17,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import Batch, ModelSpec, Parts
 from finetrainers.parallel.ranks import Ranks
+from finetrainers.utils.phases import ENCODING_CLIPS, phase
 
 from ..buckets.clip import all_cuts
 from ..cache.encoder_index import remember_model
@@ -87,6 +88,7 @@ class TrainingData:
         self._fetch_strictly = plan.fetch_with(strict)
         self._fetch = plan.fetch_with(replace(strict, substitutes=substitutes))
 
+    @phase(ENCODING_CLIPS)
     def _encode_clip(
         self, clip_encoders: Parts, video: Tensor, generators: Sequence[torch.Generator]
     ) -> Mapping[str, Tensor]:

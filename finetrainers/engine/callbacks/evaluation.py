@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.video import slug
 
 from .base import Callback, Record
@@ -31,6 +32,7 @@ class MethodEvaluation(Callback):
         is_due = state.requests.sample or state.step == state.total_steps or (every and state.step % every == 0)
         return self.evaluate(state) if is_due else None
 
+    @phase(VALIDATION)
     def evaluate(self, state: TrainState) -> Record:
         """Evaluate, with averaged weights if there are any, and write the clips to `samples/`."""
         was_training = state.transformer.training

@@ -11,6 +11,7 @@ from torch import nn
 from finetrainers.config.sections import ValidationSection
 from finetrainers.models.spec import SampleRequest
 from finetrainers.utils.faults import fault_point
+from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.process_state import free_memory
 from finetrainers.utils.seeding import generator
 from finetrainers.utils.video import slug
@@ -62,6 +63,7 @@ class Validation(Callback):
             # Ranks with less to do wait here: in the next step they would wait under its limit, and as if for a slow rank.
             state.parallel.barrier()
 
+    @phase(VALIDATION)
     def sample(self, state: TrainState) -> list[Path]:
         """Sample this rank's share of the prompts into `samples/step-N/`; the files written."""
         fault_point("sample")

@@ -13,6 +13,7 @@ from torch import nn
 
 from finetrainers.methods.base import Evaluation, MethodParts, Step, Summary
 from finetrainers.methods.reference import Reference, reference_model
+from finetrainers.utils.phases import ROLLOUT, phase
 
 from .batches import Part, parts_of_updates
 from .collect import Collected, Collector, timed
@@ -55,7 +56,7 @@ class RolloutMethod(ABC, Generic[T]):
 
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         """A rollout of the policy that samples, by default the one that is trained."""
-        with self.sampler.spec.companions.on(self.sampler.device):
+        with phase(ROLLOUT), self.sampler.spec.companions.on(self.sampler.device):
             return self.collector.collect(transformer, rollout)
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[T]]:
