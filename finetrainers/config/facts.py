@@ -27,6 +27,7 @@ class Activations:
         checkpointed: what a checkpointed block keeps.
         forward: the most that forward needs besides, with checkpointing.
         backward: the most that backward needs besides, with checkpointing: one recomputed block and its gradients.
+        attention: what the attention operators of a block return, output and log-sum-exp.
     """
 
     kept: tuple[float, ...]
@@ -34,6 +35,7 @@ class Activations:
     checkpointed: float
     forward: float
     backward: float
+    attention: float = 1.03
 
 
 @dataclass(frozen=True)

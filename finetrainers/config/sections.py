@@ -308,11 +308,22 @@ class TrainingSection(Section):
         ge=0)
 
 
+#: What a block may store for the backward pass.
+ActivationMemory = Literal["none", "checkpoint", "keep_attention"]
+
+
 class MemorySection(Section):
     """What saves GPU memory, and what happens when it runs out. See also [optimizer], [parallel] and [model]."""
 
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass instead of storing them: "
-        "much less memory, more time.", resume="free", former_table="training")
+    activation_memory: ActivationMemory | None = option(None, "What each block stores for the backward pass: all of its "
+        "activations (`none`), its input, from which the rest is recomputed (`checkpoint`), or its input and what "
+        "attention returned, so that attention is not recomputed (`keep_attention`). Gradients are bitwise equal. The "
+        "default is `checkpoint` with `gradient_checkpointing`, else `none`.", resume="free")
+    gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
+        "time.", resume="free", former_table="training")
+    selective_checkpointing: float | None = option(None, "Share of the blocks that `activation_memory` holds for, "
+        "spread evenly over the network; the others store all activations. By default it is all of them. Without "
+        "`activation_memory`, that share is checkpointed.", resume="free", ge=0, le=1)
     layerwise_upcasting_modules: list[Literal["transformer"]] = option([], "Store the frozen weights of these parts in "
         "8 bits, and compute in `transformer_dtype` (LoRA only).", resume="free", former_table="model")
     layerwise_upcasting_storage_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = option("float8_e4m3fn",
@@ -327,6 +338,12 @@ class MemorySection(Section):
         "during it, so `auto` is off for full finetuning there.", resume="free", former_table="training")
     dry_batches: Literal["auto", "on", "off"] = option("auto", "Before the first step, run one micro-batch of every "
         "size, so that an OOM shows at once. `auto` does so on CUDA.", resume="free", former_table="training")
+
+    @property
+    def stored(self) -> ActivationMemory:
+        """What blocks store, with the default resolved."""
+        recomputes = self.gradient_checkpointing or self.selective_checkpointing is not None
+        return self.activation_memory or ("checkpoint" if recomputes else "none")
 
 
 class OptimizerSection(Section):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import TrainingSection
+from finetrainers.memory.activation_plan import spread
 from finetrainers.memory.casting import enable_layerwise_upcasting
-from finetrainers.memory.checkpointing import set_gradient_checkpointing
+from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.models.registry import build_tiny
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.utils.faults import fault_point
@@ -65,7 +66,8 @@ def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch
             compute_dtype=dtype,
             skip_modules_pattern=config.memory.layerwise_upcasting_skip_modules_pattern,
         )
-    set_gradient_checkpointing(transformer, enabled=config.memory.gradient_checkpointing)
+    blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
+    set_activation_memory(transformer, config.memory.stored, blocks=blocks)
     return transformer
 
 

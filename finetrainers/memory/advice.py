@@ -54,6 +54,10 @@ SWITCHES: tuple[Switch, ...] = (
     Switch({"offload_trajectory": True}, "sampled latents travel to host memory and back", 4),
     Switch({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10),
     Switch({"optimizer": "adamw-torchao-8bit"}, "optimizer state is rounded to 8 bits", 12),
+    Switch(
+        {"gradient_checkpointing": True, "activation_memory": "keep_attention"},
+        "one more forward pass, without attention", 20,
+    ),
     Switch({"gradient_checkpointing": True}, "one more forward pass: a third more computation", 33, 33),
     Switch(
         {"layerwise_upcasting_modules": ["transformer"]}, "frozen weights are rounded to 8 bits, a cast per layer", 35,

@@ -1,32 +1,102 @@
-"""Gradient checkpointing: keep only the input of each transformer block, compute the rest again in backward."""
+"""Gradient checkpointing: each block keeps its input, and backward computes the rest again, with or without attention.
+
+`torch.utils.checkpoint` recomputes all of a block. Its `create_selective_checkpoint_contexts` can keep the results of some
+operators, but in a dict of its own: `saved_tensors_hooks` do not see them, so that they could never leave the GPU. Both
+contexts are therefore written here, for the one kind of operator that is worth keeping.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import deque
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from finetrainers.config.sections import ActivationMemory
 
-def set_gradient_checkpointing(transformer: nn.Module, *, enabled: bool) -> None:
-    """Switch checkpointing of every block on or off; gradients are the same either way.
+#: Operators that run fused attention: PyTorch's, by kernel and device, and those of flash-attn and of diffusers.
+_ATTENTION = re.compile(r"_scaled_dot_product_\w+|_?(flash|efficient|cudnn|flex)_att\w+")
+
+
+def set_activation_memory(
+    transformer: nn.Module, setting: ActivationMemory, *, blocks: Sequence[nn.Module] | None = None
+) -> None:
+    """Choose what blocks keep for backward; gradients are the same, bit for bit, with every setting.
 
     Diffusers' own checkpoint function saves and restores the random state around each block, which on CUDA copies it
     to the host and waits; that is done only where a dropout draws from it.
+
+    Args:
+        transformer: the network.
+        setting: `none` keeps everything.
+        blocks: those that it holds for, the others keep everything; default: all.
 
     Raises:
         ValueError: the network does not support checkpointing.
     """
     if not getattr(transformer, "_supports_gradient_checkpointing", False):
         raise ValueError(
-            f"{type(transformer).__name__} does not support gradient checkpointing; drop gradient_checkpointing"
+            f"{type(transformer).__name__} does not support gradient checkpointing; use activation_memory none"
         )
-    if not enabled:
+    if setting == "none":
         transformer.disable_gradient_checkpointing()  # type: ignore[operator]
         return
     has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in transformer.modules())
+    chosen = None if blocks is None else {id(block) for block in blocks}
 
     def run_block(block: nn.Module, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=has_dropout)
+        if chosen is not None and id(block) not in chosen:
+            return block(*inputs)
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=has_dropout)
+        if setting == "checkpoint":
+            return run(block, *inputs)
+        keep = _KeepAttention()
+        result = run(block, *inputs, context_fn=lambda: (keep, _ReturnAttention(keep)))
+        if not keep.results:
+            raise ValueError(
+                f"activation_memory {setting}: no attention operator was seen in {type(block).__name__}, so that nothing "
+                "could be kept; use activation_memory checkpoint"
+            )
+        return result
 
     transformer.enable_gradient_checkpointing(run_block)  # type: ignore[operator]
+
+
+@cache
+def is_attention(operator: Any) -> bool:
+    """Whether an operator is the forward pass of fused attention."""
+    name = operator.name().rpartition("::")[2].partition(".")[0]
+    return _ATTENTION.fullmatch(name) is not None and "backward" not in name
+
+
+class _KeepAttention(TorchDispatchMode):
+    """Keeps what attention returns while a block runs: outputs, log-sum-exp, and the state of its dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: deque[Any] = deque()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_attention(func):
+            # Autograd is about to attach its graph to `result`; kept with it, the graph would never be freed.
+            self.results.append(tree_map_only(Tensor, torch.Tensor.detach, result))
+        return result
+
+
+class _ReturnAttention(TorchDispatchMode):
+    """Gives the kept results back, in order, while the block runs again in backward."""
+
+    def __init__(self, kept: _KeepAttention) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._kept.results.popleft() if is_attention(func) else func(*args, **(kwargs or {}))

@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .checkpointing import set_gradient_checkpointing
+from .activation_plan import spread
+from .checkpointing import set_activation_memory
 
 if TYPE_CHECKING:
+    from finetrainers.config.sections import ActivationMemory
     from finetrainers.models.spec import ModelSpec
 
 #: Autocast runs these in fp32 on CUDA (`AT_FORALL_FP32` in ATen/autocast_mode.h), and in their inputs' dtype on a CPU.
@@ -113,7 +115,8 @@ class StepShape:
     Attributes:
         latent: channels, frames, height and width of the latents, with the frames that `ModelSpec.padded` adds.
         batch_size: clips.
-        gradient_checkpointing: whether blocks keep only their input.
+        stored: what blocks keep for backward.
+        share: of the blocks that `stored` holds for; None: all. The others keep everything.
         frozen: dtype of the frozen weights.
         trained: dtype of the trained weights.
         autocast: dtype that matrices are multiplied in; None: without autocast.
@@ -121,7 +124,8 @@ class StepShape:
 
     latent: tuple[int, int, int, int]
     batch_size: int = 1
-    gradient_checkpointing: bool = True
+    stored: ActivationMemory = "checkpoint"
+    share: float | None = None
     frozen: torch.dtype = torch.bfloat16
     trained: torch.dtype = torch.float32
     autocast: torch.dtype | None = torch.bfloat16
@@ -137,8 +141,9 @@ def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted
     """
     depths = {name: len(getattr(network, name)) for name in spec.blocks}
     trains_all = all(p.requires_grad for p in network.parameters())
-    if trains_all and shape.gradient_checkpointing and len(depths) > 1:
-        # Gradients fill up while inputs of blocks leave. The peak may lie between two lists of blocks, off the line.
+    if shape.share is not None or (trains_all and shape.stored != "none" and len(depths) > 1):
+        # Gradients fill up while inputs of blocks leave: the peak may lie between two lists of blocks, off the line. Nor is
+        # it a line where blocks differ.
         return Counted(**_count(spec, network, shape, depths))
     few = {name: min(2, depth) for name, depth in depths.items()}
     first = _count(spec, network, shape, few)
@@ -155,7 +160,7 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
     net = _shortened(network, depths)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _fake_weights(net, shape)
-        set_gradient_checkpointing(net.train(), enabled=shape.gradient_checkpointing)
+        set_activation_memory(net.train(), shape.stored, blocks=spread(spec.block_modules(net), shape.share))
         conditions, meta = spec.empty_inputs(shape.batch_size)
         live = LiveStorages()
         live.add([*net.parameters(), *net.buffers()])

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 from finetrainers.config.facts import Activations
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import ActivationMemory
 from finetrainers.methods.registry import method_spec
 from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.sharding import WHOLE, Split
+
+from .activation_plan import activation_units
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +45,8 @@ class Workload:
         batch_size: clips per micro-step.
         trainable_bytes: bytes per trainable weight; its gradient has as many.
         optimizer_bytes: optimizer state per trainable weight that lies on the GPU.
-        gradient_checkpointing: whether blocks keep only their input.
+        stored: what blocks store for backward.
+        share: of the blocks that `stored` holds for; None: all.
         activations: what blocks keep, and what forward and backward need besides.
         accumulates: whether gradients of earlier micro-steps are present in forward.
         gradients_stay: False if each gradient leaves the GPU as soon as it is made.
@@ -62,7 +66,8 @@ class Workload:
     batch_size: int = 1
     trainable_bytes: float = 4.0
     optimizer_bytes: float = 8.0
-    gradient_checkpointing: bool = True
+    stored: ActivationMemory = "checkpoint"
+    share: float | None = None
     accumulates: bool = False
     gradients_stay: bool = True
     split: Split = WHOLE
@@ -98,14 +103,9 @@ def estimate(workload: Workload) -> MemoryPlan:
     gradients. With accumulation the gradients of earlier micro-steps are there all the time.
     """
     unit = workload.batch_size * workload.num_tokens * workload.hidden * _HALF / GIB
-    activations, split = workload.activations, workload.split
-    if workload.gradient_checkpointing:
-        saved = activations.checkpointed * sum(workload.num_blocks) * unit
-        in_forward, in_backward = activations.forward * unit, activations.backward * unit
-    else:
-        per_list = activations.kept * len(workload.num_blocks) if len(activations.kept) == 1 else activations.kept
-        saved = sum(kept * number for kept, number in zip(per_list, workload.num_blocks, strict=True)) * unit
-        in_forward = in_backward = activations.outside * unit
+    split = workload.split
+    units = activation_units(workload.activations, workload.num_blocks, workload.stored, workload.share)
+    saved, in_forward, in_backward = units.stored * unit, units.in_forward * unit, units.in_backward * unit
     trained = workload.num_trainable / GIB
     weights = trained * workload.trainable_bytes
     whole = workload.accumulates and split.keeps_gradients  # and in fp32, although the rest is split
@@ -182,7 +182,8 @@ def estimate_for(
             batch_size=kept.batch_size,
             trainable_bytes=_HALF if masters else trainable_bytes,
             optimizer_bytes=_optimizer_bytes_on_device(config, split, masters=masters),
-            gradient_checkpointing=config.memory.gradient_checkpointing,
+            stored=config.memory.stored,
+            share=config.memory.selective_checkpointing,
             activations=spec.activations[training.training_type],
             accumulates=method.accumulates(config),
             ema=training.use_ema,

@@ -52,8 +52,10 @@ class CogVideoXSpec(ModelSpec):
         "transformer": CogVideoXTransformer3DModel,
     }
     activations: ClassVar = {
-        "lora": Activations(kept=(20.5,), outside=8.6, checkpointed=1.01, forward=17.5, backward=31.1),
-        "full-finetune": Activations(kept=(31.6,), outside=10.5, checkpointed=1.01, forward=17.0, backward=40.0),
+        "lora": Activations(kept=(20.5,), outside=8.6, checkpointed=1.01, forward=17.5, backward=31.1, attention=1.05),
+        "full-finetune": Activations(
+            kept=(31.6,), outside=10.5, checkpointed=1.01, forward=17.0, backward=40.0, attention=1.05
+        ),
     }
     vae_pixel_bytes, vae_frames_at_once = 3830, 12
 

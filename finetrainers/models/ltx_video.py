@@ -44,8 +44,10 @@ class LTXVideoSpec(ModelSpec):
     }
     pipeline_class, image_pipeline_class = LTXPipeline, LTXImageToVideoPipeline
     activations: ClassVar = {
-        "lora": Activations(kept=(28.5,), outside=10.2, checkpointed=1.0, forward=18.7, backward=41.4),
-        "full-finetune": Activations(kept=(43.2,), outside=14.9, checkpointed=2.0, forward=16.5, backward=49.7),
+        "lora": Activations(kept=(28.5,), outside=10.2, checkpointed=1.0, forward=18.7, backward=41.4, attention=2.06),
+        "full-finetune": Activations(
+            kept=(43.2,), outside=14.9, checkpointed=2.0, forward=16.5, backward=49.7, attention=2.06
+        ),
     }
     vae_pixel_bytes = 118
 

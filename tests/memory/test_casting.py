@@ -11,7 +11,7 @@ from torch import nn
 
 from finetrainers.config.sections import MemorySection, ModelSection
 from finetrainers.memory.casting import castable_layers, enable_layerwise_upcasting
-from finetrainers.memory.checkpointing import set_gradient_checkpointing
+from finetrainers.memory.checkpointing import set_activation_memory
 
 SKIP = MemorySection.model_fields["layerwise_upcasting_skip_modules_pattern"].default
 FP8 = torch.float8_e4m3fn
@@ -69,7 +69,7 @@ def test_frozen_weights_are_stored_in_8_bits_and_gradients_survive(
     names = enable_layerwise_upcasting(
         network, storage_dtype=storage, compute_dtype=torch.bfloat16, skip_modules_pattern=SKIP
     )
-    set_gradient_checkpointing(network, enabled=checkpointing)
+    set_activation_memory(network, "checkpoint" if checkpointing else "none")
     for _ in range(2):  # the second pass starts from weights that were cast back
         output, gradients = run(network, torch.bfloat16, autocast=autocast)
         assert distance([output], [wanted_output]) < bound
@@ -105,7 +105,7 @@ def test_memory_is_saved_only_with_checkpointing(checkpointing: bool) -> None:
     """Cast weights that autograd still holds after forward."""
     network = transformer(torch.bfloat16)
     enable_layerwise_upcasting(network, storage_dtype=FP8, compute_dtype=torch.bfloat16, skip_modules_pattern=SKIP)
-    set_gradient_checkpointing(network, enabled=checkpointing)
+    set_activation_memory(network, "checkpoint" if checkpointing else "none")
     weight = network.transformer_blocks[0].ff.net[2].weight
     held = []
 

@@ -1,18 +1,23 @@
-"""Checkpointing changes what is kept, never a gradient."""
+"""What blocks store is a matter of memory and of computation, never of a gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from every_family import FAMILIES
 from peft import LoraConfig
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetrainers.config.sections import ModelSection
-from finetrainers.memory.checkpointing import set_gradient_checkpointing
+from finetrainers.config.sections import ActivationMemory, ModelSection
+from finetrainers.memory.activation_plan import spread
+from finetrainers.memory.checkpointing import is_attention, set_activation_memory
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
 
@@ -21,10 +26,37 @@ def conditions_of(spec: ModelSpec) -> Conditions:
     return spec.encode_text(spec.load_text_encoders(), ["a red ball", "a dog runs"])
 
 
+class AttentionCalls(TorchDispatchMode):
+    """Counts how often attention runs forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += is_attention(func)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Gradients, how many tensors autograd held in between, and how often attention ran in forward and in backward."""
+
+    gradients: list[torch.Tensor]
+    held: int
+    forward: int
+    backward: int
+
+
 def passes(
-    spec: ModelSpec, conditions: Conditions, *, lora: bool, dropout: float, enabled: bool
-) -> tuple[list[torch.Tensor], int]:
-    """Gradients, and how many tensors autograd held between forward and backward."""
+    spec: ModelSpec,
+    conditions: Conditions,
+    *,
+    lora: bool = True,
+    dropout: float = 0.0,
+    stored: ActivationMemory = "none",
+    share: float | None = None,
+) -> Passes:
     torch.manual_seed(0)
     network = spec.load_transformer(torch.float32)
     x, t = torch.randn(2, network.config.out_channels, 3, 4, 4), torch.tensor([300, 700])
@@ -38,7 +70,7 @@ def passes(
             )
         )
     network.train()
-    set_gradient_checkpointing(network, enabled=enabled)
+    set_activation_memory(network, stored, blocks=spread(spec.block_modules(network), share))
     held = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,11 +78,14 @@ def passes(
         return tensor
 
     torch.manual_seed(3)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        prediction = spec.predict(network, x, t, conditions, VideoMeta(fps=torch.tensor([8.0, 8.0])))
-        loss = prediction.square().mean()
-    weights = [p for p in network.parameters() if p.requires_grad]
-    return [g for g in torch.autograd.grad(loss, weights, allow_unused=True) if g is not None], len(held)
+    for _ in range(2):  # gradients of two micro-batches are added up
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), AttentionCalls() as forward:
+            prediction = spec.predict(network, x, t, conditions, VideoMeta(fps=torch.tensor([8.0, 8.0])))
+            loss = prediction.square().mean()
+        with AttentionCalls() as backward:
+            loss.backward()
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    return Passes(gradients, len(held), forward.number, backward.number)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,23 +95,58 @@ def test_gradients_are_the_same(family: str, tiny_repo: Callable[..., Path]) -> 
     spec = get_family(family).load(section)
     conditions = conditions_of(spec)
     for lora, dropout in ((False, 0.0), (True, 0.0), (True, 0.3)):
-        plain, held_plain = passes(spec, conditions, lora=lora, dropout=dropout, enabled=False)
-        checkpointed, held = passes(spec, conditions, lora=lora, dropout=dropout, enabled=True)
-        assert held < held_plain / 2
-        assert len(plain) == len(checkpointed) > 0
-        for a, b in zip(plain, checkpointed, strict=True):
-            assert torch.equal(a, b)
+        case = {"lora": lora, "dropout": dropout}
+        plain = passes(spec, conditions, **case)
+        checkpointed = passes(spec, conditions, stored="checkpoint", **case)
+        kept = passes(spec, conditions, stored="keep_attention", **case)
+        half = passes(spec, conditions, stored="keep_attention", share=0.5, **case)
+        assert checkpointed.held == kept.held < plain.held / 2
+        assert kept.held < half.held < plain.held
+        assert plain.backward == kept.backward == half.backward == 0
+        # Attention of blocks runs again, that of a text refiner outside of them does not.
+        assert 0 < checkpointed.backward <= checkpointed.forward == kept.forward
+        assert len(plain.gradients) > 0
+        for other in (checkpointed, kept, half):
+            assert len(plain.gradients) == len(other.gradients)
+            for a, b in zip(plain.gradients, other.gradients, strict=True):
+                assert torch.equal(a, b)
 
 
 def test_off_again(tiny_repo: Callable[..., Path]) -> None:
     section = ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")))
     network = get_family("ltx_video").load(section).transformer_on_meta()
-    set_gradient_checkpointing(network, enabled=True)
+    set_activation_memory(network, "checkpoint")
     assert network.is_gradient_checkpointing
-    set_gradient_checkpointing(network, enabled=False)
+    set_activation_memory(network, "none")
     assert not network.is_gradient_checkpointing
 
 
-def test_unsupported_network() -> None:
+def test_what_cannot_work_is_refused(tiny_repo: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="Linear does not support gradient checkpointing"):
-        set_gradient_checkpointing(nn.Linear(2, 2), enabled=True)
+        set_activation_memory(nn.Linear(2, 2), "checkpoint")
+    section = ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")))
+    spec = get_family("ltx_video").load(section)
+    conditions = conditions_of(spec)
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        pytest.raises(ValueError, match=r"no attention operator .*LTXVideoTransformerBl"),
+    ):
+        passes(spec, conditions, stored="keep_attention")
+
+
+class Operator(str):
+    """An operator that has a name only."""
+
+    def name(self) -> str:
+        return str(self)
+
+
+def test_attention_operators_of_every_kernel() -> None:
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::") and "." not in n]
+    found = {name for name in names if is_attention(Operator(name))}
+    assert {f"aten::_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")} <= found
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in found
+    assert not any("backward" in name for name in found)
+    assert "aten::scaled_dot_product_attention" not in found  # it runs one of the others
+    for name in ("flash_attn::_flash_attn_varlen_forward", "_diffusers_flash_attn_3::_flash_attn_forward"):
+        assert is_attention(Operator(name))

@@ -53,7 +53,7 @@ class Published:
             Workload(
                 frozen_bytes=2 * self.params, num_trainable=self.lora, num_blocks=self.blocks, hidden=self.hidden,
                 num_tokens=self.tokens, batch_size=self.batch_size, trainable_bytes=2, optimizer_bytes=4,
-                gradient_checkpointing=self.checkpointing,
+                stored="checkpoint" if self.checkpointing else "none",
                 activations=activations(self.family),
             )
         ).total  # fmt: skip
@@ -191,7 +191,7 @@ def test_by_hand() -> None:
     assert estimate(replace(workload, gradients_stay=False)).parts["gradients"] == 0
     assert estimate(replace(workload, trainable_bytes=2)).parts["autocast copies"] == 0
 
-    eager = estimate(replace(workload, gradient_checkpointing=False))
+    eager = estimate(replace(workload, stored="none"))
     assert eager.parts["activations kept"] == (20 + 22) / 2
     assert eager.parts["one block in backward"] == pytest.approx(8 * 2 / 1024)
     assert eager.total == pytest.approx(5 + 21 + 0.25 + 8 * 2 / 1024)

@@ -10,7 +10,7 @@ from ..geometry import Geometry
 from ..grpo import REWARD_METHODS
 from ..prompts import ValidationPrompt
 from ..root import TrainConfig, fields, sections
-from ..sections import ModelSection
+from ..sections import MemorySection, ModelSection
 from ..values import check_hub_id, split_part
 from .data import check_data
 from .findings import Findings
@@ -117,6 +117,7 @@ def _check_model(config: TrainConfig, facts: Facts, found: Findings) -> None:
         for option in ("text_encoder_2_id", "tokenizer_2_id", "text_encoder_2_dtype"):
             if config.changed(option):
                 found.error(option, f"{config.model.model_name} has one text encoder; remove it")
+    _check_activation_memory(config.memory, found)
     if config.memory.layerwise_upcasting_modules and config.training.training_type != "lora":
         found.error("layerwise_upcasting_modules", "stores frozen weights in 8 bits, so it needs --training_type lora")
     if model.transformer_dtype.startswith("float8"):
@@ -125,6 +126,14 @@ def _check_model(config: TrainConfig, facts: Facts, found: Findings) -> None:
             f"{model.transformer_dtype} cannot compute; use bf16 and --layerwise_upcasting_modules transformer, "
             "which stores the frozen weights in 8 bits",
         )
+
+
+def _check_activation_memory(memory: MemorySection, found: Findings) -> None:
+    if memory.activation_memory != "none":
+        return
+    for other in ("gradient_checkpointing", "selective_checkpointing"):
+        if getattr(memory, other):
+            found.error("activation_memory", f"none stores all activations, and --{other} recomputes them; drop one")
 
 
 def _check_parts(model: ModelSection, facts: Facts, found: Findings) -> None:

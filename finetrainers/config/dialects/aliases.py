@@ -78,7 +78,6 @@ class _Theirs(Section):
     vq_coef: float = Field(1.0, description="reward")
     mq_coef: float = Field(0.0, description="reward")
     sampler_seed: Any = Field(None, description="seed")
-    selective_checkpointing: float | None = Field(None, description="gradient_checkpointing")
     use_cpu_offload: bool = Field(False, description="use_cpu_offload_optimizer")
     master_weight_type: Literal["fp32", "bf16"] | None = Field(None, description="master_weights")
     use_group: bool = True
@@ -232,14 +231,6 @@ class _Translation:
         if theirs.master_weight_type is not None:
             ours = {"fp32": "fp32", "bf16": "stochastic_rounding"}[theirs.master_weight_type]
             given.put("master_weights", ours, "master_weight_type")
-        fraction = theirs.selective_checkpointing
-        if fraction is not None and given.values.get("gradient_checkpointing") is None:
-            given.put("gradient_checkpointing", fraction > 0, "selective_checkpointing")
-        if fraction is not None and 0 < fraction < 1:
-            given.notes.append(
-                f"selective_checkpointing {fraction:g}: a share of the blocks in DanceGRPO, all of them here, which "
-                "takes less memory and more time"
-            )
         if theirs.use_cpu_offload and given.values.get("fsdp") is not None:
             given.put("fsdp_cpu_offload", True, "use_cpu_offload")
         elif theirs.use_cpu_offload and launched_processes() == 1:

@@ -54,6 +54,14 @@ def findings(family=FLOW, **options):
             "the scheduler of m needs at least 2, got 1",
         ),
         ({"eval_steps": 5}, "set --eval_num_items"),
+        (
+            {"activation_memory": "none", "gradient_checkpointing": True},
+            "none stores all activations, and --gradient_ch",
+        ),
+        (
+            {"activation_memory": "none", "selective_checkpointing": 0.3},
+            "and --selective_checkpointing recomputes them",
+        ),
         ({"sp_size": 2}, "2 processes cannot share one clip yet (sequence parallelism)"),
         ({"fsdp": "full", "deepspeed": True}, "both split the network"),
         ({"fsdp_group_size": 2}, "groups are for --fsdp hybrid"),

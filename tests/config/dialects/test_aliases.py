@@ -270,9 +270,9 @@ def test_switches_take_a_word_too():
 def test_memory_options(monkeypatch):
     config = load(use_cpu_offload=True, selective_checkpointing=1.0, master_weight_type="bf16")
     assert config.optimizer.use_cpu_offload_optimizer
-    assert config.memory.gradient_checkpointing
+    assert (config.memory.stored, config.memory.selective_checkpointing) == ("checkpoint", 1.0)
     assert config.training.master_weights == "stochastic_rounding"
-    assert not load(selective_checkpointing=0).memory.gradient_checkpointing
+    assert load(selective_checkpointing=0.3).memory.selective_checkpointing == 0.3
     assert load(master_weight_type="fp32").training.master_weights == "fp32"
     monkeypatch.setenv("WORLD_SIZE", "6")
     [problem] = problems(use_cpu_offload=True)
@@ -304,10 +304,9 @@ def test_another_place_of_the_vae_counts():
 
 def test_what_is_not_quite_the_same_is_said_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="finetrainers"):
-        load(bestofn=4, selective_checkpointing=0.3, sampler_seed=1, seed=2)
+        load(bestofn=4, sampler_seed=1, seed=2)
     text = caplog.text
     assert text.count("bestofn: these are DanceGRPO's names") == 1
-    assert "selective_checkpointing 0.3" in text
     assert "sampler_seed 1" in text
     caplog.clear()
     load(bestofn=4, grpo_preset="dancegrpo")
