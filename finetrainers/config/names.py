@@ -13,6 +13,7 @@ from difflib import get_close_matches
 
 from finetrainers.utils.text import quoted, shortened
 
+from .attention import backend_name
 from .errors import Problem
 from .given import Given
 from .root import fields, former_names, split_name
@@ -51,6 +52,7 @@ _SAME = {
     "train_steps": "max_train_steps max_steps num_train_steps total_steps num_steps steps max_iterations max_iters",
     "train_epochs": "num_train_epochs max_train_epochs num_epochs epochs",
     "gradient_accumulation_steps": "gradient_accumulation grad_accum grad_accumulation_steps accumulation_steps",
+    "attn_backend": "attn_provider_training attention_backend attn_implementation",
     "gradient_checkpointing": "enable_gradient_checkpointing use_gradient_checkpointing activation_checkpointing "
     "enable_activation_checkpointing",
     "checkpointing_steps": "save_every save_every_n_steps save_steps save_interval checkpoint_steps "
@@ -87,9 +89,9 @@ _SAME = {
 }
 #: Names that mean the same as one of ours, to that one; those of our own earlier versions, too.
 SAME = names_of(_SAME) | former_names()
-#: Names whose meaning depends on other options: Open-Sora's, and ours of earlier versions, when DiffusionNFT was
-#: `--method grpo --rl_algorithm nft`.
-DEPENDENT = ("start_from_scratch", "rl_algorithm")
+#: Names whose meaning depends on other options: Open-Sora's, those of later releases of these scripts, and ours of earlier
+#: versions, when DiffusionNFT was `--method grpo --rl_algorithm nft`.
+DEPENDENT = ("start_from_scratch", "rl_algorithm", "attn_provider_inference")
 
 #: What to do instead, and the names that are no option here.
 _INSTEAD = {
@@ -131,9 +133,9 @@ _INSTEAD = {
     "use --training_type full-finetune --master_weights stochastic_rounding": "full_bf16 full_fp16",
     "use --mixed_precision bf16 or fp16": "bf16 fp16",
     "use --transformer_dtype, --vae_dtype and --text_encoder_dtype": "dtype weight_dtype torch_dtype",
-    "attention is PyTorch's own, which chooses the fastest kernel; leave it out":
+    "PyTorch's own attention is the default; --attn_backend flash, _flash_3_hub or xformers chooses another":
         "xformers sdpa flash_attn flash3 sage_attn split_attn mem_eff_attn attn_mode attention_mechanism "
-        "enable_xformers_memory_efficient_attention attn_provider_training",
+        "enable_xformers_memory_efficient_attention",
     "blocks are not swapped; use --gradient_checkpointing and --layerwise_upcasting_modules transformer, or --fsdp "
     "full --fsdp_cpu_offload": "blocks_to_swap block_swap block_to_swap num_blocks_to_swap",
     "--gradient_checkpointing recomputes activations, and none are moved to the CPU":
@@ -203,6 +205,11 @@ VALUES = {
         "adamw-torchao-4bit": "adamw4bit",
         "adamw-torchao-fp8": "adamwfp8",
         "prodigy": "prodigyopt",
+    }),
+    "attn_backend": names_of({
+        "native": "sdpa torch",
+        "flash": "flash_attn flash_attention_2 flash2",
+        "_flash_3_hub": "flash3 flash_3 flash_attention_3",
     }),
     "training_type": names_of({"full-finetune": "full full_finetune"}),
     "mixed_precision": names_of({"no": "fp32 none", "bf16": "bfloat16", "fp16": "float16"}),
@@ -274,6 +281,7 @@ def translate_names(given: Given, *, others: Container[str]) -> None:
 
 def translate_dependent(given: Given) -> None:
     """Replace the names of `DEPENDENT`, when the options of all places are known."""
+    _translate_sampled(given)
     values, where = given.values, given.where
     scratch, algorithm, method = (
         values.get("start_from_scratch"),
@@ -297,3 +305,20 @@ def translate_dependent(given: Given) -> None:
         given.notes.append(f"{where['rl_algorithm']} nft is --method nft now")
     elif algorithm == "nft" and method != "nft":
         given.refuse("rl_algorithm", "nft is a method of its own; give --method nft, or leave it out")
+
+
+def _translate_sampled(given: Given) -> None:
+    """Accept an attention backend of samples that is that of training; they have no other here."""
+    name, values = "attn_provider_inference", given.values
+    if name not in values:
+        return
+    trained = values.get("attn_backend") or "auto"
+    try:
+        is_same = backend_name(values[name]) == backend_name(trained)
+    except ValueError:
+        is_same = False
+    if is_same:
+        del values[name]
+        return
+    message = f"samples have the attention backend of training, --attn_backend, which is {trained}; leave it out"
+    given.refuse(name, message)

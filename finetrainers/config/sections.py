@@ -11,8 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr
 
+from .attention import AttnBackendName, backend_name
 from .base import Section
 from .option import option
 from .values import (
@@ -79,6 +80,9 @@ class ModelSection(Section):
         "supported family has one.", resume="free", encodes="text")
     transformer_dtype: DType = option("bf16", "Dtype of the frozen transformer weights and of the network's inputs. "
         "Trained weights have that of `master_weights`.", resume="free")
+    attn_backend: Annotated[AttnBackendName, BeforeValidator(backend_name)] = option("auto", "Attention backend of the "
+        "transformer's blocks, by diffusers' name, in training and in samples. Attention with a mask keeps PyTorch's "
+        "(`native`) where the backend takes none. `auto` is PyTorch's own choice of a kernel.", resume="free")
     vae_dtype: DType = option("bf16", "Weight dtype of the VAE.", resume="free", encodes="vae")
     part: list[PartChoice] = option([], "Replacement for a frozen part that has no options of its own, and its dtype: "
         "`NAME=PLACE`, `NAME=PLACE,DTYPE` or `NAME=,DTYPE`, for example `image_encoder=someone/model,fp32`.",

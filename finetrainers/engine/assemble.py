@@ -44,6 +44,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
     print_line(parallel.describe())
     check_restorable(start, parallel)
     spec = checked.family.load(config.model)
+    spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
     method_spec(config).check(plan, config, spec=spec)
     scheduler = spec.load_scheduler()
     process = spec.process(scheduler)

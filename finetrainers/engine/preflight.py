@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.attention import attention_problems
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.checks.options import check_config
 from finetrainers.config.errors import ConfigError, Problem
@@ -24,6 +25,7 @@ from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.backends import backend_problem
+from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import Planner, method_names, method_spec, plan_work
 from finetrainers.methods.spec import MethodSpec, WorkPlan
 from finetrainers.models.registry import Family, get_family, with_family
@@ -201,9 +203,13 @@ def _check_options(
 ) -> None:
     """The options among each other, with the method and on this device; and the faults that were asked for."""
     rules = check_config(config, facts=facts, prompts=prompts)
-    errors, warnings = optimizer_problems(config, device_type=likely_device_type(), num_processes=launched_processes())
-    found.errors += [*rules.errors, *([] if method is None else method.problems(config)), *errors]
-    found.warnings += [*rules.warnings, *warnings]
+    device = likely_device_type()
+    errors, warnings = optimizer_problems(config, device_type=device, num_processes=launched_processes())
+    wrong, notes = attention_problems(
+        config.model.attn_backend, device_type=device, dtype_bytes=computed_bytes(config), compiles=False
+    )
+    found.errors += [*rules.errors, *([] if method is None else method.problems(config)), *errors, *wrong]
+    found.warnings += [*rules.warnings, *warnings, *notes]
     asked = os.environ.get(faults.ENVIRONMENT, "")
     with _noted(found, faults.ENVIRONMENT):
         if faults.parse_faults(asked):  # so that nobody forgets the variable

@@ -21,6 +21,8 @@ from diffusers import (
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
 )
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
+from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 from transformers import T5EncoderModel, T5Tokenizer
 
@@ -28,6 +30,7 @@ from finetrainers.config.facts import Activations
 from finetrainers.diffusion.process import Process, VariancePreserving
 
 from . import common
+from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .spec import ModelSpec
@@ -36,6 +39,39 @@ logger = logging.getLogger(__name__)
 
 #: What the pipelines pass to checkpoints with an `ofs` embedding (1.5 image to video).
 OFS = 2.0
+
+
+class CogVideoXAttnProcessor(CogVideoXAttnProcessor2_0):
+    """diffusers' attention, which calls PyTorch's own function, by a backend of one's choice."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        assert attention_mask is None, "the network gives none"
+        text = encoder_hidden_states.shape[1]
+        joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        query, key, value = (
+            one(joint).unflatten(2, (attn.heads, -1)).transpose(1, 2) for one in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        if attn.norm_q is not None:
+            query = attn.norm_q(query)
+        if attn.norm_k is not None:
+            key = attn.norm_k(key)
+        if image_rotary_emb is not None:
+            query[:, :, text:] = apply_rotary_emb(query[:, :, text:], image_rotary_emb)
+            key[:, :, text:] = apply_rotary_emb(key[:, :, text:], image_rotary_emb)
+        found = self.attend(*(one.transpose(1, 2) for one in (query, key, value))).flatten(2, 3)
+        found = attn.to_out[1](attn.to_out[0](found))
+        return found[:, text:], found[:, :text]
 
 
 class CogVideoXSpec(ModelSpec):
@@ -58,6 +94,7 @@ class CogVideoXSpec(ModelSpec):
         ),
     }
     vae_pixel_bytes, vae_frames_at_once = 3830, 12
+    attention_processor = CogVideoXAttnProcessor
 
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]

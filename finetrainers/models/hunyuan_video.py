@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
 from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, LlamaModel, LlamaTokenizerFast
@@ -23,6 +24,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, LlamaModel, LlamaTokenize
 from finetrainers.config.facts import Activations
 
 from . import common
+from .attention import Attend, set_processors
 from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .spec import ModelSpec
@@ -32,6 +34,56 @@ TRAINING_GUIDANCE = 1.0
 
 #: Both embedders expect their scalars, the noise level and the guidance scale, in thousandths.
 EMBEDDING_SCALE = 1000.0
+
+
+class HunyuanAttnProcessor(HunyuanVideoAttnProcessor2_0):
+    """diffusers' attention by a backend of one's choice, without a mask at batch size 1 (as `_UnmaskedAtBatchOne`)."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        text, mask = encoder_hidden_states, None if hidden_states.shape[0] == 1 else attention_mask
+        assert text is not None, "both kinds of blocks give the text"
+        if attn.add_q_proj is None:  # one set of weights for both, in single blocks
+            query, key, value = _heads(attn, torch.cat([hidden_states, text], dim=1), ("to_q", "to_k", "to_v"))
+        else:
+            query, key, value = _heads(attn, hidden_states, ("to_q", "to_k", "to_v"))
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if image_rotary_emb is not None:
+            query, key = (_rotated(one, image_rotary_emb, hidden_states.shape[1]) for one in (query, key))
+        if attn.add_q_proj is not None:
+            more = _heads(attn, text, ("add_q_proj", "add_k_proj", "add_v_proj"))
+            query = torch.cat([query, attn.norm_added_q(more[0])], dim=1)
+            key = torch.cat([key, attn.norm_added_k(more[1])], dim=1)
+            value = torch.cat([value, more[2]], dim=1)
+        found = self.attend(query, key, value, mask).flatten(2, 3).to(query.dtype)
+        video, text = found[:, : hidden_states.shape[1]], found[:, hidden_states.shape[1] :]
+        if getattr(attn, "to_out", None) is not None:
+            video = attn.to_out[1](attn.to_out[0](video))
+        if getattr(attn, "to_add_out", None) is not None:
+            text = attn.to_add_out(text)
+        return video, text
+
+
+def _heads(attn: Any, x_BSD: Tensor, projections: tuple[str, ...]) -> list[Tensor]:
+    """Projections of tokens, `[B, S, H, D]` each."""
+    return [getattr(attn, name)(x_BSD).unflatten(2, (attn.heads, -1)) for name in projections]
+
+
+def _rotated(x_BSHD: Tensor, rotary: tuple[Tensor, Tensor], video: int) -> Tensor:
+    """Queries or keys with positions of the video's tokens, which come first."""
+    if x_BSHD.shape[1] == video:
+        return apply_rotary_emb(x_BSHD, rotary, sequence_dim=1)
+    return torch.cat([apply_rotary_emb(x_BSHD[:, :video], rotary, sequence_dim=1), x_BSHD[:, video:]], dim=1)
 
 
 class HunyuanVideoSpec(ModelSpec):
@@ -55,6 +107,7 @@ class HunyuanVideoSpec(ModelSpec):
         "full-finetune": Activations(kept=(37.5, 32.5), outside=24.8, checkpointed=1.01, forward=30.2, backward=42.6),
     }
     vae_pixel_bytes, vae_frames_at_once = 2340, 17
+    attention_processor = HunyuanAttnProcessor
 
     def load_text_encoders(self) -> Parts:
         """LLaMA and CLIP with their tokenizers.
@@ -72,14 +125,10 @@ class HunyuanVideoSpec(ModelSpec):
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
         """The transformer, set up to run without attention masks where it can."""
-        transformer = super().load_transformer(dtype, folder=folder)
-        run_without_masks(transformer)
-        return transformer
+        return run_without_masks(super().load_transformer(dtype, folder=folder))
 
     def transformer_on_meta(self) -> nn.Module:
-        transformer = super().transformer_on_meta()
-        run_without_masks(transformer)
-        return transformer
+        return run_without_masks(super().transformer_on_meta())
 
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
@@ -179,16 +228,18 @@ class _UnmaskedAtBatchOne(HunyuanVideoAttnProcessor2_0):
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
 
 
-def run_without_masks(transformer: Any) -> None:
-    """Make a `HunyuanVideoTransformer3DModel` trim its text and pass no mask to attention at batch size 1.
+def run_without_masks(transformer: Any) -> Any:
+    """Make a `HunyuanVideoTransformer3DModel` trim its text and pass no mask to attention at batch size 1, and give it back.
 
     Every way of calling it is covered (training, the pipeline, wrappers, recomputation in gradient checkpointing),
     since the parts are a forward hook of the network, one of its text refiner, and attention processors.
     """
     transformer.register_forward_pre_hook(_trim_text, with_kwargs=True)
     transformer.context_embedder.register_forward_pre_hook(_drop_refiner_mask)
-    for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks):
-        block.attn.set_processor(_UnmaskedAtBatchOne())
+    blocks = (*transformer.transformer_blocks, *transformer.single_transformer_blocks)
+    if not any(isinstance(block.attn.processor, HunyuanAttnProcessor) for block in blocks):
+        set_processors(blocks, _UnmaskedAtBatchOne())
+    return transformer
 
 
 def _trim_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:

@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline, LTXPipeline, LTXVideoTransformer3DModel
+from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor, apply_rotary_emb
 from torch import Tensor, nn
 from transformers import T5EncoderModel, T5TokenizerFast
 
 from finetrainers.config.facts import Activations
 
 from . import common
+from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .spec import ModelSpec
@@ -27,6 +29,34 @@ _MAX_PROMPT_TOKENS = 128
 _TIMESTEPS = 1000.0
 _DECODE_SEED = 0
 _STATISTICS = ("latents_mean", "latents_std")
+
+
+class LTXAttnProcessor(LTXVideoAttnProcessor):
+    """diffusers' attention, by a backend of one's choice."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        if attention_mask is not None:
+            attention_mask = attn.prepare_attention_mask(attention_mask, source.shape[1], source.shape[0])
+            attention_mask = attention_mask.view(source.shape[0], attn.heads, -1, attention_mask.shape[-1])
+        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source))
+        value = attn.to_v(source)
+        if image_rotary_emb is not None:
+            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+        query, key, value = (one.unflatten(2, (attn.heads, -1)) for one in (query, key, value))
+        found = self.attend(query, key, value, attention_mask).flatten(2, 3).to(query.dtype)
+        return attn.to_out[1](attn.to_out[0](found))
 
 
 class LTXVideoSpec(ModelSpec):
@@ -43,6 +73,7 @@ class LTXVideoSpec(ModelSpec):
         "transformer": LTXVideoTransformer3DModel,
     }
     pipeline_class, image_pipeline_class = LTXPipeline, LTXImageToVideoPipeline
+    attention_processor = LTXAttnProcessor
     activations: ClassVar = {
         "lora": Activations(kept=(28.5,), outside=10.2, checkpointed=1.0, forward=18.7, backward=41.4, attention=2.06),
         "full-finetune": Activations(

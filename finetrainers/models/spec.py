@@ -19,13 +19,15 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from finetrainers.config.errors import Problem
+from finetrainers.config.attention import AUTO
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Activations, Configs, Facts, Read, is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching, Process
 from finetrainers.diffusion.schedule import sampling_times
 
 from . import common, saving
+from .attention import Attend, check_backend, set_processors
 from .batch import (
     Batch,
     Conditions,
@@ -84,6 +86,8 @@ class ModelSpec(ABC):
     image_pipeline_class: Any = None
     #: Names of the transformer's repeated block lists: for checkpointing, wrapping, compiling, and the memory estimate.
     blocks: tuple[str, ...] = ("transformer_blocks",)
+    #: Class of the processor that runs the attention of blocks by a chosen backend (`--attn_backend`); None: the family has none.
+    attention_processor: type[Any] | None = None
     #: Memory of activations, by `training_type`. The defaults lie between those of the families here.
     activations: ClassVar[Mapping[str, Activations]] = {
         "lora": Activations(kept=(22.0,), outside=10.0, checkpointed=1.0, forward=18.0, backward=36.0),
@@ -180,7 +184,8 @@ class ModelSpec(ABC):
             ValueError: the checkpoint is of a kind that the family does not train.
         """
         part = self.facts.trained
-        return common.load_network(self.parts[part], self.config, part, {"torch_dtype": dtype}, folder=folder)
+        network = common.load_network(self.parts[part], self.config, part, {"torch_dtype": dtype}, folder=folder)
+        return self._with_attention(network)
 
     def load_scheduler(self) -> Any:
         """The checkpoint's own scheduler."""
@@ -188,7 +193,30 @@ class ModelSpec(ABC):
 
     def transformer_on_meta(self) -> nn.Module:
         """The network that is trained without weights (meta device), for dry runs."""
-        return common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained)
+        return self._with_attention(common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained))
+
+    def _with_attention(self, network: nn.Module) -> nn.Module:
+        """The network, with the configured attention backend in its blocks."""
+        if self.config.attn_backend != AUTO:
+            assert self.attention_processor is not None, "see `check_attention`"
+            set_processors(self.block_modules(network), self.attention_processor(Attend(self.config.attn_backend)))
+        return network
+
+    def check_attention(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Try the configured attention backend, before anything is loaded.
+
+        Raises:
+            ConfigError: it does not work on this device, or the family's attention has no choice.
+        """
+        name = self.config.attn_backend
+        if name == AUTO:
+            return
+        if self.attention_processor is None:
+            message = f"{name}: the attention of {self.name} has no choice of a backend; leave it out"
+            raise ConfigError([Problem("--attn_backend", message)])
+        if name != "native":
+            head_dim = self.configs[self.facts.trained].get("attention_head_dim", 64)
+            check_backend(name, device=device, dtype=dtype, head_dim=head_dim)
 
     @cached_property
     def companions(self) -> Parts:

@@ -1,0 +1,162 @@
+"""Attention backends by name: what each needs, what it can do, and which runs can use it. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Literal
+
+from packaging.version import Version
+
+from .errors import Problem
+
+AttnBackendName = Literal[
+    "auto", "native", "_native_flash", "_native_efficient", "_native_cudnn", "_native_math",
+    "flash", "flash_hub", "flash_varlen", "flash_varlen_hub",
+    "_flash_3", "_flash_3_hub", "_flash_varlen_3", "_flash_3_varlen_hub", "flash_4_hub",
+    "flex", "xformers",
+]  # fmt: skip
+#: The value that leaves the network as diffusers builds it.
+AUTO = "auto"
+#: By which diffusers is told a default for the whole process.
+ENVIRONMENT = "DIFFUSERS_ATTN_BACKEND"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What an attention backend needs, and what it can do.
+
+    Attributes:
+        module: the package that must be installed; None: it is a part of PyTorch.
+        distribution: its name, and the oldest version.
+        install: how to install it.
+        on_cpu: whether it also runs on a CPU.
+        any_dtype: whether it takes other inputs than bf16 and fp16.
+        masks: which it takes: none, boolean ones over keys, or any.
+        casts: whether autocast casts its inputs, as it does those of PyTorch's own function.
+        one_graph: whether torch.compile traces it without a graph break.
+        fuses_compiled: whether it stores the scores of all pairs of tokens unless it is compiled.
+    """
+
+    module: str | None = None
+    distribution: tuple[str, str] = ("", "0")
+    install: str = ""
+    on_cpu: bool = False
+    any_dtype: bool = False
+    masks: Literal["none", "bool", "any"] = "none"
+    casts: bool = False
+    one_graph: bool = True
+    fuses_compiled: bool = False
+
+    @property
+    def missing(self) -> str | None:
+        """What is not installed, or too old, and how to install it; None: nothing."""
+        if self.module is None:
+            return None
+        name, oldest = self.distribution
+        if find_spec(self.module) is None:
+            return f"needs {name}, which is not installed: {self.install}"
+        try:
+            found = version(name)
+        except PackageNotFoundError:  # built from source under another name
+            return None
+        return None if Version(found) >= Version(oldest) else f"needs {name} {oldest}, got {found}: {self.install}"
+
+
+def _torch(**more: object) -> Backend:
+    return Backend(casts=True, **more)  # type: ignore[arg-type]
+
+
+def _flash_2(**more: object) -> Backend:
+    install = "pip install flash-attn --no-build-isolation"
+    return Backend("flash_attn", ("flash-attn", "2.6.3"), install, **more)  # type: ignore[arg-type]
+
+
+def _flash_3(**more: object) -> Backend:
+    install = "build it from the folder hopper of Dao-AILab/flash-attention, or use _flash_3_hub"
+    return Backend("flash_attn_interface", ("flash_attn_3", "3.0.0b1"), install, **more)  # type: ignore[arg-type]
+
+
+def _hub(oldest: str = "0.12", **more: object) -> Backend:
+    return Backend("kernels", ("kernels", oldest), f"pip install 'kernels>={oldest}'", **more)  # type: ignore[arg-type]
+
+
+#: Backends that training can use, by diffusers' names.
+BACKENDS: dict[str, Backend] = {
+    "native": _torch(on_cpu=True, any_dtype=True, masks="any"),
+    "_native_flash": _torch(on_cpu=True),
+    "_native_efficient": _torch(any_dtype=True, masks="any"),
+    "_native_cudnn": _torch(),
+    "_native_math": _torch(on_cpu=True, any_dtype=True, masks="any"),
+    "flash": _flash_2(),
+    "flash_hub": _hub(),
+    # They pack the sequences of a batch, for which they read its lengths on the host.
+    "flash_varlen": _flash_2(masks="bool", one_graph=False),
+    "flash_varlen_hub": _hub(masks="bool", one_graph=False),
+    "_flash_3": _flash_3(),
+    "_flash_3_hub": _hub(),
+    "_flash_varlen_3": _flash_3(masks="bool", one_graph=False),
+    "_flash_3_varlen_hub": _hub(masks="bool", one_graph=False),
+    "flash_4_hub": _hub("0.12.3"),
+    "flex": Backend(any_dtype=True, fuses_compiled=True),
+    "xformers": Backend("xformers", ("xformers", "0.0.29"), "pip install xformers", any_dtype=True),
+}
+
+
+def backend_name(given: object) -> object:
+    """A name as `attn_backend` takes it, from one as diffusers or finetrainers' later releases write it.
+
+    These choose by part, as `transformer:flash`, or as a list of such choices.
+
+    Raises:
+        ValueError: another part's attention, or a backend that cannot train.
+    """
+    if isinstance(given, (list, tuple)) and len(given) == 1:
+        given = given[0]
+    if not isinstance(given, str):
+        return given
+    part, colon, name = given.rpartition(":")
+    if colon and part != "transformer":
+        raise ValueError(f"{given!r}: only the attention of the transformer is chosen; give the backend alone")
+    name = name.lower()
+    if name.lstrip("_").startswith(("sage", "aiter")):
+        raise ValueError(f"{name} has no backward pass, so nothing below it would learn; use flash or _flash_3_hub")
+    if name in ("_native_npu", "_native_xla"):
+        raise ValueError(f"{name} is for a device that is not supported here; use native")
+    return name
+
+
+def attention_problems(
+    name: str, *, device_type: str, dtype_bytes: int, compiles: bool
+) -> tuple[list[Problem], list[str]]:
+    """Errors and warnings of a choice of `attn_backend`.
+
+    Args:
+        name: of the backend.
+        device_type: where the run trains.
+        dtype_bytes: bytes of a number in the dtype that the network computes in.
+        compiles: whether blocks are compiled.
+    """
+    default = os.environ.get(ENVIRONMENT, "native").lower()
+    if name == AUTO:
+        text = f"{ENVIRONMENT}={default} chooses the attention of every network in the process; use --attn_backend"
+        return [], [] if default == "native" else [text]
+    problems = _problems(name, BACKENDS[name], device_type=device_type, dtype_bytes=dtype_bytes, compiles=compiles)
+    return [Problem("--attn_backend", f"{name} {problem}") for problem in problems], []
+
+
+def _problems(name: str, backend: Backend, *, device_type: str, dtype_bytes: int, compiles: bool) -> Iterator[str]:
+    if device_type == "cpu" and not backend.on_cpu:
+        yield "needs a CUDA GPU, and this run trains on the CPU; use native"
+    elif backend.missing is not None:
+        yield backend.missing
+    if device_type != "cpu" and dtype_bytes > 2 and not backend.any_dtype:
+        yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native"
+    if backend.fuses_compiled and not compiles:
+        yield "stores the scores of all pairs of tokens unless it is compiled; add --compile regional"
+    if compiles and not backend.one_graph:
+        plain = name.replace("_varlen", "")
+        yield f"reads sequence lengths on the host, which breaks a compiled block; use {plain}, or leave out --compile"
