@@ -140,8 +140,10 @@ _INSTEAD = {
     "full --fsdp_cpu_offload": "blocks_to_swap block_swap block_to_swap num_blocks_to_swap",
     "--gradient_checkpointing recomputes activations, and none are moved to the CPU":
         "gradient_checkpointing_cpu_offload",
-    "--layerwise_upcasting_modules transformer stores the frozen weights in 8 bits":
-        "fp8_base fp8_scaled fp8_llm fp8 quantize quantize_te quantization base_model_precision",
+    "--quantize_frozen int8, fp8 or nf4 stores the frozen weights in 8 or 4 bits":
+        "fp8_base fp8_scaled fp8 quantize quantization base_model_precision load_in_8bit load_in_4bit qlora",
+    "--text_encoder_dtype float8_e4m3fn stores the text encoder in 8 bits":
+        "fp8_llm quantize_te quantize_text_encoder load_text_encoder_in_8bit",
     "docs/how-to/memory.md says which options save memory; --gradient_checkpointing is the first":
         "lowram lowvram low_vram highvram medvram",
     "networks are not compiled; leave it out": "compile torch_compile compile_with_inductor dynamo_backend",

@@ -337,6 +337,13 @@ class MemorySection(Section):
         ["patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm"],
         "Regular expressions of module names that layerwise upcasting skips, since they are small and sensitive.",
         resume="free", needs="layerwise_upcasting_modules=transformer", former_table="model")
+    quantize_frozen: Literal["none", "int8", "fp8", "nf4"] = option("none", "Quantize the frozen linear layers of the "
+        "transformer, and train the LoRA over them (QLoRA). `int8` and `fp8` have a scale for each row, `nf4` "
+        "(bitsandbytes, CUDA only) one for each 64 weights. Unlike layerwise upcasting it saves memory without "
+        "`gradient_checkpointing` too.", resume="free")
+    quantize_skip_modules: list[Expression] = option([], "Regular expressions of module names that are not quantized. "
+        "The default is the family's own list: embedders, norms and modulation.", resume="free",
+        needs="quantize_frozen=int8|fp8|nf4")
     oom_retry: Literal["auto", "on", "off"] = option("auto", "On OOM, retry the step with smaller micro-batches; the "
         "accumulated gradient is unchanged. Under DDP, gradients are then reduced after the backward pass instead of "
         "during it, so `auto` is off for full finetuning there.", resume="free", former_table="training")

@@ -103,7 +103,7 @@ def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr
     config = checked.config
     with loading(checked, "transformer"):
         return parallel.prepare(
-            lambda: load_trainable_transformer(checked, spec, trainable_dtype(config)),
+            lambda: load_trainable_transformer(checked, spec, trainable_dtype(config), device=parallel.device),
             lambda parameters: create_optimizer(
                 parameters,
                 config=config.optimizer,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from finetrainers.config.checks.options import quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
@@ -45,6 +46,7 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
         updates_parts=parallel.updates_shards,
     )
     yield from errors
+    yield from quantization_problems(config, device_type=parallel.device.type)
     training = config.training
     if training.on_nonfinite == "rollback" and not parallel.weights_are_plain:
         message = "weights that the strategy splits cannot be put back within a run; use DDP, or raise and resume"
@@ -74,3 +76,8 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     if config.memory.layerwise_upcasting_modules and not parallel.weights_are_whole:
         message = "8-bit storage changes weights in place, and this strategy splits them; use DDP or DeepSpeed ZeRO-2"
         yield Problem("--layerwise_upcasting_modules", message)
+    if config.memory.quantize_frozen != "none" and not parallel.takes_integer_weights:
+        message = (
+            "ZeRO-3 splits floating-point weights alone; use --fsdp full, which splits quantized ones too, or ZeRO-2"
+        )
+        yield Problem("--quantize_frozen", message)

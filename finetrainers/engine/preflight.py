@@ -12,7 +12,7 @@ from typing import Any
 
 from finetrainers.config.attention import attention_problems
 from finetrainers.config.checks.findings import Findings
-from finetrainers.config.checks.options import check_config
+from finetrainers.config.checks.options import check_config, quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
@@ -209,6 +209,7 @@ def _check_options(
         config.model.attn_backend, device_type=device, dtype_bytes=computed_bytes(config), compiles=False
     )
     found.errors += [*rules.errors, *([] if method is None else method.problems(config)), *errors, *wrong]
+    found.errors += quantization_problems(config, device_type=device)
     found.warnings += [*rules.warnings, *warnings, *notes]
     asked = os.environ.get(faults.ENVIRONMENT, "")
     with _noted(found, faults.ENVIRONMENT):

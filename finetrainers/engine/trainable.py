@@ -18,6 +18,7 @@ from finetrainers.config.sections import TrainingSection
 from finetrainers.memory.activation_plan import spread
 from finetrainers.memory.casting import enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.memory.quantization import quantize_frozen, summary
 from finetrainers.models.registry import build_tiny
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.utils.faults import fault_point
@@ -26,6 +27,7 @@ from finetrainers.utils.text import nearest
 
 from .initial_weights import LORA_FILE, check_lora, is_expression, is_target, without_part
 from .preflight import Preflight, named_as_given
+from .start_report import print_line
 from .state import TrainState
 
 
@@ -36,8 +38,16 @@ def trainable_dtype(config: TrainConfig) -> torch.dtype:
     return torch.float32 if config.training.master_weights == "fp32" else torch.bfloat16
 
 
-def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
+def load_trainable_transformer(
+    checked: Preflight, spec: ModelSpec, dtype: torch.dtype, *, device: torch.device | None = None
+) -> nn.Module:
     """The transformer with what is trained attached, resumed or initial weights included, ready to be wrapped.
+
+    Args:
+        checked: the run.
+        spec: of the model.
+        dtype: of the weights as they are loaded.
+        device: quantizes frozen weights, layer by layer; default: the CPU.
 
     Raises:
         ConfigError: a LoRA target matches nothing, or a LoRA to start from does not fit.
@@ -66,9 +76,24 @@ def load_trainable_transformer(checked: Preflight, spec: ModelSpec, dtype: torch
             compute_dtype=dtype,
             skip_modules_pattern=config.memory.layerwise_upcasting_skip_modules_pattern,
         )
+    if config.memory.quantize_frozen != "none":
+        _quantize(transformer, config, spec, device)
     blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
     set_activation_memory(transformer, config.memory.stored, blocks=blocks)
     return transformer
+
+
+def _quantize(transformer: nn.Module, config: TrainConfig, spec: ModelSpec, device: torch.device | None) -> None:
+    """Quantize the frozen weights in place, and say how large the rounding errors are."""
+    kind, num_weights = config.memory.quantize_frozen, sum(p.numel() for p in transformer.parameters())
+    assert kind != "none"
+    skip = config.memory.quantize_skip_modules or spec.unquantized
+    try:
+        layers = quantize_frozen(transformer, kind, skip=skip, device=device)
+    except ValueError as error:
+        raise ConfigError([Problem("--quantize_skip_modules", str(error))]) from None
+    for line in summary(layers, kind, of=num_weights):
+        print_line(line)
 
 
 def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn.Module:

@@ -59,6 +59,8 @@ SWITCHES: tuple[Switch, ...] = (
         "one more forward pass, without attention", 20,
     ),
     Switch({"gradient_checkpointing": True}, "one more forward pass: a third more computation", 33, 33),
+    Switch({"quantize_frozen": "int8"}, "frozen weights are rounded to int8, and dequantized for every use", 34),
+    Switch({"quantize_frozen": "nf4"}, "frozen weights are rounded to 4 bits, and dequantized for every use", 60),
     Switch(
         {"layerwise_upcasting_modules": ["transformer"]}, "frozen weights are rounded to 8 bits, a cast per layer", 35,
         needs={"gradient_checkpointing": True},

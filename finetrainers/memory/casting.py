@@ -59,11 +59,11 @@ def castable_layers(transformer: nn.Module, *, skip_modules_pattern: Sequence[st
         *(getattr(transformer, "_skip_layerwise_casting_patterns", None) or ()),
         *(getattr(transformer, "_keep_in_fp32_modules", None) or ()),
     ]
-    return _frozen_layers(transformer, [re.compile(p) for p in patterns])
+    return frozen_layers(transformer, [re.compile(p) for p in patterns])
 
 
-def _frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Layers below `module` that no pattern matches; a match leaves out everything below it too."""
+def frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The frozen layers with weights below `module`, by name, that no pattern matches; a match leaves out all below it."""
     if any(pattern.search(prefix) for pattern in skip):
         return []
     if isinstance(module, _LAYERS):
@@ -71,5 +71,5 @@ def _frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str =
     return [
         found
         for name, child in module.named_children()
-        for found in _frozen_layers(child, skip, f"{prefix}.{name}" if prefix else name)
+        for found in frozen_layers(child, skip, f"{prefix}.{name}" if prefix else name)
     ]

@@ -174,7 +174,7 @@ def estimate_for(
     masters = split.masters and width == _HALF
     return estimate(
         Workload(
-            frozen_bytes=_frozen_bytes(config, transformer),
+            frozen_bytes=_frozen_bytes(config, transformer, spec),
             num_trainable=num_trainable,
             num_blocks=tuple(len(getattr(transformer, name)) for name in spec.blocks),
             hidden=spec.width(transformer),
@@ -213,7 +213,7 @@ def _optimizer_bytes_on_device(config: TrainConfig, split: Split, *, masters: bo
     return optimizer_state_bytes(config) + (4 if masters else 0)
 
 
-def _frozen_bytes(config: TrainConfig, transformer: nn.Module) -> float:
+def _frozen_bytes(config: TrainConfig, transformer: nn.Module, spec: ModelSpec) -> float:
     frozen = sum(p.numel() for p in transformer.parameters() if not p.requires_grad)
     width = DTYPE_BYTES[config.model.transformer_dtype]
     total = float(frozen * width)
@@ -224,6 +224,11 @@ def _frozen_bytes(config: TrainConfig, transformer: nn.Module) -> float:
             transformer, skip_modules_pattern=config.memory.layerwise_upcasting_skip_modules_pattern
         )
         total -= (width - 1) * sum(p.numel() for _, layer in layers for p in layer.parameters())
+    if config.memory.quantize_frozen != "none":
+        from .quantization import bytes_saved
+
+        skip = config.memory.quantize_skip_modules or spec.unquantized
+        total -= bytes_saved(transformer, config.memory.quantize_frozen, skip=skip, width=width)
     return total
 
 

@@ -93,6 +93,7 @@ class CogVideoXSpec(ModelSpec):
             kept=(31.6,), outside=10.5, checkpointed=1.01, forward=17.0, backward=40.0, attention=1.05
         ),
     }
+    unquantized = ("^patch_embed", "^time_embedding", "^ofs_embedding", "norm", "^proj_out$")
     vae_pixel_bytes, vae_frames_at_once = 3830, 12
     attention_processor = CogVideoXAttnProcessor
 

@@ -106,6 +106,7 @@ class HunyuanVideoSpec(ModelSpec):
         "lora": Activations(kept=(22.4, 19.4), outside=15.2, checkpointed=1.01, forward=20.0, backward=36.3),
         "full-finetune": Activations(kept=(37.5, 32.5), outside=24.8, checkpointed=1.01, forward=30.2, backward=42.6),
     }
+    unquantized = ("^x_embedder", "^context_embedder", "^time_text_embed", "norm", "^proj_out$")
     vae_pixel_bytes, vae_frames_at_once = 2340, 17
     attention_processor = HunyuanAttnProcessor
 

@@ -80,6 +80,7 @@ class LTXVideoSpec(ModelSpec):
             kept=(43.2,), outside=14.9, checkpointed=2.0, forward=16.5, backward=49.7, attention=2.06
         ),
     }
+    unquantized = ("^proj_in$", "^time_embed", "^caption_projection", "norm", "^proj_out$")
     vae_pixel_bytes = 118
 
     @torch.no_grad()

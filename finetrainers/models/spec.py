@@ -93,6 +93,10 @@ class ModelSpec(ABC):
         "lora": Activations(kept=(22.0,), outside=10.0, checkpointed=1.0, forward=18.0, backward=36.0),
         "full-finetune": Activations(kept=(36.0,), outside=15.0, checkpointed=1.0, forward=18.0, backward=44.0),
     }
+    #: Linear layers that keep their dtype when frozen weights are quantized: regular expressions, searched in module names.
+    unquantized: tuple[str, ...] = (
+        "patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm",
+    )  # fmt: skip
     #: What has a noise level of its own in training: a clip, or each of its latent frames (diffusion forcing), for networks that
     #: take a time per frame.
     noise_per: Literal["clip", "frame"] = "clip"

@@ -42,6 +42,7 @@ class Strategy(Ranks):
         forward_is_collective: whether a forward pass needs all processes.
         weights_are_whole: whether every process holds all weights.
         weights_are_plain: whether weights are whole tensors that may be moved or overwritten between steps.
+        takes_integer_weights: whether frozen weights may be integers, the codes of quantized ones.
         writes_own_files: whether only the strategy can write the optimizer's state, on all processes, while training waits.
         updates_shards: whether the optimizer is given parts of weights.
         can_drop_gradients: whether gradients can be dropped without an update, wherever a step has got to.
@@ -55,6 +56,7 @@ class Strategy(Ranks):
     forward_is_collective = False
     weights_are_whole = True
     weights_are_plain = True
+    takes_integer_weights = True
     writes_own_files = False
     updates_shards = False
     can_drop_gradients = True

@@ -29,6 +29,7 @@ CONFIG = Path(__file__).parents[2] / "accelerate_configs" / "deepspeed_zero2.yam
 SCHEDULE = {"lr_scheduler": "cosine", "lr_warmup_steps": 2, "max_grad_norm": 0.02, "checkpointing_steps": 2}
 LORA = {"train_steps": 3, "eval_num_items": 1, "eval_steps": 3, **SCHEDULE}
 SAMPLES = {"validation_prompts": "one@@@9x64x64:::two@@@9x64x64:::three@@@9x64x64", "validation_inference_steps": 2}
+QUANTIZED = {"train_steps": 2, "quantize_frozen": "int8", "max_grad_norm": 0.02}
 FULL = {"train_steps": 2, "training_type": "full-finetune", "gradient_accumulation_steps": 2, **SCHEDULE}
 
 
@@ -52,10 +53,16 @@ def jobs(
         }  # fmt: skip
     todo["averaged 3"] = {
         **options(
-            root / "averaged", use_ema=True, on_nonfinite="rollback", async_checkpointing=True, checkpointing_steps=1
+            root / "averaged",
+            use_ema=True,
+            on_nonfinite="rollback",
+            async_checkpointing=True,
+            checkpointing_steps=1,
+            quantize_frozen="int8",
         ),
         "_zero_stage": 3,
     }
+    todo["quantized 2"] = {**options(root / "quantized", **QUANTIZED), "_zero_stage": 2}
     # The launcher's file says ZeRO-2 (and the jobs otherwise); a CPU has no bf16 matrix units to test.
     launcher = ["accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes", "2"]
     return root, launch([*launcher, "--mixed_precision", "no"], todo, root, ACCELERATE_USE_CPU="false")
@@ -64,8 +71,12 @@ def jobs(
 @pytest.fixture(scope="module")
 def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same runs on one process, with twice the batch."""
-    directories = {name: tmp_path_factory.mktemp(name) for name in ("lora", "full")}
-    larger = {"lora": {**LORA, "batch_size": 2}, "full": {**FULL, "gradient_accumulation_steps": 4}}
+    larger = {
+        "lora": {**LORA, "batch_size": 2},
+        "full": {**FULL, "gradient_accumulation_steps": 4},
+        "quantized": {**QUANTIZED, "batch_size": 2},
+    }
+    directories = {name: tmp_path_factory.mktemp(name) for name in larger}
     for name, changes in larger.items():
         train(load_config(**options(directories[name], **changes)))
     return directories
@@ -130,6 +141,13 @@ def test_an_average_of_shards_is_refused(jobs: Any) -> None:
         assert "--use_ema: averages need whole weights" in rank["averaged 3"]["error"]
         assert "--async_checkpointing: DeepSpeed writes its own files" in rank["averaged 3"]["error"]
         assert "--on_nonfinite rollback: weights that the strategy splits" in rank["averaged 3"]["error"]
+        assert "--quantize_frozen: ZeRO-3 splits floating-point weights alone" in rank["averaged 3"]["error"]
+
+
+def test_quantized_weights_under_stage_2(jobs: Any, single: dict[str, Path]) -> None:
+    columns = ("loss", "grad_norm")
+    found = jobs[1][0]["quantized 2"]["metrics"]
+    torch.testing.assert_close(curve(found, *columns), curve(read(single["quantized"]), *columns), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

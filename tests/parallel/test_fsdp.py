@@ -32,6 +32,8 @@ HYBRID = {"fsdp": "hybrid", "fsdp_group_size": 1, "sync_each_batch": True}
 MIXED = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp_cpu_offload": True, "train_steps": 2}
 #: The reference model is a frozen copy of the network, which is sharded as well.
 PAIRS = {"method": "dpo", **FULL, "gradient_accumulation_steps": 1, "eval_num_items": 1, "eval_steps": 2}
+#: Shards are of codes.
+QUANTIZED = {**LORA, "quantize_frozen": "int8"}
 JOBS: dict[str, dict[str, Any]] = {
     "lora": {**LORA, **SAMPLES},
     "full": {**FULL, "checkpointing_steps": 1, "async_checkpointing": True},
@@ -39,6 +41,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "hybrid": {**LORA, **HYBRID, "dry_batches": "on"},
     "offloaded": MIXED,
     "pairs": PAIRS,
+    "quantized": QUANTIZED,
     "refused": {"use_ema": True, "optimizer": "lion"},
     "uneven": {"fsdp": "hybrid", "fsdp_group_size": 3},
 }
@@ -65,6 +68,7 @@ def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactor
         "full": {**FULL, "gradient_accumulation_steps": 4},
         "offloaded": bf16,
         "pairs": {**PAIRS, "batch_size": 2},
+        "quantized": {**QUANTIZED, "batch_size": 2},
     }
     for name, changes in larger.items():
         train(load_config(**options(root / name, **changes)))
@@ -90,7 +94,7 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], *, rtol: float = 1e-5, a
         torch.testing.assert_close(value, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("name", ["lora", "full", "hybrid", "pairs"])
+@pytest.mark.parametrize("name", ["lora", "full", "hybrid", "pairs", "quantized"])
 def test_same_training_as_one_process(name: str, jobs: Any, single: dict[str, Path]) -> None:
     root, (rank, other) = jobs
     kind = "fsdp2 in groups of 1" if name == "hybrid" else "fsdp2"

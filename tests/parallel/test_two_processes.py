@@ -48,6 +48,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "pairs": {"method": "dpo", "dpo": {"beta": 50.0}, "eval_num_items": 1, "eval_steps": 1, "train_steps": 3, "max_grad_norm": 0.02},
     "in the background": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3, "checkpointing_steps": 1, "async_checkpointing": True},
     "the writer fails": {"train_steps": 4, "checkpointing_steps": 1, "async_checkpointing": True, "_fail_saving_on": 0},
+    "quantized": {"quantize_frozen": "fp8", "train_steps": 2},
     "rank 0 fails": {"_fail_saving_on": 0},
     "rank 1 is fine": {"_fail_saving_on": 1},
 }  # fmt: skip
@@ -97,7 +98,7 @@ def close(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog", "pairs"])
+@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog", "pairs", "quantized"])
 def test_two_ranks_are_one_with_twice_the_batch(
     job: str, ranks: Ranks, options: Callable[..., dict], tmp_path: Path
 ) -> None:

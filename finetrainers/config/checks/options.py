@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.util import find_spec
+
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import nearest
 
+from ..errors import Problem
 from ..facts import Facts, is_network
 from ..geometry import Geometry
 from ..grpo import REWARD_METHODS
@@ -123,9 +127,42 @@ def _check_model(config: TrainConfig, facts: Facts, found: Findings) -> None:
     if model.transformer_dtype.startswith("float8"):
         found.error(
             "transformer_dtype",
-            f"{model.transformer_dtype} cannot compute; use bf16 and --layerwise_upcasting_modules transformer, "
-            "which stores the frozen weights in 8 bits",
+            f"{model.transformer_dtype} cannot compute; use bf16, and --quantize_frozen fp8 or "
+            "--layerwise_upcasting_modules transformer, which store the frozen weights in 8 bits",
         )
+    _check_quantization(config, found)
+
+
+def _check_quantization(config: TrainConfig, found: Findings) -> None:
+    if config.memory.quantize_frozen == "none":
+        return
+    if config.training.training_type != "lora":
+        found.error("quantize_frozen", "quantized weights are not trained, so it needs --training_type lora")
+    if config.memory.layerwise_upcasting_modules:
+        found.error(
+            "layerwise_upcasting_modules", "the weights are quantized already by --quantize_frozen; drop one of them"
+        )
+    if config.training.use_dora:
+        found.error(
+            "use_dora", "DoRA needs the norms of the frozen weights, which --quantize_frozen rounds; drop one of them"
+        )
+
+
+def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[Problem]:
+    """Why this device cannot quantize as asked.
+
+    Args:
+        config: the run.
+        device_type: where it will train: `cpu`, `cuda`, `xpu`.
+    """
+    if config.memory.quantize_frozen != "nf4":
+        return
+    where = "--quantize_frozen nf4"
+    if device_type != "cuda":
+        yield Problem(where, f"needs a CUDA device, and this run is on {device_type}; use int8, which works everywhere")
+    elif find_spec("bitsandbytes") is None:
+        message = "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8"
+        yield Problem(where, message)
 
 
 def _check_activation_memory(memory: MemorySection, found: Findings) -> None:

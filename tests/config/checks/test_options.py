@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetrainers.config.checks.options import check_config
+from finetrainers.config.checks.options import check_config, quantization_problems
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
@@ -42,6 +42,13 @@ def findings(family=FLOW, **options):
         ({"text_encoder_2_dtype": "fp32"}, "m has one text encoder"),
         ({"transformer_dtype": "float8_e4m3fn"}, "--layerwise_upcasting_modules transformer"),
         ({"training_type": "full-finetune", "layerwise_upcasting_modules": ["transformer"]}, "--training_type lora"),
+        ({"transformer_dtype": "float8_e4m3fn"}, "--quantize_frozen fp8"),
+        ({"training_type": "full-finetune", "quantize_frozen": "int8"}, "needs --training_type lora"),
+        (
+            {"quantize_frozen": "int8", "layerwise_upcasting_modules": ["transformer"]},
+            "quantized already by --quantize_frozen",
+        ),
+        ({"quantize_frozen": "fp8", "use_dora": True}, "--use_dora: DoRA needs the norms of the frozen weights"),
         ({"flow_resolution_shifting": True, "flow_shift": 3.0}, "choose one"),
         (
             {"flow_resolution_shifting": True, "flow_base_seq_len": 9, "flow_max_seq_len": 9},
@@ -114,6 +121,7 @@ def test_errors_for_variance_preserving_models(options, expected):
         ({"caption_dropout_technique": "zero"}, "while --caption_dropout_p is 0"),
         ({"eval_num_items": 2}, "set --eval_steps"),
         ({"layerwise_upcasting_storage_dtype": "float8_e5m2"}, "without --layerwise_upcasting_modules"),
+        ({"quantize_skip_modules": ["norm"]}, "without --quantize_frozen"),
         ({"precompute_dir": "x"}, "without --precompute_conditions"),
     ],
 )
@@ -217,3 +225,17 @@ def test_an_image_to_video_checkpoint_wants_an_image_per_prompt():
     assert "give one for each validation prompt" in errors[0]
     unknown = Facts(GEOMETRY, is_flow=False, first_frame="unknown")
     assert findings(unknown, validation_prompts="a").errors == []
+
+
+def test_nf4_needs_cuda_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problems(device_type: str, kind: str = "nf4") -> list[str]:
+        config = load_config(**BASE, quantize_frozen=kind)
+        return [str(problem) for problem in quantization_problems(config, device_type=device_type)]
+
+    assert problems("cuda") == problems("cpu", "int8") == []
+    assert problems("cpu") == [
+        "--quantize_frozen nf4: needs a CUDA device, and this run is on cpu; use int8, which works everywhere"
+    ]
+    monkeypatch.setattr("finetrainers.config.checks.options.find_spec", lambda _: None)
+    (missing,) = problems("cuda")
+    assert "pip install bitsandbytes" in missing

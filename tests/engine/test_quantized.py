@@ -1,0 +1,59 @@
+"""Training over quantized frozen weights, from start to results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.engine.initial_weights import LORA_FILE
+from finetrainers.engine.training import TrainResult
+from finetrainers.memory.quantization import QuantizedLinear
+
+
+@pytest.mark.parametrize(("family", "kind"), [("ltx_video", "int8"), ("hunyuan_video", "fp8")])
+def test_a_run_samples_saves_resumes_and_leaves_a_plain_adapter(
+    family: str,
+    kind: str,
+    options: Callable[..., dict],
+    run: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = options(
+        family, quantize_frozen=kind, transformer_dtype="bf16", use_ema=True, checkpointing_steps=1, train_steps=2,
+        validation_prompts="one@@@9x64x64", validation_inference_steps=2,
+    )  # fmt: skip
+    done = run(**values)
+    quantized = [m for m in done.state.network.modules() if isinstance(m, QuantizedLinear)]
+    assert quantized
+    assert {layer.codes.dtype for layer in quantized} == {torch.int8}
+    assert re.search(rf"quantized \S+ M of \S+ M weights to {kind}: rounding error \d\.\d\d%", capsys.readouterr().out)
+    assert len(list((done.root / "samples").rglob("*.mp4"))) == 1
+
+    first, last = sorted((done.root / "checkpoints").iterdir())
+    (resumed := tmp_path / "resumed").mkdir()
+    run(**values | {"output_dir": str(resumed), "resume_from_checkpoint": str(first)})
+    wanted, found = load_file(last / LORA_FILE), load_file(resumed / LORA_FILE)
+    assert wanted.keys() == found.keys()
+    assert {tensor.dtype for tensor in wanted.values()} == {torch.float32}
+    ours, theirs = done.weights, load_file(resumed / LORA_FILE)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+    pipeline = TrainResult(done.state.config, step=2).pipeline("cpu")
+    loaded = {name: p for name, p in pipeline.transformer.named_parameters() if "lora" in name}
+    assert len(loaded) == len(ours) > 0
+    assert not any(isinstance(module, QuantizedLinear) for module in pipeline.transformer.modules())
+
+
+def test_what_cannot_be_quantized_is_refused(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="nf4: needs a CUDA device"):
+        run(**options(quantize_frozen="nf4"))
+    with pytest.raises(ConfigError, match="--quantize_skip_modules: quantization found no frozen linear layer"):
+        run(**options(quantize_frozen="int8", quantize_skip_modules=["."]))
