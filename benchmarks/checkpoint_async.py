@@ -5,7 +5,8 @@
 
 A stack of linear layers is trained with AdamW, and after every few steps its state is saved twice through the toolkit's
 `save_checkpoint`: first while training waits, then with `--async_checkpointing`. Both have to give the same bytes, or
-nothing is reported.
+nothing is reported. The first save in the background gets the memory of its copy from the system, and later ones use it again:
+its waiting is a column of its own.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ def timed(action: Any, *arguments: Any) -> float:
     return time.perf_counter() - started
 
 
-def take_step(state: Any, *, width: int, batch: int) -> None:
-    """One optimizer step."""
+def take_step(state: Any, *, width: int, batch: int) -> float:
+    """One optimizer step; the seconds that it waited for the copy of the state."""
     x = torch.randn(batch, width, generator=torch.Generator().manual_seed(state.step))
     state.transformer(x).square().mean().backward()
+    waited = state.staging.wait()
     state.optimizer.step()
     state.optimizer.zero_grad()
     state.step += 1
+    return waited
 
 
 class Saves:
@@ -60,29 +63,40 @@ class Saves:
         self.saves = make_background(root)
         self.blocked: dict[str, list[float]] = {"at once": [], "background": []}
         self.written: list[float] = []
-        self.steps: dict[str, list[float]] = {"alone": [], "beside": []}
+        self.cpu: dict[str, list[float]] = {"at once": [], "background": []}
+        self.steps: dict[str, list[tuple[float, float]]] = {"alone": [], "copying": [], "beside": []}
 
-    def step(self) -> float:
-        """Seconds of a step."""
-        return timed(lambda: take_step(self.at_once, width=self.width, batch=self.batch))
+    def step(self, when: str) -> float:
+        """Take a step, and note what it takes without waiting, on the clock and of a processor; the seconds of waiting."""
+        started, cpu = time.perf_counter(), time.thread_time()
+        waited = take_step(self.background, width=self.width, batch=self.batch)
+        self.at_once.step = self.background.step
+        self.steps[when].append((time.perf_counter() - started - waited, time.thread_time() - cpu))
+        return waited
 
     def train_alone(self, steps: int) -> None:
         """Steps beside which nothing is written."""
-        self.steps["alone"] += [self.step() for _ in range(steps)]
+        for _ in range(steps):
+            self.step("alone")
 
     def save_at_once(self) -> None:
         """Training waits for all of it."""
+        cpu = time.process_time()
         self.blocked["at once"].append(timed(save_checkpoint, self.at_once, self.saves))
+        self.cpu["at once"].append(time.process_time() - cpu)
 
     def save_in_background(self) -> None:
-        """Training waits for the copy and goes on until the writing has ended."""
-        self.background.step = self.at_once.step
-        started = time.perf_counter()
-        self.blocked["background"].append(timed(save_checkpoint, self.background, self.saves))
+        """Training waits where the next update would change what is still being copied, and goes on until all is written."""
+        started, cpu = time.perf_counter(), time.process_time()
+        blocked = timed(save_checkpoint, self.background, self.saves)
+        main = time.thread_time()
+        self.blocked["background"].append(blocked + self.step("copying"))
+        self.saves.poll()
         while self.saves.in_flight:
-            self.steps["beside"].append(self.step())
+            self.step("beside")
             self.saves.poll()
         self.written.append(time.perf_counter() - started)
+        self.cpu["background"].append(time.process_time() - cpu - (time.thread_time() - main))
 
     def check(self) -> int:
         """Bytes of the newest checkpoint.
@@ -101,7 +115,8 @@ class Saves:
 
 def measure(saves: Saves, *, rounds: int, steps: int) -> int:
     """Save both ways after every few steps; bytes of a checkpoint."""
-    take_step(saves.at_once, width=saves.width, batch=saves.batch)  # makes the optimizer's state
+    saves.train_alone(1)  # makes the optimizer's state
+    saves.steps["alone"].clear()
     size = 0
     for _ in range(rounds):
         saves.train_alone(steps)
@@ -113,22 +128,32 @@ def measure(saves: Saves, *, rounds: int, steps: int) -> int:
 
 def report(saves: Saves, *, size: int, parameters: int) -> None:
     """Print the table."""
-    at_once, background = (statistics.median(saves.blocked[way]) for way in ("at once", "background"))
-    alone, beside = (statistics.median(saves.steps[when]) for when in ("alone", "beside"))
+    first, *later = saves.blocked["background"]
+    at_once, background = statistics.median(saves.blocked["at once"]), statistics.median(later or [first])
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {parameters / 1e6:.0f} M weights with AdamW,")
     print(f"{size / 2**20:.0f} MiB a checkpoint, {len(saves.blocked['at once'])} saves of each kind\n")
-    print("| save | training waits, s | least | most | written after, s |")
-    print("|---|---|---|---|---|")
-    for way, after in (("at once", at_once), ("background", statistics.median(saves.written))):
-        times = saves.blocked[way]
-        print(f"| {way} | {statistics.median(times):.3f} | {min(times):.3f} | {max(times):.3f} | {after:.3f} |")
-    print(f"\ntraining waits {at_once / background:.1f} times as long for a save at once")
-    print("\n| steps | count | median, s | longest, s |")
-    print("|---|---|---|---|")
-    for when, name in (("alone", "alone"), ("beside", "while a thread writes")):
-        times = saves.steps[when]
-        print(f"| {name} | {len(times)} | {statistics.median(times):.3f} | {max(times):.3f} |")
-    print(f"\nsteps per second meanwhile: {alone / beside:.0%} of those alone")
+    print("| save | training waits, s | least | most | the first | written after, s | CPU s |")
+    print("|---|---|---|---|---|---|---|")
+    for way, wait, after in (
+        ("at once", at_once, at_once),
+        ("background", background, statistics.median(saves.written)),
+    ):
+        first, *later = saves.blocked[way]
+        times = later or [first]
+        cpu = statistics.median(saves.cpu[way])
+        print(f"| {way} | {wait:.3f} | {min(times):.3f} | {max(times):.3f} | {first:.3f} | {after:.3f} | {cpu:.2f} |")
+    print(f"\na save in the background holds training up for {background / at_once:.1%} of what one at once takes")
+    print("\n| steps | count | median, s | longest, s | speed | CPU s | speed by CPU time |")
+    print("|---|---|---|---|---|---|---|")
+    alone = [statistics.median(times) for times in zip(*saves.steps["alone"], strict=True)]
+    names = {"alone": "alone", "copying": "while the state is copied", "beside": "while it is written"}
+    for when, name in names.items():
+        if steps := saves.steps[when]:
+            clock, cpu = (statistics.median(one) for one in zip(*steps, strict=True))
+            speeds = alone[0] / clock, alone[1] / cpu
+            print(
+                f"| {name} | {len(steps)} | {clock:.3f} | {max(steps)[0]:.3f} | {speeds[0]:.0%} | {cpu:.3f} | {speeds[1]:.0%} |"
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

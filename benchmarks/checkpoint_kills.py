@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from finetrainers.cli.main import main as main_command
@@ -44,10 +44,12 @@ from finetrainers.engine.checkpoints import save as saving
 from finetrainers.engine.checkpoints.async_save import BackgroundSave
 from finetrainers.engine.checkpoints.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.engine.checkpoints.restore import load_checkpoint
+from finetrainers.engine.checkpoints.staging import Staging
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.trainable import LORA_FILE
 from finetrainers.engine.watchdog import Watchdog
 from finetrainers.optim.factory import create_optimizer
+from finetrainers.utils.hashed_files import Written, save_safetensors
 
 WIDTH = 256
 
@@ -96,9 +98,12 @@ class Network(nn.Sequential):
 class Spec:
     """Writes the network."""
 
-    def save_full(self, directory: Path, transformer: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
+    def save_full(
+        self, directory: Path, transformer: nn.Module, state_dict: dict[str, torch.Tensor]
+    ) -> dict[Path, Written]:
         (directory / "transformer").mkdir()
-        save_file(state_dict, directory / "transformer" / "diffusion_pytorch_model.safetensors")
+        path = directory / "transformer" / "diffusion_pytorch_model.safetensors"
+        return {path: save_safetensors(state_dict, path)}
 
 
 def make_state(root: Path, *, background: bool = False, network: nn.Module | None = None) -> Any:
@@ -126,6 +131,7 @@ def make_state(root: Path, *, background: bool = False, network: nn.Module | Non
         guards=SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None),
         run_dir=RunDirectory(root, writes=True),
         requests=SimpleNamespace(stop=None),
+        staging=Staging(),
     )  # fmt: skip
 
 
@@ -142,6 +148,7 @@ def train_to(state: Any, step: int) -> None:
     while state.step < step:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(state.step))
         state.transformer(x).square().mean().backward()
+        state.staging.wait()
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.step += 1
@@ -178,7 +185,7 @@ def write_in_place() -> None:
         final.with_name(f".{final.name}.tmp").symlink_to(final.name)
         return final
 
-    def seal(temporary: Path, final: Path, *, facts: Any) -> None:
+    def seal(temporary: Path, final: Path, *, facts: Any, written: Any) -> None:
         temporary.unlink()
 
     saving.reserve, saving.publish = reserve, seal

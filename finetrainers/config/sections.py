@@ -288,8 +288,9 @@ class TrainingSection(Section):
         "saves only at the end.", resume="free", ge=0)
     checkpointing_limit: int | None = option(None, "Keep only the newest N checkpoints. An older one is deleted once a "
         "newer one is complete.", resume="free", ge=1)
-    async_checkpointing: bool = option(False, "Write checkpoints in the background. Training waits only for a copy in "
-        "host memory, which holds the trained weights, the optimizer state and the EMA.", resume="free")
+    async_checkpointing: bool = option(False, "Write checkpoints in the background, from a copy in host memory that holds "
+        "the trained weights, the optimizer state and the EMA. Training waits only before the next update, until that copy is "
+        "complete.", resume="free")
     resume_from_checkpoint: Place | None = option(None, "Resume from `latest`, from a step number, or from a "
         "checkpoint directory. `auto` resumes from the newest complete checkpoint in `output_dir`, or starts a new run "
         "if there is none: use it in jobs that are requeued.", resume="unlisted", dumped=False, local=True)

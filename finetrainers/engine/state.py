@@ -15,6 +15,7 @@ from finetrainers.models.spec import ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.parallel.strategy import Strategy
 
+from .checkpoints.staging import Staging
 from .control import Requests
 from .guards.memory import MemoryGuard, refusal
 from .guards.nonfinite import NonFiniteGuard
@@ -77,6 +78,7 @@ class TrainState:
         stopped_by: what stopped the run before its last step.
         requests: what was asked for from outside: a stop, a checkpoint, samples.
         guards: checks of every step, with state that checkpoints store.
+        staging: copies of all this that asynchronous checkpoints are written from; what changes weights waits for it.
     """
 
     config: TrainConfig
@@ -96,6 +98,7 @@ class TrainState:
     stopped_by: str | None = None
     requests: Requests = field(init=False)
     guards: Guards = field(init=False)
+    staging: Staging = field(init=False, default_factory=Staging)
 
     def __post_init__(self) -> None:
         self.requests = Requests(run_dir=self.run_dir, parallel=self.parallel)
@@ -108,4 +111,7 @@ class TrainState:
 
     def ema_applied(self) -> AbstractContextManager[None]:
         """Within the block the network has the weights of the moving average, if there is one."""
-        return nullcontext() if self.ema is None else self.ema.applied()
+        if self.ema is None:
+            return nullcontext()
+        self.staging.wait()
+        return self.ema.applied()

@@ -22,6 +22,7 @@ from finetrainers.memory.quantization import quantize_frozen, summary
 from finetrainers.models.registry import build_tiny
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.utils.faults import fault_point
+from finetrainers.utils.hashed_files import Written
 from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import nearest
 
@@ -175,7 +176,7 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 def save_weights(
     directory: Path, *, state: TrainState, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
-) -> None:
+) -> dict[Path, Written]:
     """Write the trained weights in diffusers layout.
 
     Args:
@@ -183,15 +184,17 @@ def save_weights(
         state: the run.
         tensors: all weights of the network, gathered; of a LoRA the trained ones are enough.
         dtype: dtype on disk; None keeps the trained one.
+
+    Returns:
+        The weight files that were written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     is_lora = state.config.training.training_type == "lora"
     kept = get_peft_model_state_dict(state.network, state_dict=dict(tensors)) if is_lora else tensors
     weights = {name: tensor.detach().cpu().to(dtype or tensor.dtype).contiguous() for name, tensor in kept.items()}
     if is_lora:
-        state.spec.save_lora(directory, weights, state.network.peft_config["default"].to_dict())
-    else:
-        state.spec.save_full(directory, state.network, weights)
+        return state.spec.save_lora(directory, weights, state.network.peft_config["default"].to_dict())
+    return state.spec.save_full(directory, state.network, weights)
 
 
 def load_lora_weights(directory: Path, transformer: nn.Module) -> None:

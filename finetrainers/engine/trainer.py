@@ -81,13 +81,14 @@ class Trainer:
         steps = state.method.steps(state.step + state.data_ahead, state.transformer)
         started = time.perf_counter()
         for step in islice(steps, state.total_steps - state.step):
+            blocked_s = self._blocked_s
             record = self.train_step(step)
             del step  # the method needs the memory for the next one
             if record is None:
                 self._roll_back()
                 return
             records.append(record)
-            seconds += time.perf_counter() - started
+            seconds += time.perf_counter() - started - (self._blocked_s - blocked_s)
             if state.step % every == 0 or state.step == state.total_steps:
                 self._log_interval(records, seconds)
                 records, seconds = [], 0.0
@@ -145,6 +146,7 @@ class Trainer:
         """Step the optimizer and the moving average."""
         state = self.state
         fault_point("update")
+        self._blocked_s += state.staging.wait()
         # Stochastic rounding draws too, and ranks that round differently would hold different weights.
         _seed_global(state.parallel.device, derive_seed(state.config.training.seed, "optimizer", state.step))
         state.optimizer.step()

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LoraBaseMixin
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.utils import convert_unet_state_dict_to_peft
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.hashed_files import Written, save_safetensors
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.text import plural
 
@@ -23,26 +24,31 @@ from .weights import non_finite
 
 #: Size of one weight file of a saved network.
 MAX_SHARD_SIZE = "10GB"
+_SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
-def save_lora(directory: Path, state_dict: Mapping[str, Tensor], metadata: dict[str, Any], *, part: str) -> None:
+def save_lora(
+    directory: Path, state_dict: Mapping[str, Tensor], metadata: dict[str, Any], *, part: str
+) -> dict[Path, Written]:
     """Write `pytorch_lora_weights.safetensors`, with rank and alpha in its metadata, as `save_lora_weights` of pipelines does.
 
     `load_lora_weights` of the family's pipeline reads it. Where the pipeline has no such method,
     `load_lora_adapter(..., prefix=part)` of the network does.
+
+    Returns:
+        What was written.
     """
     # PEFT's config holds sets, which have no order that is the same in every process, and enums; the file's metadata is JSON.
     plain = {k: sorted(v) if isinstance(v, set | frozenset) else getattr(v, "value", v) for k, v in metadata.items()}
-    LoraBaseMixin.write_lora_layers(
-        {f"{part}.{name}": value.detach().cpu().contiguous() for name, value in state_dict.items()},
-        str(directory),
-        is_main_process=True,
-        weight_name=LORA_FILE,
-        save_function=None,  # type: ignore[arg-type]
-        safe_serialization=True,
-        lora_adapter_metadata={f"{part}.{name}": value for name, value in plain.items()},
+    text = json.dumps({f"{part}.{name}": value for name, value in plain.items()}, indent=2, sort_keys=True)
+    path = directory / LORA_FILE
+    written = save_safetensors(
+        {f"{part}.{name}": value.detach().cpu() for name, value in state_dict.items()},
+        path,
+        metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text},
     )
+    return {path: written}
 
 
 def read_lora(pipeline_cls: Any, path: Path, *, part: str, family: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -68,20 +74,31 @@ def read_lora(pipeline_cls: Any, path: Path, *, part: str, family: str) -> tuple
     return found, {k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)}
 
 
-def save_full(directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+def save_full(directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[Path, Written]:
     """Write a network in diffusers layout with the given weights, in their dtype.
 
     `ModelMixin.save_pretrained` takes no state dict: it would write the network's own weights, which under
-    sharding are not whole, and are not the moving average or the dtype asked for.
+    sharding are not whole, and are not the moving average or the dtype asked for. `huggingface_hub.save_torch_state_dict`
+    does not hash what it writes.
+
+    Returns:
+        The weight files that were written.
     """
     network = unwrap(transformer)
     # FSDP2 gives the networks that it shards a class of its own.
     stock = next(cls.__name__ for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
     config = {**json.loads(network.to_json_string()), "_class_name": stock}
     write_text_atomic(directory / network.config_name, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    save_torch_state_dict(
-        dict(state_dict),
-        str(directory),
-        filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
-        max_shard_size=MAX_SHARD_SIZE,
-    )
+    for earlier in directory.glob(_SHARDS.format(suffix="*") + "*"):
+        earlier.unlink()
+    tensors = {name: tensor.detach().cpu() for name, tensor in state_dict.items()}
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=_SHARDS, max_shard_size=MAX_SHARD_SIZE)
+    written = {}
+    for file, names in split.filename_to_tensors.items():
+        path = directory / file
+        written[path] = save_safetensors({name: tensors[name] for name in names}, path, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_text_atomic(directory / (_SHARDS.format(suffix="") + ".index.json"), text)
+    return written

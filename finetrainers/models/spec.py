@@ -25,6 +25,7 @@ from finetrainers.config.facts import Activations, Configs, Facts, Read, is_netw
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching, Process
 from finetrainers.diffusion.schedule import sampling_times
+from finetrainers.utils.hashed_files import Written
 
 from . import common, saving
 from .attention import Attend, check_backend, set_processors
@@ -514,9 +515,11 @@ class ModelSpec(ABC):
 
     # ---- saving ------------------------------------------------------------------------------------------------
 
-    def save_lora(self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]) -> None:
-        """Write `pytorch_lora_weights.safetensors`, with alpha and rank, as `load_lora_weights` reads them."""
-        saving.save_lora(directory, state_dict, adapter_metadata, part=self._lora_prefix)
+    def save_lora(
+        self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]
+    ) -> dict[Path, Written]:
+        """Write `pytorch_lora_weights.safetensors`, with alpha and rank, as `load_lora_weights` reads them; what was written."""
+        return saving.save_lora(directory, state_dict, adapter_metadata, part=self._lora_prefix)
 
     def read_lora(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Adapter weights of a LoRA file by their names in the network, and the PEFT settings stored with them.
@@ -561,6 +564,12 @@ class ModelSpec(ABC):
             return f"load_lora_weights({place}{''.join(f', {name}={value}' for name, value in options.items())})"
         return f'{part}.load_lora_adapter({place}, prefix="{part}", weight_name="{saving.LORA_FILE}")'
 
-    def save_full(self, directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-        """Write the network that is trained into a folder of its part's name in diffusers layout, in the weights' dtype."""
-        saving.save_full(directory / self.facts.trained, transformer, state_dict)
+    def save_full(
+        self, directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]
+    ) -> dict[Path, Written]:
+        """Write the network that is trained into a folder of its part's name in diffusers layout, in the weights' dtype.
+
+        Returns:
+            The weight files that were written.
+        """
+        return saving.save_full(directory / self.facts.trained, transformer, state_dict)

@@ -43,6 +43,7 @@ POINTS = {
     "update": "the optimizer is about to change the weights",
     "reward": "a reward has scored a batch of clips",
     "save": "a checkpoint is about to be gathered, on every rank",
+    "save.copy": "an asynchronous checkpoint is about to be copied to host memory",
     "save.write": "the weights are written, the optimizer is not",
     "save.seal": "everything is written and flushed, the manifest is not",
     "save.publish": "the manifest is written, the checkpoint is not renamed",

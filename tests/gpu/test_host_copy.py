@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from on_devices import Run, assert_equal, devices
 from safetensors.torch import load_file
 
 from finetrainers.engine.checkpoints import staging as module
-from finetrainers.engine.checkpoints.staging import host_copy, tensors_in
+from finetrainers.engine.checkpoints.staging import Staging, tensors_in
 
 _SIDE = 2048
 
@@ -25,7 +26,11 @@ def test_copies_are_of_the_values_at_the_call(device: str) -> None:
     for _ in range(100 if device == "cuda" else 2):  # the host is far ahead of the device
         product = product @ product
     weight.add_(product)
-    copied = host_copy(state)
+    staging = Staging()
+    copied, fill = staging.begin(state)
+    thread = threading.Timer(0.1, fill)
+    thread.start()
+    staging.wait()
     weight.fill_(-1.0)
     table.fill_(-1.0)
     assert all(tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in tensors_in(copied))
@@ -45,8 +50,11 @@ def test_page_locked_memory_is_bounded() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     state = {n: torch.randint(256, (n,), dtype=torch.uint8, device="cuda", generator=generator)
              for n in (100_000_000, 30_000_001, 17, 70_000_000)}  # fmt: skip
+    staging = Staging()
     for _ in range(2):
-        assert_equal({str(n): t for n, t in host_copy(state).items()}, {str(n): t.cpu() for n, t in state.items()})
+        copied, fill = staging.begin(state)
+        fill()
+        assert_equal({str(n): t for n, t in copied.items()}, {str(n): t.cpu() for n, t in state.items()})
     taken = torch.cuda.host_memory_stats()["allocated_bytes.peak"] - before
     assert taken <= 2 * module._BUFFER_BYTES + (1 << 20)
 

@@ -26,18 +26,21 @@ _INFORMATIVE: dict[str, type | tuple[type, ...]] = {"packages": dict, "config": 
 _STATE = "state.json"
 
 
-def write_manifest(directory: Path, *, facts: Mapping[str, Any]) -> None:
+def write_manifest(
+    directory: Path, *, facts: Mapping[str, Any], written: Mapping[Path, tuple[int, str]] | None = None
+) -> None:
     """Write `directory/manifest.json` over all files that are there, and flush it to disk.
 
     Args:
         directory: complete but for this file.
         facts: what else the manifest says: format, step, versions and so on.
+        written: size and SHA-256 of the files that were hashed when they were written; the others are read.
     """
-    names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-    files = {
-        name: {"size": (directory / name).stat().st_size, "sha256": digest}
-        for name, digest in _digests(directory, names).items()
-    }
+    known = {path.relative_to(directory).as_posix(): what for path, what in (written or {}).items()}
+    names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    for name, digest in _digests(directory, sorted(names - known.keys())).items():
+        known[name] = ((directory / name).stat().st_size, digest)
+    files = {name: {"size": size, "sha256": digest} for name, (size, digest) in sorted(known.items())}
     text = json.dumps({**facts, "files": files, _OWN: _BLANK}, indent=2, sort_keys=True, default=str) + "\n"
     write_text_atomic(directory / MANIFEST, text.replace(_BLANK, hashlib.sha256(text.encode()).hexdigest()))
     fsync_dir(directory)

@@ -53,11 +53,19 @@ def reserve(final: Path, *, needed: int) -> Path:
     return temporary
 
 
-def publish(temporary: Path, final: Path, *, facts: Mapping[str, Any]) -> None:
-    """Flush what was written, seal it with a manifest, and give it its name; one of that name goes afterwards."""
+def publish(
+    temporary: Path, final: Path, *, facts: Mapping[str, Any], written: Mapping[Path, tuple[int, str]] | None = None
+) -> None:
+    """Flush what was written, seal it with a manifest, and give it its name; one of that name goes afterwards.
+
+    Args:
+        temporary: complete but for the manifest.
+        final: path of the checkpoint to be.
+        facts, written: see `write_manifest`.
+    """
     fsync_tree(temporary)
     fault_point("save.seal")
-    write_manifest(temporary, facts=facts)
+    write_manifest(temporary, facts=facts, written=written)
     fault_point("save.publish")
     replaced = final.with_name(f".{final.name}{REPLACED}")
     if final.exists():  # the step was reached again; until the new one is there, the old one is found by this name

@@ -1,6 +1,7 @@
 """Checkpoints of the whole training state: snapshot, write under a temporary name, seal, rename, prune older ones.
 
-With `--async_checkpointing` all from the writing on happens in a thread, on a copy of the snapshot in host memory.
+With `--async_checkpointing` all from the writing on happens in a thread, on a copy of the snapshot in host memory. The
+thread makes that copy too, and training waits for it before it changes what is copied.
 
 A checkpoint `checkpoints/step-N/` holds the trained weights in diffusers layout, the optimizer, the moving average,
 what the method keeps, `state.json`, and `manifest.json` over all of these. Every weight is in a safetensors file. There
@@ -15,15 +16,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensors
 
 from ..run_dir import package_versions
 from ..state import TrainState
@@ -31,7 +32,7 @@ from ..trainable import save_weights, trainable_parameters
 from .async_save import BackgroundSave
 from .find import FORMAT, checkpoints_dir
 from .publish import discarded_on_error, prune, publish, published_size, reserve, temporary_of
-from .staging import host_copy, parts_of, tensors_in
+from .staging import Staging, parts_of, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 _SPARE = 1 << 20
 #: What DeepSpeed writes by itself, per trained weight: fp32 weight and two moments.
 _DEEPSPEED_BYTES = 12
+_METHOD_FILE = "method.safetensors"
 
 
 class DivergedError(ExpectedError, FloatingPointError):
@@ -60,15 +62,22 @@ class Snapshot:
 
     state: dict[str, Any]
     trained: dict[str, Tensor]
-    write_weights: Callable[..., None]
+    write_weights: Callable[..., dict[Path, Written]]
     files: dict[str, dict[str, Tensor]]
     optimizer: dict[str, Any] | None
     facts: dict[str, Any]
 
-    def on_host(self) -> Snapshot:
-        """A copy in host memory, which no later step changes; the snapshot itself refers to the training's own tensors."""
-        state, trained, files, optimizer = host_copy((self.state, self.trained, self.files, self.optimizer))
-        return replace(self, state=state, trained=trained, files=files, optimizer=optimizer)
+    def on_host(self, staging: Staging) -> tuple[Snapshot, Callable[[], None]]:
+        """A copy in host memory, which no later step changes; the snapshot itself refers to the training's own tensors.
+
+        Returns:
+            The copy, and what fills it; see `Staging.begin`.
+        """
+        content = self.state, self.trained, self.files, self.optimizer
+        # A method changes its tensors when it likes, the others change in the update and for sampling.
+        copied, fill = staging.begin(content, at_once=self.files.get(_METHOD_FILE, {}))
+        state, trained, files, optimizer = copied
+        return replace(self, state=state, trained=trained, files=files, optimizer=optimizer), fill
 
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
@@ -89,15 +98,24 @@ class Snapshot:
                         "checkpoint of it is published. Continue from an earlier one with a lower --lr or --max_grad_norm"
                     )
 
-    def write(self, directory: Path) -> None:
-        """Write everything but the manifest into an existing directory."""
-        self.write_weights(directory, tensors=self.trained)
+    def write(self, directory: Path) -> dict[Path, Written]:
+        """Write everything but the manifest into an existing directory.
+
+        Returns:
+            What was hashed on the way: all that is large.
+        """
+        written = dict(self.write_weights(directory, tensors=self.trained))
         fault_point("save.write")
         if self.optimizer is not None:
-            torch.save(self.optimizer, directory / "optimizer.pt")
+            path = directory / "optimizer.pt"
+            with HashedFile(path) as file:
+                torch.save(self.optimizer, cast(IO[bytes], file))  # it only writes and flushes
+            written[path] = file.written()
         for name, tensors in self.files.items():
-            save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, directory / name)
+            on_host = {key: tensor.detach().cpu() for key, tensor in tensors.items()}
+            written[directory / name] = save_safetensors(on_host, directory / name)
         write_json_atomic(directory / "state.json", self.state)
+        return written
 
 
 def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
@@ -161,17 +179,21 @@ def _job(
 ) -> Callable[[], None]:
     """All that rank 0 does with a snapshot. In the background with a copy, and no part of the state that changes."""
     run_dir, step, limit = state.run_dir, state.step, state.config.training.checkpointing_limit
+    fill: Callable[[], None] | None = None
     if in_background:
-        snapshot = snapshot.on_host()
+        snapshot, fill = snapshot.on_host(state.staging)
     begun = time.perf_counter()
 
     def write() -> None:
         with discarded_on_error(final):
+            if fill is not None:
+                fill()
             snapshot.check_finite()
-            snapshot.write(temporary_of(final))
-            publish(temporary_of(final), final, facts=snapshot.facts)
+            written = snapshot.write(temporary_of(final))
+            publish(temporary_of(final), final, facts=snapshot.facts, written=written)
         now = time.perf_counter()
-        times = {"blocked_s": round((begun if in_background else now) - started, 3), "write_s": round(now - begun, 3)}
+        blocked = begun + state.staging.waited_s if in_background else now
+        times = {"blocked_s": round(blocked - started, 3), "write_s": round(now - begun, 3)}
         run_dir.event("checkpoint", step=step, path=str(final), **times)
         for path in prune(run_dir.root, step=step, limit=limit):
             run_dir.event("checkpoint_removed", path=str(path))
@@ -192,7 +214,7 @@ def take_snapshot(state: TrainState) -> Snapshot:
         files["ema.safetensors"] = ema["shadow"]
     method_tensors, method_values = split_state(state.method.state_dict())
     if method_tensors:
-        files["method.safetensors"] = method_tensors
+        files[_METHOD_FILE] = method_tensors
     scaler = parallel.scaler
     return Snapshot(
         state={

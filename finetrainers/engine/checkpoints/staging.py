@@ -1,14 +1,20 @@
-"""Stage a nested state dict in host memory for asynchronous checkpointing, through page-locked buffers from a GPU."""
+"""Stage the training state in host memory for asynchronous checkpointing, while the next step already computes gradients."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from finetrainers.utils.faults import fault_point
 
 T = TypeVar("T")
 
@@ -16,20 +22,87 @@ T = TypeVar("T")
 _BUFFER_BYTES = 64 << 20
 
 
-def host_copy(value: T) -> T:
-    """A copy of nested dictionaries, lists and tuples, with all tensors in host memory.
+class Staging:
+    """Host memory that copies of the training state are made in, one at a time.
 
-    Written to a file it gives the same bytes as the original on the host: strides, subclasses (torchao's low-bit states)
-    and shared storages (bitsandbytes' tables) stay what they are. Copies from a GPU go through page-locked buffers of a
-    fixed size (`_Staging`); the host returns when all are done.
+    `begin` returns at once; a thread then copies, beside the forward and backward passes of the next step. Whoever
+    changes the state calls `wait` before. The memory is used again by the next copy: to get it from the system takes
+    several times as long as to copy.
+
+    Attributes:
+        waited_s: how long `wait` has waited for the last copy, in seconds.
     """
-    memo: dict[int, Any] = {}
-    storages = _Storages()
-    for tensor in tensors_in(value):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = _copy(tensor, storages)
-    storages.finish()
-    return copy.deepcopy(value, memo)
+
+    def __init__(self) -> None:
+        self._copied = threading.Event()
+        self._copied.set()
+        self.waited_s = 0.0
+        self._kept: list[torch.UntypedStorage] = []  # those of the last copy
+        self._buffers: dict[torch.device, _PageLocked] = {}
+
+    def begin(self, value: T, *, at_once: Any = ()) -> tuple[T, Callable[[], None]]:
+        """A copy of nested dictionaries, lists and tuples, with all tensors in host memory, whose content comes later.
+
+        Written to a file it gives the same bytes as the original on the host: strides, subclasses (torchao's low-bit
+        states) and shared storages (bitsandbytes' tables) stay what they are. What is no tensor is copied now.
+
+        Args:
+            value: what to copy; no copy made before may be in use any more.
+            at_once: tensors of it that are copied before this returns, since nobody waits before changing them.
+
+        Returns:
+            The copy, and a function that fills it. It has to be called, in any thread, and `wait` waits for it.
+        """
+        assert self._copied.is_set(), "a copy has not been made"
+        copies = _Copies(self._kept)
+        for tensor in tensors_in(at_once):
+            copies.add(tensor)
+        devices = {
+            part.device for tensor in tensors_in(value) for part in parts_of(tensor) if part.device.type != "cpu"
+        }
+        for device in devices:  # which may be writing to them still, also to those in host memory
+            torch.get_device_module(device).synchronize(device)
+        self._fill(copies)
+        for tensor in tensors_in(value):
+            copies.add(tensor)
+        self._kept = copies.storages()
+        copied = copy.deepcopy(value, dict(copies.tensors))  # which also notes the originals, in the dictionary given
+        self.waited_s = 0.0
+        self._copied.clear()
+
+        def fill() -> None:
+            try:
+                fault_point("save.copy")
+                self._fill(copies)
+            finally:
+                self._copied.set()
+
+        return copied, fill
+
+    def wait(self) -> float:
+        """Wait until the copy that has begun is made; the seconds that took. Call it before the state changes."""
+        if self._copied.is_set():
+            return 0.0
+        started = time.perf_counter()
+        self._copied.wait()
+        seconds = time.perf_counter() - started
+        self.waited_s += seconds
+        return seconds
+
+    def _fill(self, copies: _Copies) -> None:
+        """Copy what has been added, and forget it piece by piece: gathered weights are in memory of their own."""
+        used = set()
+        for target, source in copies.to_fill():
+            if source.device.type == "cpu":
+                # By one thread and without Python's lock; torch would start as many threads as training has.
+                np.copyto(target.numpy(), source.numpy())
+                continue
+            if source.device not in self._buffers:
+                self._buffers[source.device] = _PageLocked(source.device)
+            used.add(source.device)
+            self._buffers[source.device].copy(source, target)
+        for device in used:
+            self._buffers[device].finish()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -52,39 +125,61 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
-class _Storages:
-    """Host copies of storages, one of each, however many tensors look at it."""
+class _Copies:
+    """Host copies of tensors, and of each storage one, however many tensors look at it.
 
-    def __init__(self) -> None:
+    Attributes:
+        tensors: the copies by the identity of their originals.
+    """
+
+    def __init__(self, free: list[torch.UntypedStorage]) -> None:
+        """`free`: memory that may be used, wherever the size is right."""
+        self.tensors: dict[int, Any] = {}
+        self._free: dict[int, list[torch.UntypedStorage]] = {}
+        for storage in free:
+            self._free.setdefault(storage.nbytes(), []).append(storage)
         self._copies: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
-        self._on_host: list[tuple[Tensor, Tensor]] = []
-        self._staging: dict[torch.device, _Staging] = {}
+        self._to_fill: list[tuple[Tensor, Tensor]] = []
 
-    def copy_of(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The storage's copy, whose content is there after `finish`."""
+    def add(self, tensor: Tensor) -> None:
+        """Make the copy of a tensor, whose content is still to be filled in."""
+        if id(tensor) not in self.tensors:
+            self.tensors[id(tensor)] = self._copy(tensor)
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory of all copies."""
+        return list(self._copies.values())
+
+    def to_fill(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of copies and of their originals, each pair once."""
+        self._to_fill.reverse()
+        while self._to_fill:
+            yield self._to_fill.pop()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: self._copy(getattr(tensor, name)) for name in names}
+            return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+        storage = self._storage(tensor.untyped_storage())
+        copied = torch.empty(0, dtype=tensor.dtype)
+        copied.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        vars(copied).update(vars(tensor))  # bitsandbytes marks its paged tensors, and pickle keeps that
+        return copied
+
+    def _storage(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         key = (source.device, source.data_ptr(), source.nbytes())
         if key not in self._copies:
-            target = torch.empty(source.nbytes(), dtype=torch.uint8)
+            free = self._free.get(source.nbytes())
+            storage = free.pop() if free else torch.UntypedStorage(source.nbytes())
+            target = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
             content = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)  # type: ignore[call-overload]
-            if source.device.type == "cpu":
-                self._on_host.append((target, content))
-            else:
-                if source.device not in self._staging:
-                    self._staging[source.device] = _Staging(source.device)
-                self._staging[source.device].copy(content, target)
-            self._copies[key] = target.untyped_storage()
+            self._to_fill.append((target, content))
+            self._copies[key] = storage
         return self._copies[key]
 
-    def finish(self) -> None:
-        """Wait for the devices, then copy what was in host memory, to which they may have been writing until now."""
-        for device, staging in self._staging.items():
-            staging.finish()
-            torch.get_device_module(device).synchronize(device)
-        for target, content in self._on_host:
-            target.copy_(content)
 
-
-class _Staging:
+class _PageLocked:
     """Copies from a device to the host through two page-locked buffers: one is filled while the other is emptied.
 
     A page-locked copy of everything would need no buffers. But torch's allocator of such memory rounds each piece up to a
@@ -92,9 +187,13 @@ class _Staging:
     """
 
     def __init__(self, device: torch.device, *, buffer_bytes: int = _BUFFER_BYTES) -> None:
-        pin = device.type == "cuda"
-        self._device = device
-        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        on_device = device.type != "cpu"
+        self._module = torch.get_device_module(device) if on_device else None
+        # A stream of its own: it does not wait for the kernels of the step that training is at.
+        self._stream = self._module.Stream(device) if self._module else None
+        self._buffers = [
+            torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)
+        ]
         self._pieces: list[list[tuple[Tensor, Tensor]]] = [[], []]  # of each buffer: where a piece goes, and the piece
         self._filled: list[Any] = [None, None]  # of each buffer: the event after which its pieces are there
         self._current, self._used = 0, 0
@@ -109,7 +208,8 @@ class _Staging:
                 continue
             count = min(source.numel() - done, buffer.numel() - self._used)
             piece = buffer[self._used : self._used + count]
-            piece.copy_(source[done : done + count], non_blocking=True)
+            with nullcontext() if self._module is None else self._module.stream(self._stream):
+                piece.copy_(source[done : done + count], non_blocking=True)
             self._pieces[self._current].append((target[done : done + count], piece))
             self._used, done = self._used + count, done + count
 
@@ -120,24 +220,11 @@ class _Staging:
 
     def _swap(self) -> None:
         """Take the other buffer, once it is filled and emptied."""
-        if self._device.type != "cpu":
-            stream = torch.get_device_module(self._device).current_stream(self._device)
-            self._filled[self._current] = stream.record_event()
+        if self._stream is not None:
+            self._filled[self._current] = self._stream.record_event()
         self._current, self._used = 1 - self._current, 0
         if self._filled[self._current] is not None:
             self._filled[self._current].synchronize()
         for target, piece in self._pieces[self._current]:
             target.copy_(piece)
         self._pieces[self._current].clear()
-
-
-def _copy(tensor: Tensor, storages: _Storages) -> Tensor:
-    if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()
-        parts = {name: _copy(getattr(tensor, name), storages) for name in names}
-        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
-    storage = storages.copy_of(tensor.untyped_storage())
-    copied = torch.empty(0, dtype=tensor.dtype)
-    copied.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
-    vars(copied).update(vars(tensor))  # bitsandbytes marks its paged tensors, and pickle keeps that
-    return copied

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ from finetrainers.engine.checkpoints import save as saving
 from finetrainers.engine.checkpoints.async_save import BackgroundSave
 from finetrainers.engine.checkpoints.find import scan_checkpoints
 from finetrainers.engine.checkpoints.manifest import damage, read_manifest
-from finetrainers.engine.checkpoints.staging import _Staging, host_copy, parts_of, tensors_in
+from finetrainers.engine.checkpoints.staging import Staging, _PageLocked, parts_of, tensors_in
+from finetrainers.engine.state import TrainState
 from finetrainers.engine.trainer import Trainer
 from finetrainers.engine.training import train
+from finetrainers.optim.ema import EMA
 
 BNB = {"optimizer": "adamw-bnb-8bit", "transformer_dtype": "bf16", "text_encoder_dtype": "bf16"}
 CASES: dict[str, dict[str, Any]] = {
@@ -61,9 +64,23 @@ def options(options: Callable[..., dict], tmp_path: Path) -> Callable[..., dict]
 
 @contextmanager
 def writer_held_until(step: int) -> Iterator[list[int]]:
-    """Within the block, the thread that writes waits for a later optimizer step; the list gets what waited."""
-    reached, held = threading.Event(), []
-    look, log = saving.Snapshot.check_finite, Trainer._log
+    """Within the block, the thread copies after the next update was due, and writes after a later optimizer step.
+
+    The list gets what waited.
+    """
+    due, reached, held = threading.Event(), threading.Event(), []
+    look, log, update, fill = saving.Snapshot.check_finite, Trainer._log, Trainer._update, Staging._fill
+
+    def wait_and_fill(staging: Staging, copies: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert due.wait(60)
+            time.sleep(0.1)
+        fill(staging, copies)
+
+    def tell_and_update(trainer: Trainer) -> None:
+        if trainer.saving.in_flight:
+            due.set()
+        update(trainer)
 
     def wait_and_look(snapshot: saving.Snapshot) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -79,6 +96,8 @@ def writer_held_until(step: int) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving.Snapshot, "check_finite", wait_and_look)
         patch.setattr(Trainer, "_log", log_and_tell)
+        patch.setattr(Trainer, "_update", tell_and_update)
+        patch.setattr(Staging, "_fill", wait_and_fill)
         yield held
 
 
@@ -101,7 +120,7 @@ def saved(root: Path, step: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bytes_are_the_same(name: str, options: Callable[..., dict], tmp_path: Path) -> None:
-    """Though the weights have moved on before the first byte is written; and a run continues from it exactly."""
+    """Though training has gone on meanwhile as far as it may; and a run continues from it exactly."""
     at_once, later = tmp_path / "at once", tmp_path / "later"
     train(load_config(**options(name, output_dir=str(at_once))))
     values = options(name, output_dir=str(later), async_checkpointing=True)
@@ -176,10 +195,11 @@ def test_an_error_of_the_writer_ends_the_run(
 ) -> None:
     save_weights, snapshot = saving.save_weights, saving.take_snapshot
 
-    def fail_at_two(directory: Path, **arguments: Any) -> None:
-        save_weights(directory, **arguments)
+    def fail_at_two(directory: Path, **arguments: Any) -> Any:
+        written = save_weights(directory, **arguments)
         if fault == "disk" and directory.name == ".step-2.tmp":
             raise OSError("no space left on device")
+        return written
 
     def poison(state: Any) -> Any:
         taken = snapshot(state)
@@ -273,7 +293,7 @@ def low_bit_states() -> dict[str, Tensor]:
 
 def test_copies_go_through_two_buffers_of_a_fixed_size() -> None:
     """As from a GPU: larger and smaller than a buffer, many in one, and none."""
-    staging = _Staging(torch.device("cpu"), buffer_bytes=16)
+    staging = _PageLocked(torch.device("cpu"), buffer_bytes=16)
     sources = [torch.randint(256, (n,), dtype=torch.uint8) for n in (3, 0, 13, 16, 1, 40, 15, 2, 2, 2, 33)]
     targets = [torch.zeros_like(source) for source in sources]
     for source, target in zip(sources, targets, strict=True):
@@ -293,7 +313,9 @@ def test_copies_are_written_as_their_originals_are() -> None:
         "bf16": torch.ones(2, dtype=torch.bfloat16), "nested": {0: {"lr": 1e-3, "params": [0, 1]}},
     }  # fmt: skip
     before = pickled(value)
-    copied = host_copy(value)
+    staging = Staging()
+    copied, fill = staging.begin(value)
+    fill()
     assert pickled(copied) == before
     # A change of any original shows in the original only.
     for tensor in tensors_in(value):
@@ -304,3 +326,42 @@ def test_copies_are_written_as_their_originals_are() -> None:
     assert pickled(copied) == before
     assert copied["shared"][0] is copied["shared"][1]["again"]
     assert type(copied["low"]["4"]) is type(value["low"]["4"])  # type: ignore[index]
+    # The next copy is in the same memory, and one of other sizes is made, too.
+    places = {part.untyped_storage().data_ptr() for tensor in tensors_in(copied) for part in parts_of(tensor)}
+    now = pickled(value)
+    again, fill = staging.begin(value)
+    fill()
+    assert pickled(again) == now
+    assert {p.untyped_storage().data_ptr() for t in tensors_in(again) for p in parts_of(t)} == places
+    other, fill = staging.begin({"one": torch.arange(100.0), "table": torch.arange(16.0)})
+    fill()
+    assert other["one"].tolist() == list(range(100))
+    assert other["table"].tolist() == list(range(16))
+
+
+def test_what_changes_weights_waits_for_the_copy() -> None:
+    weight = torch.zeros(3)
+    staging, averages = Staging(), EMA({"weight": torch.nn.Parameter(weight)}, decay=0.9)
+    averages.weights["weight"].fill_(2)
+    copied, fill = staging.begin(
+        {"weight": weight, "old": averages.weights["weight"]}, at_once=averages.weights["weight"]
+    )
+    assert copied["old"].tolist() == [2, 2, 2]  # already
+    state = SimpleNamespace(staging=staging, ema=averages)
+    thread = threading.Timer(0.2, fill)
+    thread.start()
+    with TrainState.ema_applied(state):  # type: ignore[arg-type]
+        assert weight.tolist() == [2, 2, 2]
+    thread.join()
+    assert copied["weight"].tolist() == [0, 0, 0]
+    assert staging.waited_s > 0.05
+    assert staging.wait() == 0
+
+
+def test_an_error_of_the_copy_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging()
+    _, fill = staging.begin([torch.zeros(3)])
+    monkeypatch.setattr(np, "copyto", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fill()
+    assert staging.wait() == 0

@@ -119,10 +119,11 @@ def test_a_save_that_fails_publishes_nothing(
     values = options(train_steps=4, checkpointing_steps=1, checkpointing_limit=2)
     save_weights = saving.save_weights
 
-    def fail_at_four(directory: Path, **arguments: Any) -> None:
-        save_weights(directory, **arguments)
+    def fail_at_four(directory: Path, **arguments: Any) -> Any:
+        written = save_weights(directory, **arguments)
         if directory.name == ".step-4.tmp":
             raise OSError("no space left on device")
+        return written
 
     with monkeypatch.context() as patch:
         patch.setattr(saving, "save_weights", fail_at_four)
