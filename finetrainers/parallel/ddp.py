@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -33,21 +33,15 @@ class DDP(Strategy):
         )
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-        model, prepared = self.accelerator.prepare(model, optimizer, device_placement=[False, True])
+        model = self.accelerator.prepare(model, device_placement=[False])
         free_group_last(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        return model, prepared
-
-    def begin_step(self, num_micro_batches: int) -> None:
-        super().begin_step(num_micro_batches)
-        self.accelerator.gradient_accumulation_steps = num_micro_batches
-        self.accelerator.step = 0  # counts micro-batches; ranks average gradients when it is a multiple
+        return model, self._prepare_optimizer(optimizer)
 
     def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self.accelerator.no_sync(model) if self.manual_all_reduce else self.accelerator.accumulate(model)
-
-    def backward(self, loss: Tensor) -> None:
-        self.accelerator.backward(loss * self.accumulation)  # accelerate's division is undone
+        self._micro_batch += 1
+        is_last = self._micro_batch == self.accumulation
+        return nullcontext() if is_last and not self.manual_all_reduce else self.accelerator.no_sync(model)
 
     def all_reduce(self) -> None:
         """See `Strategy`; in pieces of 25 MiB, as DDP itself does."""

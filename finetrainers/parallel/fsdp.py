@@ -30,7 +30,7 @@ from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 
 from .sharding import USE_FSDP
-from .strategy import Load, MakeOptimizer, Placement, Strategy
+from .strategy import Load, MakeOptimizer, Placement, Strategy, below_wrapper
 
 
 class FSDP(Strategy):
@@ -93,7 +93,7 @@ class FSDP(Strategy):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer(self._parameters)
-        return model, self.accelerator.prepare_optimizer(optimizer)
+        return model, self._prepare_optimizer(optimizer)
 
     def _place_frozen(self, model: nn.Module, computed: torch.dtype, blocks: Sequence[str]) -> nn.Module:
         for parameter in model.parameters():  # kept in the dtype that weights are gathered in
@@ -153,10 +153,6 @@ class FSDP(Strategy):
         model.set_requires_gradient_sync(is_last or self._options.sync_each_batch)  # type: ignore[operator]
         return nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        scaler = self.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward()
-
     # ---- what a checkpoint takes -------------------------------------------------------------------------------
 
     def full_state(self, model: nn.Module) -> dict[str, Tensor]:
@@ -166,7 +162,7 @@ class FSDP(Strategy):
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer.optimizer, options=options)
+        state: dict[str, Any] = get_optimizer_state_dict(model, below_wrapper(optimizer), options=options)
         if not state:
             return {}  # not rank 0
         numbers = {name: number for number, name in enumerate(_trained_names(model))}
@@ -175,7 +171,7 @@ class FSDP(Strategy):
     def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
         named = _renamed(state, dict(enumerate(_trained_names(model))))
         options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(model, optimizer.optimizer, named, options=options)
+        set_optimizer_state_dict(model, below_wrapper(optimizer), named, options=options)
 
 
 def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:

@@ -95,7 +95,9 @@ class Ranks:
         if not names:
             return {}
         stacked = torch.stack([values[n].detach().float().reshape(()).to(self.device) for n in names])
-        return dict(zip(names, self.accelerator.reduce(stacked, reduction="mean").tolist(), strict=True))
+        if self.world_size > 1:
+            stacked = self.accelerator.reduce(stacked, reduction="mean")
+        return dict(zip(names, stacked.tolist(), strict=True))
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum over ranks."""

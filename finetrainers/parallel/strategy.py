@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin, GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
@@ -167,6 +168,13 @@ class Strategy(Ranks):
             RuntimeError: loading failed on another rank.
         """
 
+    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """What steps the weights: the optimizer itself, or with a gradient scaler accelerate's wrapper, which steps by that.
+
+        The wrapper looks for optional packages on disk at every step.
+        """
+        return optimizer if self.scaler is None else self.accelerator.prepare_optimizer(optimizer)
+
     def _only_on_device(self, placement: Placement) -> None:
         if placement != "device":
             raise ValueError(f"{self._kind()} places weights by itself, and cannot keep {placement.replace('_', ' ')}")
@@ -200,9 +208,9 @@ class Strategy(Ranks):
     def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Around one micro-batch: gradients are averaged over ranks on the last of a step only, or not at all yet."""
 
-    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Backpropagate; the losses of a step's micro-batches add up."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def all_reduce(self) -> None:
         """Average the gradients over ranks, where the last backward pass has not done it."""
@@ -221,9 +229,9 @@ class Strategy(Ranks):
 
         A strategy may clip within its optimizer's step instead, by the same norm.
         """
-        if self.max_grad_norm > 0:
-            return _whole(self.accelerator.clip_grad_norm_(self._parameters, self.max_grad_norm))
         self.accelerator.unscale_gradients()  # fp16 gradients carry the loss scale until now
+        if self.max_grad_norm > 0:
+            return _whole(torch.nn.utils.clip_grad_norm_(self._parameters, self.max_grad_norm))
         gradients = list(self.gradients())
         return _whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
@@ -283,3 +291,8 @@ def place(model: nn.Module, device: torch.device, *, blocks: Sequence[str], plac
 def _whole(norm: Tensor) -> Tensor:
     """A norm over all ranks; that of sharded gradients is still a sum of parts."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def below_wrapper(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that `prepare` was given, of what it returned."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_a_cpu_continues(device: str, plain: Start, start: Start
     checkpoint = straight.root / "checkpoints" / "step-2"
     resumed = start(device, **fp32(), resume_from_checkpoint=str(checkpoint))
     assert resumed.curve() == pytest.approx(straight.curve()[2:], rel=0 if device == "cpu" else 1e-3)
-    optimizer = resumed.state.optimizer.optimizer
+    optimizer = resumed.state.optimizer
     assert [group["fused"] for group in optimizer.param_groups] == [True if device == "cuda" else None]
     for state in optimizer.state.values():
         assert state["step"].device.type == device
