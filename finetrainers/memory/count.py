@@ -120,6 +120,7 @@ class StepShape:
         frozen: dtype of the frozen weights.
         trained: dtype of the trained weights.
         autocast: dtype that matrices are multiplied in; None: without autocast.
+        gradients_stay: False if each gradient leaves as soon as it is made.
     """
 
     latent: tuple[int, int, int, int]
@@ -129,6 +130,7 @@ class StepShape:
     frozen: torch.dtype = torch.bfloat16
     trained: torch.dtype = torch.float32
     autocast: torch.dtype | None = torch.bfloat16
+    gradients_stay: bool = True
 
 
 def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted:
@@ -172,11 +174,22 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
             with torch.autocast("cpu", shape.autocast, enabled=shape.autocast is not None):
                 prediction = spec.predict(net, x, t, conditions, meta)
             kept, forward = live.live - weights, live.peak - weights
+            if not shape.gradients_stay:
+                _drop_gradients(net)
             live.peak = live.live
             torch.autograd.backward((prediction.float() - target).square().flatten(1).mean(1).mean())
             backward = live.peak - weights
         gradients = sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
         return {"kept": kept, "forward": forward, "backward": backward, "gradients": gradients}
+
+
+def _drop_gradients(network: nn.Module) -> None:
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop)
 
 
 def _shortened(network: nn.Module, depths: Mapping[str, int]) -> nn.Module:
