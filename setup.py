@@ -64,6 +64,7 @@ setup(
         "sentencepiece>=0.2",
         "protobuf>=4.25",
         "numpy>=2.0",
+        "psutil>=5.9.6",
         "pillow>=10.1",
         "tomli-w>=1.0",
         "tomli>=2; python_version < '3.11'",

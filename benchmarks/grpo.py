@@ -32,6 +32,7 @@ import torch  # noqa: E402
 from finetrainers.demo.rewarded import reward_config  # noqa: E402
 from finetrainers.engine.assemble import assemble  # noqa: E402
 from finetrainers.engine.init_distributed import make_strategy  # noqa: E402
+from finetrainers.engine.memory_recorder import MemoryRecorder  # noqa: E402
 from finetrainers.engine.preflight import preflight  # noqa: E402
 from finetrainers.engine.trainer import Trainer  # noqa: E402
 from finetrainers.engine.watchdog import Watchdog  # noqa: E402
@@ -150,7 +151,9 @@ def build(directory: Path, name: str, options: dict[str, Any]) -> Arm:
     """An arm at its first step."""
     config = reward_config(directory / name, steps=10_000, **options)
     parallel = make_strategy(config)
-    trainer = assemble(preflight(config), parallel, Watchdog.of_run(config.run, rank=parallel.rank))
+    trainer = assemble(
+        preflight(config), parallel, Watchdog.of_run(config.run, rank=parallel.rank), MemoryRecorder(parallel.device)
+    )
     arm = Arm(trainer, trainer.state.method.steps(0, trainer.state.transformer))
     _watch(arm)
     return arm

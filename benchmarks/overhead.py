@@ -41,6 +41,7 @@ from finetrainers.demo.scratch import build_model  # noqa: E402
 from finetrainers.engine.assemble import assemble  # noqa: E402
 from finetrainers.engine.callbacks.base import Callback  # noqa: E402
 from finetrainers.engine.init_distributed import make_strategy  # noqa: E402
+from finetrainers.engine.memory_recorder import MemoryRecorder  # noqa: E402
 from finetrainers.engine.preflight import preflight  # noqa: E402
 from finetrainers.engine.state import TrainState  # noqa: E402
 from finetrainers.engine.trainable import load_trainable_transformer, trainable_dtype  # noqa: E402
@@ -396,7 +397,9 @@ def compare(
     )  # fmt: skip
     checked = preflight(config)
     parallel = make_strategy(config)
-    trainer = assemble(checked, parallel, Watchdog.of_run(config.run, rank=parallel.rank))
+    trainer = assemble(
+        checked, parallel, Watchdog.of_run(config.run, rank=parallel.rank), MemoryRecorder(parallel.device)
+    )
     state = trainer.state
     batches = list(islice(state.method.steps(0, state.transformer), total + steps))
     if data == "memory":

@@ -27,6 +27,7 @@ from .callbacks.validation import Validation
 from .checkpoints.restore import check_restorable, restore
 from .guards.memory import memory_advice
 from .load_work import load_texts, load_work
+from .memory_recorder import MemoryRecorder
 from .preflight import Preflight
 from .run_dir import RunDirectory
 from .sampling import EncodedPrompts
@@ -38,7 +39,7 @@ from .watchdog import Watchdog
 
 
 @memory_advice("loading and encoding")
-def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trainer:
+def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory: MemoryRecorder) -> Trainer:
     """Load everything in three phases and build the trainer, resumed if asked."""
     config, plan, start = checked.config, checked.plan, checked.start
     print_line(parallel.describe())
@@ -72,7 +73,8 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog) -> Trai
     state = TrainState(
         config=config, spec=spec, method=method, parallel=parallel, transformer=transformer, optimizer=optimizer,
         total_steps=total_steps, run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
-        watchdog=watchdog, checkpoint_fields=start.checkpoint_fields(config), ema=make_ema(config, network),
+        watchdog=watchdog, memory=memory, checkpoint_fields=start.checkpoint_fields(config),
+        ema=make_ema(config, network),
     )  # fmt: skip
     callbacks = _make_callbacks(state, checked, source, scheduler=scheduler, encoded=encoded)
     restore(state, start)

@@ -22,6 +22,7 @@ from finetrainers.utils.text import duration, plural
 from finetrainers.utils.versions import __version__
 
 from .preflight import Preflight
+from .start_report import memory_table
 from .state import TrainState
 
 _CARD = """---
@@ -92,7 +93,11 @@ encode_video(video, fps={{ fps }}, output_path="video.mp4")
 {%- for row in table[1:] %}
 | {{ row | join(" | ") }} |
 {%- endfor %}
-{% if results %}
+
+{% for row in memory %}| {{ row | join(" | ") }} |
+{% if loop.first %}|{{ "---|" * row | length }}
+{% endif %}{% endfor %}
+{%- if results %}
 | measured | step {{ results[0] }} | step {{ results[1] }} |
 |---|---|---|
 {%- for name, before, after in results[2] %}
@@ -163,6 +168,7 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         media=spec.facts.media,
         facts=_facts(state, checked),
         table=plan.table(),
+        memory=memory_table(state.memory.all_peaks),
         results=_results(state.run_dir.root),
         settings=[(name, _shown(value)) for name, value in changed.items()],
     )

@@ -13,12 +13,14 @@ from .callbacks.base import Callback
 from .checkpoints.find import scan_checkpoints
 from .dry_run import dry_run_report
 from .export import export
+from .guards.memory_failure import MemoryFailures
 from .init_distributed import make_strategy
 from .lock import exclusive
+from .memory_recorder import MemoryRecorder
 from .preflight import Preflight
 from .ready import examine_weights, get_ready
 from .room import check_room
-from .start_report import print_results, print_stopped, print_warnings
+from .start_report import print_memory, print_results, print_stopped, print_warnings
 from .state import TrainState
 from .trainer import Trainer
 from .watchdog import Watchdog
@@ -39,7 +41,9 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
     checked = examine_weights(checked)
     with contextlib.closing(make_strategy(config)) as parallel:
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
-        with exclusive(config.run.output_dir, parallel), watchdog.running():
+        memory = MemoryRecorder(parallel.device)
+        failures = MemoryFailures(checked, memory, rank=parallel.rank)
+        with exclusive(config.run.output_dir, parallel), watchdog.running(), memory.running(), failures.written():
             watchdog.enter("loading")
             arm_faults()
             fault_point("start")
@@ -48,9 +52,9 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
                 checked = examine_weights(get_ready(config))
             print_warnings(check_room(checked, parallel))
             with phase(LOADING):
-                trainer = assemble(checked, parallel, watchdog)
+                trainer = assemble(checked, parallel, watchdog, memory)
             trainer.callbacks.extend(callbacks)
-            state = trainer.state
+            state = failures.state = trainer.state
             # Until here a signal ends the process as always: there is nothing to save yet.
             with state.requests.signals.listening() if handle_signals else contextlib.nullcontext():
                 trainer.run()
@@ -62,11 +66,13 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
     """Export the results and close the records; of a run that was stopped, the records only."""
     state = trainer.state
     state.watchdog.enter("exporting")
+    trainer.record_memory()
     if state.stopped_by is None:
         with phase(CHECKPOINT):
             export(state, checked)
         trainer.finish()
         print_results(state.run_dir.root)
+        print_memory(state.memory.all_peaks)
         return
     state.run_dir.event("stopped", step=state.step, by=state.stopped_by)
     trainer.finish()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from finetrainers.utils.launch import launched_rank
+from finetrainers.utils.phases import label
 from finetrainers.utils.text import file_size, plural
 
 from .preflight import Preflight
@@ -114,6 +115,27 @@ def print_results(root: Path) -> None:
     for name, path in places.items():
         if path.exists():
             print_line(f"  {name:<{max(16, width)}}{path}")
+
+
+def print_memory(peaks: Mapping[str, Mapping[str, float]]) -> None:
+    """The measured peaks of each phase."""
+    table = Table(box=None, pad_edge=False)
+    headings, *rows = memory_table(peaks)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    _print(table)
+
+
+def memory_table(peaks: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Rows of the measured peaks by phase, in GiB; the first has the headings."""
+    columns = [name for name in ("allocated", "reserved", "host") if any(name in peak for peak in peaks.values())]
+    cells = [
+        [label(phase), *(f"{peak[column]:.2f}" if column in peak else "" for column in columns)]
+        for phase, peak in peaks.items()
+    ]
+    return [["peak memory, GiB", *columns], *cells]
 
 
 def print_line(text: str) -> None:

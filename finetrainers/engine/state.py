@@ -21,6 +21,7 @@ from .guards.memory import MemoryGuard, refusal
 from .guards.nonfinite import NonFiniteGuard
 from .guards.spikes import SpikeDetector
 from .guards.straggler import StragglerMonitor
+from .memory_recorder import MemoryRecorder
 from .run_dir import RunDirectory
 from .watchdog import Watchdog
 
@@ -70,6 +71,7 @@ class TrainState:
         total_steps: optimizer steps in all.
         run_dir: where records go.
         watchdog: limits how long a section of the run may take.
+        memory: measures peaks by phase.
         checkpoint_fields: what checkpoints store of how the run began; see `Start.checkpoint_fields`.
         ema: moving average of the trained weights.
         step: optimizer steps taken.
@@ -90,6 +92,7 @@ class TrainState:
     total_steps: int
     run_dir: RunDirectory
     watchdog: Watchdog
+    memory: MemoryRecorder
     checkpoint_fields: Mapping[str, Any]
     ema: EMA | None = None
     step: int = 0

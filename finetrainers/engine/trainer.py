@@ -66,6 +66,7 @@ class Trainer:
         if state.step < state.total_steps and wants_memory_probe(state.config.memory.dry_batches, state.parallel):
             state.watchdog.enter("step")
             probe_memory(state, accumulate_gradients)
+        state.memory.begin_training()
         state.watchdog.enter("sampling")
         for callback in self.callbacks:
             self._log(callback.on_start(state))
@@ -198,6 +199,7 @@ class Trainer:
         for callback in self.callbacks:
             self._log(callback.on_step(self.state))
         requests.sample = False
+        self._log(self.state.memory.record_of_validation(is_last=self.state.step == self.state.total_steps))
 
     def _log_interval(self, records: list[Record], seconds: float) -> None:
         """Log the steps since the last record, with the seconds that saving took and those of waiting for a slow rank."""
@@ -208,7 +210,7 @@ class Trainer:
             record["checkpoint_s"] = self._blocked_s
             self._blocked_s = 0.0
         waiting = self.state.guards.straggler.look(self.state.step, steps=len(records), step_s=record["step_s"])
-        self._log({**record, **waiting})
+        self._log({**record, **waiting, **self.state.memory.record()})
 
     def _log(self, record: Record | None) -> None:
         """Pass numbers of the current step, if there are any, to all callbacks; the names are the same on every rank."""
@@ -217,6 +219,12 @@ class Trainer:
         record = {"step": self.state.step, **record}
         for callback in self.callbacks:
             callback.on_log(self.state, record)
+
+    def record_memory(self) -> None:
+        """Write down what all processes took at most, in each phase; every rank must call it."""
+        state = self.state
+        state.memory.agree(state.parallel)
+        state.run_dir.event("memory", step=state.step, gib=state.memory.all_peaks)
 
     def finish(self) -> None:
         """Tell the callbacks that the results, or the checkpoint of a run that was stopped, are on disk."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -51,3 +51,17 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
 def printable(text: str) -> str:
     """The text with line breaks, escapes for terminals and bytes that are not UTF-8 made visible, for untrusted names."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, gap: int = 2) -> list[str]:
+    """Lines of a table: the first column to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        (" " * gap)
+        .join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        .rstrip()
+        for row in rows
+    ]

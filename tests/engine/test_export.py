@@ -42,6 +42,7 @@ def finished(tmp_path, *, pretrained="owner/base", **options):
             load_call=lambda place: f"load_lora_weights({json.dumps(place)})",
         ),
         run_dir=SimpleNamespace(root=tmp_path),
+        memory=SimpleNamespace(all_peaks={"training_step": {"allocated": 12.345, "host": 3.0}}),
     )
     checked = SimpleNamespace(
         start=SimpleNamespace(origin=None),
@@ -84,6 +85,7 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
     assert "| training steps took | 2 min on 2 x CPU |" in card
     assert "| samples | 50 denoising steps, the pipeline's own guidance, seed 42, 25 fps |" in card
     assert "| measured | step 0 | step 12 |\n|---|---|---|\n| `eval_loss` | 0.5 | 0.25 |\n" in card
+    assert "\n\n| peak memory, GiB | allocated | host |\n|---|---|---|\n| training step | 12.35 | 3.00 |\n\n" in card
     assert "12 steps on 3 clips" in card.replace("\n", " ")
     assert "Put `MY` before your prompt" in card
     assert "secret-token" not in card

@@ -175,7 +175,7 @@ def test_what_a_run_leaves(options: Callable[..., dict], run: Callable[..., Any]
     again = load_config(done.root / "config.toml")
     assert again == done.state.config
     assert json.loads((done.root / "env.json").read_text())["packages"]["torch"]
-    assert [event["event"] for event in done.events] == ["start", "checkpoint"]
+    assert [event["event"] for event in done.events] == ["start", "checkpoint", "memory"]
 
 
 @pytest.mark.parametrize(

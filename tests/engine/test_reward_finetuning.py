@@ -81,7 +81,11 @@ def records(directory: str | Path) -> list[dict[str, Any]]:
 def curve(directory: str | Path) -> list[dict[str, Any]]:
     """What must be the same of two runs."""
     untimed = [
-        {k: v for k, v in r.items() if k not in ("time", "step_s", "checkpoint_s") and "seconds" not in k}
+        {
+            k: v
+            for k, v in r.items()
+            if k not in ("time", "step_s", "checkpoint_s") and not k.startswith(("seconds", "memory"))
+        }
         for r in records(directory)
     ]
     return [record for record in untimed if len(record) > 1]

@@ -23,6 +23,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.data.inspect.batch_counts import BatchCounts
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.engine.init_distributed import make_strategy
+from finetrainers.engine.memory_recorder import MemoryRecorder
 from finetrainers.engine.preflight import Preflight
 from finetrainers.engine.resume_plan import new_run
 from finetrainers.engine.run_dir import RunDirectory
@@ -158,7 +159,7 @@ def train_random(
     state = TrainState(
         config=config, spec=spec, method=method, parallel=parallel, transformer=wrapped, optimizer=optimizer,
         total_steps=_STEPS, run_dir=RunDirectory(repo, writes=False), checkpoint_fields={},
-        watchdog=Watchdog.of_run(config.run, rank=0),
+        watchdog=Watchdog.of_run(config.run, rank=0), memory=MemoryRecorder(device),
     )  # fmt: skip
     trainer = Trainer(state, lr_at=lambda step: config.optimizer.lr)
     wrapped.train()

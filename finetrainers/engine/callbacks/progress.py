@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -67,6 +65,8 @@ class ProgressLine(Callback):
             self.console.show_cursor(True)  # a process that is ended at once would leave it hidden
 
     def on_log(self, state: TrainState, record: Record) -> None:
+        if all(name.startswith(("step", "memory")) for name in record):
+            return
         found = {name: value for name, value in record.items() if _matches(name, self.headline)}
         if "step_s" not in record:  # an evaluation
             self._latest.update(found)
@@ -137,7 +137,7 @@ class ProgressLine(Callback):
             if "grad_norm" in record:
                 fields.append((7, f"grad {record['grad_norm']:.3g}"))
             fields.append((8, f"lr {record['lr']:.2e}"))
-            if (memory := memory_gib()) is not None:
+            if (memory := self._state.memory.most()) is not None:
                 fields.append((9, f"mem {memory:.1f} GiB"))
         return fields if is_last else [*fields, (10, f"elapsed {clock_time(self.clock.elapsed_s())}")]
 
@@ -246,15 +246,3 @@ def _wrapped(texts: Iterable[str], width: int) -> Iterator[str]:
             line = _GAP
         line += (_GAP if line.strip() else "") + text
     yield line
-
-
-def memory_gib() -> float | None:
-    """Peak device memory on an accelerator, else peak resident memory of this process, in GiB; None where none is known."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

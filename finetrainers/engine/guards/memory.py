@@ -153,7 +153,8 @@ class MemoryGuard:
             free_memory()
             if worst == 2:
                 where = "this" if mine == 2 else "another"
-                raise OutOfMemory(f"{where} process ran out of memory on a micro-batch of one sample. {ADVICE}")
+                why = "" if attempt.error is None else f" ({attempt.error})"
+                raise OutOfMemory(f"{where} process ran out of memory on a micro-batch of one sample{why}. {ADVICE}")
             self._halve(attempt)
 
     def _fitting(self, step: Step[Any]) -> Step[Any]:

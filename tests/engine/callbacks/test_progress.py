@@ -21,6 +21,7 @@ from finetrainers.methods.sft import SFT
 EVALUATION = {"eval_loss": 0.43214, **{f"eval_loss_{k / 10:.2f}": 0.5 / k for k in (1, 3, 5, 7, 9)}}
 LOSS = {"loss": 0.04213, "grad_norm": 0.385, "lr": 1e-3, "step_s": 3.41}
 SCORES = {"reward/a.quality": 0.51234, "kl": 0.0023, "group_std/a.quality": 0.1, **LOSS}
+MEMORY = SimpleNamespace(most=lambda: 12.3)
 SECOND = {"reward/my_module:a_function_with_a_long_name": 12.3456}
 
 
@@ -30,7 +31,7 @@ def shown(width: int | None, records: list[dict[str, float]], *, headline: tuple
     console = Console(file=out, soft_wrap=True)
     if width is not None:
         console = Console(file=out, width=width, force_terminal=True, soft_wrap=True, legacy_windows=False)
-    state: Any = SimpleNamespace(step=0, total_steps=total, watchdog=SimpleNamespace(section="step"))
+    state: Any = SimpleNamespace(step=0, total_steps=total, watchdog=SimpleNamespace(section="step"), memory=MEMORY)
     line = ProgressLine(headline=headline, console=console)
     line.on_start(state)
     for record in records:
@@ -60,10 +61,9 @@ def shown(width: int | None, records: list[dict[str, float]], *, headline: tuple
     ],
 )
 def test_the_line_fits_any_width(
-    headline: tuple[str, ...], record: dict[str, float], total: int, order: list[str], monkeypatch: pytest.MonkeyPatch
+    headline: tuple[str, ...], record: dict[str, float], total: int, order: list[str]
 ) -> None:
     """One row, which begins with step, total and time left; what does not fit is left out whole, the least important first."""
-    monkeypatch.setattr(progress, "memory_gib", lambda: 12.3)
     steps = [total // 2 - 1, total // 2]
     first = [{"step": 0, **EVALUATION}] if headline == SFT.headline else []
     records = [*first, *({"step": step, **record} for step in steps)]
@@ -87,7 +87,7 @@ def test_the_line_fits_any_width(
 
 
 def test_what_the_run_is_doing_and_what_became_of_a_step() -> None:
-    state: Any = SimpleNamespace(step=0, total_steps=9, watchdog=SimpleNamespace(section="sampling"))
+    state: Any = SimpleNamespace(step=0, total_steps=9, watchdog=SimpleNamespace(section="sampling"), memory=MEMORY)
     console = Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False)
     line = ProgressLine(console=console)
     line.on_start(state)
@@ -112,7 +112,7 @@ def test_what_the_run_is_doing_and_what_became_of_a_step() -> None:
 def test_an_evaluation_is_broken_between_its_numbers() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None, legacy_windows=False)
-    state: Any = SimpleNamespace(step=10, total_steps=30, watchdog=SimpleNamespace(section="sampling"))
+    state: Any = SimpleNamespace(step=10, total_steps=30, watchdog=SimpleNamespace(section="sampling"), memory=MEMORY)
     line = ProgressLine(headline=SFT.headline, console=console)
     line.on_start(state)
     line.on_log(state, {"step": 10, **EVALUATION})
@@ -123,6 +123,8 @@ def test_an_evaluation_is_broken_between_its_numbers() -> None:
 
 def test_a_log_file_has_a_line_for_each_record() -> None:
     records = [{"step": 0, **EVALUATION}, *({"step": k, **LOSS} for k in range(1, 31))]
+    memory = {"step": 30, "memory/checkpoint/host_gib": 1.2, "memory_before_training/host_gib": 1.1}
+    assert len(shown(None, [*records, memory], headline=SFT.headline, total=30)) == len(records)
     lines = shown(None, records, headline=SFT.headline, total=30)
     assert len(lines) == len(records)
     assert lines[0].startswith("step  0/30  eval_loss 0.4321  by noise level  0.10: 0.5000")

@@ -173,7 +173,8 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "training": (
         Trainer._run,
-        {"step": 0, "total_steps": 0, "watchdog": SimpleNamespace(enter=lambda _: None)},
+        {"step": 0, "total_steps": 0, "watchdog": SimpleNamespace(enter=lambda _: None),
+         "memory": SimpleNamespace(begin_training=lambda: None)},
     ),
 }  # fmt: skip
 
@@ -212,7 +213,7 @@ def test_loading_that_runs_out_of_memory_says_so() -> None:
         SimpleNamespace(is_main=True, describe=fail),
     )
     with pytest.raises(OutOfMemory, match=r"while loading and encoding .*--enable_tiling"):
-        assemble.assemble(checked, parallel, None)  # type: ignore[arg-type]
+        assemble.assemble(checked, parallel, None, None)  # type: ignore[arg-type]
 
 
 def test_parts_have_all_clips_and_as_many_pieces_as_asked_for() -> None:

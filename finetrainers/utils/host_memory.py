@@ -1,0 +1,125 @@
+"""Host memory: what this process and its workers take, and how much is left on the machine or in the container. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_SELF = Path("/proc/self")
+#: Where control groups of the two versions are mounted, and their files: the limit, what is in use, and of that what the
+#: kernel can drop at once (cached files).
+_GROUPS = (
+    (Path("sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+_UNLIMITED = 2**60  # version 1 says about 2**63
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much host memory there is, in bytes.
+
+    Attributes:
+        total: of the machine, or the limit of the container if that is less.
+        available: what can still be taken before the kernel ends a process.
+        limited_by: `machine` or `container`.
+    """
+
+    total: int
+    available: int
+    limited_by: str = "machine"
+
+
+def take_peak() -> int:
+    """The most resident memory of this process, in bytes, since the last call.
+
+    Linux can reset its peak. Where that is not possible, it is the peak since the process started; on other systems, what is
+    resident now.
+    """
+    try:
+        descriptor = os.open(_SELF / "status", os.O_RDONLY)
+    except OSError:
+        return psutil.Process().memory_info().rss
+    try:
+        text = os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):  # /proc may be read-only
+        descriptor = os.open(_SELF / "clear_refs", os.O_WRONLY)
+        try:
+            os.write(descriptor, b"5")
+        finally:
+            os.close(descriptor)
+    at = text.find(b"VmHWM:")
+    return psutil.Process().memory_info().rss if at < 0 else 1024 * int(text[at + 6 :].split(None, 1)[0])
+
+
+def workers_bytes() -> int:
+    """Memory of the processes that this one has started, as those of the data loader, in bytes.
+
+    A page that several processes share counts for each by its share: forked workers share most of theirs with this process.
+    """
+    return sum(_share_of(pid) for pid in _children())
+
+
+def _children() -> list[int]:
+    try:
+        texts = [path.read_text(encoding="ascii") for path in _SELF.glob("task/*/children")]
+    except OSError:  # a thread has ended meanwhile
+        return []
+    if not texts and not _SELF.exists():
+        return [child.pid for child in psutil.Process().children()]
+    return [int(pid) for text in texts for pid in text.split()]
+
+
+def _share_of(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith("Pss:"):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(pid).memory_info().rss
+    return 0  # it has ended
+
+
+def room(root: Path = Path("/")) -> Room:
+    """What is left, of the machine and of every control group that this process is in; the least counts.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    machine = psutil.virtual_memory()
+    rooms = [Room(machine.total, machine.available)]
+    for folder, limit, used, cached in _groups(root):
+        with contextlib.suppress(OSError, ValueError):  # `max` is no number; a file is not there
+            total = int((folder / limit).read_text(encoding="ascii"))
+            if total >= _UNLIMITED:
+                continue
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+            taken = int((folder / used).read_text(encoding="ascii")) - int(stat.get(cached, 0))
+            rooms.append(Room(total, max(0, total - taken), "container"))
+    return min(rooms, key=lambda one: one.available)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Folders of the control groups of this process, with the names of their files."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, *files = _GROUPS[1 if controllers else 0]
+        folder = root / mount / path.lstrip("/")
+        # In a container the path may be that of the host; what is mounted is then the container's own group.
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(root / mount):
+                yield group, files[0], files[1], files[2]
