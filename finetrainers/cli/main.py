@@ -17,6 +17,7 @@ from typing import Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
+from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.failures import sentence_of
 from finetrainers.utils.launch import launch_problems, launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
@@ -116,6 +117,7 @@ def _run(
 
     configure_logging()
     yield_idle_threads()
+    use_expandable_segments()
     if _cannot_start():
         return exit_codes.CONFIGURATION
     config = None

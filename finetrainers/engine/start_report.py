@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.phases import label
 from finetrainers.utils.text import file_size, plural
@@ -26,6 +27,8 @@ def print_start(checked: Preflight) -> None:
     print_line("to load: " + ", ".join(f"{name} {'?' if size is None else file_size(size)}" for name, size in sizes))
     print_data(checked)
     print_origin(checked)
+    if likely_device_type() == "cuda" and (settings := allocator_settings()):
+        print_line(f"GPU memory allocator: {settings}")
     print_remarks(checked)
 
 

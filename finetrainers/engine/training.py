@@ -10,9 +10,10 @@ from typing import Any
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.registry import get_family
+from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.logs import quiet_libraries
-from finetrainers.utils.process_state import restored
+from finetrainers.utils.process_state import environment_restored, restored
 
 from .callbacks.base import Callback
 from .initial_weights import LORA_FILE
@@ -103,14 +104,16 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> TrainRe
     Raises:
         ConfigError: the configuration cannot run; all reasons at once.
     """
-    checked = get_ready(config)
-    with restored(), quiet_libraries():
-        from .run import run
+    with environment_restored():
+        use_expandable_segments()
+        checked = get_ready(config)
+        with restored(), quiet_libraries():
+            from .run import run
 
-        state = run(checked, callbacks=callbacks)
-        if state is None:
-            return TrainResult(checked.config, step=0)
-        result = TrainResult(state.config, step=state.step, stopped_by=state.stopped_by)
-        del state
-        gc.collect()  # networks and callbacks refer to each other, and the caller may want the memory now
-        return result
+            state = run(checked, callbacks=callbacks)
+            if state is None:
+                return TrainResult(checked.config, step=0)
+            result = TrainResult(state.config, step=state.step, stopped_by=state.stopped_by)
+            del state
+            gc.collect()  # networks and callbacks refer to each other, and the caller may want the memory now
+            return result

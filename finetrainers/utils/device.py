@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .launch import says_yes
 
+#: Variables that configure torch's allocator on CUDA, and how it was called before torch 2.9.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 #: One of them is there where an NVIDIA driver is loaded: on Linux, in containers, under WSL2.
 _SIGNS_OF_A_DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
@@ -24,6 +27,22 @@ def likely_device_type() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not says_yes("ACCELERATE_USE_CPU")
     has_driver = any(Path(sign).exists() for sign in _SIGNS_OF_A_DRIVER)
     return "cuda" if can_use_cuda and visible and has_driver else "cpu"
+
+
+def use_expandable_segments() -> None:
+    """Let torch's CUDA allocator grow its segments, which fragments less, unless the user has configured it; before torch is used.
+
+    On Linux with a GPU only. The allocator reads its variable when it is used first; forked and spawned processes inherit it.
+    """
+    if likely_device_type() != "cuda" or not sys.platform.startswith("linux") or allocator_settings():
+        return
+    new = tuple(int(part) for part in version("torch").split(".")[:2]) >= (2, 9)
+    os.environ[ALLOCATOR[0] if new else ALLOCATOR[1]] = "expandable_segments:True"
+
+
+def allocator_settings() -> str:
+    """How torch's CUDA allocator is configured: `NAME=VALUE`; empty: not at all."""
+    return next((f"{name}={os.environ[name]}" for name in ALLOCATOR if os.environ.get(name)), "")
 
 
 def device_problem() -> str | None:

@@ -33,6 +33,16 @@ def restored() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def environment_restored() -> Iterator[None]:
+    """Restore the environment variables at the end of the block. Imports nothing."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        _restore_environment(before)
+
+
 def _restore_environment(before: dict[str, str]) -> None:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
