@@ -55,6 +55,7 @@ _SAME = {
     "attn_backend": "attn_provider_training attention_backend attn_implementation",
     "gradient_checkpointing": "enable_gradient_checkpointing use_gradient_checkpointing activation_checkpointing "
     "enable_activation_checkpointing",
+    "blocks_to_swap": "block_swap block_to_swap num_blocks_to_swap",
     "checkpointing_steps": "save_every save_every_n_steps save_steps save_interval checkpoint_steps "
     "checkpoint_step_interval",
     "checkpointing_limit": "checkpoints_total_limit save_total_limit keep_last_n max_step_saves_to_keep",
@@ -136,8 +137,6 @@ _INSTEAD = {
     "PyTorch's own attention is the default; --attn_backend flash, _flash_3_hub or xformers chooses another":
         "xformers sdpa flash_attn flash3 sage_attn split_attn mem_eff_attn attn_mode attention_mechanism "
         "enable_xformers_memory_efficient_attention",
-    "blocks are not swapped; use --gradient_checkpointing and --layerwise_upcasting_modules transformer, or --fsdp "
-    "full --fsdp_cpu_offload": "blocks_to_swap block_swap block_to_swap num_blocks_to_swap",
     "--gradient_checkpointing recomputes activations, and none are moved to the CPU":
         "gradient_checkpointing_cpu_offload",
     "--quantize_frozen int8, fp8 or nf4 stores the frozen weights in 8 or 4 bits":

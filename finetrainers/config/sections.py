@@ -23,6 +23,7 @@ from .values import (
     HubId,
     ImageBucket,
     MediaColumn,
+    NumberOrAuto,
     PartChoice,
     Place,
     Resolution,
@@ -345,6 +346,10 @@ class MemorySection(Section):
     quantize_skip_modules: list[Expression] = option([], "Regular expressions of module names that are not quantized. "
         "The default is the family's own list: embedders, norms and modulation.", resume="free",
         needs="quantize_frozen=int8|fp8|nf4")
+    blocks_to_swap: NumberOrAuto = option(0, "Keep the frozen weights of this many "
+        "transformer blocks in host memory, and copy each block to the GPU before it computes (block swap, LoRA only). "
+        "Two of them are on the GPU at a time, so 3 is the fewest that saves memory. `auto` swaps the fewest with "
+        "which the estimate fits the GPU.", resume="free")
     oom_retry: Literal["auto", "on", "off"] = option("auto", "On OOM, retry the step with smaller micro-batches; the "
         "accumulated gradient is unchanged. Under DDP, gradients are then reduced after the backward pass instead of "
         "during it, so `auto` is off for full finetuning there.", resume="free", former_table="training")

@@ -22,7 +22,7 @@ def is_switch(field: FieldInfo) -> bool:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Allowed values of a Literal, of an optional Literal, or of a list of Literals."""
+    """Allowed values of a Literal, of an optional Literal, or of a list of Literals; `N` where a number is another choice."""
     origin = get_origin(annotation)
     if origin is Literal:
         return get_args(annotation)
@@ -30,7 +30,7 @@ def choices(annotation: Any) -> tuple[str, ...]:
         for argument in get_args(annotation):
             found = choices(argument)
             if found:
-                return found
+                return (*found, "N") if any(kind(other) == "integer" for other in get_args(annotation)) else found
     return ()
 
 

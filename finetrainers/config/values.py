@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -43,6 +43,13 @@ def _parse_resolution(value: Any) -> Any:
     """`512` or `"512"` (the sides of a square) or `"512x768"` (height x width) as a tuple; pairs pass through."""
     sides = (value,) if isinstance(value, int) and not isinstance(value, bool) else _parse_sides(value)
     return sides * 2 if isinstance(sides, tuple) and len(sides) == 1 else sides
+
+
+def _parse_number_or_auto(value: Any) -> Any:
+    number = value.strip() if isinstance(value, str) else value
+    if isinstance(number, bool) or not (number == "auto" or re.fullmatch(r"\d+", str(number))):
+        raise ValueError(f"{value!r} is neither auto nor a whole number from 0 on")
+    return number
 
 
 def parse_for_bucket(value: Any) -> Any:
@@ -169,6 +176,8 @@ Expression = Annotated[str, AfterValidator(check_expression)]
 HubId = Annotated[str, AfterValidator(check_hub_id)]
 #: A time limit; timers overflow at very long ones.
 Seconds = Annotated[int, Field(le=10_000_000)]
+#: A number that the program may choose.
+NumberOrAuto = Annotated[Literal["auto"] | int, BeforeValidator(_parse_number_or_auto)]
 VideoBucket = Annotated[
     tuple[int, int, int],
     BeforeValidator(_parse_video_bucket),

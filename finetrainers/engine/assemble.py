@@ -19,6 +19,7 @@ from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
 
+from .block_swap import block_swap, check_number_of_blocks
 from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
 from .callbacks.metrics import MetricsFile, RewardFiles, Tracker
@@ -47,6 +48,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     spec = checked.family.load(config.model)
     spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
     method_spec(config).check(plan, config, spec=spec)
+    check_number_of_blocks(config, spec)
     scheduler = spec.load_scheduler()
     process = spec.process(scheduler)
     first_frame_p = first_frame_probability(config, spec)
@@ -102,7 +104,7 @@ def _sampling_dtype(config: TrainConfig, parallel: Strategy) -> torch.dtype:
 
 def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr: float) -> tuple[nn.Module, Any]:
     """The transformer, with what is trained attached, and its optimizer, as the strategy has prepared them."""
-    config = checked.config
+    config, swap = checked.config, block_swap(checked, spec, parallel)
     with loading(checked, "transformer"):
         return parallel.prepare(
             lambda: load_trainable_transformer(checked, spec, trainable_dtype(config), device=parallel.device),
@@ -114,6 +116,7 @@ def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr
                 stochastic_rounding=config.training.master_weights == "stochastic_rounding",
             ),
             blocks=spec.blocks,
+            swap=swap,
         )
 
 

@@ -14,6 +14,7 @@ from finetrainers.methods.registry import method_spec
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.utils.text import file_size, plural
 
+from .block_swap import check_number_of_blocks
 from .preflight import Preflight
 from .ready import examine_weights
 from .room import disk_needs, room_warnings
@@ -35,7 +36,9 @@ def dry_run_report(checked: Preflight) -> None:
         checked = examine_weights(checked)
     transformer = network_without_weights(checked, stand_in=unseen is not None)
     if unseen is None:
-        method_spec(config).check(checked.plan, config, spec=checked.family.load(config.model))
+        spec = checked.family.load(config.model)
+        method_spec(config).check(checked.plan, config, spec=spec)
+        check_number_of_blocks(config, spec)
     needs = disk_needs(checked, transformer)
     if unseen is None:
         checked = replace(checked, warnings=[*checked.warnings, *room_warnings(checked, needs)])
@@ -76,6 +79,8 @@ def _print_memory(checked: Preflight, transformer: nn.Module) -> None:
     )
     for name, gib in memory.table():
         print_line(f"  {name:<28}{gib}")
+    for text in memory.swap.lines():
+        print_line(f"  {text}")
     print_line("  plan for 15 % more: CUDA itself, and fragmentation")
     for text in _beside(checked):
         print_line(f"  {text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from accelerate.utils import DynamoBackend
 
 from finetrainers.config.checks.options import quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
@@ -73,6 +74,7 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
             "DDP, or leave it out: --enable_tiling lets decoding take less"
         )
         yield Problem("--enable_model_cpu_offload", message)
+    yield from _swap_problems(config, parallel)
     if config.memory.layerwise_upcasting_modules and not parallel.weights_are_whole:
         message = "8-bit storage changes weights in place, and this strategy splits them; use DDP or DeepSpeed ZeRO-2"
         yield Problem("--layerwise_upcasting_modules", message)
@@ -81,3 +83,16 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
             "ZeRO-3 splits floating-point weights alone; use --fsdp full, which splits quantized ones too, or ZeRO-2"
         )
         yield Problem("--quantize_frozen", message)
+
+
+def _swap_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
+    if not config.memory.blocks_to_swap:
+        return
+    where = "--blocks_to_swap"
+    if parallel.why_no_swap is not None:
+        yield Problem(where, parallel.why_no_swap)
+    if parallel.device.type not in ("cuda", "cpu"):
+        yield Problem(where, f"copies on streams of CUDA, and the device is {parallel.device.type}; leave it out")
+    if parallel.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        message = "compiled blocks do not wait for their weights; launch without torch.compile (dynamo_backend), or leave it out"
+        yield Problem(where, message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from finetrainers.config.facts import Activations
@@ -21,6 +21,7 @@ from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.sharding import WHOLE, Split
 
 from .activation_plan import activation_units
+from .swap_plan import NO_SWAP, SwapSizes, chosen_blocks, swap_sizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +56,7 @@ class Workload:
         casts: whether autocast copies weights of more than 16 bits.
         ema: whether an fp32 average of the trainable weights is kept.
         copy_bytes, trajectory_bytes: see `MethodMemory`.
+        swap: of swapped blocks, whose frozen weights are not among `frozen_bytes`.
     """
 
     frozen_bytes: float
@@ -76,6 +78,7 @@ class Workload:
     ema: bool = False
     copy_bytes: float = 0.0
     trajectory_bytes: float = 0.0
+    swap: SwapSizes = NO_SWAP
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,12 @@ class MemoryPlan:
     Attributes:
         parts: memory by what takes it.
         total: the peak.
+        swap: bytes that swapped blocks take in host memory and on the way from there.
     """
 
     parts: Mapping[str, float]
     total: float
+    swap: SwapSizes = NO_SWAP
 
     def table(self) -> list[tuple[str, str]]:
         """Rows of what and how much, for printing; the last is the peak."""
@@ -112,6 +117,7 @@ def estimate(workload: Workload) -> MemoryPlan:
     shared = weights / split.gradients if workload.gradients_stay else 0.0
     fixed = {
         "frozen weights": 0.0 if split.weights_on_host else workload.frozen_bytes / GIB / split.weights,
+        "slots of swapped blocks": workload.swap.slots / GIB,
         "trainable weights": 0.0 if split.weights_on_host else weights / split.weights,
         "optimizer state": trained * workload.optimizer_bytes / split.optimizer,
         "moving average": 4 * trained if workload.ema else 0.0,
@@ -134,7 +140,7 @@ def estimate(workload: Workload) -> MemoryPlan:
         "activations kept": saved,
         "one block in backward": in_backward,
     }
-    return MemoryPlan(parts, sum(fixed.values()) + moving)
+    return MemoryPlan(parts, sum(fixed.values()) + moving, workload.swap)
 
 
 def estimate_for(
@@ -172,9 +178,11 @@ def estimate_for(
         reference=total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
     )
     masters = split.masters and width == _HALF
+    frozen, swap = _frozen_bytes(config, transformer, spec)
     return estimate(
         Workload(
-            frozen_bytes=_frozen_bytes(config, transformer, spec),
+            frozen_bytes=frozen,
+            swap=swap,
             num_trainable=num_trainable,
             num_blocks=tuple(len(getattr(transformer, name)) for name in spec.blocks),
             hidden=spec.width(transformer),
@@ -191,7 +199,9 @@ def estimate_for(
             trajectory_bytes=kept.trajectories,
             gradients_stay=not (config.optimizer.offload_gradients or split.weights_on_host),
             split=split,
-            gathered_bytes=gathered_bytes(transformer, blocks, width=width) if split.gathers else 0.0,
+            gathered_bytes=gathered_bytes(transformer, blocks, width=width, swapped=swapped_blocks(config, blocks))
+            if split.gathers
+            else 0.0,
             casts=not (split.gathers and width == _HALF),  # gathered weights arrive in what they compute in
         )
     )
@@ -213,23 +223,36 @@ def _optimizer_bytes_on_device(config: TrainConfig, split: Split, *, masters: bo
     return optimizer_state_bytes(config) + (4 if masters else 0)
 
 
-def _frozen_bytes(config: TrainConfig, transformer: nn.Module, spec: ModelSpec) -> float:
-    frozen = sum(p.numel() for p in transformer.parameters() if not p.requires_grad)
+def _frozen_bytes(config: TrainConfig, transformer: nn.Module, spec: ModelSpec) -> tuple[float, SwapSizes]:
+    """Bytes of the frozen weights that stay on the device, and of swapped blocks."""
     width = DTYPE_BYTES[config.model.transformer_dtype]
-    total = float(frozen * width)
-    if "transformer" in config.memory.layerwise_upcasting_modules:
+    sizes = {id(p): float(p.numel() * width) for p in transformer.parameters() if not p.requires_grad}
+    casts = "transformer" in config.memory.layerwise_upcasting_modules
+    if casts:
         from .casting import castable_layers  # needs torch, as the caller's transformer does
 
         layers = castable_layers(
             transformer, skip_modules_pattern=config.memory.layerwise_upcasting_skip_modules_pattern
         )
-        total -= (width - 1) * sum(p.numel() for _, layer in layers for p in layer.parameters())
+        sizes |= {id(p): float(p.numel()) for _, layer in layers for p in layer.parameters()}
     if config.memory.quantize_frozen != "none":
         from .quantization import bytes_saved
 
         skip = config.memory.quantize_skip_modules or spec.unquantized
-        total -= bytes_saved(transformer, config.memory.quantize_frozen, skip=skip, width=width)
-    return total
+        for weight, saved in bytes_saved(transformer, config.memory.quantize_frozen, skip=skip, width=width).items():
+            sizes[weight] -= saved
+    blocks = spec.block_modules(transformer)
+    of_blocks = [sum(sizes.get(id(p), 0.0) for p in block.parameters()) for block in blocks]
+    swap = swap_sizes(of_blocks, len(swapped_blocks(config, blocks)))
+    if casts and swap.slots:  # each layer leaves a copy in 8 bits behind, until its block has computed
+        swap = replace(swap, slots=swap.slots + max(of_blocks))
+    return sum(sizes.values()) - swap.host, swap
+
+
+def swapped_blocks(config: TrainConfig, blocks: Sequence[nn.Module]) -> list[int]:
+    """Which blocks are swapped; for `auto`, which a run replaces by a number, all: the least memory."""
+    number = config.memory.blocks_to_swap
+    return chosen_blocks(len(blocks), len(blocks) if number == "auto" else number) if number else []
 
 
 def bytes_of_copy(config: TrainConfig, split: Split, *, trainable_bytes: float) -> float:
@@ -250,10 +273,13 @@ def computed_bytes(config: TrainConfig) -> int:
     return _HALF if precision in ("bf16", "fp16") else 4
 
 
-def gathered_bytes(transformer: nn.Module, blocks: Sequence[nn.Module], *, width: int) -> float:
+def gathered_bytes(
+    transformer: nn.Module, blocks: Sequence[nn.Module], *, width: int, swapped: Sequence[int] = ()
+) -> float:
     """Weights of the block that computes, of the next one, which is fetched meanwhile, and outside of blocks; and gradients of
-    one block in fp32, which are summed over processes."""
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    one block in fp32, which are summed over processes. Frozen weights of swapped blocks are not gathered."""
     trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks]
-    outside = sum(p.numel() for p in transformer.parameters()) - sum(sizes)
+    whole = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    sizes = [trained[index] if index in swapped else size for index, size in enumerate(whole)]
+    outside = sum(p.numel() for p in transformer.parameters()) - sum(whole)
     return (2 * max(sizes, default=0) + outside) * width + 4.0 * max(trained, default=0)

@@ -185,9 +185,10 @@ def _error(found: Tensor, wanted: Tensor) -> float:
     return (found.sub_(wanted).norm() / wanted.float().norm().clamp(min=1e-30)).item()
 
 
-def bytes_saved(transformer: nn.Module, kind: str, *, skip: Sequence[str], width: int) -> float:
-    """Bytes by which quantization makes the frozen weights of a network smaller that have `width` bytes each."""
-    return sum(_bytes_saved(layer, kind, width) for _, layer in quantizable_layers(transformer, skip=skip))
+def bytes_saved(transformer: nn.Module, kind: str, *, skip: Sequence[str], width: int) -> dict[int, float]:
+    """Bytes by which quantization makes each frozen weight smaller, by its `id`, that has `width` bytes a number."""
+    layers = quantizable_layers(transformer, skip=skip)
+    return {id(layer.weight): _bytes_saved(layer, kind, width) for _, layer in layers}
 
 
 def _bytes_saved(layer: nn.Linear, kind: str, width: int) -> float:

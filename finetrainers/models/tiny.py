@@ -49,7 +49,7 @@ _COGVIDEOX: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 _COGVIDEOX_PIPELINES = {"i2v": CogVideoXImageToVideoPipeline, "control": CogVideoXFunControlPipeline}
 
 
-def build_ltx_video(directory: Path | str, *, seed: int = 0) -> Path:
+def build_ltx_video(directory: Path | str, *, seed: int = 0, layers: int = 2) -> Path:
     """Write a tiny LTX-Video: 32x32x8 compression to 128 channels, one token per latent cell, T5."""
     with seeded(seed):
         tokenizer = t5_tokenizer()
@@ -67,7 +67,7 @@ def build_ltx_video(directory: Path | str, *, seed: int = 0) -> Path:
             tokenizer=tokenizer,
             text_encoder=t5_encoder(tokenizer),
             vae=vae,
-            transformer=ltx_transformer(128, heads=4, head_width=8, layers=2),
+            transformer=ltx_transformer(128, heads=4, head_width=8, layers=layers),
             scheduler=FlowMatchEulerDiscreteScheduler(
                 use_dynamic_shifting=True,
                 base_shift=0.95,
@@ -135,7 +135,7 @@ def _hunyuan_texts() -> tuple[list[Any], list[Any]]:
     return tokenizers, [LlamaModel(llama).eval(), CLIPTextModel(clip).eval()]
 
 
-def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXVersion = "5b") -> Path:
+def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXVersion = "5b", layers: int = 2) -> Path:
     """Write a tiny CogVideoX: 8x8x4 compression to 16 channels, 2x2 patches, T5.
 
     Raises:
@@ -146,7 +146,7 @@ def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXV
     is_2b = version == "2b"
     with seeded(seed):
         tokenizer = t5_tokenizer(model_max_length=226)
-        transformer = _cogvideox_transformer(version)
+        transformer = _cogvideox_transformer(version, layers)
         pipeline = _COGVIDEOX_PIPELINES.get(version, CogVideoXPipeline)(
             tokenizer=tokenizer,
             text_encoder=t5_encoder(tokenizer),
@@ -177,12 +177,12 @@ def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXV
     return _save(pipeline, directory)
 
 
-def _cogvideox_transformer(version: CogVideoXVersion) -> CogVideoXTransformer3DModel:
+def _cogvideox_transformer(version: CogVideoXVersion, layers: int) -> CogVideoXTransformer3DModel:
     (frames, height, width), options = _COGVIDEOX[version]
     common = {
         "num_attention_heads": 4,
         "attention_head_dim": 16,
-        "num_layers": 2,
+        "num_layers": layers,
         "time_embed_dim": 32,
         "patch_size": 2,
     }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from .strategy import Load, MakeOptimizer, Placement, Strategy, place
+from .strategy import Load, MakeOptimizer, Strategy, Swap
 
 #: What is averaged at once: enough to use the network well, and little memory.
 _BUCKET_BYTES = 25 << 20
@@ -24,19 +24,20 @@ class DDP(Strategy):
         return "DDP" if self.world_size > 1 else ""
 
     def prepare(
-        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), placement: Placement = "device"
+        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None
     ) -> tuple[nn.Module, Any]:
-        if self.world_size > 1:  # DDP wants all weights on one device
-            self._only_on_device(placement)
-        model = self.in_turns(
-            "loading the network", lambda: place(load(), self.device, blocks=blocks, placement=placement)
-        )
+        model = self.in_turns("loading the network", lambda: self._place(load(), swap))
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         model = self.accelerator.prepare(model, device_placement=[False])
         free_group_last(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, self._prepare_optimizer(optimizer)
+
+    def _place(self, model: nn.Module, swap: Swap | None) -> nn.Module:
+        if swap is not None:  # their memory is shared by several blocks: nothing that could be broadcast
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(swap(model)))
+        return model.to(self.device)
 
     def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
         self._micro_batch += 1

@@ -6,7 +6,7 @@ launcher's settings are read (`sharding.py`), and everything else is done here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 
 from .sharding import USE_FSDP
-from .strategy import Load, MakeOptimizer, Placement, Strategy, below_wrapper
+from .strategy import Load, MakeOptimizer, Strategy, Swap, below_wrapper
 
 
 class FSDP(Strategy):
@@ -62,6 +62,8 @@ class FSDP(Strategy):
             message = f"{self.world_size} processes do not divide into groups of {size}; use a divisor"
             raise ConfigError([Problem("--fsdp_group_size", message)])
         self.optimizer_shards = size
+        if options.fsdp_cpu_offload:
+            self.why_no_swap = "FSDP2 keeps all weights in host memory already (fsdp_cpu_offload); remove one of them"
         first = 1 if options.fsdp_group_size is None else 0  # one dimension, or copies x shards
         shape, names = (self.world_size // size, size)[first:], ("copy", "shard")[first:]
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
@@ -86,25 +88,38 @@ class FSDP(Strategy):
     # ---- wrapping ----------------------------------------------------------------------------------------------
 
     def prepare(
-        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), placement: Placement = "device"
+        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None
     ) -> tuple[nn.Module, Any]:
-        self._only_on_device(placement)
-        model = self.in_turns("loading the network", lambda: self._split(load(), blocks))
+        model = self.in_turns("loading the network", lambda: self._split_trained(load(), blocks, swap))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer(self._parameters)
         return model, self._prepare_optimizer(optimizer)
+
+    def _split_trained(self, model: nn.Module, blocks: Sequence[str], swap: Swap | None) -> nn.Module:
+        """Swapped weights are whole on every process: each copies its own to the device, and nothing is gathered."""
+        if swap is None:
+            return self._split(model, blocks)
+        for parameter in model.parameters():
+            if (
+                not parameter.requires_grad and parameter.is_floating_point()
+            ):  # the dtype that they would be gathered in
+                parameter.data = parameter.data.to(self.compute_dtype(parameter.dtype))
+        return self._split(model, blocks, ignored=set(swap(model).values()))
 
     def _place_frozen(self, model: nn.Module, computed: torch.dtype, blocks: Sequence[str]) -> nn.Module:
         for parameter in model.parameters():  # kept in the dtype that weights are gathered in
             parameter.data = parameter.data.to(computed)
         return self._split(model, blocks, frozen=True)
 
-    def _split(self, model: nn.Module, blocks: Sequence[str], *, frozen: bool = False) -> nn.Module:
+    def _split(
+        self, model: nn.Module, blocks: Sequence[str], *, frozen: bool = False, ignored: Set[nn.Parameter] = frozenset()
+    ) -> nn.Module:
         """The network, split in place, block by block; nothing here waits for another rank.
 
         A block is recomputed (gradient checkpointing, set before), compiled, and split, from the inside out: what is
         compiled never gathers weights. A frozen network has no backward pass until which weights might stay gathered.
+        `ignored` weights are not touched.
         """
         layers = [layer for name in blocks for layer in getattr(model, name)]
         dynamo = self.accelerator.state.dynamo_plugin
@@ -113,7 +128,7 @@ class FSDP(Strategy):
                 layer.compile(**dynamo.to_kwargs())
         pinned = self.device.type != "cpu"
         offload = CPUOffloadPolicy(pin_memory=pinned) if self._options.fsdp_cpu_offload else OffloadPolicy()
-        arguments: dict[str, Any] = {"mesh": self._mesh, "offload_policy": offload}
+        arguments: dict[str, Any] = {"mesh": self._mesh, "offload_policy": offload, "ignored_params": set(ignored)}
         for module in modules_of_another_dtype(model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **arguments)
         for layer in layers:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,12 +28,12 @@ from .ranks import Ranks
 
 #: Where a checkpoint has DeepSpeed's own files.
 DEEPSPEED_FOLDER = "deepspeed"
-#: Where a network's weights are kept: all on the device, or the repeated blocks in host memory and the rest on the device.
-Placement = Literal["device", "blocks_on_host"]
 #: Gives a network, on the CPU.
 Load = Callable[[], nn.Module]
 #: Builds the optimizer over weights.
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+#: Takes frozen weights out of the strategy's hands before it moves, broadcasts or splits any: those weights, by name.
+Swap = Callable[[nn.Module], Mapping[str, nn.Parameter]]
 
 
 class Strategy(Ranks):
@@ -48,6 +48,7 @@ class Strategy(Ranks):
         updates_shards: whether the optimizer is given parts of weights.
         can_drop_gradients: whether gradients can be dropped without an update, wherever a step has got to.
         why_no_retry: why a step that ran out of memory cannot be retried, as the end of a sentence; None if it can.
+        why_no_swap: why blocks cannot be swapped, with the way out; None if they can.
         optimizer_shards: processes over which the optimizer's state is divided.
         optimizer_layout: names the layout of a saved optimizer state; a strategy reads no other. Checkpoints store it.
         manual_all_reduce: whether gradients are averaged after all micro-batches (`all_reduce`) instead of during the last
@@ -62,6 +63,7 @@ class Strategy(Ranks):
     updates_shards = False
     can_drop_gradients = True
     why_no_retry: str | None = None
+    why_no_swap: str | None = None
     optimizer_shards = 1
     optimizer_layout = "DDP, FSDP2 or one process"
     manual_all_reduce = False
@@ -151,7 +153,7 @@ class Strategy(Ranks):
 
     @abstractmethod
     def prepare(
-        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), placement: Placement = "device"
+        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None
     ) -> tuple[nn.Module, Any]:
         """Load and wrap a network, and the optimizer over its trainable weights. Every rank must call it.
 
@@ -161,10 +163,9 @@ class Strategy(Ranks):
             load: gives the network, on the CPU, with what is trained requiring gradients.
             make_optimizer: builds it over weights.
             blocks: attributes of the network that list its repeated blocks.
-            placement: where the weights are kept; whoever asks for blocks on the host brings them to the device in time.
+            swap: places the weights of swapped blocks, where `why_no_swap` is None; the others go to the device.
 
         Raises:
-            ValueError: this strategy, or this number of processes, allows no such placement.
             RuntimeError: loading failed on another rank.
         """
 
@@ -174,10 +175,6 @@ class Strategy(Ranks):
         The wrapper looks for optional packages on disk at every step.
         """
         return optimizer if self.scaler is None else self.accelerator.prepare_optimizer(optimizer)
-
-    def _only_on_device(self, placement: Placement) -> None:
-        if placement != "device":
-            raise ValueError(f"{self._kind()} places weights by itself, and cannot keep {placement.replace('_', ' ')}")
 
     def prepare_frozen(self, load: Load, *, weights: torch.dtype, blocks: Sequence[str] = ()) -> nn.Module:
         """Load a network that is called besides the trained one and computes as it does. Every rank must call it.
@@ -275,17 +272,6 @@ def trains_on_cpu() -> bool:
     """Whether there is no GPU that torch can use, or accelerate is told to leave it alone."""
     has_gpu = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
     return not has_gpu or says_yes("ACCELERATE_USE_CPU")
-
-
-def place(model: nn.Module, device: torch.device, *, blocks: Sequence[str], placement: Placement) -> nn.Module:
-    """Move a network in place to where its weights are kept."""
-    if placement == "device":
-        return model.to(device)
-    kept = {id(module) for name in blocks for module in getattr(model, name).modules()}
-    for module in model.modules():
-        if id(module) not in kept:
-            module._apply(lambda tensor: tensor.to(device), recurse=False)
-    return model
 
 
 def _whole(norm: Tensor) -> Tensor:

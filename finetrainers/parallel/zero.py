@@ -24,7 +24,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.utils.launch import says_yes
 
 from .sharding import USE_DEEPSPEED
-from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Placement, Strategy
+from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Strategy, Swap
 
 _TAG = "state"
 
@@ -35,6 +35,7 @@ class ZeRO(Strategy):
     weights_are_plain = False
     writes_own_files = True
     can_drop_gradients = False
+    why_no_swap = "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full"
     why_no_retry = (
         "DeepSpeed sums gradients in buffers of its own while it computes them: halve --batch_size and double "
         "--gradient_accumulation_steps"
@@ -104,9 +105,9 @@ class ZeRO(Strategy):
     # ---- stepping ----------------------------------------------------------------------------------------------
 
     def prepare(
-        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), placement: Placement = "device"
+        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None
     ) -> tuple[nn.Module, Any]:
-        self._only_on_device(placement)
+        assert swap is None, "DeepSpeed cannot leave weights alone"
         with self.raise_on_all_ranks("loading the network"):
             model = load()  # DeepSpeed takes it from host memory, on all ranks together
         with self.raise_on_all_ranks("making the optimizer"):

@@ -97,7 +97,7 @@ def test_all_options_are_a_word_away(capsys):
         ("optimizer", None, "--max_grad_norm X"),
         ("upcasting", None, "--layerwise_upcasting_modules"),
         ("nccl_timeut", ["nccl_timeout"], "stuck collective"),
-        ("blocks_to_swap", None, "blocks are not swapped"),
+        ("block_swap", ["blocks_to_swap"], "--blocks_to_swap {auto,N}"),
         ("memory", None, "--gradient_checkpointing"),
     ],
 )

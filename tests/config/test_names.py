@@ -113,7 +113,6 @@ def test_with_reward_finetuning_the_same_words_have_another_meaning(monkeypatch)
         (["--width", "512"], "--width: unknown flag; sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH"),
         (["--instance_prompt", "a cat"], "--instance_prompt: unknown flag; every clip has a caption of its own"),
         (["--caption_ext", ".txt"], "--caption_ext: unknown flag; captions are .txt files"),
-        (["--blocks_to_swap=20"], "--blocks_to_swap: unknown flag; blocks are not swapped"),
         (["--cache_latents"], "--cache_latents: unknown flag; --precompute_conditions"),
         (["--xformers"], "--xformers: unknown flag; PyTorch's own attention is the default; --attn_backend flash"),
         (["--attn_backend", "flash3"], "unknown value 'flash3'; did you mean '_flash_3_hub'? Valid: auto, native,"),

@@ -161,23 +161,6 @@ class Network(nn.Module):
         return self.frozen(x)
 
 
-def test_blocks_stay_on_the_host_where_that_is_asked_for(
-    make: Callable[..., Strategy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device is one that needs no GPU; what is to be copied to it block by block must not have been there before."""
-    parallel = make()
-    monkeypatch.setattr(Ranks, "device", torch.device("meta"))
-    model, optimizer = parallel.prepare(
-        Network, lambda ps: torch.optim.SGD(ps), blocks=["blocks"], placement="blocks_on_host"
-    )
-    where = {name: weight.device.type for name, weight in model.named_parameters()}
-    assert where == {name: "cpu" if name.startswith("blocks.") else "meta" for name in where}
-    assert set(where.values()) == {"cpu", "meta"}
-    assert [weight.device.type for group in optimizer.param_groups for weight in group["params"]] == ["cpu"] * 4
-    everywhere, _ = parallel.prepare(Network, lambda ps: torch.optim.SGD(ps), blocks=["blocks"])
-    assert {weight.device.type for weight in everywhere.parameters()} == {"meta"}
-
-
 @pytest.mark.parametrize(("offload", "expected"), [(True, "cpu"), (False, "cuda")])
 def test_an_optimizer_of_weights_on_the_host_is_there_too(
     offload: bool, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -187,13 +170,6 @@ def test_an_optimizer_of_weights_on_the_host_is_there_too(
     parallel = object.__new__(FSDP)
     parallel._options = ParallelSection(fsdp_cpu_offload=offload)
     assert parallel.optimizer_device.type == expected
-
-
-@pytest.mark.parametrize("kind", [DDP, FSDP, ZeRO])
-def test_strategies_that_place_weights_themselves_refuse_another_placement(kind: type[Strategy]) -> None:
-    several = type("Several", (kind,), {"world_size": 2, "_kind": lambda self: "this strategy"})
-    with pytest.raises(ValueError, match="this strategy places weights by itself, and cannot keep blocks on host"):
-        object.__new__(several).prepare(Network, torch.optim.SGD, placement="blocks_on_host")
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])

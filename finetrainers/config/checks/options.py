@@ -43,6 +43,7 @@ def check_config(
     _check_sizes(config, geometry, prompts, found)
     _check_model(config, facts, found)
     _check_training(config, found)
+    _check_block_swap(config, found)
     _check_resume(config, found)
     _check_parallel(config, found)
     _check_validation(config, facts, prompts, found)
@@ -245,6 +246,22 @@ def _check_training(config: TrainConfig, found: Findings) -> None:
         found.warnings.append("--lora_dropout slows down --use_dora: PEFT then computes the base layer twice")
     if config.changed("train_epochs") and training.train_steps is not None:
         found.warnings.append(f"--train_epochs {training.train_epochs} is overridden by --train_steps")
+
+
+def _check_block_swap(config: TrainConfig, found: Findings) -> None:
+    number = config.memory.blocks_to_swap
+    if number == 0:
+        return
+    if config.training.training_type != "lora":
+        found.error("blocks_to_swap", "keeps frozen weights in host memory, so it needs --training_type lora")
+    if number in (1, 2):
+        found.error(
+            "blocks_to_swap", f"the GPU holds two of the swapped blocks, so {number} saves nothing; use 3 or more"
+        )
+    if config.parallel.deepspeed:
+        found.error("blocks_to_swap", "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full")
+    if config.parallel.fsdp_cpu_offload:
+        found.error("blocks_to_swap", "--fsdp_cpu_offload keeps all weights in host memory already; remove one of them")
 
 
 def _check_parallel(config: TrainConfig, found: Findings) -> None:

@@ -55,8 +55,6 @@ REFUSED = names_of({
     _BATCHES: "image_micro_batch_size_per_gpu",
     _STAGES: "partition_split",
     "use --lr, and --resume_from_checkpoint with --reset scheduler for a run that is continued": "force_constant_lr",
-    "blocks are not swapped; use --gradient_checkpointing and --layerwise_upcasting_modules transformer, or --fsdp "
-    "full --fsdp_cpu_offload": "blocks_to_swap",
     "the loss is the squared error; remove it": "pseudo_huber_c",
     f"{_EVALUATION}; remove it": "eval_datasets",
     "use --push_to_hub and --hub_model_id": "huggingface_repo",
@@ -79,7 +77,7 @@ WITHOUT_EFFECT = names_of({
     _EVALUATION: "eval_every_n_steps eval_every_n_epochs eval_every_n_examples eval_before_first_step",
     "evaluation has the batches of training":
         "eval_micro_batch_size_per_gpu image_eval_micro_batch_size_per_gpu eval_gradient_accumulation_steps",
-    "blocks are not swapped": "disable_block_swap_for_eval",
+    "evaluation swaps blocks as training does": "disable_block_swap_for_eval",
     "gradient checkpointing is never reentrant": "reentrant_activation_checkpointing",
     "no network is split into stages": "partition_method",
     "use --push_to_hub, which uploads when training ends": "upload_hf_from_epoch",

@@ -129,7 +129,8 @@ def test_text_encoders_bring_their_tokenizers(load: Callable[..., TrainConfig], 
         ),
         ({"monitoring": {"enable_wandb": False, "wandb_tracker_name": "x"}}, {"report_to": "none", "tracker_name": "finetrainers"}),
         ({"precompute_conditions": False, "data": {"target_fps": 8}}, {"precompute_conditions": False, "target_fps": 8.0}),
-        ({"blocks_to_swap": 0, "compile": False, "pipeline_stages": 1}, {"deepspeed": False}),
+        ({"blocks_to_swap": 0, "compile": False, "pipeline_stages": 1}, {"deepspeed": False, "blocks_to_swap": 0}),
+        ({"blocks_to_swap": 20}, {"blocks_to_swap": 20}),
     ],
 )  # fmt: skip
 def test_keys_become_ours(load: Callable[..., TrainConfig], tables: dict, expected: dict) -> None:

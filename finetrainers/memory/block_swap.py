@@ -1,0 +1,326 @@
+"""Block swap: frozen weights of some transformer blocks wait in host memory, and are copied to the GPU before they are used.
+
+The weights of a swapped block are packed into one pinned buffer on the host, its master. Two buffers on the device, the
+slots, take turns: while the block in one slot computes, the next block is copied into the other one on a stream of its
+own. A frozen weight never changes, so that nothing is copied back. Weights that are trained stay on the device.
+
+A saved tensor that is a swapped weight, or a view of one, names its block. Autograd asks for it in backward, and the
+block is copied again before the tensor is handed out. So results do not depend on what has been prefetched, and it works
+with and without gradient checkpointing, whose recomputation asks for the block in its forward pass.
+
+Why not a library: `apply_group_offloading` of diffusers sets `.data` around forward passes alone. Backward then reads
+what the storage holds by that time, and with checkpointing the blocks stay on the device (recomputation that stops early
+skips the hook that would offload them). `cpu_offload` of accelerate copies on the computing stream and frees after the
+forward pass. torchao offloads optimizers, not weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .swap_plan import NUM_SLOTS, chosen_blocks
+
+#: Where a weight begins in a buffer, in bytes: a multiple of this, as in memory that CUDA allocates.
+_ALIGNMENT = 256
+
+
+def swap_blocks(network: nn.Module, blocks: Sequence[nn.Module], number: int, device: torch.device) -> BlockSwap:
+    """Keep the frozen weights of `number` blocks in host memory from now on; moving the network leaves them there.
+
+    Args:
+        network: with its adapter attached and all weights in their final dtype, in host memory.
+        blocks: its repeated blocks, in the order in which they compute.
+        number: how many are swapped; evenly spaced, so that each copy has other blocks' computation to hide behind.
+        device: where the network computes. On a CPU the slots are in plain memory, and hold NaN until a block is awaited.
+    """
+    assert number >= NUM_SLOTS, "with fewer blocks than slots there is nothing to swap"
+    swap = BlockSwap([blocks[index] for index in chosen_blocks(len(blocks), number)], device)
+    _stay_when_moved(network, swap.weights(network))
+    return swap
+
+
+class BlockSwap:
+    """Brings the frozen weights of swapped blocks into the slots in time.
+
+    Attributes:
+        host_bytes: pinned host memory.
+        slot_bytes: device memory of the slots.
+        copied_bytes: what has been copied to the device so far.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        layouts = [_Layout(block) for block in blocks]
+        sizes = [max(layout.size for layout in layouts[index::NUM_SLOTS]) for index in range(NUM_SLOTS)]
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        self._copies: _Copies = _OnStream(device) if device.type == "cuda" else _InPlainMemory()
+        self._held: list[int | None] = [None] * NUM_SLOTS  # the block that each slot has, or gets
+        self._current: int | None = None  # the block whose weights may be read
+        self._last = len(blocks) - 1
+        self.copied_bytes = 0
+        self._masters: list[Tensor] = []
+        self._weights: list[nn.Parameter] = []
+        for number, (block, layout) in enumerate(zip(blocks, layouts, strict=True)):
+            self._masters.append(layout.packed(pinned=device.type == "cuda"))
+            weights = layout.point_into(self._slots[number % NUM_SLOTS])
+            self._weights += weights
+            block.forward = self._around(block.forward, number, weights)  # type: ignore[method-assign]
+        self.host_bytes = sum(master.nbytes for master in self._masters)
+        self.slot_bytes = sum(sizes)
+
+    def weights(self, network: nn.Module) -> dict[str, nn.Parameter]:
+        """The swapped weights by name: views of the slots."""
+        swapped = set(map(id, self._weights))
+        return {name: weight for name, weight in network.named_parameters() if id(weight) in swapped}
+
+    def _around(self, forward: Callable[..., Any], number: int, weights: Sequence[nn.Parameter]) -> Callable[..., Any]:
+        """A block's forward pass, with its weights in their slot.
+
+        It replaces `forward` instead of being hooks: recomputation that stops early raises, which skips forward hooks.
+        """
+
+        plain = [(weight, weight.data) for weight in weights if not is_traceable_wrapper_subclass(weight)]
+
+        def swapped(*args: Any, **kwargs: Any) -> Any:
+            self._require(number)
+            try:
+                with self._saved(number):
+                    found = forward(*args, **kwargs)
+            finally:
+                for weight, view in plain:  # layerwise upcasting leaves copies in memory of their own
+                    weight.data = view
+            if number == self._last and not torch.is_grad_enabled():
+                self._start(0)  # for the next pass, if its slot was in use until now
+            return found
+
+        return swapped
+
+    def _require(self, number: int) -> None:
+        """Wait until a block's weights are in their slot, and start copying the block that comes next into the other slot."""
+        if number == self._current:
+            return
+        self._start(number)
+        self._current = number
+        self._copies.wait(number % NUM_SLOTS)
+        for following in self._following(number):
+            if following % NUM_SLOTS != number % NUM_SLOTS:  # all that used the other slot is queued, or done
+                self._start(following)
+
+    def _following(self, number: int) -> Sequence[int]:
+        """What computes after a block. A forward pass with gradients turns around at its end; another one begins again."""
+        if _in_backward():
+            return (number - 1,) if number else (1,)
+        if number < self._last:
+            return (number + 1,)
+        return (number - 1,) if torch.is_grad_enabled() else (0, 1)
+
+    def _start(self, number: int) -> None:
+        index = number % NUM_SLOTS  # always the same, so that a weight has one address
+        if self._held[index] == number:
+            return
+        if self._current is not None and self._current % NUM_SLOTS == index:
+            self._current = None
+        self._held[index] = number
+        self.copied_bytes += self._masters[number].nbytes
+        self._copies.start(index, self._slots[index], self._masters[number])
+
+    @contextmanager
+    def _saved(self, number: int) -> Iterator[None]:
+        """Within the block, what autograd saves of a swapped weight is its name; everything else goes to the hooks outside."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # those of gradient checkpointing, say
+        slot = _storage(self._slots[number % NUM_SLOTS])
+        pack_outer, unpack_outer = outer or (_unchanged, _unchanged)
+
+        def pack(tensor: Tensor) -> Any:
+            if any(_storage(leaf) == slot for leaf in _leaves(tensor)):
+                return _SwappedWeight(tensor)
+            return pack_outer(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, _SwappedWeight):
+                self._require(number)
+                return packed.tensor
+            return unpack_outer(packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+
+class _SwappedWeight:
+    """What is saved of a swapped weight: where it is once its block has been brought to the slot."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # fake tensors have no address
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # as FSDP2 asks
+
+
+# ---- weights in buffers ----------------------------------------------------------------------------------------------
+
+
+class _Layout:
+    """Where each frozen weight of a block is in a buffer. Tensors within tensors (quantized weights) have places of their own."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._weights: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+        for module in block.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None and not weight.requires_grad:
+                    self._weights.setdefault(id(weight), (weight, []))[1].append((module, name))
+        self.size = 0
+        self._places: list[tuple[Tensor, int]] = []
+        for weight, _ in self._weights.values():
+            for leaf in _leaves(weight):
+                self._places.append((leaf.detach(), self.size))
+                self.size += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def packed(self, *, pinned: bool) -> Tensor:
+        """One host buffer with all of them; what they were before is let go."""
+        master = torch.empty(self.size, dtype=torch.uint8)
+        if pinned:
+            _pin(master)
+        for leaf, start in self._places:
+            _view(master, start, leaf).copy_(leaf)
+        return master
+
+    def point_into(self, slot: Tensor) -> list[nn.Parameter]:
+        """Make the weights views of a slot; these weights."""
+        views = iter([_view(slot, start, leaf) for leaf, start in self._places])
+        self._places = []
+        swapped = []
+        for weight, owners in self._weights.values():
+            if is_traceable_wrapper_subclass(weight):  # its `.data` is not where its numbers are
+                weight = nn.Parameter(_rebuilt(weight, views), requires_grad=False)
+                for module, name in owners:
+                    module._parameters[name] = weight
+            else:
+                weight.data = next(views)
+            swapped.append(weight)
+        return swapped
+
+
+def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _leaves(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a tensor's numbers: itself, or those within."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [leaf for name in names for leaf in _leaves(getattr(tensor, name))]
+
+
+def _rebuilt(tensor: Tensor, leaves: Iterator[Tensor]) -> Tensor:
+    """The same tensor, with other tensors that hold its numbers."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return next(leaves)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _rebuilt(getattr(tensor, name), leaves) for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+
+def _pin(buffer: Tensor) -> None:
+    """Pin memory in place. `pin_memory` would round each buffer up to a power of two, up to twice the host memory."""
+    from torch.cuda._pin_memory_utils import pin_memory
+
+    pin_memory(buffer.data_ptr(), buffer.nbytes)
+    weakref.finalize(buffer, _unpin, buffer.data_ptr()).atexit = False
+
+
+def _unpin(address: int) -> None:
+    from torch.cuda._pin_memory_utils import unpin_memory
+
+    torch.cuda.synchronize()  # a copy may be on its way
+    unpin_memory(address)
+
+
+def _stay_when_moved(network: nn.Module, swapped: Mapping[str, nn.Parameter]) -> None:
+    """Let `network.to(...)` leave swapped weights where they are."""
+    kept = {id(weight) for weight in swapped.values()}
+
+    def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        out = [
+            (module, name, weight)
+            for module in network.modules()
+            for name, weight in module._parameters.items()
+            if id(weight) in kept
+        ]
+        for module, name, _ in out:
+            module._parameters[name] = None
+        try:
+            return type(network)._apply(network, fn, recurse)
+        finally:
+            for module, name, weight in out:
+                module._parameters[name] = weight
+
+    network._apply = apply  # type: ignore[method-assign]
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+class _Copies(Protocol):
+    """Copies masters into slots."""
+
+    def start(self, index: int, slot: Tensor, master: Tensor) -> None:
+        """Begin to copy, after all that has been queued so far."""
+        ...
+
+    def wait(self, index: int) -> None:
+        """Let everything that is queued from now on come after the slot's copy."""
+        ...
+
+
+class _OnStream:
+    """Copies on a CUDA stream of their own, in the order in which they are started; the host waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._loaded = [torch.cuda.Event() for _ in range(NUM_SLOTS)]
+
+    def start(self, index: int, slot: Tensor, master: Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            slot[: master.nbytes].copy_(master, non_blocking=True)
+            self._loaded[index].record()
+
+    def wait(self, index: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._loaded[index])
+
+
+class _InPlainMemory:
+    """The worst order that a GPU's streams allow: a slot loses its numbers at once, and gets others when they are awaited."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Tensor, Tensor] | None] = [None] * NUM_SLOTS
+
+    def start(self, index: int, slot: Tensor, master: Tensor) -> None:
+        with torch.no_grad():
+            slot.fill_(0xFF)  # NaN in every float dtype
+        self._pending[index] = (slot, master)
+
+    def wait(self, index: int) -> None:
+        pending, self._pending[index] = self._pending[index], None
+        if pending is not None:
+            slot, master = pending
+            with torch.no_grad():
+                slot[: master.nbytes].copy_(master)

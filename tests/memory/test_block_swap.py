@@ -1,0 +1,220 @@
+"""Block swap on the CPU, where a slot loses its numbers as early, and gets others as late, as a GPU's streams allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from every_family import FAMILIES
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from finetrainers.config.sections import ActivationMemory, ModelSection
+from finetrainers.memory import block_swap
+from finetrainers.memory.block_swap import BlockSwap, swap_blocks
+from finetrainers.memory.casting import enable_layerwise_upcasting
+from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.memory.swap_plan import chosen_blocks, fewest_blocks, swap_sizes
+from finetrainers.models.registry import get_family
+from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
+
+CPU = torch.device("cpu")
+#: HunyuanVideo has two blocks of each kind.
+DEEP: dict[str, dict[str, Any]] = {"ltx_video": {"layers": 5}, "cogvideox": {"layers": 4}}
+
+
+@pytest.fixture(scope="module")
+def spec_of(tiny_repo: Callable[..., Path]) -> Callable[[str], tuple[ModelSpec, Conditions]]:
+    """`spec_of(family)`: a network of four or five blocks, and conditions for it."""
+    made: dict[str, tuple[ModelSpec, Conditions]] = {}
+
+    def build(family: str) -> tuple[ModelSpec, Conditions]:
+        if family not in made:
+            options = {f"text_encoder{end}_dtype": "fp32" for end in ("", "_2")}
+            repo = str(tiny_repo(family, **DEEP.get(family, {})))
+            spec = get_family(family).load(
+                ModelSection(model_name=family, pretrained_model_name_or_path=repo, **options)
+            )
+            made[family] = spec, spec.encode_text(spec.load_text_encoders(), ["a red ball", "a dog runs"])
+        return made[family]
+
+    return build
+
+
+def adapted(spec: ModelSpec, stored: ActivationMemory = "checkpoint") -> nn.Module:
+    torch.manual_seed(0)
+    network: Any = spec.load_transformer(torch.float32)
+    network.requires_grad_(False)
+    network.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    set_activation_memory(network.train(), stored)
+    return network
+
+
+def passes(spec: ModelSpec, conditions: Conditions, network: Any) -> list[Tensor]:
+    """All that a run does with a network: two guidance passes, a reference without the adapter, two micro-batches, a sample."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, network.config.out_channels, 3, 4, 4, generator=generator)
+    t = torch.tensor([0.3, 0.7]) if spec.facts.is_flow else torch.tensor([300, 700])
+
+    def predict() -> Tensor:
+        return spec.predict(network, x, t, conditions, VideoMeta(fps=torch.tensor([8.0, 8.0])))
+
+    with torch.no_grad():
+        found = [predict(), predict()]
+        network.disable_adapters()
+        found.append(predict())
+        network.enable_adapters()
+    for _ in range(2):
+        loss = predict().square().mean()
+        loss.backward()
+        found.append(loss.detach())
+    with torch.no_grad():
+        found.append(predict())
+    return found + [p.grad for p in network.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("stored", get_args(ActivationMemory))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_are_the_same_bit_for_bit(family: str, stored: ActivationMemory, spec_of: Callable[..., Any]) -> None:
+    spec, conditions = spec_of(family)
+    expected = passes(spec, conditions, adapted(spec, stored))
+    for number in (3, len(spec.block_modules(spec.transformer_on_meta()))):  # odd and even, some and all
+        network = adapted(spec, stored)
+        swap_blocks(network, spec.block_modules(network), number, CPU)
+        found = passes(spec, conditions, network)
+        assert len(found) == len(expected) > 6
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("stored", ["checkpoint", "none"])
+def test_a_block_that_is_not_awaited_is_seen(
+    stored: ActivationMemory, spec_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In forward it computes NaN; in backward, where nobody asks for the block of a saved weight, gradients are wrong."""
+    spec, conditions = spec_of("ltx_video")
+    network = adapted(spec, stored)
+    swap = swap_blocks(network, spec.block_modules(network), 4, CPU)
+    expected = passes(spec, conditions, network)
+    require = BlockSwap._require
+    if stored == "none":
+        with monkeypatch.context() as patch:
+            in_backward = block_swap._in_backward
+            patch.setattr(BlockSwap, "_require", lambda self, n: None if in_backward() else require(self, n))
+            network.zero_grad()
+            assert not all(map(torch.equal, passes(spec, conditions, network), expected))
+    monkeypatch.setattr(swap._copies, "wait", lambda index: None)
+    assert passes(spec, conditions, network)[0].isnan().any()
+
+
+def test_what_is_copied_and_held(spec_of: Callable[..., Any]) -> None:
+    """Host to device only: all swapped blocks but two in forward and in backward, as planned; the slots stay."""
+    spec, conditions = spec_of("hunyuan_video")  # two sizes of blocks
+    network = adapted(spec)
+    blocks = spec.block_modules(network)
+    sizes = [float(block_swap._Layout(block).size) for block in blocks]
+    swap = swap_blocks(network, blocks, 4, CPU)
+    plan = swap_sizes(sizes, 4)
+    assert (swap.host_bytes, swap.slot_bytes) == (plan.host, plan.slots)
+    assert plan.slots == 2 * sizes[0] > 2 * sizes[-1]
+    x, t = torch.randn(1, 16, 3, 4, 4), torch.tensor([0.5])
+    for step in range(3):
+        before = swap.copied_bytes
+        spec.predict(network, x, t, conditions.rows(slice(0, 1)), VideoMeta(fps=torch.tensor([8.0]))).mean().backward()
+        if step:  # the first one finds empty slots
+            assert swap.copied_bytes - before == plan.copied
+    resident = {id(p): p for p in network.parameters()}.values()
+    assert {p.untyped_storage().data_ptr() for p in swap.weights(network).values()} == {
+        slot.untyped_storage().data_ptr() for slot in swap._slots
+    }
+    assert not {p.untyped_storage().data_ptr() for p in resident if p.requires_grad} & {
+        slot.untyped_storage().data_ptr() for slot in swap._slots
+    }
+
+
+def test_weights_in_8_bits_are_swapped_in_8_bits(spec_of: Callable[..., Any]) -> None:
+    """Layerwise upcasting leaves a copy of each layer in memory of its own, which is let go after the block."""
+    spec, conditions = spec_of("ltx_video")
+
+    def build() -> tuple[nn.Module, list[str]]:
+        network = adapted(spec)
+        options = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
+        return network, enable_layerwise_upcasting(network, skip_modules_pattern=["norm"], **options)  # type: ignore[arg-type]
+
+    network, cast = build()
+    expected = passes(spec, conditions, network)
+    network, _ = build()
+    swap = swap_blocks(network, spec.block_modules(network), 5, CPU)
+    for ours, theirs in zip(passes(spec, conditions, network), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    swapped = swap.weights(network)
+    assert any(name.removesuffix(".weight") in cast for name in swapped)
+    slots = {slot.untyped_storage().data_ptr() for slot in swap._slots}
+    assert {weight.untyped_storage().data_ptr() for weight in swapped.values()} == slots
+
+
+class _Tanh(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def test_tensors_within_tensors_are_swapped() -> None:
+    """Quantized weights of torchao are tensors that hold others."""
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        network = nn.Sequential(*(_Tanh() for _ in range(4))).requires_grad_(False)
+        quantize_(network, Int8WeightOnlyConfig())
+        return network
+
+    def gradient(network: nn.Module) -> tuple[Tensor, Tensor]:
+        x = torch.linspace(-1, 1, 128).view(2, 64).requires_grad_()
+        out = network(x)
+        out.square().sum().backward()
+        assert x.grad is not None
+        return out.detach(), x.grad
+
+    expected = gradient(build())
+    network = build()
+    swap = swap_blocks(network, list(network), 4, CPU)
+    assert type(network[0].linear.weight) is not nn.Parameter
+    assert len(block_swap._leaves(network[0].linear.weight)) > 1
+    assert swap.slot_bytes < swap.host_bytes < 4 * 64 * 64 * 4
+    for _ in range(2):
+        assert all(map(torch.equal, gradient(network), expected))
+
+
+def test_moving_the_network_leaves_swapped_weights_where_they_are(spec_of: Callable[..., Any]) -> None:
+    """A pipeline moves parts between host and device; 24 GiB of masters must not come along."""
+    spec, _ = spec_of("ltx_video")
+    network = adapted(spec)
+    swap = swap_blocks(network, spec.block_modules(network), 4, CPU)
+    swapped = swap.weights(network)
+    network.to("meta")
+    assert swap.weights(network) == swapped
+    where = {name: p.device.type for name, p in network.named_parameters()}
+    assert {where.pop(name) for name in swapped} == {"cpu"}
+    assert set(where.values()) == {"meta"}
+
+
+def test_which_blocks_and_how_many() -> None:
+    assert chosen_blocks(60, 20) == list(range(1, 60, 3))
+    assert chosen_blocks(5, 5) == [0, 1, 2, 3, 4]
+    assert chosen_blocks(5, 3) == [0, 2, 4]
+    sizes = swap_sizes([4.0, 4.0, 1.0, 1.0], 4)
+    assert (sizes.host, sizes.slots, sizes.copied) == (10.0, 8.0, 2.0 + 8.0)
+    assert swap_sizes([4.0], 0).lines() == []
+    for least, expected in {0: 0, 1: 3, 3: 3, 5: 5, 10: 10, 11: None}.items():
+        assert fewest_blocks(10, lambda n, least=least: n >= least) == expected  # type: ignore[misc]
+    uneven = [3.0] * 20 + [1.0] * 40  # two kinds of blocks
+    saved = [sizes.host - sizes.slots for sizes in (swap_sizes(uneven, number) for number in range(3, 61))]
+    assert saved == sorted(saved)
