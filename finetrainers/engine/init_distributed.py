@@ -75,6 +75,10 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
         )
         yield Problem("--enable_model_cpu_offload", message)
     yield from _swap_problems(config, parallel)
+    yield from _precision_problems(config, parallel)
+
+
+def _precision_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     if config.memory.layerwise_upcasting_modules and not parallel.weights_are_whole:
         message = "8-bit storage changes weights in place, and this strategy splits them; use DDP or DeepSpeed ZeRO-2"
         yield Problem("--layerwise_upcasting_modules", message)
@@ -83,6 +87,9 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
             "ZeRO-3 splits floating-point weights alone; use --fsdp full, which splits quantized ones too, or ZeRO-2"
         )
         yield Problem("--quantize_frozen", message)
+    if not config.memory.lora_autocast and not parallel.uses_autocast:
+        message = "DeepSpeed computes in 16 bits without autocast anyway; leave it out"
+        yield Problem("--no-lora_autocast", message)
 
 
 def _swap_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:

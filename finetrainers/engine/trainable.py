@@ -16,7 +16,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import TrainingSection
 from finetrainers.memory.activation_plan import spread
-from finetrainers.memory.casting import enable_layerwise_upcasting
+from finetrainers.memory.casting import cast_adapter_for_each_use, enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.quantization import quantize_frozen, summary
 from finetrainers.models.registry import build_tiny
@@ -70,6 +70,8 @@ def load_trainable_transformer(
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
         except ValueError as error:
             raise ConfigError([Problem("--init_from", str(error))]) from None
+    if not config.memory.lora_autocast:
+        cast_adapter_for_each_use(transformer)
     if "transformer" in config.memory.layerwise_upcasting_modules:
         enable_layerwise_upcasting(
             transformer,

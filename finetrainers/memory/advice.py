@@ -52,6 +52,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch({"precompute_conditions": True}, "disk for the cache, and one fixed crop of every clip", 3, 0),
     Switch({"enable_tiling": True}, "the VAE works in tiles: slower, and latents differ slightly", 4, 0),
     Switch({"offload_trajectory": True}, "sampled latents travel to host memory and back", 4),
+    Switch({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),
     Switch({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10),
     Switch({"optimizer": "adamw-torchao-8bit"}, "optimizer state is rounded to 8 bits", 12),
     Switch(

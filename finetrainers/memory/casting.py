@@ -1,4 +1,4 @@
-"""Weight dtypes: 8-bit storage of frozen weights."""
+"""Weight dtypes: 8-bit storage of frozen weights, and fp32 adapters that compute in 16 bits without autocast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 from diffusers.hooks import apply_layerwise_casting
-from torch import nn
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -73,3 +75,31 @@ def frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str = 
         for name, child in module.named_children()
         for found in frozen_layers(child, skip, f"{prefix}.{name}" if prefix else name)
     ]
+
+
+class CastLinear(nn.Linear):
+    """A linear layer whose weight is cast to its input's dtype for each use, as autocast does, and is trained in its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `nn.Linear`."""
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def cast_adapter_for_each_use(transformer: nn.Module) -> None:
+    """Let the LoRA of linear layers compute in the dtype of activations outside of autocast; its weights stay as they are.
+
+    PEFT would cast the activations to the dtype of the weights instead, and autograd would store them in fp32.
+    """
+    for layer in transformer.modules():
+        if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear):
+            layer.cast_input_dtype_enabled = False
+            for factors in (layer.lora_A, layer.lora_B):
+                for name, linear in factors.items():
+                    factors[name] = _cast_linear(linear)
+
+
+def _cast_linear(linear: nn.Linear) -> CastLinear:
+    with torch.device("meta"):
+        cast = CastLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    cast.weight, cast.bias = linear.weight, linear.bias
+    return cast.train(linear.training)

@@ -192,7 +192,7 @@ def estimate_for(
             optimizer_bytes=_optimizer_bytes_on_device(config, split, masters=masters),
             stored=config.memory.stored,
             share=config.memory.selective_checkpointing,
-            activations=spec.activations[training.training_type],
+            activations=_activations(config, spec, split),
             accumulates=method.accumulates(config),
             ema=training.use_ema,
             copy_bytes=kept.copies,
@@ -205,6 +205,12 @@ def estimate_for(
             casts=not (split.gathers and width == _HALF),  # gathered weights arrive in what they compute in
         )
     )
+
+
+def _activations(config: TrainConfig, spec: ModelSpec, split: Split) -> Activations:
+    kind = config.training.training_type
+    plain = kind == "lora" and (not config.memory.lora_autocast or split.masters)  # DeepSpeed computes without autocast
+    return spec.activations.get("lora without autocast" if plain else kind, spec.activations[kind])
 
 
 def optimizer_state_bytes(config: TrainConfig) -> float:
@@ -268,7 +274,7 @@ def bytes_of_copy(config: TrainConfig, split: Split, *, trainable_bytes: float) 
 def computed_bytes(config: TrainConfig) -> int:
     """Bytes of a weight in the dtype that the network computes in."""
     precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if precision is None and config.model.transformer_dtype in ("bf16", "fp16"):
+    if (precision is None or not config.memory.lora_autocast) and config.model.transformer_dtype in ("bf16", "fp16"):
         precision = config.model.transformer_dtype
     return _HALF if precision in ("bf16", "fp16") else 4
 

@@ -44,6 +44,7 @@ class Strategy(Ranks):
         weights_are_whole: whether every process holds all weights.
         weights_are_plain: whether weights are whole tensors that may be moved or overwritten between steps.
         takes_integer_weights: whether frozen weights may be integers, the codes of quantized ones.
+        uses_autocast: whether a mixed precision is that of autocast.
         writes_own_files: whether only the strategy can write the optimizer's state, on all processes, while training waits.
         updates_shards: whether the optimizer is given parts of weights.
         can_drop_gradients: whether gradients can be dropped without an update, wherever a step has got to.
@@ -59,6 +60,7 @@ class Strategy(Ranks):
     weights_are_whole = True
     weights_are_plain = True
     takes_integer_weights = True
+    uses_autocast = True
     writes_own_files = False
     updates_shards = False
     can_drop_gradients = True
@@ -83,6 +85,8 @@ class Strategy(Ranks):
         precision, dtype = config.training.mixed_precision, config.model.transformer_dtype
         if precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ:
             precision = dtype if dtype in ("bf16", "fp16") else "no"
+        if not config.memory.lora_autocast:
+            precision = "no"
         # Accelerate keeps its state in the process; an earlier run's must not decide over this one.
         GradientState._reset_state()
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -33,6 +33,7 @@ class ZeRO(Strategy):
     """Processes among which DeepSpeed divides optimizer state, gradients and weights."""
 
     weights_are_plain = False
+    uses_autocast = False
     writes_own_files = True
     can_drop_gradients = False
     why_no_swap = "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full"

@@ -10,6 +10,8 @@ import pytest
 import torch
 from every_family import FAMILIES
 
+from finetrainers.memory.count import cuda_autocast
+
 #: Adam divides by the gradient's own size, which turns rounding of near-zero gradients into whole steps; this does not.
 SMOOTH = {"epsilon": 1e-3, "max_grad_norm": 0.02, "lr": 1e-2}
 
@@ -159,3 +161,25 @@ def test_compiling(
         assert other.weights.keys() == plain.weights.keys()
         for name, tensor in plain.weights.items():
             torch.testing.assert_close(other.weights[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lora_without_autocast(
+    family: str, options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As close to fp32 as under autocast, on a CPU and as on CUDA."""
+
+    def curve(name: str, **changes: Any) -> torch.Tensor:
+        done = run(**options(family, output_dir=str(tmp_path / name), **{**SMOOTH, **changes}))
+        assert {weight.dtype for weight in done.weights.values()} == {torch.float32}
+        return torch.tensor(done.curve("loss", "grad_norm"))
+
+    exact = curve("fp32")
+    without = curve("without", transformer_dtype="bf16", lora_autocast=False)
+    torch.testing.assert_close(without, exact, rtol=2e-2, atol=0)
+    # A CPU's autocast leaves norms in bf16: nothing else differs. CUDA's computes them in fp32.
+    assert torch.equal(curve("cpu", transformer_dtype="bf16"), without)
+    with cuda_autocast():
+        under = curve("cuda", transformer_dtype="bf16")
+    assert not torch.equal(under, without)
+    torch.testing.assert_close(under, exact, rtol=2e-2, atol=0)

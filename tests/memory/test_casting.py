@@ -8,7 +8,7 @@ from adapted_network import distance, run, transformer
 from every_family import FAMILIES
 
 from finetrainers.config.sections import MemorySection, ModelSection
-from finetrainers.memory.casting import castable_layers, enable_layerwise_upcasting
+from finetrainers.memory.casting import cast_adapter_for_each_use, castable_layers, enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_activation_memory
 
 SKIP = MemorySection.model_fields["layerwise_upcasting_skip_modules_pattern"].default
@@ -102,3 +102,33 @@ def test_refuses_when_nothing_can_be_cast() -> None:
         enable_layerwise_upcasting(transformer(torch.bfloat16, adapter=False), **options, skip_modules_pattern=SKIP)
     with pytest.raises(ValueError, match="must leave some layer out"):
         enable_layerwise_upcasting(transformer(torch.bfloat16), **options, skip_modules_pattern=["."])
+
+
+def _with_adapter(dtype: torch.dtype) -> torch.nn.Module:
+    network = transformer(dtype)
+    cast_adapter_for_each_use(network)
+    return network
+
+
+def test_without_autocast_gradients_are_as_exact_as_under_it() -> None:
+    """Against fp32; the adapter's weights and gradients stay fp32."""
+    exact_output, exact = run(transformer(torch.float32), torch.float32)
+    output, gradients = run(transformer(torch.bfloat16), torch.bfloat16, autocast=True)
+    ours, own_gradients = run(_with_adapter(torch.bfloat16), torch.bfloat16)
+    assert distance([ours], [exact_output]) < 1.5 * distance([output], [exact_output])
+    assert distance(own_gradients, exact) < 1.5 * distance(gradients, exact)
+    assert {gradient.dtype for gradient in own_gradients} == {torch.float32}
+    in_fp32, fp32_gradients = run(_with_adapter(torch.float32), torch.float32)
+    assert torch.equal(in_fp32, exact_output)
+    assert all(torch.equal(a, b) for a, b in zip(fp32_gradients, exact, strict=True))
+    names = transformer(torch.bfloat16).state_dict().keys()
+    assert _with_adapter(torch.bfloat16).state_dict().keys() == names
+
+
+def test_without_autocast_no_activation_is_stored_in_fp32_for_the_adapter() -> None:
+    held: list[torch.Tensor] = []
+    layer = _with_adapter(torch.bfloat16).transformer_blocks[0].attn1.to_q
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        assert layer(x).dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in held} == {torch.bfloat16}

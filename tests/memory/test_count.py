@@ -14,6 +14,7 @@ from published_networks import NETWORKS, published_repository
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import ActivationMemory
 from finetrainers.engine.trainable import attach
+from finetrainers.memory.casting import cast_adapter_for_each_use
 from finetrainers.memory.count import LiveStorages, StepShape, count_step, cuda_autocast
 from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.models.registry import get_family
@@ -83,6 +84,41 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
                 batch_size=batch_size,
             ).total  # fmt: skip
             assert planned == pytest.approx(counted, rel=0.05), (training_type, stored, share, batch_size)
+
+
+@pytest.mark.parametrize(("name", "saved"), [("LTX-Video", 0.14), ("HunyuanVideo", 0.17), ("CogVideoX-5b", 0.30)])
+def test_a_lora_without_autocast_stores_less(
+    name: str, saved: float, tiny_repo: Callable[..., Path], tmp_path: Path
+) -> None:
+    """By the published share; and the estimate knows it, with checkpointing too."""
+    network = NETWORKS[name]
+    repo = published_repository(tiny_repo(network.family, **network.tiny), tmp_path, network.config)
+    config = load_config(
+        model_name=network.family, pretrained_model_name_or_path=str(repo), data_root=str(repo), rank=64,
+        video_resolution_buckets=["x".join(map(str, network.bucket))], lora_autocast=False, optimizer="adamw",
+    )  # fmt: skip
+    family = get_family(network.family)
+    geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
+    meta = spec.transformer_on_meta()
+    attach(meta, config.training)
+    weights = sum((12 if p.requires_grad else 2) * p.numel() for p in meta.parameters())
+    shape = StepShape((meta.config.out_channels, *geometry.denoised_shape(*network.bucket)), stored="none")
+    unit = geometry.num_tokens(*network.bucket) * spec.width(meta) * 2
+    blocks = [len(getattr(meta, blocks)) for blocks in spec.blocks]
+    under_autocast = unit * sum(a * b for a, b in zip(spec.activations["lora"].kept, blocks, strict=True))
+    cast_adapter_for_each_use(meta)
+    for stored, batch_size in (("none", 1), ("checkpoint", 4)):
+        one = replace(shape, stored=stored, batch_size=batch_size, autocast=None)
+        found = count_step(spec, meta, one)
+        if stored == "none":
+            assert 1 - found.kept / under_autocast == pytest.approx(saved, abs=0.02)
+        memory = config.memory.model_copy(update={"activation_memory": stored})
+        planned = estimate_for(
+            config.model_copy(update={"memory": memory}), geometry, meta, spec=spec, bucket=network.bucket,
+            batch_size=batch_size,
+        ).total  # fmt: skip
+        counted = (weights + max(found.forward, found.backward)) / GIB
+        assert planned == pytest.approx(counted, rel=0.05), stored
 
 
 def test_few_blocks_tell_what_all_take(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:

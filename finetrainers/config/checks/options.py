@@ -131,7 +131,30 @@ def _check_model(config: TrainConfig, facts: Facts, found: Findings) -> None:
             f"{model.transformer_dtype} cannot compute; use bf16, and --quantize_frozen fp8 or "
             "--layerwise_upcasting_modules transformer, which store the frozen weights in 8 bits",
         )
+    _check_lora_autocast(config, found)
     _check_quantization(config, found)
+
+
+def _check_lora_autocast(config: TrainConfig, found: Findings) -> None:
+    if config.memory.lora_autocast:
+        return
+    dtype, precision = config.model.transformer_dtype, config.training.mixed_precision
+    if config.training.training_type != "lora":
+        found.error("lora_autocast", "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast")
+    elif precision in ("bf16", "fp16"):
+        found.error(
+            "lora_autocast", f"--mixed_precision {precision} is the dtype of autocast; drop it or --no-lora_autocast"
+        )
+    elif dtype == "fp16":
+        found.error(
+            "lora_autocast", "fp16 needs the loss scaling that comes with autocast; use --transformer_dtype bf16"
+        )
+    elif config.training.use_dora:
+        found.error(
+            "lora_autocast", "DoRA computes in the dtype of its fp32 weights; drop --use_dora or --no-lora_autocast"
+        )
+    elif dtype != "bf16":
+        found.warnings.append(f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; it is for bf16")
 
 
 def _check_quantization(config: TrainConfig, found: Findings) -> None:

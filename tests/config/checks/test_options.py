@@ -43,6 +43,10 @@ def findings(family=FLOW, **options):
         ({"transformer_dtype": "float8_e4m3fn"}, "--layerwise_upcasting_modules transformer"),
         ({"training_type": "full-finetune", "layerwise_upcasting_modules": ["transformer"]}, "--training_type lora"),
         ({"transformer_dtype": "float8_e4m3fn"}, "--quantize_frozen fp8"),
+        ({"lora_autocast": False, "training_type": "full-finetune"}, "--lora_autocast: full finetuning computes"),
+        ({"lora_autocast": False, "mixed_precision": "bf16"}, "--mixed_precision bf16 is the dtype of autocast"),
+        ({"lora_autocast": False, "transformer_dtype": "fp16"}, "use --transformer_dtype bf16"),
+        ({"lora_autocast": False, "use_dora": True}, "drop --use_dora or --no-lora_autocast"),
         ({"training_type": "full-finetune", "quantize_frozen": "int8"}, "needs --training_type lora"),
         (
             {"quantize_frozen": "int8", "layerwise_upcasting_modules": ["transformer"]},
@@ -122,6 +126,7 @@ def test_errors_for_variance_preserving_models(options, expected):
         ({"eval_num_items": 2}, "set --eval_steps"),
         ({"layerwise_upcasting_storage_dtype": "float8_e5m2"}, "without --layerwise_upcasting_modules"),
         ({"quantize_skip_modules": ["norm"]}, "without --quantize_frozen"),
+        ({"lora_autocast": False, "transformer_dtype": "fp32"}, "saves nothing with --transformer_dtype fp32"),
         ({"precompute_dir": "x"}, "without --precompute_conditions"),
     ],
 )
