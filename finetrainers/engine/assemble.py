@@ -34,6 +34,7 @@ from .run_dir import RunDirectory
 from .sampling import EncodedPrompts
 from .start_report import loading, print_line
 from .state import TrainState
+from .throughput import measure_calls
 from .trainable import load_trainable_transformer, trainable_dtype, trainable_parameters
 from .trainer import Trainer
 from .watchdog import Watchdog
@@ -76,7 +77,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
         config=config, spec=spec, method=method, parallel=parallel, transformer=transformer, optimizer=optimizer,
         total_steps=total_steps, run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
         watchdog=watchdog, memory=memory, checkpoint_fields=start.checkpoint_fields(config),
-        ema=make_ema(config, network),
+        ema=make_ema(config, network), meter=measure_calls(spec, network),
     )  # fmt: skip
     callbacks = _make_callbacks(state, checked, source, scheduler=scheduler, encoded=encoded)
     restore(state, start)

@@ -11,7 +11,7 @@ from torch import nn
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import Method
-from finetrainers.models.spec import ModelSpec
+from finetrainers.models.spec import FlopMeter, ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.parallel.strategy import Strategy
 
@@ -74,6 +74,7 @@ class TrainState:
         memory: measures peaks by phase.
         checkpoint_fields: what checkpoints store of how the run began; see `Start.checkpoint_fields`.
         ema: moving average of the trained weights.
+        meter: of the operations and tokens of the network's calls.
         step: optimizer steps taken.
         data_ahead: how many steps the data position is ahead of `step`, since a rollback skips data.
         oldest_rollback_step: the first step whose checkpoint has all parts that this run has.
@@ -95,6 +96,7 @@ class TrainState:
     memory: MemoryRecorder
     checkpoint_fields: Mapping[str, Any]
     ema: EMA | None = None
+    meter: FlopMeter | None = None
     step: int = 0
     data_ahead: int = 0
     oldest_rollback_step: int = 0

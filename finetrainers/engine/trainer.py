@@ -26,6 +26,7 @@ from .guards.memory import Attempt, memory_advice
 from .guards.memory_probe import probe_memory, wants_memory_probe
 from .guards.rollback import roll_back
 from .state import TrainState
+from .throughput import peak_flops, rates
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Trainer:
         self.lr_at = lr_at
         self.callbacks = list(callbacks)
         self.saving = BackgroundSave(parallel=state.parallel, watchdog=state.watchdog)
+        self._peak_flops = peak_flops(state.parallel.device)
         self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
     def run(self) -> None:
@@ -80,7 +82,7 @@ class Trainer:
         records: list[Record] = []  # since the last one that was logged
         seconds = 0.0  # of fetching and stepping, without saving and sampling
         steps = state.method.steps(state.step + state.data_ahead, state.transformer)
-        started = time.perf_counter()
+        started = self._begin_interval()
         for step in islice(steps, state.total_steps - state.step):
             blocked_s = self._blocked_s
             record = self.train_step(step)
@@ -100,7 +102,13 @@ class Trainer:
                 return
             self._sample_if_due()
             state.watchdog.enter("step")
-            started = time.perf_counter()
+            started = self._begin_interval()
+
+    def _begin_interval(self) -> float:
+        """The time from which a step is measured. What was sampled and probed before is no part of it."""
+        if self.state.meter is not None:
+            self.state.meter.take()
+        return time.perf_counter()
 
     def train_step(self, step: Step[Any]) -> Record | None:
         """One optimizer step: gradients, all-reduce, clipping, the check for NaN, the update.
@@ -126,7 +134,8 @@ class Trainer:
                 grad_norm = parallel.clip_grad_norm()
             if grad_norm is not None:
                 totals["grad_norm"] = grad_norm
-        totals |= {name: torch.tensor(value) for name, value in step.metrics.items()}
+        counted = {} if state.meter is None else state.meter.take()
+        totals |= {name: torch.tensor(value) for name, value in {**step.metrics, **counted}.items()}
         # The step's one wait for the device, before the update: NaN must not get into the weights.
         record = parallel.mean(totals)
         action = guards.nonfinite.judge(state.step + 1, record)
@@ -205,6 +214,7 @@ class Trainer:
         """Log the steps since the last record, with the seconds that saving took and those of waiting for a slow rank."""
         every, summaries = self.state.config.run.logging_steps, self.state.method.summaries
         record = summarized(records, seconds=seconds, every=every, summaries=summaries)
+        record = rates(record, num_ranks=self.state.parallel.data_size, peak=self._peak_flops)
         record["lr"] = self.lr_at(self.state.step - 1)
         if self._blocked_s:
             record["checkpoint_s"] = self._blocked_s

@@ -33,6 +33,7 @@ from . import common
 from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
+from .flops import Attends
 from .spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,10 @@ class CogVideoXSpec(ModelSpec):
         ),
     }
     unquantized = ("^patch_embed", "^time_embedding", "^ofs_embedding", "norm", "^proj_out$")
+    streams: ClassVar = {
+        "time_|ofs_|norm": "time", "text_proj": "prompt", "^transformer_blocks": "joint", "": "video",
+    }  # fmt: skip
+    attentions = (Attends("transformer_blocks", "joint", "joint"),)
     vae_pixel_bytes, vae_frames_at_once = 3830, 12
     attention_processor = CogVideoXAttnProcessor
 

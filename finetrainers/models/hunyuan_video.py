@@ -27,6 +27,7 @@ from . import common
 from .attention import Attend, set_processors
 from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
+from .flops import Attends
 from .spec import ModelSpec
 
 #: Guidance-distilled checkpoints take their guidance scale as an input; the unguided network is the one at 1.
@@ -110,6 +111,14 @@ class HunyuanVideoSpec(ModelSpec):
         "full-finetune": Activations(kept=(37.5, 32.5), outside=24.8, checkpointed=1.01, forward=30.2, backward=42.6),
     }
     unquantized = ("^x_embedder", "^context_embedder", "^time_text_embed", "norm", "^proj_out$")
+    streams: ClassVar = {
+        "time_text_embed|norm": "time", "^context_embedder": "prompt", "add_[qkv]_proj|to_add_out|ff_context": "text",
+        "^single_transformer_blocks": "joint", "": "video",
+    }  # fmt: skip
+    attentions = (
+        *(Attends(name, "joint", "joint") for name in blocks),
+        Attends("context_embedder.token_refiner.refiner_blocks", "prompt", "prompt"),
+    )
     vae_pixel_bytes, vae_frames_at_once = 2340, 17
     attention_processor = HunyuanAttnProcessor
 

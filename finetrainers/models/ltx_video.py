@@ -21,6 +21,7 @@ from . import common
 from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
+from .flops import Attends
 from .spec import ModelSpec
 
 #: Prompt length that the published checkpoints were trained with, and the pipeline's default.
@@ -84,6 +85,8 @@ class LTXVideoSpec(ModelSpec):
         ),
     }
     unquantized = ("^proj_in$", "^time_embed", "^caption_projection", "norm", "^proj_out$")
+    streams: ClassVar = {"time_embed": "time", r"caption_projection|attn2\.to_[kv]": "prompt", "": "video"}
+    attentions = (Attends("transformer_blocks", "video", "video"), Attends("transformer_blocks", "video", "prompt"))
     vae_pixel_bytes = 118
 
     @torch.no_grad()

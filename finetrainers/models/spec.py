@@ -42,6 +42,7 @@ from .batch import (
 )
 from .common import DTYPES, input_dtype, unwrap
 from .files import MODEL_INDEX, part_folder, read_configs
+from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
 from .weights import network_problems
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "MOMENTS",
     "Batch",
     "Conditions",
+    "FlopMeter",
     "ModelSpec",
     "Parts",
     "SampleRequest",
@@ -99,6 +101,9 @@ class ModelSpec(ABC):
     unquantized: tuple[str, ...] = (
         "patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm",
     )  # fmt: skip
+    #: Which tokens go through each layer, by the first expression found in its name, and what attends to what; see `flops`.
+    streams: ClassVar[Mapping[str, Stream]] = {}
+    attentions: ClassVar[Sequence[Attends]] = ()
     #: What has a noise level of its own in training: a clip, or each of its latent frames (diffusion forcing), for networks that
     #: take a time per frame.
     noise_per: Literal["clip", "frame"] = "clip"
@@ -150,6 +155,21 @@ class ModelSpec(ABC):
     def block_modules(self, network: nn.Module) -> list[nn.Module]:
         """The transformer's repeated blocks, likewise."""
         return [block for name in self.blocks for block in getattr(network, name)]
+
+    def flops(self, network: nn.Module) -> Flops | None:
+        """The formula of the operations of a network's calls; None: the family does not tell."""
+        if not self.attentions:
+            return None
+        return flops_of(
+            network, streams=self.streams, attentions=self.attentions, blocks=self.blocks, width=self.width(network)
+        )
+
+    def tokens_of(self, network: Any, call: Mapping[str, Any]) -> Tokens:
+        """The tokens of a call of the network, by the names of its arguments."""
+        latents, geometry = call["hidden_states"], self.facts.geometry
+        clips, cell = len(latents), geometry.patch_t * geometry.patch**2
+        video = latents.numel() // (clips * network.config.in_channels * cell)
+        return Tokens(clips, video, call["encoder_hidden_states"].shape[1], call["timestep"].numel() // clips)
 
     def examine(self) -> tuple[list[Problem], list[str]]:
         """Compare the networks' weight files with their classes, as far as they are on this disk, by headers: problems, warnings."""

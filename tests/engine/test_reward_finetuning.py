@@ -84,7 +84,7 @@ def curve(directory: str | Path) -> list[dict[str, Any]]:
         {
             k: v
             for k, v in r.items()
-            if k not in ("time", "step_s", "checkpoint_s") and not k.startswith(("seconds", "memory"))
+            if k not in ("time", "step_s", "checkpoint_s", "tokens_per_s") and not k.startswith(("seconds", "memory"))
         }
         for r in records(directory)
     ]
