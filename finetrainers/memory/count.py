@@ -85,6 +85,10 @@ class LiveStorages(TorchDispatchMode):
     def _free(self, size: int) -> None:
         self.live -= size
 
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.live
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         self.add(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
@@ -159,9 +163,9 @@ def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted
 
 
 def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mapping[str, int]) -> dict[str, float]:
-    net = _shortened(network, depths)
+    net = shortened(network, depths)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _fake_weights(net, shape)
+        fake_weights(net, shape)
         set_activation_memory(net.train(), shape.stored, blocks=spread(spec.block_modules(net), shape.share))
         conditions, meta = spec.empty_inputs(shape.batch_size)
         live = LiveStorages()
@@ -176,7 +180,7 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
             kept, forward = live.live - weights, live.peak - weights
             if not shape.gradients_stay:
                 _drop_gradients(net)
-            live.peak = live.live
+            live.restart()
             torch.autograd.backward((prediction.float() - target).square().flatten(1).mean(1).mean())
             backward = live.peak - weights
         gradients = sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
@@ -192,14 +196,14 @@ def _drop_gradients(network: nn.Module) -> None:
             parameter.register_post_accumulate_grad_hook(drop)
 
 
-def _shortened(network: nn.Module, depths: Mapping[str, int]) -> nn.Module:
+def shortened(network: nn.Module, depths: Mapping[str, int]) -> nn.Module:
     """A copy with so many blocks of each list."""
     lists = {name: getattr(network, name) for name in depths}
     memo = {id(one): nn.ModuleList(deepcopy(block) for block in one[: depths[name]]) for name, one in lists.items()}
     return deepcopy(network, memo)
 
 
-def _fake_weights(network: nn.Module, shape: StepShape) -> None:
+def fake_weights(network: nn.Module, shape: StepShape) -> None:
     """Put fake tensors in the place of weights and buffers."""
     for module in network.modules():
         for name, parameter in module._parameters.items():

@@ -34,6 +34,23 @@ _HALF = 2  # bytes of 16-bit floats, as of activations
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """Bytes that a strategy gathers to compute with, and the gradients that it sums over processes.
+
+    Attributes:
+        forward: weights at the end of forward: of the block that computes, the next one, and outside of blocks.
+        last, first: in backward, at the last blocks, where most activations are there, and at the first ones; gradients included.
+    """
+
+    forward: float = 0.0
+    last: float = 0.0
+    first: float = 0.0
+
+
+NOTHING = Gathered()
+
+
+@dataclass(frozen=True)
 class Workload:
     """The quantities that decide the memory of one training process.
 
@@ -52,7 +69,7 @@ class Workload:
         accumulates: whether gradients of earlier micro-steps are present in forward.
         gradients_stay: False if each gradient leaves the GPU as soon as it is made.
         split: the state that processes share, and the state in host memory (offloading).
-        gathered_bytes: weights that a strategy gathers to compute with, and the gradients that it makes of them.
+        gathered: what a strategy gathers to compute with.
         casts: whether autocast copies weights of more than 16 bits.
         ema: whether an fp32 average of the trainable weights is kept.
         copy_bytes, trajectory_bytes: see `MethodMemory`.
@@ -73,7 +90,7 @@ class Workload:
     accumulates: bool = False
     gradients_stay: bool = True
     split: Split = WHOLE
-    gathered_bytes: float = 0.0
+    gathered: Gathered = NOTHING
     casts: bool = True
     ema: bool = False
     copy_bytes: float = 0.0
@@ -126,16 +143,18 @@ def estimate(workload: Workload) -> MemoryPlan:
     }
     gradients = {"gradients, whole" if whole else "gradients": 4 * trained if whole else shared}
     casts = trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0
-    gathered, made = workload.gathered_bytes / GIB, sum(gradients.values())
-    forward = gathered + casts + saved + in_forward
+    gathered, made = workload.gathered, sum(gradients.values())
+    forward = gathered.forward / GIB + casts + saved + in_forward
     if workload.accumulates:
-        moving = made + max(forward, gathered + saved + in_backward)
+        moving = made + max(forward, gathered.last / GIB + saved + in_backward)
     else:
-        moving = max(forward, max(gathered + saved, made) + in_backward)
+        moving = max(forward, max(gathered.last / GIB + saved, gathered.first / GIB + made) + in_backward)
+    if split.masters and not split.optimizer_on_host:  # which are updated with fp32 copies of the gradients
+        moving = max(moving, made + 4 * trained / split.optimizer)
     parts = {
         **fixed,
         **gradients,
-        "gathered weights": gathered,
+        "gathered weights": max(gathered.first, gathered.last) / GIB,
         "autocast copies": casts,
         "activations kept": saved,
         "one block in backward": in_backward,
@@ -169,6 +188,7 @@ def estimate_for(
     trainable_bytes = 2 if training.master_weights == "stochastic_rounding" else 4
     width = computed_bytes(config)
     method, blocks = method_spec(config), spec.block_modules(transformer)
+    accumulates = method.accumulates(config)
     total = sum(p.numel() for p in transformer.parameters())
     kept = method.memory(
         config,
@@ -179,6 +199,7 @@ def estimate_for(
     )
     masters = split.masters and width == _HALF
     frozen, swap = _frozen_bytes(config, transformer, spec)
+    halved = masters or trainable_bytes == _HALF or (split.gathers and width == _HALF)  # arrive in what they compute in
     return estimate(
         Workload(
             frozen_bytes=frozen,
@@ -192,25 +213,32 @@ def estimate_for(
             optimizer_bytes=_optimizer_bytes_on_device(config, split, masters=masters),
             stored=config.memory.stored,
             share=config.memory.selective_checkpointing,
-            activations=_activations(config, spec, split),
-            accumulates=method.accumulates(config),
+            activations=activations_of(config, spec, split, halved=halved),
+            accumulates=accumulates,
             ema=training.use_ema,
             copy_bytes=kept.copies,
             trajectory_bytes=kept.trajectories,
             gradients_stay=not (config.optimizer.offload_gradients or split.weights_on_host),
             split=split,
-            gathered_bytes=gathered_bytes(transformer, blocks, width=width, swapped=swapped_blocks(config, blocks))
-            if split.gathers
-            else 0.0,
-            casts=not (split.gathers and width == _HALF),  # gathered weights arrive in what they compute in
+            gathered=gathered_bytes(
+                transformer,
+                blocks,
+                width=width,
+                split=split,
+                sums=not (split.keeps_gradients and accumulates),
+                swapped=swapped_blocks(config, blocks),
+            ),
+            casts=not halved,
         )
     )
 
 
-def _activations(config: TrainConfig, spec: ModelSpec, split: Split) -> Activations:
+def activations_of(config: TrainConfig, spec: ModelSpec, split: Split, *, halved: bool) -> Activations:
+    """What was counted for the kind of training; `halved`: trained weights are 16-bit when they compute."""
     kind = config.training.training_type
     plain = kind == "lora" and (not config.memory.lora_autocast or split.masters)  # DeepSpeed computes without autocast
-    return spec.activations.get("lora without autocast" if plain else kind, spec.activations[kind])
+    special = "lora without autocast" if plain else f"{kind}-bf16" if halved else kind
+    return spec.activations.get(special, spec.activations[kind])
 
 
 def optimizer_state_bytes(config: TrainConfig) -> float:
@@ -280,12 +308,38 @@ def computed_bytes(config: TrainConfig) -> int:
 
 
 def gathered_bytes(
-    transformer: nn.Module, blocks: Sequence[nn.Module], *, width: int, swapped: Sequence[int] = ()
-) -> float:
-    """Weights of the block that computes, of the next one, which is fetched meanwhile, and outside of blocks; and gradients of
-    one block in fp32, which are summed over processes. Frozen weights of swapped blocks are not gathered."""
-    trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks]
-    whole = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    sizes = [trained[index] if index in swapped else size for index, size in enumerate(whole)]
-    outside = sum(p.numel() for p in transformer.parameters()) - sum(whole)
-    return (2 * max(sizes, default=0) + outside) * width + 4.0 * max(trained, default=0)
+    transformer: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    width: int,
+    split: Split,
+    sums: bool,
+    swapped: Sequence[int] = (),
+) -> Gathered:
+    """What a strategy gathers of a network of these blocks, and the buffers through which gradients are summed.
+
+    Args:
+        transformer: the network.
+        blocks: its own.
+        width: bytes of a weight as it computes.
+        split: of the strategy. FSDP2 gathers the block that computes and the next one, ZeRO-3 as many weights as it may.
+        sums: whether the gradients of a block are summed over processes at once, in fp32, and not kept whole.
+        swapped: numbers of blocks whose frozen weights come from the host, and are not gathered.
+    """
+    buffers = float(split.buffer_numbers * width)
+    if not split.gathers or not blocks:
+        return Gathered(0.0, buffers, buffers)
+    total = sum(p.numel() for p in transformer.parameters())
+    if split.live_weights:
+        weights = float(min(total, split.live_weights) * width)
+        return Gathered(weights, weights + buffers, weights + buffers)
+    outside = total - sum(p.numel() for block in blocks for p in block.parameters())
+
+    def at(index: int, *, sums: bool) -> float:
+        block = blocks[index]
+        trained = sum(p.numel() for p in block.parameters() if p.requires_grad)
+        weights = trained if index in swapped else sum(p.numel() for p in block.parameters())
+        return (2 * weights + outside) * width + sums * trained * 4.0
+
+    last = len(blocks) - 1
+    return Gathered(at(last, sums=False), at(last, sums=sums), at(0, sums=sums))

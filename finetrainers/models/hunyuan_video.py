@@ -109,6 +109,9 @@ class HunyuanVideoSpec(ModelSpec):
             kept=(18.4, 16.2), outside=7.1, checkpointed=1.01, forward=17.4, backward=30.1
         ),
         "full-finetune": Activations(kept=(37.5, 32.5), outside=24.8, checkpointed=1.01, forward=30.2, backward=42.6),
+        "full-finetune-bf16": Activations(
+            kept=(35.0, 30.4), outside=12.1, checkpointed=1.01, forward=20.2, backward=40.0
+        ),
     }
     unquantized = ("^x_embedder", "^context_embedder", "^time_text_embed", "norm", "^proj_out$")
     streams: ClassVar = {

@@ -83,6 +83,12 @@ class LTXVideoSpec(ModelSpec):
         "full-finetune": Activations(
             kept=(43.2,), outside=14.9, checkpointed=2.0, forward=16.5, backward=49.7, attention=2.06
         ),
+        "lora-bf16": Activations(
+            kept=(26.5,), outside=10.8, checkpointed=1.0, forward=18.7, backward=39.2, attention=2.06
+        ),
+        "full-finetune-bf16": Activations(
+            kept=(41.4,), outside=15.0, checkpointed=1.0, forward=18.8, backward=45.0, attention=2.06
+        ),
     }
     unquantized = ("^proj_in$", "^time_embed", "^caption_projection", "norm", "^proj_out$")
     streams: ClassVar = {"time_embed": "time", r"caption_projection|attn2\.to_[kv]": "prompt", "": "video"}

@@ -91,7 +91,8 @@ class ModelSpec(ABC):
     blocks: tuple[str, ...] = ("transformer_blocks",)
     #: Class of the processor that runs the attention of blocks by a chosen backend (`--attn_backend`); None: the family has none.
     attention_processor: type[Any] | None = None
-    #: Memory of activations, by `training_type`, and of LoRA without autocast. The defaults lie between those of the families here.
+    #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16`, where that differs, for trained weights that are 16-bit when they
+    #: compute (FSDP2, DeepSpeed, stochastic rounding). The defaults lie between those of the families here.
     activations: ClassVar[Mapping[str, Activations]] = {
         "lora": Activations(kept=(22.0,), outside=10.0, checkpointed=1.0, forward=18.0, backward=36.0),
         "lora without autocast": Activations(kept=(18.0,), outside=8.5, checkpointed=1.0, forward=14.0, backward=30.0),

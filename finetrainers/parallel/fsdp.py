@@ -6,7 +6,7 @@ launcher's settings are read (`sharding.py`), and everything else is done here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils._pytree import tree_map
 
@@ -126,39 +126,16 @@ class FSDP(Strategy):
         if dynamo.backend != DynamoBackend.NO:  # all blocks share the compiled code
             for layer in layers:
                 layer.compile(**dynamo.to_kwargs())
-        pinned = self.device.type != "cpu"
-        offload = CPUOffloadPolicy(pin_memory=pinned) if self._options.fsdp_cpu_offload else OffloadPolicy()
-        arguments: dict[str, Any] = {"mesh": self._mesh, "offload_policy": offload, "ignored_params": set(ignored)}
-        for module in modules_of_another_dtype(model):
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **arguments)
-        for layer in layers:
-            fully_shard(
-                layer,
-                mp_policy=self._precision(),
-                reshard_after_forward=frozen or self._options.fsdp_reshard_after_forward,
-                **arguments,
-            )
         computed = self.compute_dtype(torch.float32)
-        # As under DDP, autocast chooses each operation's dtype and the output is fp32. Inputs keep theirs: rounded to
-        # bf16, timesteps and positions would be others.
-        fully_shard(
-            model,
-            mp_policy=self._precision(output_dtype=torch.float32),
-            reshard_after_forward=True if frozen else None,
-            **arguments,
-        )
+        pinned = self.device.type != "cpu"
+        shard(
+            model, layers, mesh=self._mesh, computed=computed, frozen=frozen, ignored=ignored,
+            reshard=self._options.fsdp_reshard_after_forward,
+            offload=CPUOffloadPolicy(pin_memory=pinned) if self._options.fsdp_cpu_offload else OffloadPolicy(),
+        )  # fmt: skip
         if computed != torch.float32:
             model.forward = self.accelerator.autocast()(model.forward)  # type: ignore[method-assign]
         return model
-
-    def _precision(self, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
-        """Weights are gathered in the computing dtype, kept and updated in their own; gradients are summed in fp32."""
-        computed = self.compute_dtype(torch.float32)
-        if computed == torch.float32:
-            return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        return MixedPrecisionPolicy(
-            param_dtype=computed, reduce_dtype=torch.float32, output_dtype=output_dtype, cast_forward_inputs=False
-        )
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 
@@ -187,6 +164,53 @@ class FSDP(Strategy):
         named = _renamed(state, dict(enumerate(_trained_names(model))))
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(model, below_wrapper(optimizer), named, options=options)
+
+
+def shard(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    computed: torch.dtype,
+    reshard: bool = True,
+    offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    frozen: bool = False,
+    ignored: Iterable[nn.Parameter] = (),
+) -> None:
+    """Split a network in place by `fully_shard`, layer by layer.
+
+    Args:
+        model: the network.
+        layers: its repeated blocks, each of which is gathered by itself.
+        mesh: processes, as copies x shards, or shards alone.
+        computed: dtype that weights are gathered in.
+        reshard: whether the gathered weights of a layer are freed after its forward pass.
+        offload: where the shards are.
+        frozen: whether there is no backward pass.
+        ignored: weights that are not touched.
+    """
+    arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": set(ignored)}
+    for module in modules_of_another_dtype(model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **arguments)
+    for layer in layers:
+        fully_shard(layer, mp_policy=_precision(computed), reshard_after_forward=frozen or reshard, **arguments)
+    # As under DDP, autocast chooses each operation's dtype and the output is fp32. Inputs keep theirs: rounded to bf16,
+    # timesteps and positions would be others.
+    fully_shard(
+        model,
+        mp_policy=_precision(computed, output_dtype=torch.float32),
+        reshard_after_forward=True if frozen else None,
+        **arguments,
+    )
+
+
+def _precision(computed: torch.dtype, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """Weights are gathered in the computing dtype, kept and updated in their own; gradients are summed in fp32."""
+    if computed == torch.float32:
+        return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=computed, reduce_dtype=torch.float32, output_dtype=output_dtype, cast_forward_inputs=False
+    )
 
 
 def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:

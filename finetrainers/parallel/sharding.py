@@ -27,6 +27,8 @@ class Split:
         keeps_gradients: whether gradients are whole, in fp32, between the micro-batches of a step.
         masters: whether fp32 weights are part of the optimizer's state, and those that compute have 16 bits.
         weights_on_host, optimizer_on_host: what lies in host memory.
+        live_weights: numbers that may be gathered at once; 0: a block and the next.
+        buffer_numbers: numbers of the buffer in which gradients are collected to be reduced.
     """
 
     weights: int = 1
@@ -37,8 +39,13 @@ class Split:
     masters: bool = False
     weights_on_host: bool = False
     optimizer_on_host: bool = False
+    live_weights: int = 0
+    buffer_numbers: int = 0
 
 
+#: Defaults of DeepSpeed: `reduce_bucket_size`, which a backward pass allocates whatever is trained; and what stage 3 may hold,
+#: `stage3_max_live_parameters` and `stage3_prefetch_bucket_size`.
+_ZERO_BUCKET, _ZERO_LIVE = 500_000_000, 1_000_000_000 + 50_000_000
 #: Every process holds everything.
 WHOLE = Split()
 
@@ -72,6 +79,8 @@ def expected_split(options: ParallelSection) -> Split:
         masters=True,
         weights_on_host=offload and stage == 3,
         optimizer_on_host=offload,
+        live_weights=_ZERO_LIVE if stage == 3 else 0,
+        buffer_numbers=_ZERO_BUCKET,
     )
 
 
