@@ -42,6 +42,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "offloaded": MIXED,
     "pairs": PAIRS,
     "quantized": QUANTIZED,
+    "whole": {"family": "hunyuan_video", **LORA, **SAMPLES},
+    "swapped": {"family": "hunyuan_video", **LORA, **SAMPLES, "blocks_to_swap": 3},
     "refused": {"use_ema": True, "optimizer": "lion"},
     "uneven": {"fsdp": "hybrid", "fsdp_group_size": 3},
 }
@@ -107,6 +109,20 @@ def test_same_training_as_one_process(name: str, jobs: Any, single: dict[str, Pa
     torch.testing.assert_close(curve(found, *columns), curve(expected, *columns), rtol=1e-5, atol=0)
     torch.testing.assert_close(curve(found, "eval_loss"), curve(expected, "eval_loss"), rtol=1e-5, atol=0)
     close(weights(root / name), weights(single[name]))
+
+
+def test_swapped_blocks_change_nothing(jobs: Any) -> None:
+    """Their weights are whole on each process, and nobody gathers them; a block that stays is split as before."""
+    root, found = jobs
+    for rank in found:
+        assert rank["swapped"]["digest"] == rank["whole"]["digest"]
+        swapped, whole = rank["swapped"]["metrics"], rank["whole"]["metrics"]
+        assert torch.equal(curve(swapped, "loss", "grad_norm"), curve(whole, "loss", "grad_norm"))
+        assert torch.equal(curve(swapped, "eval_loss"), curve(whole, "eval_loss"))
+    samples = sorted(path.relative_to(root / "whole") for path in (root / "whole").rglob("*.mp4"))
+    assert len(samples) == 3
+    for sample in samples:
+        assert (root / "swapped" / sample).read_bytes() == (root / "whole" / sample).read_bytes()
 
 
 def test_weights_are_computed_with_in_bf16_and_kept_in_fp32(jobs: Any, single: dict[str, Path]) -> None:
