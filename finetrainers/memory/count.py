@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .activation_plan import spread
+from .block_swap import swap_blocks
 from .checkpointing import set_activation_memory
 
 if TYPE_CHECKING:
@@ -97,15 +98,17 @@ class LiveStorages(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes that one micro-batch takes beyond the weights, with all blocks of the network.
+    """Bytes of the weights, and those that one micro-batch takes beyond them, with all blocks of the network.
 
     Attributes:
+        weights: of the network; of swapped blocks their slots.
         kept: what backward needs, at the end of forward.
         forward: peak of forward.
         backward: peak of backward, gradients included.
         gradients: of the trained weights.
     """
 
+    weights: float
     kept: float
     forward: float
     backward: float
@@ -125,6 +128,7 @@ class StepShape:
         trained: dtype of the trained weights.
         autocast: dtype that matrices are multiplied in; None: without autocast.
         gradients_stay: False if each gradient leaves as soon as it is made.
+        blocks_to_swap: how many blocks wait in host memory.
     """
 
     latent: tuple[int, int, int, int]
@@ -135,6 +139,7 @@ class StepShape:
     trained: torch.dtype = torch.float32
     autocast: torch.dtype | None = torch.bfloat16
     gradients_stay: bool = True
+    blocks_to_swap: int = 0
 
 
 def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted:
@@ -147,7 +152,7 @@ def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted
     """
     depths = {name: len(getattr(network, name)) for name in spec.blocks}
     trains_all = all(p.requires_grad for p in network.parameters())
-    if shape.share is not None or (trains_all and shape.stored != "none" and len(depths) > 1):
+    if shape.share is not None or shape.blocks_to_swap or (trains_all and shape.stored != "none" and len(depths) > 1):
         # Gradients fill up while inputs of blocks leave: the peak may lie between two lists of blocks, off the line. Nor is
         # it a line where blocks differ.
         return Counted(**_count(spec, network, shape, depths))
@@ -167,6 +172,8 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_weights(net, shape)
         set_activation_memory(net.train(), shape.stored, blocks=spread(spec.block_modules(net), shape.share))
+        if shape.blocks_to_swap:
+            swap_blocks(net, spec.block_modules(net), shape.blocks_to_swap, torch.device("cpu"))
         conditions, meta = spec.empty_inputs(shape.batch_size)
         live = LiveStorages()
         live.add([*net.parameters(), *net.buffers()])
@@ -184,7 +191,7 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
             torch.autograd.backward((prediction.float() - target).square().flatten(1).mean(1).mean())
             backward = live.peak - weights
         gradients = sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
-        return {"kept": kept, "forward": forward, "backward": backward, "gradients": gradients}
+        return {"weights": weights, "kept": kept, "forward": forward, "backward": backward, "gradients": gradients}
 
 
 def _drop_gradients(network: nn.Module) -> None:

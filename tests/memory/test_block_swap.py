@@ -10,13 +10,19 @@ import pytest
 import torch
 from every_family import FAMILIES
 from peft import LoraConfig
+from published_networks import NETWORKS, published_repository
 from torch import Tensor, nn
 
+from finetrainers.config.load import load_config
 from finetrainers.config.sections import ActivationMemory, ModelSection
+from finetrainers.engine.trainable import attach
 from finetrainers.memory import block_swap
 from finetrainers.memory.block_swap import BlockSwap, swap_blocks
 from finetrainers.memory.casting import enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.memory.count import StepShape, count_step
+from finetrainers.memory.estimate import GIB, estimate_for
+from finetrainers.memory.quantization import quantize_frozen
 from finetrainers.memory.swap_plan import chosen_blocks, fewest_blocks, swap_sizes
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
@@ -24,6 +30,17 @@ from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
 CPU = torch.device("cpu")
 #: HunyuanVideo has two blocks of each kind.
 DEEP: dict[str, dict[str, Any]] = {"ltx_video": {"layers": 5}, "cogvideox": {"layers": 4}}
+
+
+def quantized(network: nn.Module) -> None:
+    quantize_frozen(network, "int8", skip=["norm", "time_embed", "modulation"])
+
+
+def upcast(network: nn.Module) -> None:
+    """Each layer leaves a copy in 8 bits in memory of its own, which is let go after the block."""
+    enable_layerwise_upcasting(
+        network, storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32, skip_modules_pattern=["norm"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -135,25 +152,23 @@ def test_what_is_copied_and_held(spec_of: Callable[..., Any]) -> None:
     }
 
 
-def test_weights_in_8_bits_are_swapped_in_8_bits(spec_of: Callable[..., Any]) -> None:
-    """Layerwise upcasting leaves a copy of each layer in memory of its own, which is let go after the block."""
+@pytest.mark.parametrize("to_8_bits", [quantized, upcast])
+def test_weights_in_8_bits_are_swapped_in_8_bits(
+    to_8_bits: Callable[[nn.Module], None], spec_of: Callable[..., Any]
+) -> None:
     spec, conditions = spec_of("ltx_video")
-
-    def build() -> tuple[nn.Module, list[str]]:
-        network = adapted(spec)
-        options = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
-        return network, enable_layerwise_upcasting(network, skip_modules_pattern=["norm"], **options)  # type: ignore[arg-type]
-
-    network, cast = build()
+    network = adapted(spec)
+    to_8_bits(network)
     expected = passes(spec, conditions, network)
-    network, _ = build()
+    network = adapted(spec)
+    to_8_bits(network)
     swap = swap_blocks(network, spec.block_modules(network), 5, CPU)
     for ours, theirs in zip(passes(spec, conditions, network), expected, strict=True):
         assert torch.equal(ours, theirs)
-    swapped = swap.weights(network)
-    assert any(name.removesuffix(".weight") in cast for name in swapped)
+    swapped = swap.weights(network).values()
+    assert {1, 4} == {weight.element_size() for weight in swapped}
     slots = {slot.untyped_storage().data_ptr() for slot in swap._slots}
-    assert {weight.untyped_storage().data_ptr() for weight in swapped.values()} == slots
+    assert {weight.untyped_storage().data_ptr() for weight in swapped} == slots
 
 
 class _Tanh(nn.Module):
@@ -204,6 +219,34 @@ def test_moving_the_network_leaves_swapped_weights_where_they_are(spec_of: Calla
     where = {name: p.device.type for name, p in network.named_parameters()}
     assert {where.pop(name) for name in swapped} == {"cpu"}
     assert set(where.values()) == {"meta"}
+
+
+def test_the_estimate_agrees_with_counting(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
+    """The published network with three blocks of each kind, which is as many as a second counts."""
+    network, number = NETWORKS["HunyuanVideo"], 5
+    repo = published_repository(tiny_repo(network.family, **network.tiny), tmp_path, network.config)
+    config = load_config(
+        model_name=network.family, pretrained_model_name_or_path=str(repo), data_root=str(repo), rank=64,
+        video_resolution_buckets=["x".join(map(str, network.bucket))], optimizer="adamw", blocks_to_swap=number,
+        gradient_checkpointing=True,
+    )  # fmt: skip
+    family = get_family(network.family)
+    geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
+    meta = spec.transformer_on_meta()
+    for blocks in spec.blocks:
+        setattr(meta, blocks, getattr(meta, blocks)[:3])
+    attach(meta, config.training)
+    latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
+    found = count_step(spec, meta, StepShape(latent, blocks_to_swap=number))
+    planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket)
+    trained = sum(p.numel() for p in meta.parameters() if p.requires_grad)
+    in_slots = (planned.parts["frozen weights"] + planned.parts["slots of swapped blocks"]) * GIB
+    assert found.weights - 4 * trained == pytest.approx(in_slots, rel=1e-3)
+    counted = (found.weights + 8 * trained + max(found.forward, found.backward)) / GIB
+    assert planned.total == pytest.approx(counted, rel=0.05)
+    frozen = 2 * sum(p.numel() for p in meta.parameters() if not p.requires_grad)
+    assert frozen == pytest.approx(planned.swap.host + planned.parts["frozen weights"] * GIB)
+    assert planned.swap.lines()
 
 
 def test_which_blocks_and_how_many() -> None:
