@@ -227,6 +227,7 @@ def estimate_for(
                 split=split,
                 sums=not (split.keeps_gradients and accumulates),
                 swapped=swapped_blocks(config, blocks),
+                saved=_saved(config, transformer, spec),
             ),
             casts=not halved,
         )
@@ -269,18 +270,25 @@ def _frozen_bytes(config: TrainConfig, transformer: nn.Module, spec: ModelSpec) 
             transformer, skip_modules_pattern=config.memory.layerwise_upcasting_skip_modules_pattern
         )
         sizes |= {id(p): float(p.numel()) for _, layer in layers for p in layer.parameters()}
-    if config.memory.quantize_frozen != "none":
-        from .quantization import bytes_saved
-
-        skip = config.memory.quantize_skip_modules or spec.unquantized
-        for weight, saved in bytes_saved(transformer, config.memory.quantize_frozen, skip=skip, width=width).items():
-            sizes[weight] -= saved
+    for weight, saved in _saved(config, transformer, spec).items():
+        sizes[weight] -= saved
     blocks = spec.block_modules(transformer)
     of_blocks = [sum(sizes.get(id(p), 0.0) for p in block.parameters()) for block in blocks]
     swap = swap_sizes(of_blocks, len(swapped_blocks(config, blocks)))
     if casts and swap.slots:  # each layer leaves a copy in 8 bits behind, until its block has computed
         swap = replace(swap, slots=swap.slots + max(of_blocks))
     return sum(sizes.values()) - swap.host, swap
+
+
+def _saved(config: TrainConfig, transformer: nn.Module, spec: ModelSpec) -> Mapping[int, float]:
+    """Bytes that quantization saves of each weight, by its `id`."""
+    if config.memory.quantize_frozen == "none":
+        return {}
+    from .quantization import bytes_saved
+
+    skip = config.memory.quantize_skip_modules or spec.unquantized
+    width = DTYPE_BYTES[config.model.transformer_dtype]
+    return bytes_saved(transformer, config.memory.quantize_frozen, skip=skip, width=width)
 
 
 def swapped_blocks(config: TrainConfig, blocks: Sequence[nn.Module]) -> list[int]:
@@ -315,6 +323,7 @@ def gathered_bytes(
     split: Split,
     sums: bool,
     swapped: Sequence[int] = (),
+    saved: Mapping[int, float] | None = None,
 ) -> Gathered:
     """What a strategy gathers of a network of these blocks, and the buffers through which gradients are summed.
 
@@ -325,6 +334,7 @@ def gathered_bytes(
         split: of the strategy. FSDP2 gathers the block that computes and the next one, ZeRO-3 as many weights as it may.
         sums: whether the gradients of a block are summed over processes at once, in fp32, and not kept whole.
         swapped: numbers of blocks whose frozen weights come from the host, and are not gathered.
+        saved: bytes that quantization saves of weights, by their `id`.
     """
     buffers = float(split.buffer_numbers * width)
     if not split.gathers or not blocks:
@@ -338,8 +348,8 @@ def gathered_bytes(
     def at(index: int, *, sums: bool) -> float:
         block = blocks[index]
         trained = sum(p.numel() for p in block.parameters() if p.requires_grad)
-        weights = trained if index in swapped else sum(p.numel() for p in block.parameters())
-        return (2 * weights + outside) * width + sums * trained * 4.0
+        whole = sum(p.numel() * width - (saved or {}).get(id(p), 0.0) for p in block.parameters())
+        return 2 * (trained * width if index in swapped else whole) + outside * width + sums * trained * 4.0
 
     last = len(blocks) - 1
     return Gathered(at(last, sums=False), at(last, sums=sums), at(0, sums=sums))

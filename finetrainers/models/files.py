@@ -26,6 +26,16 @@ from .hub import away
 MODEL_INDEX = "model_index"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+#: Ends of the names of scales in files of quantized weights.
+_SCALES = (
+    ".scale_weight",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".scale_input",
+    ".comfy_quant",
+    "scaled_fp8",
+    ".absmax",
+)
 #: Files of which a tokenizer's folder holds at least one.
 _VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json")
 _MAIN_FILES = (
@@ -294,9 +304,30 @@ def _examine(config: ModelSection, part: str, weights: bool) -> Iterator[str]:
     if is_local:
         yield from _missing_files(folder, part)
     if weights and is_network(part):
-        yield from tensor_shapes(
-            folder, part, None if replacement_of(config, part) else config.variant, is_complete=is_local
-        )[1]
+        variant = None if replacement_of(config, part) else config.variant
+        shapes, problems = tensor_shapes(folder, part, variant, is_complete=is_local)
+        yield from problems
+        if part.startswith("transformer"):
+            yield from _quantized_already(folder, shapes)
+
+
+def _quantized_already(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Refuse weights that another tool has quantized: read without their scales, they would be noise."""
+    settings = {}
+    with contextlib.suppress(ValueError):  # said already
+        settings = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    scales = sorted(name for name in shapes if name.endswith(_SCALES))
+    if "quantization_config" in settings:
+        how = settings["quantization_config"] or {}
+        what = f"its config.json says quantization_config, by {how.get('quant_method', 'bitsandbytes')}"
+    elif scales:
+        what = f"scales beside the weights, as in ComfyUI's fp8 files: {some(scales)}"
+    else:
+        return
+    yield (
+        f"{folder} holds quantized weights ({what}), and these are not read; give the unquantized ones, which "
+        "--quantize_frozen int8, fp8 or nf4 quantizes while they are loaded"
+    )
 
 
 def _json_problems(folder: Path) -> Iterator[str]:

@@ -57,3 +57,17 @@ def test_what_cannot_be_quantized_is_refused(options: Callable[..., dict], run: 
         run(**options(quantize_frozen="nf4"))
     with pytest.raises(ConfigError, match="--quantize_skip_modules: quantization found no frozen linear layer"):
         run(**options(quantize_frozen="int8", quantize_skip_modules=["."]))
+
+
+def test_swapped_blocks_without_autocast_give_the_same(
+    tiny_repo: Callable[..., Path], options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Codes wait in host memory like other frozen weights; autograd asks for them in backward."""
+    values = options(
+        quantize_frozen="int8", transformer_dtype="bf16", train_steps=2, lora_autocast=False,
+        pretrained_model_name_or_path=str(tiny_repo("ltx_video", layers=4)),
+    )  # fmt: skip
+    runs = [run(**values | {"output_dir": str(tmp_path / f"{number}"), "blocks_to_swap": number}) for number in (0, 4)]
+    curves = [one.curve("loss", "grad_norm") for one in runs]
+    assert curves[0] == curves[1]
+    assert all(torch.equal(tensor, runs[1].weights[name]) for name, tensor in runs[0].weights.items())

@@ -13,6 +13,7 @@ from every_family import FAMILIES
 from on_devices import Run, cases, devices
 
 from finetrainers.engine.trainer import Trainer
+from finetrainers.memory.quantization import QuantizedLinear
 from finetrainers.methods.sft import SFT
 
 Start = Callable[..., Run]
@@ -25,6 +26,29 @@ def test_storage_in_eight_bits(device: str, family: str, start: Start, plain: St
     assert run.curve() == pytest.approx(plain(device, family).curve(), rel=0.1)
     assert any(weight.dtype == torch.float8_e4m3fn for weight in run.network.parameters())
     assert all(weight.isfinite().all() for weight in run.trained.values())
+
+
+@pytest.mark.parametrize(
+    ("device", "family", "kind"),
+    cases(*((family, kind) for family in FAMILIES for kind in ("int8", "fp8", "nf4")), on_cpu=0),
+)
+def test_quantized_frozen_weights(device: str, family: str, kind: str, start: Start, plain: Start) -> None:
+    if kind == "nf4" and device == "cpu":
+        pytest.skip("is refused on CPUs")
+    run = start(device, family, quantize_frozen=kind)
+    rel = 0.3 if kind == "nf4" else 0.1
+    assert run.curve() == pytest.approx(plain(device, family).curve(), rel=rel)
+    layers = [module for module in run.network.modules() if isinstance(module, QuantizedLinear)]
+    assert layers
+    assert all(not layer.codes.is_floating_point() and layer.codes.device.type == device for layer in layers)
+    assert all(weight.isfinite().all() for weight in run.trained.values())
+
+
+@pytest.mark.parametrize(("device", "family"), cases(*FAMILIES, on_cpu=0))
+def test_a_lora_without_autocast(device: str, family: str, start: Start, plain: Start) -> None:
+    run = start(device, family, lora_autocast=False)
+    assert run.curve() == pytest.approx(plain(device, family).curve(), rel=0.1)
+    assert all(weight.dtype == torch.float32 for weight in run.trained.values())
 
 
 @pytest.mark.gpu

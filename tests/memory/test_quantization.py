@@ -33,6 +33,7 @@ from finetrainers.memory.quantization import (
 )
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
+from finetrainers.parallel.sharding import Split
 
 KINDS = ("int8", "fp8", "nf4")
 SKIP = LTXVideoSpec.unquantized
@@ -195,6 +196,16 @@ def test_the_estimate_agrees_with_counting(
             bucket=network.bucket,
         ).total  # fmt: skip
         assert planned == pytest.approx(counted, rel=0.05), stored
+
+    def gathered(quantize: str) -> float:
+        memory = config.memory.model_copy(update={"quantize_frozen": quantize})
+        split = Split(weights=2, gradients=2, optimizer=2, gathers=True)
+        changed = config.model_copy(update={"memory": memory})
+        network_on_meta = _unquantized(spec, config)
+        plan = estimate_for(changed, geometry, network_on_meta, spec=spec, bucket=network.bucket, split=split)
+        return plan.parts["gathered weights"]
+
+    assert gathered(kind) < 0.95 * gathered("none")  # by FSDP2, for two blocks
 
 
 def _unquantized(spec: Any, config: Any) -> nn.Module:

@@ -280,3 +280,41 @@ def test_a_replacement_of_the_hub_is_found_in_its_cache_whole_or_alone(repo: Pat
     config = section(repo, vae_id="someone/vae", cache_dir=tmp_path / "hub")
     assert get_family("ltx_video").configs_not_here(config) == []
     assert get_family("ltx_video").weights_on_disk(config)["vae"]
+
+
+def test_weights_that_are_quantized_already_are_refused_by_name(repo: Path) -> None:
+    config = repo / "transformer" / "config.json"
+    plain = config.read_text()
+    quantized = {**json.loads(plain), "quantization_config": {"quant_method": "torchao", "quant_type": "int8wo"}}
+    config.write_text(json.dumps(quantized))
+    (problem,) = said(repo)
+    assert problem.startswith("--pretrained_model_name_or_path: ")
+    assert (
+        "holds quantized weights (its config.json says quantization_config, by torchao), and these are not" in problem
+    )
+    assert "--quantize_frozen int8, fp8 or nf4 quantizes while they are loaded" in problem
+    config.write_text(plain)
+
+    def as_comfyui_does(state: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in state if name.endswith("to_q.weight")]:
+            state[name] = state[name].to(torch.float8_e4m3fn)
+            state[name.removesuffix("weight") + "scale_weight"] = torch.ones(1)
+
+    change(repo / TRANSFORMER, as_comfyui_does)
+    (problem,) = said(repo)
+    assert (
+        "(scales beside the weights, as in ComfyUI's fp8 files: transformer_blocks.0.attn1.to_q.scale_weight and"
+        in problem
+    )
+
+
+def test_fp8_weights_without_scales_are_numbers(repo: Path) -> None:
+    """A plain cast, which is read as what it says."""
+    before = load_file(repo / TRANSFORMER)
+    name = "transformer_blocks.0.attn1.to_q.weight"
+    change(repo / TRANSFORMER, lambda state: state.update({name: state[name].to(torch.float8_e4m3fn)}))
+    assert said(repo) == []
+    network = get_family("ltx_video").load(section(repo)).load_transformer(torch.bfloat16)
+    found = network.get_parameter(name)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, before[name].to(torch.float8_e4m3fn).to(torch.bfloat16))
