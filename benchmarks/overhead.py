@@ -53,8 +53,10 @@ from finetrainers.utils.logs import configure_logging, quiet_progress_bars  # no
 from finetrainers.utils.seeding import generator  # noqa: E402
 from finetrainers.utils.video import write_mp4  # noqa: E402
 
-#: The toolkit's step may take this much of the bare loop's.
+#: The toolkit's step may take this much of the bare loop's ...
 TARGET = 1.03
+#: ... or so many milliseconds more, where a whole step takes about ten.
+TARGET_MS = 1.0
 #: Losses of the two loops may differ by this much, relatively: the order of additions differs.
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
 _LR = 1e-4
@@ -69,15 +71,17 @@ class Case:
 
     Attributes:
         family: value of `--model_name`.
-        bucket: frames, height, width; 192 video tokens in every case.
+        bucket: frames, height, width; 192 video tokens in all but the small case, which has 48.
         batch_size: clips per step.
         network: what differs from the family's tiny network; None for the quickstart's LTX-Video.
+        is_small: whether it is judged by milliseconds: a step takes so few that a ratio says little about others.
     """
 
     family: str
     bucket: tuple[int, int, int]
     batch_size: int
     network: dict[str, Any] | None = None
+    is_small: bool = False
 
     def build(self, directory: Path) -> None:
         """Write model and clips."""
@@ -128,6 +132,7 @@ CASES = {
     "cogvideo": Case(
         "cogvideox", (9, 128, 128), 2, {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 4}
     ),
+    "small": Case("ltx_video", (17, 128, 128), 1, {}, is_small=True),
 }  # fmt: skip
 
 
@@ -357,18 +362,37 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Step times in seconds, and the ratios toolkit / bare of neighboring blocks, in wall and in CPU time."""
+    """Seconds of a step, (wall, CPU): toolkit, and bare before and after it, of neighboring blocks."""
 
-    toolkit: float
-    bare: float
-    ratios: list[float]
-    cpu_ratios: list[float]
+    blocks: Sequence[tuple[tuple[float, float], ...]]
     loss_difference: float
 
-    @property
-    def ratio(self) -> float:
-        """The median ratio in wall time."""
-        return statistics.median(self.ratios)
+    def ratios(self, clock: int) -> list[float]:
+        """Toolkit / bare of each pair of blocks, by wall (0) or CPU time (1)."""
+        return [toolkit[clock] / bare for toolkit, bare in self._pairs(clock)]
+
+    def extra_ms(self, clock: int) -> float:
+        """By how many milliseconds a step of the toolkit is longer: the median."""
+        return 1e3 * statistics.median(toolkit[clock] - bare for toolkit, bare in self._pairs(clock))
+
+    def _pairs(self, clock: int) -> Iterator[tuple[tuple[float, float], float]]:
+        for before, toolkit, after in self.blocks:
+            yield toolkit, (before[clock] + after[clock]) / 2
+
+    def row(self) -> str:
+        """Cells of the table: times in ms, ratios and differences in wall and CPU time, difference of losses."""
+        ratios = self.ratios(0)
+        before, toolkit, _ = zip(*self.blocks, strict=True)
+        seconds = (statistics.median(wall for wall, _ in times) for times in (toolkit, before))
+        return " | ".join(
+            (
+                *(f"{1e3 * one:.1f}" for one in seconds),
+                *(f"{one:.3f}" for one in (statistics.median(ratios), min(ratios), max(ratios))),
+                f"{statistics.median(self.ratios(1)):.3f}",
+                *(f"{self.extra_ms(clock):.2f}" for clock in (0, 1)),
+                f"{self.loss_difference:.0e}",
+            )
+        )
 
 
 def compare(
@@ -421,16 +445,7 @@ def compare(
     difference = max(abs(r["loss"] - b) / b for r, b in zip(records, bare.losses, strict=False))
     if difference > LOSS_TOLERANCE[precision]:
         raise RuntimeError(f"the loops do not do the same work: their losses differ by {difference:.2g}, relatively")
-    ratios = [
-        [toolkit[k] / ((before[k] + after[k]) / 2) for before, toolkit, after in _neighbours(turns)] for k in (0, 1)
-    ]
-    return Comparison(
-        toolkit=statistics.median(wall for wall, _ in turns.toolkit_blocks[1:]),
-        bare=statistics.median(wall for wall, _ in turns.bare_blocks[1:]),
-        ratios=ratios[0],
-        cpu_ratios=ratios[1],
-        loss_difference=difference,
-    )
+    return Comparison(_neighbours(turns), difference)
 
 
 def _neighbours(turns: TakeTurns) -> list[tuple[tuple[float, float], ...]]:
@@ -573,10 +588,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     print(
-        "| network | training | precision | batches from | toolkit ms | bare ms | ratio | min | max | CPU-time ratio | losses differ by |"
+        "| network | training | precision | batches from | toolkit ms | bare ms | ratio | min | max | CPU-time ratio "
+        "| extra ms | extra CPU ms | losses differ by |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    worst = 0.0
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    worst, worst_ms = 0.0, 0.0
     for name in arguments.cases:
         with tempfile.TemporaryDirectory() as scratch:
             CASES[name].build(Path(scratch))
@@ -586,15 +602,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                         CASES[name], training=training, precision=precision, data=data,
                         blocks=arguments.blocks, steps=arguments.steps, directory=Path(scratch),
                     )  # fmt: skip
-                print(
-                    f"| {name} | {training} | {precision} | {data} | {1e3 * found.toolkit:.1f} | {1e3 * found.bare:.1f} "
-                    f"| {found.ratio:.3f} | {min(found.ratios):.3f} | {max(found.ratios):.3f} "
-                    f"| {statistics.median(found.cpu_ratios):.3f} | {found.loss_difference:.0e} |",
-                    flush=True,
-                )
-                worst = max(worst, found.ratio if data == "memory" else 0.0)
-    print(f"\nworst ratio with batches from memory: {worst:.3f} (target: at most {TARGET})")
-    return 0 if worst <= TARGET else 1
+                print(f"| {name} | {training} | {precision} | {data} | {found.row()} |", flush=True)
+                if data == "memory" and CASES[name].is_small:
+                    worst_ms = max(worst_ms, found.extra_ms(0))
+                elif data == "memory":
+                    worst = max(worst, statistics.median(found.ratios(0)))
+    if worst:
+        print(f"\nworst ratio with batches from memory: {worst:.3f} (target: at most {TARGET})")
+    if worst_ms:
+        print(f"\nworst extra of a small step: {worst_ms:.2f} ms (target: at most {TARGET_MS:g})")
+    return 0 if worst <= TARGET and worst_ms <= TARGET_MS else 1
 
 
 if __name__ == "__main__":

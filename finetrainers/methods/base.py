@@ -195,4 +195,7 @@ def standard_normal(
 
     It is drawn on the host: CUDA's streams differ from the CPU's, and from one kind of GPU to another.
     """
-    return torch.stack([torch.randn(*shape, generator=g) for g in generators]).to(device)
+    noise = torch.empty(len(generators), *shape)
+    for row, generator in zip(noise, generators, strict=True):
+        row.normal_(generator=generator)
+    return noise.to(device)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finetrainers.data.loading.training_data import TrainingData
@@ -96,7 +97,7 @@ class SFT:
         frame_t = t if trained is None else t.view(len(x0), -1) * trained
         x_t = self.process.add_noise(x0, eps, frame_t)
         prediction = self.spec.predict(transformer, x_t, frame_t, batch.conditions, meta)
-        error = (prediction.float() - self.process.target(x0, eps, t)) ** 2
+        error = F.mse_loss(prediction.float(), self.process.target(x0, eps, t), reduction="none")
         if trained is None and t.ndim == 1:
             return error.flatten(1).mean(1), weight
         # A given frame is an input, not something to predict: it leaves the loss and the mean.
@@ -111,7 +112,7 @@ class SFT:
         if quantile is None:
             num_tokens = round(x0[0, 0].numel() * self.tokens_per_latent)
             draws = [self.noise_levels.sample(generators, num_tokens) for _ in range(math.prod(frames))]
-            quantiles = torch.stack(draws, dim=1).view(len(x0), *frames).to(x0.device)
+            quantiles = (torch.stack(draws, dim=1) if frames else draws[0]).to(x0.device)
         else:
             quantiles = self.noise_levels.ranged(torch.full((len(x0), *frames), quantile, device=x0.device))
         return self.process.time_from_quantile(quantiles)

@@ -103,6 +103,7 @@ class CogVideoXSpec(ModelSpec):
     }  # fmt: skip
     attentions = (Attends("transformer_blocks", "joint", "joint"),)
     vae_pixel_bytes, vae_frames_at_once = 3830, 12
+    _last_positions: tuple[Any, tuple[Tensor, Tensor] | None] | None = None
     attention_processor = CogVideoXAttnProcessor
 
     @property
@@ -210,10 +211,19 @@ class CogVideoXSpec(ModelSpec):
             encoder_hidden_states=conditions["prompt_embeds"].to(dtype),
             timestep=t,
             ofs=None if config.ofs_embed_dim is None else x_BTCHW.new_full((1,), OFS),
-            image_rotary_emb=_rotary(config, x_BTCHW),
+            image_rotary_emb=self._positions(config, x_BTCHW),
             return_dict=False,
         )[0]
         return prediction_BTCHW.transpose(1, 2)
+
+    def _positions(self, config: Any, x_BTCHW: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See `_rotary`; computed once for clips of one size that follow each other, since it takes 0.1 ms and more."""
+        if type(x_BTCHW) is not Tensor:  # without values (`memory/count.py`), of which none may remain
+            return _rotary(config, x_BTCHW)
+        made_for = (config, x_BTCHW.shape[1:], x_BTCHW.device)
+        if self._last_positions is None or self._last_positions[0] != made_for:
+            self._last_positions = (made_for, _rotary(config, x_BTCHW))
+        return self._last_positions[1]
 
     def _image_channels(self, x_BTCHW: Tensor, first_frame_BC1HW: Tensor | None) -> Tensor:
         """The channels that tell the first frame: it at time 0, zeros elsewhere, and in rows without one."""

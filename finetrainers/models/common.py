@@ -193,7 +193,7 @@ def input_dtype(network: nn.Module) -> torch.dtype:
 def unwrap(module: nn.Module) -> Any:
     """The network below DDP, DeepSpeed or compile wrappers, for reading its config."""
     while True:
-        if hasattr(module, "_orig_mod"):
+        if "_orig_mod" in module._modules:  # `hasattr` takes long on diffusers' networks, which forward attributes
             module = module._orig_mod  # type: ignore[assignment]
         elif (not hasattr(module, "config") and hasattr(module, "module")) or type(module).__name__ in (
             "DistributedDataParallel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from diffusers import CogVideoXPipeline
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file
 
@@ -27,6 +29,8 @@ from finetrainers import Callback, TrainState, load_config, train
 from finetrainers.engine.control import SIGNALS
 
 ROOT = Path(__file__).parents[2]
+#: The method that computes rotary positions.
+POSITIONS = "_prepare_rotary_positional_embeddings"
 
 
 class Watcher(Callback):
@@ -141,6 +145,33 @@ def test_a_callback_stops_a_run_and_full_weights_load(options: Callable[..., dic
     trained = load_file(result.weights / "diffusion_pytorch_model.safetensors")
     loaded = result.pipeline("cpu").transformer.state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in trained.items())
+
+
+def test_what_does_not_change_during_a_run_is_not_asked_again_at_each_step(
+    options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which packages are installed, and the positions of clips of the same size."""
+    asked: list[str] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*values: Any, **named: Any) -> Any:
+            asked.append(function.__name__)
+            return function(*values, **named)
+
+        return call
+
+    class AfterTheFirstStep(Callback):
+        def on_step(self, state: TrainState) -> None:
+            if state.step == 2:
+                monkeypatch.undo()
+                return
+            monkeypatch.setattr(importlib.util, "find_spec", noted(importlib.util.find_spec))
+            monkeypatch.setattr(CogVideoXPipeline, POSITIONS, noted(getattr(CogVideoXPipeline, POSITIONS)))
+
+    losses = Watcher()
+    train(load_config(**options("cogvideox", version="5b", train_steps=3)), callbacks=[losses, AfterTheFirstStep()])
+    assert len(losses.losses) == 3
+    assert asked == []
 
 
 def test_a_dry_run_has_trained_nothing(options: Callable[..., dict], capsys: pytest.CaptureFixture[str]) -> None:

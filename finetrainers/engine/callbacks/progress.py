@@ -10,6 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -47,7 +48,7 @@ class ProgressLine(Callback):
         headline: see `Method.headline`.
         console: where to; default: standard output.
         """
-        self.headline = headline
+        self.headline = tuple(headline)
         self.console = console or Console(soft_wrap=True, highlight=False)
         self._live: Live | None = None
         self._latest: Record = {}  # of the headline
@@ -145,7 +146,7 @@ class ProgressLine(Callback):
         """Names of the headline that there are values of, most important first; evaluations have plain lines of their own."""
         known = self._record if self._live is None else self._latest
         for wanted in self.headline:
-            yield from (name for name in known if _matches(name, [wanted]))
+            yield from (name for name in known if _matches(name, (wanted,)))
 
     def _label(self, name: str) -> str:
         """What a number is called: by its kind alone, where it is the only one of it."""
@@ -217,7 +218,8 @@ def clock_time(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _matches(name: str, wanted: Sequence[str]) -> bool:
+@lru_cache(maxsize=1024)
+def _matches(name: str, wanted: tuple[str, ...]) -> bool:
     return any(name.startswith(one) if one.endswith("/") else name == one for one in wanted)
 
 

@@ -60,7 +60,7 @@ class SpikeDetector:
             return None
         count = len(recent)
         mean = math.fsum(recent) / count
-        spread = math.sqrt(math.fsum((one - mean) ** 2 for one in recent) / count)
+        spread = math.dist(recent, [mean] * count) / math.sqrt(count)
         spread = max(spread, _LEAST_SPREAD * abs(mean))
         bound = mean + self.sigma * spread
         recent.append(min(value, bound))
