@@ -182,7 +182,7 @@ def estimated(row: Row) -> float:
             batch_size=row.batch,
             trainable_bytes=2,
             optimizer_bytes=_STATE[row.optimizer],
-            gradient_checkpointing=row.checkpointing,
+            stored="checkpoint" if row.checkpointing else "none",
             activations=spec.activations.get(f"{kind}-bf16", spec.activations[kind]),
             gradients_stay=row.optimizer != "offload",
             split=_ZERO if row.optimizer == "deepspeed" else WHOLE,
@@ -212,7 +212,7 @@ def _counted(
     latent = (meta.config.out_channels, *geometry.denoised_shape(*bucket))
     found = count_step(
         spec, meta,
-        StepShape(latent, batch, checkpointing, trained=torch.bfloat16, gradients_stay=gradients_stay),
+        StepShape(latent, batch, "checkpoint" if checkpointing else "none", trained=torch.bfloat16, gradients_stay=gradients_stay),
     )  # fmt: skip
     return found.forward, found.backward
 

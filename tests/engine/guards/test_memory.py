@@ -160,7 +160,8 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "updating the weights": (
         Trainer._update,
         {"config": SimpleNamespace(training=SimpleNamespace(seed=0)), "step": 0,
-         "parallel": SimpleNamespace(device=torch.device("cpu")), "optimizer": SimpleNamespace(step=fail)},
+         "parallel": SimpleNamespace(device=torch.device("cpu")), "optimizer": SimpleNamespace(step=fail),
+         "staging": SimpleNamespace(wait=lambda: 0.0)},
     ),
     "saving a checkpoint": (
         Trainer._save_if_due,
@@ -188,6 +189,7 @@ def test_memory_that_runs_out_elsewhere_is_named_with_advice(doing: str) -> None
         callbacks=[SimpleNamespace(on_start=fail, on_step=fail)],
         lr_at=lambda _: 0.0,
         _log=None,
+        _blocked_s=0.0,
     )
     with pytest.raises(OutOfMemory, match=rf"^out of memory while {doing} \(CUDA error: out of memory\)\. .*{advice}"):
         call(trainer)
