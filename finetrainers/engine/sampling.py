@@ -21,7 +21,7 @@ from finetrainers.data.buckets.frames import playback_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.loading.encode import to_unit_range
 from finetrainers.data.video.decode import load_clip, read_frames
-from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest
+from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest, fitted_vae
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ def sample_prompts(spec: ModelSpec, parts: SamplingParts, requests: Iterable[Pro
         with _pipeline(spec, parts, image_to_video=image_to_video) as pipeline:
             for wanted in group:
                 request = wanted.request
-                spec.fit_vae(parts.vae, (request.num_frames, request.height, request.width))
                 conditions, negative = wanted.conditions.to(parts.device), wanted.negative.to(parts.device)
-                frames = spec.sample(pipeline, conditions, negative, request, wanted.noise)
+                with fitted_vae(spec, parts.vae, (request.num_frames, request.height, request.width)):
+                    frames = spec.sample(pipeline, conditions, negative, request, wanted.noise)
                 yield (np.asarray(frames) * 255).round().clip(0, 255).astype(np.uint8)
 
 

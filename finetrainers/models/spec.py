@@ -29,20 +29,11 @@ from finetrainers.utils.hashed_files import Written
 
 from . import common, saving
 from .attention import Attend, check_backend, set_processors
-from .batch import (
-    Batch,
-    Conditions,
-    Parts,
-    SampleRequest,
-    VAEStats,
-    VideoMeta,
-    even_bounds,
-    noised,
-    pixel_size,
-)
+from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
 from .common import DTYPES, input_dtype, unwrap
 from .files import MODEL_INDEX, part_folder, read_configs
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
+from .tiling import fitted_vae, tiled_for_memory
 from .weights import network_problems
 
 __all__ = [
@@ -58,8 +49,10 @@ __all__ = [
     "VAEStats",
     "VideoMeta",
     "even_bounds",
+    "fitted_vae",
     "input_dtype",
     "pixel_size",
+    "tiled_for_memory",
     "unwrap",
 ]
 
@@ -117,6 +110,7 @@ class ModelSpec(ABC):
         self.config = config
         self.name = name
         self._read = read
+        self.vae_too_large: set[tuple[int, int, int]] = set()  # sizes of clips that the VAE ran out of memory on
 
     # ---- description -------------------------------------------------------------------------------------------
 
@@ -308,16 +302,16 @@ class ModelSpec(ABC):
         """Turn the VAE's slicing and tiling on or off, as it encodes or decodes `batch` clips of a size in pixels next."""
         slicing, tiling = self.config.enable_slicing, self.config.enable_tiling
         if slicing is None:
-            slicing = batch * self.vae_bytes(size) > VAE_BUDGET
+            slicing = batch * self.vae_bytes(size) > VAE_BUDGET or tiled_for_memory(self, size)
         (vae.enable_slicing if slicing else vae.disable_slicing)()
-        (vae.enable_tiling if tiling or self.tiles_by_size(size) else vae.disable_tiling)()
+        tiling = tiling or self.tiles_by_size(size) or tiled_for_memory(self, size)
+        (vae.enable_tiling if tiling else vae.disable_tiling)()
 
     def encode_video(self, vae: nn.Module, video_BCTHW: Tensor) -> Tensor:
         """VAE moments `[B, 2C, T', H', W']` of videos in [-1, 1], `[B, 3, T, H, W]`."""
         batch, _, *size = video_BCTHW.shape
-        self.fit_vae(vae, (size[0], size[1], size[2]), batch=batch)
         video = video_BCTHW.to(next(vae.parameters()).device, vae.dtype)  # type: ignore[call-overload]
-        with torch.no_grad():
+        with torch.no_grad(), fitted_vae(self, vae, (size[0], size[1], size[2]), batch=batch):
             return vae.encode(video).latent_dist.parameters  # type: ignore[operator]
 
     @property
@@ -453,8 +447,10 @@ class ModelSpec(ABC):
         """Videos in [0, 1], `[B, 3, T, H, W]`, of normalized latents without the frames that `padded` adds."""
         z = vae_stats.denormalize(latents_BCTHW).to(next(vae.parameters()).device, vae.dtype)  # type: ignore[call-overload]
         geometry = self.facts.geometry
-        self.fit_vae(vae, pixel_size(z, temporal=geometry.temporal, spatial=geometry.spatial), batch=len(z))
-        return (self.decode_latents(vae, z).float() / 2 + 0.5).clamp(0.0, 1.0)
+        size = pixel_size(z, temporal=geometry.temporal, spatial=geometry.spatial)
+        with fitted_vae(self, vae, size, batch=len(z)):
+            video = self.decode_latents(vae, z)
+        return (video.float() / 2 + 0.5).clamp(0.0, 1.0)
 
     def decode_latents(self, vae: nn.Module, z_BCTHW: Tensor) -> Tensor:
         """Videos in [-1, 1] of the VAE's own latents, on its device and in its dtype."""

@@ -8,6 +8,9 @@ import os
 #: Error numbers of disks that are full or cannot be written.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _FULL = os.strerror(errno.ENOSPC)
+#: In what allocators say: torch's on a device and on the host; CUDA's own (page-locked memory, a context, within NCCL);
+#: cuBLAS's, cuDNN's and cuFFT's.
+_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
 class ExpectedError(Exception):
@@ -28,3 +31,17 @@ def sentence_of(error: BaseException) -> str | None:
     if "make room" in text.lower():
         return text  # it says how already
     return f"{text}. Earlier checkpoints are intact: make room, and continue with --resume_from_checkpoint latest"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator, on a device or on the host, had nothing left."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    message = str(error).lower()
+    return should_reduce_batch_size(error) or any(sign in message for sign in _SIGNS)

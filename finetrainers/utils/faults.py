@@ -50,6 +50,7 @@ POINTS = {
     "save.replace": "the old checkpoint of the same step is renamed, the new one is not",
     "save.prune": "the checkpoint is published; older ones are about to be removed",
     "save.remove": "an older checkpoint is renamed; its files still exist",
+    "vae": "the VAE is about to encode or decode clips",
     "sample": "validation samples are about to be sampled",
     "export": "the results are about to be written",
 }

@@ -61,6 +61,7 @@ class CacheKeys:
         data: whether captions may be dropped, and to what; whether there is noise on the first frame.
         seed: seed of the random starts and crops.
         tiled: whether the VAE works on tiles of a clip of this bucket, where its identity does not say it.
+        tiled_late: whether it does so only since it ran out of memory; entries have the same names, and say it.
         text_words, vae_words: the encoders in words, for people.
     """
 
@@ -71,6 +72,7 @@ class CacheKeys:
     data: DataSection
     seed: int
     tiled: Callable[[Bucket], bool] = field(default=lambda bucket: False)
+    tiled_late: Callable[[Bucket], bool] = field(default=lambda bucket: False)
     text_words: str = ""
     vae_words: str = ""
 
@@ -136,6 +138,7 @@ class CacheKeys:
     def about_video(self, clip: Clip) -> dict[str, str]:
         """What a clip's entry is, for people; the file's name without its folders."""
         words = self.vae_words + (", tiled" if self.tiled(clip.bucket) else "")
+        words += ", tiled after an OOM" if self.tiled_late(clip.bucket) else ""
         about = self._about("video", Path(clip.path).name, words, self.vae.identity)
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from finetrainers.config.checks.windows import slice_problem
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.models.spec import Batch, ModelSpec, Parts
+from finetrainers.models.spec import Batch, ModelSpec, Parts, tiled_for_memory
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.phases import ENCODING_CLIPS, phase
 
@@ -102,7 +102,7 @@ class TrainingData:
         # Tiling changes latents a little at the seams.
         identity = model_fingerprint(clip_encoders.modules, tiling=bool(self.config.model.enable_tiling))
         vae = EncoderEntry(identity, self.spec.clip_version, self.spec.facts.first_frame_noise)
-        keys = replace(keys, vae=vae, tiled=self.spec.tiles_by_size)
+        keys = replace(keys, vae=vae, tiled=self.spec.tiles_by_size, tiled_late=partial(tiled_for_memory, self.spec))
         encoded = precompute_video(
             self.plan.encoded_clips(),
             partial(self._encode_clip, clip_encoders),

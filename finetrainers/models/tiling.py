@@ -1,0 +1,81 @@
+"""VAE tiling on OOM: an encode or decode that runs out of memory is retried once, on tiles of the clips."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.utils.failures import is_out_of_memory
+from finetrainers.utils.faults import fault_point
+from finetrainers.utils.process_state import free_memory
+
+logger = logging.getLogger(__name__)
+
+Size = tuple[int, int, int]
+
+
+class Fits(Protocol):
+    """What a retry needs of a model's description."""
+
+    config: ModelSection
+    vae_too_large: set[Size]
+
+    def tiles_by_size(self, size: Size) -> bool: ...
+
+    def fit_vae(self, vae: Any, size: Size, *, batch: int = 1) -> None: ...
+
+
+def tiled_for_memory(spec: Fits, size: Size) -> bool:
+    """Whether clips of a size are tiled only since this process ran out of memory on them, or on smaller ones."""
+    if spec.config.enable_tiling is not None or spec.tiles_by_size(size):
+        return False
+    return any(math.prod(size) >= math.prod(small) for small in spec.vae_too_large)
+
+
+@contextmanager
+def fitted_vae(spec: Fits, vae: Any, size: Size, *, batch: int = 1) -> Iterator[None]:
+    """Within the block, the VAE encodes or decodes clips of a size in pixels, on OOM once more in tiles.
+
+    It is an error if tiling is on already or `enable_tiling` is set. After a retry this process tiles clips of the size and larger ones. Only there do results differ from those of another GPU.
+
+    Args:
+        spec: remembers the size, and turns tiling on.
+        vae: one of diffusers', which encodes and decodes in the block, directly or in a pipeline.
+        size: frames, height and width of the clips.
+        batch: how many clips at once.
+    """
+
+    spec.fit_vae(vae, size, batch=batch)
+
+    def retried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            fault_point("vae")
+            return call(*args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if vae.use_tiling or spec.config.enable_tiling is not None or not is_out_of_memory(error):
+                raise
+            reason = str(error).split("\n", 1)[0]
+        free_memory()  # not within the handler, whose traceback holds the tensors
+        logger.warning(
+            "the VAE ran out of memory on a clip of %s (%s); clips of this size and larger ones are tiled from now on, which "
+            "changes them slightly (--enable_tiling does so from the start)",
+            "x".join(map(str, size)),
+            reason,
+        )
+        spec.vae_too_large.add(size)
+        spec.fit_vae(vae, size, batch=batch)
+        return call(*args, **kwargs)
+
+    before = {name: vars(vae).get(name) for name in ("encode", "decode")}
+    for name in before:
+        setattr(vae, name, partial(retried, getattr(vae, name)))
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            delattr(vae, name) if own is None else setattr(vae, name, own)

@@ -1,0 +1,88 @@
+"""A VAE that runs out of memory is retried in tiles, once, and remembers the size; with tiling decided by the user, never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.models.registry import get_family
+from finetrainers.models.spec import ModelSpec, tiled_for_memory
+
+SIZE = (9, 64, 64)
+FAULT = "FINETRAINERS_FAULT"
+
+
+def load(repo: Path, family: str, **options: Any) -> ModelSpec:
+    section = ModelSection(model_name=family, pretrained_model_name_or_path=str(repo), vae_dtype="fp32", **options)
+    return get_family(family).load(section)
+
+
+@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video", "cogvideox"])
+def test_encode_and_decode_are_retried_in_tiles(
+    family: str, tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The result is that of tiling; later and larger clips are tiled at once, smaller ones are not."""
+    from finetrainers.utils.faults import arm_faults
+
+    spec, asked = load(tiny_repo(family), family), load(tiny_repo(family), family, enable_tiling=True)
+    vae, tiled = spec.load_vae(), asked.load_vae()
+    if family != "cogvideox":  # whose smallest tiles overlap by parts of a latent
+        for one in (vae, tiled):  # so that tiny clips have several tiles
+            for name in ("tile_sample_min_height", "tile_sample_min_width", "tile_sample_stride_height"):
+                setattr(one, name, 32)
+            one.tile_sample_stride_width = 32
+    clip = torch.rand(1, 3, *SIZE, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    monkeypatch.setenv(FAULT, "oom@vae")
+    arm_faults()
+    moments = spec.encode_video(vae, clip)
+    assert moments.equal(asked.encode_video(tiled, clip))
+    assert spec.vae_too_large == {SIZE}
+    assert tiled_for_memory(spec, (9, 64, 96))
+    assert not tiled_for_memory(spec, (1, 64, 64))
+    assert caplog.text.count("the VAE ran out of memory on a clip of 9x64x64 (fault injected at vae)") == 1
+    assert not {"encode", "decode"} & set(vars(vae))  # the instance is as before
+    spec.encode_video(vae, clip[:, :, :1])
+    assert not vae.use_tiling
+    spec.encode_video(vae, clip)
+    assert vae.use_tiling
+    spec.vae_too_large.clear()
+    monkeypatch.setenv(FAULT, "oom@vae")
+    arm_faults()
+    stats = spec.vae_stats(vae)
+    latents = spec.latents(moments, None, stats)
+    assert spec.decode(vae, latents, stats).equal(asked.decode(tiled, latents, stats))
+    assert spec.vae_too_large == {SIZE}
+    monkeypatch.delenv(FAULT)
+    arm_faults()
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"enable_tiling": False}, "oom@vae"),
+        ({"enable_tiling": True}, "oom@vae"),
+        ({}, "raise@vae"),
+        ({}, "oom@vae:1+"),
+    ],
+)
+def test_what_is_not_retried(
+    options: dict[str, Any], fault: str, tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiling that the user has decided, other errors; and tiles that do not fit either are an error at the next clip."""
+    from finetrainers.utils.faults import arm_faults
+
+    spec = load(tiny_repo("ltx_video"), "ltx_video", **options)
+    vae, clip = spec.load_vae(), torch.zeros(1, 3, *SIZE)
+    monkeypatch.setenv(FAULT, fault)
+    arm_faults()
+    if fault.endswith("+"):
+        spec.encode_video(vae, clip)
+    with pytest.raises(RuntimeError, match="fault injected at vae"):
+        spec.encode_video(vae, clip)
+    monkeypatch.delenv(FAULT)
+    arm_faults()
