@@ -393,6 +393,9 @@ class OptimizerSection(Section):
         "It needs CUDA or XPU, and cannot clip gradients.", resume="optimizer")
     offload_gradients: bool = option(False, "With `use_cpu_offload_optimizer`, free each gradient as soon as it is "
         "computed. It excludes gradient accumulation.", resume="free")
+    optimizer_in_backward: bool = option(False, "Update each weight as soon as its gradient is complete, and free the "
+        "gradient: no gradients are stored. For full finetuning in one process, without accumulation and clipping.",
+        resume="free")
 
 
 class ValidationSection(Section):

@@ -210,6 +210,12 @@ def _check_options(
     )
     found.errors += [*rules.errors, *([] if method is None else method.problems(config)), *errors, *wrong]
     found.errors += quantization_problems(config, device_type=device)
+    if config.optimizer.optimizer_in_backward and method is not None and method.accumulates(config):
+        message = (
+            "frees each gradient as it is made, and a step of this run has several micro-batches, whose gradients add up; use "
+            "--gradient_accumulation_steps 1, or leave it out"
+        )
+        found.errors.append(Problem("--optimizer_in_backward", message))
     found.warnings += [*rules.warnings, *warnings, *notes]
     asked = os.environ.get(faults.ENVIRONMENT, "")
     with _noted(found, faults.ENVIRONMENT):

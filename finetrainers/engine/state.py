@@ -42,7 +42,10 @@ class Guards:
             run_dir=run_dir,
         )
         self.spikes = SpikeDetector(window=training.spike_window, sigma=training.spike_sigma, run_dir=run_dir)
-        why = refusal(config.memory.oom_retry, parallel=parallel, full=training.training_type == "full-finetune")
+        why = refusal(
+            config.memory.oom_retry, parallel=parallel, full=training.training_type == "full-finetune",
+            in_backward=config.optimizer.optimizer_in_backward,
+        )  # fmt: skip
         self.memory = MemoryGuard(parallel=parallel, run_dir=run_dir, refusal=why)
         self.straggler = StragglerMonitor(parallel=parallel, run_dir=run_dir)
         # Ranks can agree to retry a step only while none of them waits for another's gradients.

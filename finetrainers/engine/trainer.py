@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from finetrainers.methods.base import Step
+from finetrainers.optim.in_backward import in_backward
 from finetrainers.optim.schedules import set_lr
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import CHECKPOINT, TRAINING_STEP, phase
@@ -125,13 +126,16 @@ class Trainer:
         totals: dict[str, Tensor] = {}
         if len(step):
             set_lr(state.optimizer, self.lr_at(state.step))
+            early = in_backward(state.optimizer)
+            if early is not None:  # weights change from here on
+                self._blocked_s += state.staging.wait()
             for attempt in guards.memory.attempts(step):  # after an OOM once more, in smaller micro-batches
                 with attempt:
                     totals = accumulate_gradients(state, attempt)
             with memory_advice("exchanging and clipping gradients"):
                 parallel.all_reduce()
                 fault_point("backward", parallel.gradients())
-                grad_norm = parallel.clip_grad_norm()
+                grad_norm = parallel.clip_grad_norm() if early is None else early.take_norm()
             if grad_norm is not None:
                 totals["grad_norm"] = grad_norm
         counted = {} if state.meter is None else state.meter.take()
@@ -234,7 +238,9 @@ class Trainer:
         """Write down what all processes took at most, in each phase; every rank must call it."""
         state = self.state
         state.memory.agree(state.parallel)
-        state.run_dir.event("memory", step=state.step, gib=state.memory.all_peaks)
+        late = sorted("x".join(map(str, size)) for size in state.spec.vae_too_large)
+        tiled = {"vae_tiled_from": late} if late else {}
+        state.run_dir.event("memory", step=state.step, gib=state.memory.all_peaks, **tiled)
 
     def finish(self) -> None:
         """Tell the callbacks that the results, or the checkpoint of a run that was stopped, are on disk."""

@@ -75,6 +75,10 @@ SWITCHES: tuple[Switch, ...] = (
         {"use_cpu_offload_optimizer": True, "offload_gradients": True, "max_grad_norm": 0.0},
         "updates on the CPU, PCIe traffic, no clipping", 110,
     ),
+    Switch(
+        {"optimizer_in_backward": True, "max_grad_norm": 0.0},
+        "no clipping; a step with NaN is found after weights have changed", 42,
+    ),
     Switch({"zero_offload": True}, "updates on the CPU, PCIe traffic", 100),
     Switch({"fsdp_cpu_offload": True}, "weights travel from host memory for every use, updates on the CPU", 150),
 )  # fmt: skip

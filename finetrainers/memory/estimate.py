@@ -218,7 +218,9 @@ def estimate_for(
             ema=training.use_ema,
             copy_bytes=kept.copies,
             trajectory_bytes=kept.trajectories,
-            gradients_stay=not (config.optimizer.offload_gradients or split.weights_on_host),
+            gradients_stay=not (
+                config.optimizer.offload_gradients or config.optimizer.optimizer_in_backward or split.weights_on_host
+            ),
             split=split,
             gathered=gathered_bytes(
                 transformer,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from finetrainers.config.sections import OptimizerSection
 
+from .in_backward import StepInBackward
 from .table import RECIPES, Recipe, missing_library, resolve_name
 
 #: Settings of a group that belong to the device it is on, and not to the run.
@@ -67,6 +68,8 @@ def create_optimizer(
     _keep_implementation(optimizer)
     if recipe.keeps_fp32_state:
         _load_state_in_saved_dtype(optimizer)
+    if config.optimizer_in_backward:
+        StepInBackward(optimizer)
     return optimizer
 
 

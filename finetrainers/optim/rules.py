@@ -36,6 +36,7 @@ def optimizer_problems(
         *_recipe_errors(config, name, recipe, device_type),
         *_stochastic_rounding_errors(config, name, recipe),
         *_offload_errors(config, device_type, num_processes),
+        *_in_backward_errors(config, name, recipe, num_processes),
         *(_parts_errors(name) if updates_parts else ()),
     ]
     warnings = [*_recipe_warnings(config, name, recipe, device_type), *_schedule_warnings(config)]
@@ -122,6 +123,33 @@ def _offload_errors(config: TrainConfig, device_type: str, num_processes: int) -
             f"--gradient_accumulation_steps {training.gradient_accumulation_steps} cannot add them up; "
             f"use 1 or drop {gradients}",
         )
+
+
+def _in_backward_errors(config: TrainConfig, name: str, recipe: Recipe, num_processes: int) -> Iterator[Problem]:
+    options, training, option = config.optimizer, config.training, "--optimizer_in_backward"
+    if not options.optimizer_in_backward:
+        return
+    if training.training_type != "full-finetune":
+        yield Problem(option, "is for full-finetune; the gradients of a LoRA are small. Leave it out")
+    if options.max_grad_norm > 0:
+        message = (
+            f"updates weights before the norm of all gradients is known, so --max_grad_norm {options.max_grad_norm:g} "
+        )
+        yield Problem(option, f"{message}cannot clip them; use --max_grad_norm 0")
+    if num_processes > 1 or config.parallel.fsdp is not None or config.parallel.deepspeed:
+        message = "updates weights before processes have exchanged gradients, so it is for one process without FSDP2 or DeepSpeed"
+        yield Problem(option, f"{message}; leave it out: --fsdp full and ZeRO-2 shard gradients instead")
+    if recipe.finds_step:
+        yield Problem(option, f"--optimizer {name} computes its step size from all gradients; use adamw or another one")
+    if options.use_cpu_offload_optimizer:
+        yield Problem(option, "does not go with --use_cpu_offload_optimizer; --offload_gradients frees them there")
+    if training.mixed_precision == "fp16":
+        yield Problem(option, "updates weights before fp16 loss scaling is undone; use --mixed_precision bf16")
+    if training.on_nonfinite == "skip":
+        message = "a step with NaN has changed weights before it is found, so it cannot be skipped"
+        yield Problem(option, f"{message}; use --on_nonfinite rollback or raise")
+    if config.memory.oom_retry == "on":
+        yield Problem(option, "a step that ran out of memory has changed weights; leave out --oom_retry on")
 
 
 def _parts_errors(name: str) -> Iterator[Problem]:

@@ -66,7 +66,7 @@ REFUSED = names_of({
     "docs/how-to/sliding-windows.md": "model.latent_window_size model.f1 model.siglip_path",
     "fuse it beforehand with diffusers' fuse_lora, and give the result as --transformer_id": "adapter.fuse_adapters",
     "there is no LoKr here; use type = 'lora'": "adapter.decompose_factor",
-    "gradients are kept until the step; use --use_cpu_offload_optimizer --offload_gradients":
+    "use --optimizer_in_backward, which needs --max_grad_norm 0":
         "optimizer.gradient_release",
     "keys are not read from files; set WANDB_API_KEY in the environment": "monitoring.wandb_api_key",
 })  # fmt: skip

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils.memory import should_reduce_batch_size
 
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.methods.base import Step
 from finetrainers.parallel.strategy import Strategy
-from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.failures import ExpectedError, is_out_of_memory
 from finetrainers.utils.process_state import free_memory
 
 logger = logging.getLogger(__name__)
@@ -27,23 +26,9 @@ ADVICE = (
     "estimate of what takes how much"
 )
 
-#: In what allocators say: torch's on a device and on the host; CUDA's own (page-locked memory, a context, within NCCL);
-#: cuBLAS's, cuDNN's and cuFFT's.
-_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
-
 
 class OutOfMemory(ExpectedError, RuntimeError):
     """OOM where nothing can be retried; the message says where, and what needs less memory."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator, on a device or on the host, had nothing left."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    message = str(error).lower()
-    return should_reduce_batch_size(error) or any(sign in message for sign in _SIGNS)
 
 
 @contextmanager
@@ -190,16 +175,19 @@ class MemoryGuard:
         self.sizes = {tuple(latent_size): size for latent_size, size in state}
 
 
-def refusal(option: str, *, parallel: Strategy, full: bool) -> str | None:
+def refusal(option: str, *, parallel: Strategy, full: bool, in_backward: bool = False) -> str | None:
     """Why a step that ran out of memory cannot be retried; None if it can.
 
     Args:
         option: `--oom_retry`.
         parallel: the processes of the run.
         full: whether all weights are trained.
+        in_backward: whether weights are updated during backward.
     """
     if option == "off":
         return "--oom_retry is off"
+    if in_backward:
+        return "--optimizer_in_backward has changed weights in this step already"
     if parallel.why_no_retry is not None:
         return parallel.why_no_retry
     if option == "auto" and full and parallel.world_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from finetrainers.methods.registry import method_spec
+from finetrainers.optim.in_backward import in_backward
 from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.process_state import free_memory
@@ -52,8 +54,9 @@ def _dry(state: TrainState, accumulate: Callable[[TrainState, Attempt], Any], na
     started = time.perf_counter()
     peak_gib(state.parallel.device)
     # Neither unscaled nor clipped: an fp16 scaler allows that once per update, and none follows.
+    early = in_backward(state.optimizer)
     for attempt in state.guards.memory.attempts(step):
-        with attempt:
+        with attempt, contextlib.nullcontext() if early is None else early.paused():
             accumulate(state, attempt)
     peak = peak_gib(state.parallel.device)
     seconds = round(time.perf_counter() - started, 3)

@@ -1,0 +1,117 @@
+"""An optimizer that steps in backward: the same weights bit for bit, no gradients left, and an exact resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from finetrainers.config.load import load_config
+from finetrainers.config.sections import OptimizerSection
+from finetrainers.memory.count import LiveStorages
+from finetrainers.optim.factory import create_optimizer
+from finetrainers.optim.in_backward import StepInBackward, in_backward
+from finetrainers.optim.rules import optimizer_problems
+
+
+def trained(name: str, *, early: bool, at_once: int = 1) -> tuple[nn.Module, Any, list[torch.Tensor | None]]:
+    """A small network after four steps; the optimizer, and the norm of each step's gradients."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+    config = OptimizerSection(optimizer=name, lr=1e-2, max_grad_norm=0.0)
+    optimizer = create_optimizer(network.parameters(), config=config, lr=1e-2, device_type="cpu")
+    if early:
+        StepInBackward(optimizer, at_once=at_once)
+    norms: list[torch.Tensor | None] = []
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        network(x).square().mean().backward()
+        stepper = in_backward(optimizer)
+        gradients = [p.grad for p in network.parameters() if p.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm(gradients) if stepper is None else stepper.take_norm())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in network.parameters())
+    return network, optimizer, norms
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "adafactor"])
+@pytest.mark.parametrize("at_once", [1, 6_000, 10**9])
+def test_the_same_weights_state_and_norms(name: str, at_once: int) -> None:
+    """One weight at a time, several together, and all after backward."""
+    plain, expected, norms = trained(name, early=False)
+    network, optimizer, found = trained(name, early=True, at_once=at_once)
+    assert all(a.equal(b) for a, b in zip(network.parameters(), plain.parameters(), strict=True))
+    theirs, ours = expected.state_dict(), optimizer.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for place, state in theirs["state"].items():
+        assert all(torch.as_tensor(ours["state"][place][key]).equal(torch.as_tensor(state[key])) for key in state)
+    assert torch.stack(found).allclose(torch.stack(norms), rtol=1e-6)  # type: ignore[arg-type]
+
+
+def test_gradients_do_not_add_up_in_memory() -> None:
+    def peak(early: bool) -> int:
+        network = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        if early:
+            StepInBackward(optimizer, at_once=1)
+        x = torch.randn(1, 256)
+        live = LiveStorages()
+        live.add(network.parameters())
+        weights = live.live
+        with live:
+            network(x).sum().backward()
+            optimizer.step()
+        return live.peak - weights
+
+    weight = 4 * 256 * 256
+    assert peak(False) >= 8 * weight
+    assert peak(True) < 2 * weight
+
+
+def test_a_pause_and_a_dropped_step_change_nothing() -> None:
+    network = nn.Linear(4, 4)
+    before = [p.detach().clone() for p in network.parameters()]
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    stepper = StepInBackward(optimizer)
+    with stepper.paused():
+        network(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    network(torch.ones(1, 4)).sum().backward()  # less than is stepped at once
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(a.equal(b) for a, b in zip(network.parameters(), before, strict=True))
+    assert stepper.take_norm() is not None
+    assert stepper.take_norm() is None
+
+
+FULL = {"training_type": "full-finetune", "optimizer_in_backward": True, "max_grad_norm": 0.0}
+
+
+def problems(**changes: Any) -> list[str]:
+    config = load_config(**{"model_name": "ltx_video", "pretrained_model_name_or_path": "x", **FULL, **changes})
+    return [str(problem) for problem in optimizer_problems(config, device_type="cuda")[0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training_type": "lora"}, "is for full-finetune"),
+        ({"max_grad_norm": 1.0}, "use --max_grad_norm 0"),
+        ({"fsdp": "full"}, "it is for one process without FSDP2 or DeepSpeed"),
+        ({"optimizer": "prodigy"}, "computes its step size from all gradients"),
+        ({"mixed_precision": "fp16"}, "use --mixed_precision bf16"),
+        ({"on_nonfinite": "skip"}, "use --on_nonfinite rollback or raise"),
+        ({"oom_retry": "on"}, "leave out --oom_retry on"),
+        ({"use_cpu_offload_optimizer": True}, "--offload_gradients frees them there"),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    assert problems() == []
+    [problem] = problems(**changes)
+    assert problem.startswith("--optimizer_in_backward: ")
+    assert message in problem
