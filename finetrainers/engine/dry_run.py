@@ -19,7 +19,7 @@ from .preflight import Preflight
 from .ready import examine_weights
 from .room import disk_needs, room_warnings
 from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
-from .trainable import network_without_weights, trainable_parameters
+from .trainable import network_without_weights, num_quantizable, trainable_parameters
 
 #: Asked of this invocation, not of the run.
 _OF_THIS_COMMAND = ("dry_run", "verbose")
@@ -77,6 +77,9 @@ def _print_memory(checked: Preflight, transformer: nn.Module) -> None:
     memory = estimate_for(
         config, checked.geometry, transformer, spec=spec, bucket=bucket, batch_size=clips, split=split
     )
+    if config.memory.quantize_frozen != "none":
+        weights = num_quantizable(transformer, config, spec)
+        print_line(f"  {weights / 1e6:.4g} M of them quantized to {config.memory.quantize_frozen}")
     for name, gib in memory.table():
         print_line(f"  {name:<28}{gib}")
     for text in memory.swap.lines():

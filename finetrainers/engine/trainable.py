@@ -18,7 +18,7 @@ from finetrainers.config.sections import TrainingSection
 from finetrainers.memory.activation_plan import spread
 from finetrainers.memory.casting import cast_adapter_for_each_use, enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_activation_memory
-from finetrainers.memory.quantization import quantize_frozen, summary
+from finetrainers.memory.quantization import quantizable_layers, quantize_frozen, summary
 from finetrainers.models.registry import build_tiny
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.utils.faults import fault_point
@@ -90,13 +90,25 @@ def _quantize(transformer: nn.Module, config: TrainConfig, spec: ModelSpec, devi
     """Quantize the frozen weights in place, and say how large the rounding errors are."""
     kind, num_weights = config.memory.quantize_frozen, sum(p.numel() for p in transformer.parameters())
     assert kind != "none"
+    num_quantizable(transformer, config, spec)
     skip = config.memory.quantize_skip_modules or spec.unquantized
-    try:
-        layers = quantize_frozen(transformer, kind, skip=skip, device=device)
-    except ValueError as error:
-        raise ConfigError([Problem("--quantize_skip_modules", str(error))]) from None
+    layers = quantize_frozen(transformer, kind, skip=skip, device=device)
     for line in summary(layers, kind, of=num_weights):
         print_line(line)
+
+
+def num_quantizable(transformer: nn.Module, config: TrainConfig, spec: ModelSpec) -> int:
+    """How many frozen weights a run quantizes; the transformer may lie on the meta device.
+
+    Raises:
+        ConfigError: none.
+    """
+    skip = config.memory.quantize_skip_modules or spec.unquantized
+    layers = quantizable_layers(transformer, skip=skip)
+    if not layers:
+        message = f"leave no frozen linear layer to quantize: {' '.join(skip)}; name fewer modules"
+        raise ConfigError([Problem("--quantize_skip_modules", message)])
+    return sum(layer.weight.numel() for _, layer in layers)
 
 
 def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn.Module:

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
+from finetrainers.engine.dry_run import dry_run_report
 from finetrainers.engine.initial_weights import LORA_FILE
+from finetrainers.engine.preflight import preflight
 from finetrainers.engine.training import TrainResult
 from finetrainers.memory.quantization import QuantizedLinear
 
@@ -52,11 +55,18 @@ def test_a_run_samples_saves_resumes_and_leaves_a_plain_adapter(
     assert not any(isinstance(module, QuantizedLinear) for module in pipeline.transformer.modules())
 
 
-def test_what_cannot_be_quantized_is_refused(options: Callable[..., dict], run: Callable[..., Any]) -> None:
+def test_a_dry_run_refuses_what_cannot_be_quantized(
+    options: Callable[..., dict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dry_run(**changes: Any) -> str:
+        dry_run_report(preflight(load_config(**options(quantize_frozen="int8", **changes))))
+        return capsys.readouterr().out
+
+    assert re.search(r"\n  0\.\d+ M of them quantized to int8\n", dry_run())
     with pytest.raises(ConfigError, match="nf4: needs a CUDA device"):
-        run(**options(quantize_frozen="nf4"))
-    with pytest.raises(ConfigError, match="--quantize_skip_modules: quantization found no frozen linear layer"):
-        run(**options(quantize_frozen="int8", quantize_skip_modules=["."]))
+        preflight(load_config(**options(quantize_frozen="nf4")))
+    with pytest.raises(ConfigError, match=r"--quantize_skip_modules: leave no frozen linear layer to quantize: \.;"):
+        dry_run(quantize_skip_modules=["."])
 
 
 def test_swapped_blocks_without_autocast_give_the_same(

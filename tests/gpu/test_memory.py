@@ -104,9 +104,7 @@ def test_room_for_the_optimizer_that_is_not_there_is_said_with_advice(limit: Cal
 @pytest.mark.gpu
 def test_loading_what_does_not_fit_is_said_with_advice(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LTXVideoSpec, "load_vae", lambda _: torch.empty(_TOO_MUCH, device="cuda"))
-    with pytest.raises(
-        OutOfMemory, match=r"while loading and encoding \(CUDA out of memory.*--layerwise_upcasting_modules"
-    ):
+    with pytest.raises(OutOfMemory, match=r"while loading and encoding \(CUDA out of memory.*--quantize_frozen int8"):
         start("cuda")
 
 

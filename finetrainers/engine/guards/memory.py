@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 #: What makes a step need less memory, with the greatest effect first.
 ADVICE = (
     "What needs less: --gradient_checkpointing; smaller or shorter --video_resolution_buckets (reward finetuning: "
-    "--rollout_size); --training_type lora; --layerwise_upcasting_modules transformer; an 8-bit or offloaded optimizer; "
+    "--rollout_size); --training_type lora; --quantize_frozen int8; an 8-bit or offloaded optimizer; "
     "--precompute_conditions; where clips are encoded or decoded, --enable_tiling and --enable_slicing. --dry_run prints an "
     "estimate of what takes how much"
 )

@@ -43,9 +43,9 @@ Peaks = Mapping[str, float]
 
 #: Options of `SWITCHES` that lower the peak of a phase, the first choice first.
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
-    TRAINING_STEP: ("gradient_checkpointing", "layerwise_upcasting_modules", "optimizer"),
+    TRAINING_STEP: ("gradient_checkpointing", "quantize_frozen", "optimizer"),
     ENCODING_CLIPS: ("precompute_batch_size", "enable_slicing", "enable_tiling"),
-    ROLLOUT: ("offload_trajectory", "enable_tiling", "layerwise_upcasting_modules"),
+    ROLLOUT: ("offload_trajectory", "enable_tiling", "quantize_frozen"),
     VALIDATION: ("enable_model_cpu_offload", "enable_tiling"),
     REWARD: ("enable_tiling",),
 }
@@ -210,7 +210,7 @@ def _helps(switch: Switch, config: TrainConfig) -> bool:
     """Whether a switch is off, may be on in this run, and is not what the user has decided otherwise."""
     is_lora = config.training.training_type == "lora"
     fits = {
-        "layerwise_upcasting_modules": is_lora,
+        "quantize_frozen": is_lora and not (config.training.use_dora or config.memory.layerwise_upcasting_modules),
         "optimizer": not is_lora,
         "precompute_batch_size": config.data.precompute_batch_size > 1,
         "enable_slicing": config.dataloader.batch_size > 1 or config.data.precompute_batch_size > 1,
