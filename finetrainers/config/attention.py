@@ -1,17 +1,13 @@
-"""Attention backends by name: what each needs, what it can do, and which runs can use it. Imports no torch."""
+"""Attention backends by name: what each needs, and what it can do. Imports no torch."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
 from packaging.version import Version
-
-from .errors import Problem
 
 AttnBackendName = Literal[
     "auto", "native", "_native_flash", "_native_efficient", "_native_cudnn", "_native_math",
@@ -21,8 +17,6 @@ AttnBackendName = Literal[
 ]  # fmt: skip
 #: The value that leaves the network as diffusers builds it.
 AUTO = "auto"
-#: By which diffusers is told a default for the whole process.
-ENVIRONMENT = "DIFFUSERS_ATTN_BACKEND"
 
 
 @dataclass(frozen=True)
@@ -127,36 +121,3 @@ def backend_name(given: object) -> object:
     if name in ("_native_npu", "_native_xla"):
         raise ValueError(f"{name} is for a device that is not supported here; use native")
     return name
-
-
-def attention_problems(
-    name: str, *, device_type: str, dtype_bytes: int, compiles: bool
-) -> tuple[list[Problem], list[str]]:
-    """Errors and warnings of a choice of `attn_backend`.
-
-    Args:
-        name: of the backend.
-        device_type: where the run trains.
-        dtype_bytes: bytes of a number in the dtype that the network computes in.
-        compiles: whether blocks are compiled.
-    """
-    default = os.environ.get(ENVIRONMENT, "native").lower()
-    if name == AUTO:
-        text = f"{ENVIRONMENT}={default} chooses the attention of every network in the process; use --attn_backend"
-        return [], [] if default == "native" else [text]
-    problems = _problems(name, BACKENDS[name], device_type=device_type, dtype_bytes=dtype_bytes, compiles=compiles)
-    return [Problem("--attn_backend", f"{name} {problem}") for problem in problems], []
-
-
-def _problems(name: str, backend: Backend, *, device_type: str, dtype_bytes: int, compiles: bool) -> Iterator[str]:
-    if device_type == "cpu" and not backend.on_cpu:
-        yield "needs a CUDA GPU, and this run trains on the CPU; use native"
-    elif backend.missing is not None:
-        yield backend.missing
-    if device_type != "cpu" and dtype_bytes > 2 and not backend.any_dtype:
-        yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native"
-    if backend.fuses_compiled and not compiles:
-        yield "stores the scores of all pairs of tokens unless it is compiled; add --compile regional"
-    if compiles and not backend.one_graph:
-        plain = name.replace("_varlen", "")
-        yield f"reads sequence lengths on the host, which breaks a compiled block; use {plain}, or leave out --compile"

@@ -52,6 +52,7 @@ _SAME = {
     "train_steps": "max_train_steps max_steps num_train_steps total_steps num_steps steps max_iterations max_iters",
     "train_epochs": "num_train_epochs max_train_epochs num_epochs epochs",
     "gradient_accumulation_steps": "gradient_accumulation grad_accum grad_accumulation_steps accumulation_steps",
+    "compile": "compile_modules torch_compile",
     "attn_backend": "attn_provider_training attention_backend attn_implementation",
     "gradient_checkpointing": "enable_gradient_checkpointing use_gradient_checkpointing activation_checkpointing "
     "enable_activation_checkpointing",
@@ -145,7 +146,9 @@ _INSTEAD = {
         "fp8_llm quantize_te quantize_text_encoder load_text_encoder_in_8bit",
     "docs/how-to/memory.md says which options save memory; --gradient_checkpointing is the first":
         "lowram lowvram low_vram highvram medvram",
-    "networks are not compiled; leave it out": "compile torch_compile compile_with_inductor dynamo_backend",
+    "blocks are compiled one by one, for each size, by --compile regional; the launcher's "
+    "accelerate_configs/compiled_1.yaml compiles the network as a whole":
+        "compile_scopes compile_with_inductor dynamo_backend",
     "noise levels are --flow_weighting_scheme logit_normal (`sigmoid` elsewhere) or none (`uniform`), and "
     "--flow_shift (`shift`)":
         "timestep_sampling timestep_type timestep_sampling_mode timestep_sample_method weighting_scheme",

@@ -19,6 +19,7 @@ from .option import option
 from .values import (
     BucketShare,
     BucketSize,
+    CompileScope,
     Expression,
     HubId,
     ImageBucket,
@@ -353,6 +354,9 @@ class MemorySection(Section):
         "transformer blocks in host memory, and copy each block to the GPU before it computes (block swap, LoRA only). "
         "Two of them are on the GPU at a time, so 3 is the fewest that saves memory. `auto` swaps the fewest with "
         "which the estimate fits the GPU.", resume="free")
+    compile: CompileScope = option("none", "Compile each block of the transformer (torch.compile, `regional`): faster steps "
+        "and fewer stored activations, after minutes of compiling at the first step of every size. All blocks of a class "
+        "share their code.", resume="free")
     oom_retry: Literal["auto", "on", "off"] = option("auto", "On OOM, retry the step with smaller micro-batches; the "
         "accumulated gradient is unchanged. Under DDP, gradients are then reduced after the backward pass instead of "
         "during it, so `auto` is off for full finetuning there.", resume="free", former_table="training")

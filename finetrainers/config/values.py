@@ -39,6 +39,14 @@ _parse_image_bucket = _sizes(_IMAGE_BUCKET, "not HEIGHTxWIDTH, for example 512x7
 _parse_sides = _sizes(_RESOLUTION, "neither the side of a square, for example 512, nor HEIGHTxWIDTH")
 
 
+def _parse_compile(value: Any) -> Any:
+    """Other programs switch compiling on and off, or name the part that is compiled, alone or in a list."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    words = {"true": "regional", "transformer": "regional", "false": "none"}
+    return words.get(str(value).lower(), value)
+
+
 def _parse_resolution(value: Any) -> Any:
     """`512` or `"512"` (the sides of a square) or `"512x768"` (height x width) as a tuple; pairs pass through."""
     sides = (value,) if isinstance(value, int) and not isinstance(value, bool) else _parse_sides(value)
@@ -191,6 +199,8 @@ ImageBucket = Annotated[
     WithJsonSchema({"type": "string", "pattern": _IMAGE_BUCKET.pattern}),
 ]
 #: An area in pixels, by the height and width of a picture that has it.
+#: How much of the transformer is compiled.
+CompileScope = Annotated[Literal["none", "regional"], BeforeValidator(_parse_compile)]
 Resolution = Annotated[
     tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
     BeforeValidator(_parse_resolution),

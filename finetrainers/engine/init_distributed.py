@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 from accelerate.utils import DynamoBackend
 
+from finetrainers.config.checks.kernels import kernel_problems
 from finetrainers.config.checks.options import quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.parallel.select import open_strategy
@@ -48,6 +50,10 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     )
     yield from errors
     yield from quantization_problems(config, device_type=parallel.device.type)
+    device_type, dtype_bytes = parallel.device.type, computed_bytes(config)
+    yield from kernel_problems(config, device_type=device_type, dtype_bytes=dtype_bytes).errors
+    if config.memory.compile != "none" and not parallel.compiles_blocks:
+        yield Problem("--compile", "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2")
     training = config.training
     if training.on_nonfinite == "rollback" and not parallel.weights_are_plain:
         message = "weights that the strategy splits cannot be put back within a run; use DDP, or raise and resume"

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.attention import attention_problems
 from finetrainers.config.checks.findings import Findings
+from finetrainers.config.checks.kernels import kernel_problems
 from finetrainers.config.checks.options import check_config, quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
@@ -205,10 +205,8 @@ def _check_options(
     rules = check_config(config, facts=facts, prompts=prompts)
     device = likely_device_type()
     errors, warnings = optimizer_problems(config, device_type=device, num_processes=launched_processes())
-    wrong, notes = attention_problems(
-        config.model.attn_backend, device_type=device, dtype_bytes=computed_bytes(config), compiles=False
-    )
-    found.errors += [*rules.errors, *([] if method is None else method.problems(config)), *errors, *wrong]
+    kernels = kernel_problems(config, device_type=device, dtype_bytes=computed_bytes(config))
+    found.errors += [*rules.errors, *([] if method is None else method.problems(config)), *errors, *kernels.errors]
     found.errors += quantization_problems(config, device_type=device)
     if config.optimizer.optimizer_in_backward and method is not None and method.accumulates(config):
         message = (
@@ -216,7 +214,7 @@ def _check_options(
             "--gradient_accumulation_steps 1, or leave it out"
         )
         found.errors.append(Problem("--optimizer_in_backward", message))
-    found.warnings += [*rules.warnings, *warnings, *notes]
+    found.warnings += [*rules.warnings, *warnings, *kernels.warnings]
     asked = os.environ.get(faults.ENVIRONMENT, "")
     with _noted(found, faults.ENVIRONMENT):
         if faults.parse_faults(asked):  # so that nobody forgets the variable

@@ -83,6 +83,9 @@ def load_trainable_transformer(
         _quantize(transformer, config, spec, device)
     blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
     set_activation_memory(transformer, config.memory.stored, blocks=blocks)
+    if config.memory.compile == "regional":
+        sizes = {*checked.plan.buckets, *(prompt.size or checked.plan.size for prompt in checked.prompts)}
+        spec.compile_blocks(transformer, num_sizes=len(sizes))
     return transformer
 
 

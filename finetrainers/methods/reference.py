@@ -33,9 +33,14 @@ def reference_model(parts: MethodParts[Any]) -> Reference:
                 network.enable_adapters()
 
         return without_adapter
-    frozen = parts.parallel.prepare_frozen(
-        lambda: parts.spec.load_transformer(parts.weights_dtype), weights=parts.weights_dtype, blocks=parts.spec.blocks
-    )
+
+    def load() -> nn.Module:
+        copy = parts.spec.load_transformer(parts.weights_dtype)
+        if parts.config.memory.compile == "regional":
+            parts.spec.compile_blocks(copy)
+        return copy
+
+    frozen = parts.parallel.prepare_frozen(load, weights=parts.weights_dtype, blocks=parts.spec.blocks)
 
     @contextlib.contextmanager
     def frozen_copy(_: nn.Module) -> Iterator[nn.Module]:

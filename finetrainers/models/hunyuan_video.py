@@ -124,6 +124,7 @@ class HunyuanVideoSpec(ModelSpec):
     )
     vae_pixel_bytes, vae_frames_at_once = 2340, 17
     attention_processor = HunyuanAttnProcessor
+    text_varies = True  # at batch size 1
 
     def load_text_encoders(self) -> Parts:
         """LLaMA and CLIP with their tokenizers.

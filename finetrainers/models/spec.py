@@ -31,6 +31,7 @@ from . import common, saving
 from .attention import Attend, check_backend, set_processors
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
 from .common import DTYPES, input_dtype, unwrap
+from .compiling import compile_blocks
 from .files import MODEL_INDEX, part_folder, read_configs
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
 from .tiling import fitted_vae, tiled_for_memory
@@ -84,6 +85,8 @@ class ModelSpec(ABC):
     blocks: tuple[str, ...] = ("transformer_blocks",)
     #: Class of the processor that runs the attention of blocks by a chosen backend (`--attn_backend`); None: the family has none.
     attention_processor: type[Any] | None = None
+    #: Whether the transformer sees texts of the prompt's length, not of one length.
+    text_varies: bool = False
     #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16`, where that differs, for trained weights that are 16-bit when they
     #: compute (FSDP2, DeepSpeed, stochastic rounding). The defaults lie between those of the families here.
     activations: ClassVar[Mapping[str, Activations]] = {
@@ -219,23 +222,21 @@ class ModelSpec(ABC):
     def _with_attention(self, network: nn.Module) -> nn.Module:
         """The network, with the configured attention backend in its blocks."""
         if self.config.attn_backend != AUTO:
-            assert self.attention_processor is not None, "see `check_attention`"
+            assert self.attention_processor is not None, "`check_attention` refuses it"
             set_processors(self.block_modules(network), self.attention_processor(Attend(self.config.attn_backend)))
         return network
 
-    def check_attention(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Try the configured attention backend, before anything is loaded.
+    def compile_blocks(self, network: nn.Module, *, num_sizes: int = 1) -> None:
+        """See `compile_blocks`."""
+        compile_blocks(self.block_modules(network), num_sizes=num_sizes, text_varies=self.text_varies)
 
-        Raises:
-            ConfigError: it does not work on this device, or the family's attention has no choice.
-        """
+    def check_attention(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Refuse an attention backend that the family has no processor for, or that does not work; see `check_backend`."""
         name = self.config.attn_backend
-        if name == AUTO:
-            return
-        if self.attention_processor is None:
+        if name != AUTO and self.attention_processor is None:
             message = f"{name}: the attention of {self.name} has no choice of a backend; leave it out"
             raise ConfigError([Problem("--attn_backend", message)])
-        if name != "native":
+        if name not in (AUTO, "native"):
             head_dim = self.configs[self.facts.trained].get("attention_head_dim", 64)
             check_backend(name, device=device, dtype=dtype, head_dim=head_dim)
 

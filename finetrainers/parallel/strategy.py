@@ -43,6 +43,7 @@ class Strategy(Ranks):
         forward_is_collective: whether a forward pass needs all processes.
         weights_are_whole: whether every process holds all weights.
         weights_are_plain: whether weights are whole tensors that may be moved or overwritten between steps.
+        compiles_blocks: whether a block may be compiled as one graph; not so if its weights are gathered within.
         takes_integer_weights: whether frozen weights may be integers, the codes of quantized ones.
         uses_autocast: whether a mixed precision is that of autocast.
         writes_own_files: whether only the strategy can write the optimizer's state, on all processes, while training waits.
@@ -59,6 +60,7 @@ class Strategy(Ranks):
     forward_is_collective = False
     weights_are_whole = True
     weights_are_plain = True
+    compiles_blocks = True
     takes_integer_weights = True
     uses_autocast = True
     writes_own_files = False

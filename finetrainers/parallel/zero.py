@@ -61,7 +61,7 @@ class ZeRO(Strategy):
         stage = self._plugin.zero_stage
         self._splits_weights = stage == 3
         self.forward_is_collective = self._splits_weights
-        self.weights_are_whole = self.takes_integer_weights = not self._splits_weights
+        self.weights_are_whole = self.takes_integer_weights = self.compiles_blocks = not self._splits_weights
         self.optimizer_shards = self.world_size
         # Each process has a part of its own.
         self.optimizer_layout = f"DeepSpeed ZeRO-{stage} (processes: {self.world_size})"

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from every_family import FAMILIES
+from torch._dynamo import config as dynamo
 
 from finetrainers.memory.count import cuda_autocast
+from finetrainers.models import compiling
 
 #: Adam divides by the gradient's own size, which turns rounding of near-zero gradients into whole steps; this does not.
 SMOOTH = {"epsilon": 1e-3, "max_grad_norm": 0.02, "lr": 1e-2}
@@ -183,3 +185,30 @@ def test_a_lora_without_autocast(
         under = curve("cuda", transformer_dtype="bf16")
     assert not torch.equal(under, without)
     torch.testing.assert_close(under, exact, rtol=2e-2, atol=0)
+
+
+def test_compiled_blocks_and_a_chosen_attention_backend(
+    options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, results and samples are those of a plain run, a resumed run takes the same steps, and names stay."""
+    monkeypatch.setattr(compiling, "BACKEND", "eager")  # traced, not generated
+    values = options(
+        train_steps=2, checkpointing_steps=1, gradient_checkpointing=True, validation_prompts="a@@@1x32x32",
+        validation_steps=2, validation_inference_steps=2,
+    )  # fmt: skip
+    plain = run(**{**values, "output_dir": str(tmp_path / "plain")})
+    values |= {"compile": "regional", "attn_backend": "native", "output_dir": str(tmp_path / "compiled")}
+    with dynamo.patch(recompile_limit=8, accumulated_recompile_limit=256, optimize_ddp=True):
+        compiled = run(**values)
+        (tmp_path / "compiled" / "checkpoints" / "step-2").rename(tmp_path / "unused")
+        resumed = run(**{**values, "resume_from_checkpoint": "latest"})
+    torch._dynamo.reset()
+    blocks = [*compiled.state.network.transformer_blocks]
+    assert all(block._compiled_call_impl is not None for block in blocks)
+    assert type(blocks[0].attn1.processor).__name__ == "LTXAttnProcessor"
+    for other in (compiled, resumed):
+        assert other.curve("loss", "grad_norm")[-1] == plain.curve("loss", "grad_norm")[-1]
+        assert other.weights.keys() == plain.weights.keys()
+        assert all(torch.equal(other.weights[name], tensor) for name, tensor in plain.weights.items())
+    samples = [next(one.root.rglob("*.mp4")).read_bytes() for one in (plain, compiled)]
+    assert samples[0] == samples[1]

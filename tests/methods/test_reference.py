@@ -14,7 +14,8 @@ from finetrainers.methods.reference import reference_model
 
 
 def parts(model: nn.Module, training_type: str, **changes: Any) -> Any:
-    config = SimpleNamespace(training=SimpleNamespace(training_type=training_type))
+    memory = SimpleNamespace(compile="regional")
+    config = SimpleNamespace(training=SimpleNamespace(training_type=training_type), memory=memory)
     return SimpleNamespace(config=config, network=model, **changes)
 
 
@@ -29,7 +30,7 @@ def test_a_lora_is_switched_off_meanwhile() -> None:
 
 
 def test_the_frozen_copy_is_loaded_as_the_network_was() -> None:
-    """In the dtype of its weights, of which the first may be another: some networks keep a few in fp32."""
+    """In the dtype of its weights, of which the first may be another: some networks keep a few in fp32. And compiled like it."""
     model: Network = network().bfloat16()
     model.inward.float()
     asked = []
@@ -46,9 +47,11 @@ def test_the_frozen_copy_is_loaded_as_the_network_was() -> None:
             assert (weights, blocks) == (torch.bfloat16, ("blocks",))
             return load()
 
-    spec = SimpleNamespace(load_transformer=load, blocks=("blocks",))
+    compiled: list[nn.Module] = []
+    spec = SimpleNamespace(load_transformer=load, blocks=("blocks",), compile_blocks=compiled.append)
     given = parts(model, "full-finetune", spec=spec, parallel=Processes(), weights_dtype=torch.bfloat16)
     with reference_model(given)(model) as frozen:
         assert frozen is not model
+        assert compiled == [frozen]
         assert not torch.is_grad_enabled()
     assert asked == [torch.bfloat16]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
@@ -14,40 +14,14 @@ import torch.nn.functional as F
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from every_family import CHECKPOINTS
-from torch import Tensor, nn
+from random_predictions import predict, spec_of
+from torch import Tensor
 
 from finetrainers.config.attention import AUTO, BACKENDS, AttnBackendName
 from finetrainers.config.errors import ConfigError
-from finetrainers.config.sections import ModelSection
 from finetrainers.models.attention import Attend, check_backend
-from finetrainers.models.batch import Conditions
-from finetrainers.models.registry import get_family
 
 NAMES = ["-".join(filter(None, one)) for one in CHECKPOINTS]
-
-
-def spec_of(repo: Path, family: str, backend: str) -> Any:
-    config = ModelSection(model_name=family, pretrained_model_name_or_path=str(repo), attn_backend=backend)
-    return get_family(family).load(config)
-
-
-def predict(spec: Any, network: nn.Module, *, batch: int = 1, text: int | None = None) -> Tensor:
-    """A prediction with gradients, on random inputs that depend on the batch alone; `text`: real tokens of each prompt."""
-    generator = torch.Generator().manual_seed(batch)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    conditions, meta = spec.empty_inputs(batch)
-    masks = {name for name in conditions.tensors if name.endswith("_mask")}
-    tensors = {name: normal(*tensor.shape) for name, tensor in conditions.tensors.items()}
-    for name in masks:
-        tensors[name] = (torch.arange(tensors[name].shape[1]) < (text or 7)).expand(batch, -1)
-    x = spec.padded(normal(batch, network.config.out_channels, *spec.facts.geometry.denoised_shape(9, 64, 64)))
-    meta = SimpleNamespace(**{**vars(meta), "extra": {name: torch.zeros_like(x) for name in spec.facts.media}})
-    t = torch.full((batch,), 0.5) if spec.facts.is_flow else torch.full((batch,), 500)
-    given = Conditions(tensors, (text or 7,) * batch if masks else None)
-    return spec.predict(network, x, t, given, meta)
 
 
 @pytest.mark.parametrize(("family", "version"), CHECKPOINTS, ids=NAMES)
@@ -209,3 +183,13 @@ def test_flex_computes_as_native() -> None:
     """PyTorch has no backward pass of it on a CPU, and compiles it on a GPU (`tests/gpu`)."""
     q, k, v = (torch.randn(1, 24, 2, 16) for _ in range(3))
     torch.testing.assert_close(Attend("flex")(q, k, v), Attend("native")(q, k, v), rtol=1e-4, atol=1e-4)
+
+
+def test_a_family_without_a_processor_refuses_a_choice(
+    tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(tiny_repo("ltx_video"), "ltx_video", "native")
+    spec.check_attention(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(type(spec), "attention_processor", None)
+    with pytest.raises(ConfigError, match="native: the attention of ltx_video has no choice of a backend"):
+        spec.check_attention(torch.device("cpu"), torch.float32)

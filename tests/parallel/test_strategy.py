@@ -172,15 +172,23 @@ def test_an_optimizer_of_weights_on_the_host_is_there_too(
     assert parallel.optimizer_device.type == expected
 
 
-@pytest.mark.parametrize("sync_each_batch", [False, True])
-def test_fsdp_steps_as_the_network_alone_does(sync_each_batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled blocks, two micro-batches, clipping, and a state that goes out and in again."""
+@pytest.mark.parametrize(("sync_each_batch", "launcher"), [(False, "AOT_EAGER"), (True, "NO")])
+def test_fsdp_steps_as_the_network_alone_does(
+    sync_each_batch: bool, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled blocks, two micro-batches, clipping, and a state that goes out and in again.
+
+    Either the launcher asks for compiling, or blocks are compiled as they are loaded (`--compile regional`).
+    """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launcher)
     torch.manual_seed(0)
     alone = Network()
     split = copy.deepcopy(alone)
+    if launcher == "NO":
+        for block in split.blocks:
+            block.compile(backend="aot_eager", dynamic=False)  # type: ignore[operator]
     batches = torch.randn(2, 3, 4)
     optimizer = torch.optim.AdamW(list(alone.blocks.parameters()), lr=0.1)
     sum(alone(x).square().mean() for x in batches).backward()  # type: ignore[union-attr]

@@ -20,6 +20,7 @@ from ..names import names_of
 #: Keys, `TABLE.NAME` or `NAME` at the top of the file, that mean the same as an option of ours.
 RENAMED = {
     "epochs": "train_epochs",
+    "compile": "compile",
     "max_steps": "train_steps",
     "gradient_clipping": "max_grad_norm",
     "save_every_n_steps": "checkpointing_steps",
@@ -83,7 +84,6 @@ WITHOUT_EFFECT = names_of({
     "use --push_to_hub, which uploads when training ends": "upload_hf_from_epoch",
     "results are written in the dtype of `transformer_dtype`, LoRAs in fp32": "save_dtype",
     "use --dataloader_num_workers": "map_num_proc",
-    "networks are not compiled": "compile",
     "metrics are over optimizer steps": "x_axis_examples",
     "runs are named by `output_dir`": "monitoring.wandb_run_name",
     "use --logging_dir": "monitoring.log_dir",

@@ -131,6 +131,7 @@ def test_text_encoders_bring_their_tokenizers(load: Callable[..., TrainConfig], 
         ({"precompute_conditions": False, "data": {"target_fps": 8}}, {"precompute_conditions": False, "target_fps": 8.0}),
         ({"blocks_to_swap": 0, "compile": False, "pipeline_stages": 1}, {"deepspeed": False, "blocks_to_swap": 0}),
         ({"blocks_to_swap": 20}, {"blocks_to_swap": 20}),
+        ({"compile": True}, {"compile": "regional"}),
     ],
 )  # fmt: skip
 def test_keys_become_ours(load: Callable[..., TrainConfig], tables: dict, expected: dict) -> None:

@@ -1,0 +1,85 @@
+"""Rules of attention backends and of compiled blocks (`--attn_backend`, `--compile`): what a device can run. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from ..attention import AUTO, BACKENDS
+from ..root import TrainConfig
+from .findings import Findings
+
+#: By which diffusers is told a default for the whole process.
+DEFAULT_BACKEND = "DIFFUSERS_ATTN_BACKEND"
+#: How a launcher of accelerate asks for compiling the whole network.
+COMPILED_BY_LAUNCHER = "ACCELERATE_DYNAMO_BACKEND"
+#: inductor builds its CPU kernels with a C++ compiler, and Triton the code that starts its kernels with a C compiler.
+_COMPILERS = ("g++", "gcc", "clang++", "clang", "cc")
+
+
+def kernel_problems(config: TrainConfig, *, device_type: str, dtype_bytes: int) -> Findings:
+    """Errors and warnings of `attn_backend` and `compile`.
+
+    Args:
+        config: the run.
+        device_type: where it will train: `cpu`, `cuda`, `xpu`.
+        dtype_bytes: bytes of a number in the dtype that the network computes in.
+    """
+    found, name = Findings(), config.model.attn_backend
+    default = os.environ.get(DEFAULT_BACKEND, "native").lower()
+    if name == AUTO and default != "native":
+        found.warnings.append(
+            f"{DEFAULT_BACKEND}={default} chooses the attention of every network in the process; use --attn_backend"
+        )
+    if name != AUTO:
+        for problem in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
+            found.error("attn_backend", f"{name} {problem}")
+    if config.memory.compile != "none":
+        for problem in _compile_problems(config, device_type):
+            found.error("compile", problem)
+        if config.training.use_dora:
+            found.warnings.append(
+                "--compile regional gains little with --use_dora, whose layers break each block into many graphs"
+            )
+    return found
+
+
+def _attention_problems(config: TrainConfig, name: str, *, device_type: str, dtype_bytes: int) -> Iterator[str]:
+    backend, compiles = BACKENDS[name], config.memory.compile != "none"
+    if device_type == "cpu" and not backend.on_cpu:
+        yield "needs a CUDA GPU, and this run trains on the CPU; use native"
+    elif backend.missing is not None:
+        yield backend.missing
+    if device_type != "cpu" and dtype_bytes > 2 and not backend.any_dtype:
+        yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native"
+    if backend.fuses_compiled and not compiles:
+        yield "stores the scores of all pairs of tokens unless it is compiled; add --compile regional"
+    if compiles and not backend.one_graph:
+        fixed = name.replace("_varlen", "")
+        yield f"reads sequence lengths on the host, which breaks a compiled block; use {fixed}, or leave out --compile"
+    if name == "_native_math" and config.memory.stored == "keep_attention":
+        yield "is no single operator, whose result --activation_memory keep_attention could keep; use native"
+
+
+def _compile_problems(config: TrainConfig, device_type: str) -> Iterator[str]:
+    memory = config.memory
+    if os.environ.get(COMPILED_BY_LAUNCHER, "no").lower() != "no":
+        yield "regional: the launcher's file compiles, too (dynamo_config); choose one of them"
+    if memory.layerwise_upcasting_modules:
+        yield (
+            "regional does not go with --layerwise_upcasting_modules, which replaces weights within a block; use "
+            "--quantize_frozen"
+        )
+    if memory.blocks_to_swap:
+        yield "regional does not go with --blocks_to_swap, which exchanges the weights of a block; drop one of them"
+    if memory.stored not in ("none", "checkpoint"):
+        yield (
+            f"regional does not go with --activation_memory {memory.stored}, which does not see the operators of a "
+            "compiled block; use checkpoint"
+        )
+    if not any(map(shutil.which, _COMPILERS)) and not {"CC", "CXX"} & os.environ.keys():
+        yield "regional needs a C++ compiler, and there is none: install g++ (apt-get install g++)"
+    if device_type == "cuda" and find_spec("triton") is None:
+        yield "regional needs the package triton, which is not installed: pip install triton"

@@ -1,0 +1,41 @@
+"""Regional compilation: torch.compile of each repeated block, in place.
+
+All blocks of a class share a graph for each size; the first of a list may need another, since it is given views, and in LoRA
+training inputs without a gradient.
+
+diffusers' `compile_repeated_blocks` is not used: CogVideoX names no blocks for it, and HunyuanVideo the text refiner as well,
+whose text has another length with every prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+#: What makes code of graphs.
+BACKEND = "inductor"
+#: Graphs of a class of blocks at one size: training, evaluation, sampling, the reference of a LoRA, each for the first block
+#: and for the others. It is torch's own limit for a function.
+_GRAPHS_PER_SIZE = 8
+
+
+def compile_blocks(blocks: Sequence[nn.Module], *, num_sizes: int = 1, text_varies: bool = False) -> None:
+    """Compile blocks in place, at their first call with each size; names of weights stay as they are.
+
+    Within gradient checkpointing, a block's compiled forward pass runs again in backward.
+
+    Args:
+        blocks: of the network, in any number of classes.
+        num_sizes: sizes of clips that they will see; beyond torch's limit for them, blocks would run uncompiled.
+        text_varies: whether the length of the text is the prompt's. From the second length on, one graph takes all.
+    """
+    from torch._dynamo import config
+
+    limit = _GRAPHS_PER_SIZE * max(1, num_sizes)
+    config.recompile_limit = max(config.recompile_limit, limit)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit * len({*map(type, blocks)}))
+    # It would split the graph of a block where DDP's buckets end; gradients of a block are ready together anyway.
+    config.optimize_ddp = False
+    for block in blocks:
+        block.compile(backend=BACKEND, dynamic=None if text_varies else False)

@@ -1,0 +1,125 @@
+"""Compiled blocks: results equal to those of plain ones, one graph for each class and size, and no graph break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_family import FAMILIES
+from random_predictions import predict, spec_of
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+from finetrainers.config.load import load_config
+from finetrainers.engine.trainable import attach
+from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.models import compiling
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are traced, and run operator by operator; nothing of it outlives the test."""
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    names = ("recompile_limit", "accumulated_recompile_limit", "optimize_ddp")
+    torch._dynamo.reset()
+    counters.clear()
+    with dynamo.patch({name: getattr(dynamo, name) for name in names}):
+        yield
+    torch._dynamo.reset()
+
+
+#: Arguments of each prediction in turn, and the graphs of all: one for each class of blocks and size. The first block of
+#: CogVideoX, and the first double block of HunyuanVideo, are given views, and have graphs of their own. HunyuanVideo's text has
+#: another length with every prompt; from the second on, one graph takes all.
+CALLS = {
+    "ltx_video": ([{}, {"frames": 1}], 2),
+    "cogvideox": ([{}, {"batch": 2}], 2 + 2),
+    "hunyuan_video": ([{"text": 7}, {"text": 9}, {"text": 12}], 2 + 2 + 2),
+}
+
+
+def steps(spec: Any, network: Any, calls: list[dict[str, Any]], dtype: torch.dtype | None) -> list[Tensor]:
+    """Outputs of the calls, and the sums of their gradients."""
+    outputs = []
+    for call in calls:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            outputs.append(predict(spec, network, **call))
+        outputs[-1].float().square().mean().backward()
+    return [*(out.detach() for out in outputs), *(p.grad for p in network.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_are_one_graph_each_and_compute_the_same(family: str, tiny_repo: Callable[..., Path]) -> None:
+    """Full finetuning with gradient checkpointing: outputs and gradients bit for bit."""
+    repo, found = tiny_repo(family), []
+    calls, graphs = CALLS[family]
+    for compiled in (False, True):
+        spec = spec_of(repo, family, "auto")
+        network = spec.load_transformer(torch.float32).train()
+        set_activation_memory(network, "checkpoint")
+        if compiled:
+            spec.compile_blocks(network, num_sizes=len(calls))
+        found.append(steps(spec, network, calls, None))
+    assert not any("_orig_mod" in name for name in network.state_dict())
+    assert all(torch.equal(plain, compiled) for plain, compiled in zip(*found, strict=True))
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (graphs, {})
+
+
+def test_the_first_block_of_a_lora_has_a_graph_of_its_own(
+    tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its input needs no gradient. PEFT's layers and a chosen attention backend are in the graph, whose backward is traced too."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    repo, found = tiny_repo("ltx_video"), []
+    config = load_config(model_name="ltx_video", pretrained_model_name_or_path=str(repo), data_root=str(repo))
+    for compiled in (False, True):
+        spec = spec_of(repo, "ltx_video", "native")
+        network: Any = spec.load_transformer(torch.float32).train()
+        attach(network, config.training)
+        if compiled:
+            spec.compile_blocks(network)
+        found.append(steps(spec, network, [{}], torch.bfloat16))
+    assert all(torch.equal(plain, compiled) for plain, compiled in zip(*found, strict=True))
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
+
+
+class Block(nn.Module):
+    """Two layers that would be in different buckets of DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_every_size_is_compiled_beyond_the_limit_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+    monkeypatch.setattr(compiling, "BACKEND", lambda graph, _: graphs.append(graph) or graph.forward)
+    sizes = range(2, 4 + dynamo.recompile_limit)
+    blocks = nn.ModuleList(Block() for _ in range(2))
+    compiling.compile_blocks([*blocks], num_sizes=len(sizes))
+    for size in sizes:
+        for block in blocks:
+            block(torch.ones(size, 64))
+    assert len(graphs) == len(sizes)  # both blocks share them
+
+
+def test_the_graph_of_a_block_is_not_split_where_the_buckets_of_ddp_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+    monkeypatch.setattr(compiling, "BACKEND", lambda graph, _: graphs.append(graph) or graph.forward)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        block = Block()
+        compiling.compile_blocks([block])
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), block), bucket_cap_mb=0.01)
+        model(torch.ones(2, 64)).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(graphs) == 1
