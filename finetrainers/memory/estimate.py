@@ -200,6 +200,10 @@ def estimate_for(
     masters = split.masters and width == _HALF
     frozen, swap = _frozen_bytes(config, transformer, spec)
     halved = masters or trainable_bytes == _HALF or (split.gathers and width == _HALF)  # arrive in what they compute in
+    gathered = gathered_bytes(
+        transformer, blocks, width=width, split=split, sums=not (split.keeps_gradients and accumulates),
+        swapped=swapped_blocks(config, blocks), saved=_saved(config, transformer, spec),
+    )  # fmt: skip
     return estimate(
         Workload(
             frozen_bytes=frozen,
@@ -222,15 +226,7 @@ def estimate_for(
                 config.optimizer.offload_gradients or config.optimizer.optimizer_in_backward or split.weights_on_host
             ),
             split=split,
-            gathered=gathered_bytes(
-                transformer,
-                blocks,
-                width=width,
-                split=split,
-                sums=not (split.keeps_gradients and accumulates),
-                swapped=swapped_blocks(config, blocks),
-                saved=_saved(config, transformer, spec),
-            ),
+            gathered=gathered,
             casts=not halved,
         )
     )
