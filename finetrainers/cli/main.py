@@ -27,6 +27,7 @@ from .cache import add_cache
 from .check import add_check, check_command
 from .ckpt import add_ckpt
 from .demo import add_demo, add_demonstration
+from .estimate import add_estimate, estimate_command
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .serve_reward import add_serve_reward
@@ -40,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     configure_logging()
     yield_idle_threads()
-    with_options_of_a_run = {"train": train_command, "check": check_command, "prepare": prepare_command}
+    with_options_of_a_run = {
+        "train": train_command, "check": check_command, "prepare": prepare_command, "estimate": estimate_command,
+    }  # fmt: skip
     if argv and argv[0] in with_options_of_a_run:
         return with_options_of_a_run[argv[0]](argv[1:])
     parser = _parser()
@@ -202,6 +205,7 @@ def _parser() -> CommandParser:
     commands.add_parser("prepare", help="encode clips and captions into the cache that `train` reads", add_help=False)
 
     add_check(commands)
+    add_estimate(commands)
 
     about = "teach the embedded model a new look with a LoRA, on any CPU, in minutes"
     quickstart = commands.add_parser("quickstart", **described(about, "quickstart"))

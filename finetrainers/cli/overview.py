@@ -12,13 +12,14 @@ from finetrainers.config.names import names_of
 
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
-    "train": ("check", "prepare", "train"),
+    "train": ("check", "estimate", "prepare", "train"),
     "look": ("plot", "ckpt"),
     "tools": ("cache", "serve-reward", "schema", "docs"),
 }
 _EXAMPLES = """examples:
   finetrainers quickstart                         a first LoRA, on any CPU
   finetrainers check run.toml --html check.html   what happens to every clip
+  finetrainers estimate run.toml --gpu 24GB       will it fit, and what makes it
   finetrainers train --config run.toml --dry_run  check all, print the plan
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
   finetrainers train --help                       the options most people set

@@ -21,6 +21,7 @@ from .values import (
     BucketSize,
     CompileScope,
     Expression,
+    GpuMemory,
     HubId,
     ImageBucket,
     MediaColumn,
@@ -362,6 +363,9 @@ class MemorySection(Section):
         "during it, so `auto` is off for full finetuning there.", resume="free", former_table="training")
     dry_batches: Literal["auto", "on", "off"] = option("auto", "Before the first step, run one micro-batch of every "
         "size, so that an OOM shows at once. `auto` does so on CUDA.", resume="free", former_table="training")
+    memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`. The cheapest set of options with "
+        "which the run is estimated to fit is set, and printed. Options that differ from their defaults stay as they "
+        "are. A run that cannot fit is refused. See also `finetrainers estimate`.", resume="free", local=True)
 
     @property
     def stored(self) -> ActivationMemory:

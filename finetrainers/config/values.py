@@ -226,3 +226,21 @@ BucketShare = Annotated[
     PlainSerializer(_assigned, return_type=str),
     _ASSIGNMENT,
 ]
+
+
+def gpu_memory(value: Any) -> Any:
+    """GiB of `24GB`, `24GiB` or `24`: what a GPU is sold as, 24 GB, are GiB.
+
+    Raises:
+        ValueError: the text is no such amount.
+    """
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:gi?b?)?\s*", value, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ValueError(f"{shortened(quoted(value))} is not the memory of a GPU; give GB, such as 24GB")
+    return float(found[1])
+
+
+#: Memory of a GPU in GiB.
+GpuMemory = Annotated[float, BeforeValidator(gpu_memory), Field(gt=0, le=10_000)]

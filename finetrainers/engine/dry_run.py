@@ -9,12 +9,11 @@ from torch import nn
 
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
-from finetrainers.memory.estimate import estimate_for
 from finetrainers.methods.registry import method_spec
-from finetrainers.parallel.sharding import expected_split
-from finetrainers.utils.text import file_size, plural
+from finetrainers.utils.text import plural
 
 from .block_swap import check_number_of_blocks
+from .memory_plan import RunMemory, memory_lines
 from .preflight import Preflight
 from .ready import examine_weights
 from .room import disk_needs, room_warnings
@@ -52,7 +51,6 @@ def dry_run_report(checked: Preflight) -> None:
     print_origin(checked)
     if unseen is None:
         _print_memory(checked, transformer)
-        print_line(f"disk: a checkpoint about {file_size(needs.checkpoint)}, the result {file_size(needs.result)}")
     print_remarks(checked)
     _print_options(config)
     print_line(_verdict(checked, unseen))
@@ -67,42 +65,16 @@ def why_unseen(checked: Preflight) -> str | None:
 
 
 def _print_memory(checked: Preflight, transformer: nn.Module) -> None:
-    config = checked.config
     trained = sum(p.numel() for p in trainable_parameters(transformer).values())
     total = sum(p.numel() for p in transformer.parameters())
-    print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained; memory, estimated:")
-    bucket, clips = checked.plan.heaviest(config)
-    split = expected_split(config.parallel)
-    spec = checked.family.load(config.model)
-    memory = estimate_for(
-        config, checked.geometry, transformer, spec=spec, bucket=bucket, batch_size=clips, split=split
-    )
+    print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained")
+    config = checked.config
     if config.memory.quantize_frozen != "none":
-        weights = num_quantizable(transformer, config, spec)
+        weights = num_quantizable(transformer, config, checked.family.load(config.model))
         print_line(f"  {weights / 1e6:.4g} M of them quantized to {config.memory.quantize_frozen}")
-    for name, gib in memory.table():
-        print_line(f"  {name:<28}{gib}")
-    for text in memory.swap.lines():
-        print_line(f"  {text}")
-    print_line("  plan for 15 % more: CUDA itself, and fragmentation")
-    for text in _beside(checked):
-        print_line(f"  {text}")
-
-
-def _beside(checked: Preflight) -> list[str]:
-    """What takes memory beside what the estimate knows of."""
-    if checked.plan.beside_memory:
-        return [f"in addition: {checked.plan.beside_memory}"]
-    if checked.config.data.precompute_conditions:
-        return []
-    *others, _transformer = sizes_on_disk(checked).items()
-    names, sizes = [name for name, _ in others], [size for _, size in others if size is not None]
-    files = f" ({file_size(sum(sizes))} of files)" if len(sizes) == len(names) else ""
-    return [
-        f"in addition: {', '.join(names[:-1])} and {names[-1]}{files}, which stay loaded to",
-        "encode clips as they come; --precompute_conditions encodes them before training,",
-        "and then needs none of this while training",
-    ]
+    memory = RunMemory(checked, transformer)
+    for line in memory_lines(memory, memory.plan()):
+        print_line(line)
 
 
 def _print_options(config: TrainConfig) -> None:

@@ -16,6 +16,7 @@ from .export import export
 from .guards.memory_failure import MemoryFailures
 from .init_distributed import make_strategy
 from .lock import exclusive
+from .memory_plan import print_planned, within_budget
 from .memory_recorder import MemoryRecorder
 from .preflight import Preflight
 from .ready import examine_weights, get_ready
@@ -34,6 +35,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
         handle_signals: whether a signal (`control.SIGNALS`) stops the run with a checkpoint; only in the main thread.
         callbacks: what watches the run besides its own, after these.
     """
+    checked = within_budget(checked)
     config = checked.config
     if config.run.dry_run:
         dry_run_report(checked)
@@ -51,6 +53,8 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
                 checked = examine_weights(get_ready(config))
             print_warnings(check_room(checked, parallel))
+            if parallel.is_main:
+                print_planned(checked)
             with phase(LOADING):
                 trainer = assemble(checked, parallel, watchdog, memory)
             trainer.callbacks.extend(callbacks)

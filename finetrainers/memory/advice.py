@@ -16,7 +16,7 @@ from finetrainers.config.root import TrainConfig, fields
 #: Bytes on the GPU in each phase; None: a run with these options would be refused.
 Peaks = Callable[[TrainConfig], Mapping[str, float] | None]
 
-_MOST_TRIALS = 600  # sets that are estimated in order of price before the search becomes greedy
+_MOST_TRIALS = 120  # sets that are estimated in order of price before the search becomes greedy
 
 
 @dataclass(frozen=True)

@@ -172,12 +172,14 @@ class MethodSpec:
     Attributes:
         size_options: options that set the sizes of clips; what is planned is not placed in sizes that are wrong.
         state_name: what `Method.state_dict` holds, in words.
+        samples: whether it samples the clips that it trains on, so that a run has rollouts and rewards.
         source: address of the class of the `WorkSource`, which is made when clips can be encoded; all take what
             `TrainingData` takes.
     """
 
     size_options: tuple[str, ...] = ("video_resolution_buckets", "image_resolution_buckets", "sliding_window_size")
     state_name = "state of the method"
+    samples = False
     source = "finetrainers.data.loading.training_data:TrainingData"
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
@@ -235,6 +237,29 @@ class MethodSpec:
     def uses_reference(self, config: TrainConfig) -> bool:
         """Whether the loss compares the network with the one before training, the reference model."""
         return False
+
+    def sizes(self, config: TrainConfig) -> list[tuple[int, int, int]]:
+        """Sizes of clips that the configuration names, frames x height x width."""
+        return [*config.data.video_resolution_buckets, *((1, *size) for size in config.data.image_resolution_buckets)]
+
+    def without_data(self, config: TrainConfig) -> TrainConfig | None:
+        """A configuration that passes checks although its data is not on this machine; None: the data is there."""
+        data = config.data
+        places = [place for place in (data.data_root, data.dataset_file, data.dataset) if place is not None]
+        if data.hf_dataset is not None or (places and all(place.exists() for place in places)):
+            return None
+        here = Path()
+        file = None if data.dataset_file is None else here
+        data = data.model_copy(update={"data_root": here, "dataset_file": file, "dataset": None})
+        return config.model_copy(update={"data": data})
+
+    def branches(self, config: TrainConfig) -> int:
+        """Clips of a forward pass for each clip that is sampled: 2 with classifier-free guidance."""
+        return 1
+
+    def reward_bytes(self, config: TrainConfig) -> float | None:
+        """Bytes of the networks of rewards on a process's device; None: not known."""
+        return 0.0
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float

@@ -102,7 +102,7 @@ class CogVideoXSpec(ModelSpec):
         "time_|ofs_|norm": "time", "text_proj": "prompt", "^transformer_blocks": "joint", "": "video",
     }  # fmt: skip
     attentions = (Attends("transformer_blocks", "joint", "joint"),)
-    vae_pixel_bytes, vae_frames_at_once = 3830, 12
+    vae_pixel_bytes, vae_frames_at_once, vae_tile = 3830, 12, (240, 360)
     _last_positions: tuple[Any, tuple[Tensor, Tensor] | None] | None = None
     attention_processor = CogVideoXAttnProcessor
 

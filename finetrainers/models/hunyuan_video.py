@@ -122,7 +122,7 @@ class HunyuanVideoSpec(ModelSpec):
         *(Attends(name, "joint", "joint") for name in blocks),
         Attends("context_embedder.token_refiner.refiner_blocks", "prompt", "prompt"),
     )
-    vae_pixel_bytes, vae_frames_at_once = 2340, 17
+    vae_pixel_bytes, vae_frames_at_once, vae_tile = 2340, 17, (256, 256)
     attention_processor = HunyuanAttnProcessor
     text_varies = True  # at batch size 1
 

@@ -34,28 +34,14 @@ from .common import DTYPES, input_dtype, unwrap
 from .compiling import compile_blocks
 from .files import MODEL_INDEX, part_folder, read_configs
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
+from .sizes import frozen_bytes, vae_working_bytes
 from .tiling import fitted_vae, tiled_for_memory
 from .weights import network_problems
 
 __all__ = [
-    "DTYPES",
-    "FIRST_FRAME",
-    "MOMENTS",
-    "Batch",
-    "Conditions",
-    "FlopMeter",
-    "ModelSpec",
-    "Parts",
-    "SampleRequest",
-    "VAEStats",
-    "VideoMeta",
-    "even_bounds",
-    "fitted_vae",
-    "input_dtype",
-    "pixel_size",
-    "tiled_for_memory",
-    "unwrap",
-]
+    "DTYPES", "FIRST_FRAME", "MOMENTS", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
+    "even_bounds", "fitted_vae", "frozen_bytes", "input_dtype", "pixel_size", "tiled_for_memory", "unwrap", "vae_working_bytes",
+]  # fmt: skip
 
 #: Bytes above which the VAE works on one clip at a time, and above which on tiles of a clip. It is what an 80 GB GPU has left
 #: beside the largest model's LoRA training with its text encoders. It does not depend on the GPU, since tiling changes latents.
@@ -87,8 +73,8 @@ class ModelSpec(ABC):
     attention_processor: type[Any] | None = None
     #: Whether the transformer sees texts of the prompt's length, not of one length.
     text_varies: bool = False
-    #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16`, where that differs, for trained weights that are 16-bit when they
-    #: compute (FSDP2, DeepSpeed, stochastic rounding). The defaults lie between those of the families here.
+    #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16` for trained weights that are 16-bit when
+    #: they compute (FSDP2, stochastic rounding), where that differs. The defaults lie between those of the families here.
     activations: ClassVar[Mapping[str, Activations]] = {
         "lora": Activations(kept=(22.0,), outside=10.0, checkpointed=1.0, forward=18.0, backward=36.0),
         "lora without autocast": Activations(kept=(18.0,), outside=8.5, checkpointed=1.0, forward=14.0, backward=30.0),
@@ -108,6 +94,7 @@ class ModelSpec(ABC):
     #: operations without weights; what kernels take besides (cuDNN's workspace) is left out. 0: not known, never tiled by itself.
     vae_pixel_bytes: float = 0.0
     vae_frames_at_once: float = math.inf
+    vae_tile: tuple[int, int] = (512, 512)  # height and width in pixels
 
     def __init__(self, config: ModelSection, *, name: str, read: Read) -> None:
         self.config = config
@@ -299,13 +286,16 @@ class ModelSpec(ABC):
         """Whether clips of a size are encoded and decoded in tiles although nobody asked for it."""
         return self.config.enable_tiling is None and self.vae_bytes(size) > VAE_BUDGET
 
+    def vae_mode(self, size: tuple[int, int, int], *, batch: int = 1) -> tuple[bool, bool]:
+        """Whether the VAE slices and tiles `batch` clips of a size in pixels."""
+        slicing, after_oom = self.config.enable_slicing, tiled_for_memory(self, size)
+        slicing = batch * self.vae_bytes(size) > VAE_BUDGET or after_oom if slicing is None else slicing
+        return slicing, bool(self.config.enable_tiling) or self.tiles_by_size(size) or after_oom
+
     def fit_vae(self, vae: Any, size: tuple[int, int, int], *, batch: int = 1) -> None:
         """Turn the VAE's slicing and tiling on or off, as it encodes or decodes `batch` clips of a size in pixels next."""
-        slicing, tiling = self.config.enable_slicing, self.config.enable_tiling
-        if slicing is None:
-            slicing = batch * self.vae_bytes(size) > VAE_BUDGET or tiled_for_memory(self, size)
+        slicing, tiling = self.vae_mode(size, batch=batch)
         (vae.enable_slicing if slicing else vae.disable_slicing)()
-        tiling = tiling or self.tiles_by_size(size) or tiled_for_memory(self, size)
         (vae.enable_tiling if tiling else vae.disable_tiling)()
 
     def encode_video(self, vae: nn.Module, video_BCTHW: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from finetrainers.config.rewards import RewardEntry
@@ -108,6 +109,23 @@ def head_of(entry: RewardEntry, heads: Collection[str]) -> str:
     if head not in heads:
         raise ValueError(f"{entry.reward} gives no {entry.head!r}{nearest(entry.head, heads)}")
     return head
+
+
+def reward_bytes(entry: RewardEntry) -> float | None:
+    """Bytes of a reward's weight files, which a process loads to its device; 0: it is no network, or computes elsewhere.
+
+    None: the files are not on this disk.
+    """
+    if entry.reward.startswith(("http://", "https://")) or entry.options.get("device") == "cpu":
+        return 0.0
+    parameters = inspect.signature(resolve_reward(entry.reward)).parameters
+    if "path" not in parameters:
+        return 0.0
+    place = Path(entry.options.get("path", parameters["path"].default)).expanduser()
+    if place.is_file():
+        return float(place.stat().st_size)
+    files = [file for pattern in ("*.safetensors", "*.pt", "*.pth", "*.bin") for file in place.rglob(pattern)]
+    return float(sum(file.stat().st_size for file in files)) if files else None
 
 
 def make_reward(name: str, options: Mapping[str, str]) -> Reward:

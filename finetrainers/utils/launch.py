@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 _COUNTS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": -1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 _PRECISIONS = ("no", "fp16", "bf16")
@@ -79,3 +81,40 @@ def local_world_size() -> int:
 def launched_local_rank() -> int:
     """Local rank: index of this process on this machine; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def launcher_environment(path: Path) -> dict[str, str]:
+    """The variables that `accelerate launch` would set for a configuration file, and `NUM_MACHINES`.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    import yaml
+
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is no configuration file of `accelerate launch`")
+
+    def text(value: Any) -> str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    found = {
+        "WORLD_SIZE": text(settings.get("num_processes", 1)),
+        "NUM_MACHINES": text(settings.get("num_machines", 1)),
+    }
+    if settings.get("mixed_precision") not in (None, False):
+        found["ACCELERATE_MIXED_PRECISION"] = text(settings["mixed_precision"])
+    kind = settings.get("distributed_type")
+    if kind == "FSDP":
+        found["ACCELERATE_USE_FSDP"] = "true"
+        for name, value in (settings.get("fsdp_config") or {}).items():
+            found[name.upper()] = text(value)
+    elif kind == "DEEPSPEED":
+        deepspeed = settings.get("deepspeed_config") or {}
+        found["ACCELERATE_USE_DEEPSPEED"] = "true"
+        found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = text(deepspeed.get("zero_stage", 2))
+        found["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] = text(deepspeed.get("offload_optimizer_device", "none"))
+    return found

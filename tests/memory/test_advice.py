@@ -49,7 +49,7 @@ def peaks_of(savings: dict[str, tuple[float, float]], refused: set[frozenset[str
 NAMES = ("enable_slicing", "enable_tiling", "gradient_checkpointing", "use_ema", "precompute_conditions", "use_dora")
 
 
-@pytest.mark.parametrize("limit", [600, 3], ids=["exhaustive", "greedy"])
+@pytest.mark.parametrize("limit", [120, 3], ids=["exhaustive", "greedy"])
 def test_cheapest_set(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The set with the lowest price of all that fit; where the search is greedy, one that fits and needs all it has."""
     monkeypatch.setattr(advice, "_MOST_TRIALS", limit)
@@ -67,13 +67,13 @@ def test_cheapest_set(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 if found is not None and max(found.values()) <= budget:
                     fitting.append(sum(switch.price for switch in chosen))
         given = cheapest(CONFIG, peaks, budget=budget, switches=switches)
-        if limit == 600:
+        if limit == 120:
             assert (given is None) == (not fitting)
         if given is None:
             continue
         price = sum(switch.price for switch, _ in given.switches)
         assert price >= min(fitting)
-        if limit == 600:
+        if limit == 120:
             assert price == min(fitting)
         assert max(given.peaks.values()) <= budget
         assert given.peaks == peaks(given.config)

@@ -11,8 +11,7 @@ import torch
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.advice import SWITCHES, Switch, with_switches
-from finetrainers.memory.estimate import GIB, estimate_for
-from finetrainers.parallel.sharding import expected_split
+from finetrainers.memory.estimate import GIB
 from finetrainers.utils.host_memory import Room, room
 from finetrainers.utils.phases import (
     CHECKPOINT,
@@ -29,11 +28,11 @@ from finetrainers.utils.phases import (
 )  # fmt: skip
 from finetrainers.utils.text import aligned
 
+from ..memory_plan import RunMemory
 from ..memory_recorder import MemoryRecorder
 from ..preflight import Preflight
 from ..start_report import memory_table
 from ..state import TrainState
-from ..trainable import network_without_weights
 from .memory import ADVICE, OutOfMemory, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -153,12 +152,7 @@ class MemoryFailures:
 
 def planned_peaks(checked: Preflight) -> dict[str, float]:
     """GiB that the estimate has for each phase."""
-    config, (bucket, clips) = checked.config, checked.plan.heaviest(checked.config)
-    found = estimate_for(
-        config, checked.geometry, network_without_weights(checked, stand_in=False),
-        spec=checked.family.load(config.model), bucket=bucket, batch_size=clips, split=expected_split(config.parallel),
-    )  # fmt: skip
-    return {TRAINING_STEP: found.total}
+    return {phase: size / GIB for phase, size in RunMemory(checked).plan().peaks.items()}
 
 
 def _table(planned: Peaks, measured: Mapping[str, Mapping[str, float]], phase: str | None) -> list[str]:

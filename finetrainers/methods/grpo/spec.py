@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import Problem
@@ -11,7 +12,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import trained_steps
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.spec import MethodMemory, MethodSpec, WorkPlan
-from finetrainers.rewards.registry import reward_problems
+from finetrainers.rewards.registry import reward_bytes, reward_problems
 from finetrainers.utils.launch import launched_processes
 
 from .plan import PromptPlan, plan_prompts
@@ -28,6 +29,7 @@ class RewardFinetuning(MethodSpec):
 
     size_options = ("rollout_size",)
     state_name = "sampling policy"
+    samples = True
     source = "finetrainers.methods.grpo.source:PromptSource"
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
@@ -61,6 +63,25 @@ class RewardFinetuning(MethodSpec):
 
     def uses_reference(self, config: TrainConfig) -> bool:
         return bool(config.grpo.nft_kl if _is_nft(config) else config.grpo.kl_coef)
+
+    def sizes(self, config: TrainConfig) -> list[tuple[int, int, int]]:
+        return [] if config.grpo.rollout_size is None else [config.grpo.rollout_size]
+
+    def without_data(self, config: TrainConfig) -> TrainConfig | None:
+        if config.grpo.prompts is not None and config.grpo.prompts.is_file():
+            return None
+        section = config.grpo.model_copy(update={"prompts": Path(), "eval_prompts": None})
+        return config.model_copy(update={"grpo": section})
+
+    def branches(self, config: TrainConfig) -> int:
+        return 2 if config.grpo.rollout_cfg != 1 else 1
+
+    def reward_bytes(self, config: TrainConfig) -> float | None:
+        """Of each reward once, as it is published, in the dtype of its options."""
+        wanted = {(entry.reward, *sorted(entry.options.items())): entry for entry in config.grpo.reward}
+        wanted |= {(e.reward, *sorted(e.options.items())): e for e in config.grpo.eval_reward}
+        sizes = [reward_bytes(entry) for entry in wanted.values()]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float

@@ -1,0 +1,250 @@
+"""Memory of a checked run by phase, for people and programs; the choice of options that fit a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from finetrainers.config.checks.options import check_config
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.memory.advice import OTHER_WAYS, Advice, cheapest
+from finetrainers.memory.estimate import DTYPE_BYTES, GIB
+from finetrainers.memory.phases import RESERVE, RunPlan, Surroundings, plan_run
+from finetrainers.methods.registry import method_spec
+from finetrainers.models.spec import ModelSpec, frozen_bytes
+from finetrainers.optim.rules import optimizer_problems
+from finetrainers.parallel.sharding import expected_split, with_launcher
+from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.launch import launched_processes, local_world_size
+from finetrainers.utils.phases import label
+from finetrainers.utils.text import aligned, file_size, plural
+
+from .preflight import Preflight, preflight
+from .room import Needs, disk_needs
+from .start_report import print_line
+from .trainable import network_without_weights, trainable_parameters
+
+
+class RunMemory:
+    """The estimate of a run, for its own options and for others."""
+
+    def __init__(self, checked: Preflight, transformer: nn.Module | None = None) -> None:
+        """Args:
+        checked: the run, whose model's configs are on this disk.
+        transformer: on the meta device, with its adapter attached.
+        """
+        self.checked = checked
+        self.transformer = network_without_weights(checked) if transformer is None else transformer
+        spec = checked.family.load(checked.config.model)
+        parts = {part: frozen_bytes(spec, part) for part in spec.facts.networks[:-1]}
+        needs = self.disk()
+        self._around = Surroundings(
+            bucket=checked.plan.heaviest(checked.config)[0],
+            encoded=tuple(checked.plan.buckets) if checked.plan.encodes_clips else (),
+            sampled=tuple(prompt.size or checked.plan.size for prompt in checked.prompts),
+            parts={part: size for part, size in parts.items() if size is not None},
+            rewards=method_spec(checked.config).reward_bytes(checked.config),
+            checkpoint_bytes=needs.checkpoint,
+            total=sum(p.numel() for p in self.transformer.parameters()),
+            trained=sum(p.numel() for p in trainable_parameters(self.transformer).values()),
+            processes=launched_processes(),
+            local_processes=local_world_size(),
+        )
+
+    def plan(self, config: TrainConfig | None = None) -> RunPlan:
+        """The memory of each phase; `config`: with other options that save memory."""
+        config = config or self.checked.config
+        spec = self.checked.family.load(config.model)
+        around = replace(
+            self._around,
+            clips=self.checked.plan.heaviest(config)[1],
+            split=expected_split(config.parallel),
+            text_bytes=_text_bytes(config, spec),
+        )
+        return plan_run(config, self.checked.geometry, self.transformer, spec=spec, around=around)
+
+    def disk(self) -> Needs:
+        """What the run writes, without the cache."""
+        return disk_needs(self.checked, self.transformer)
+
+    def cache_bytes(self) -> float:
+        """Bytes of the cache of encoded clips and texts."""
+        config, plan = self.checked.config, self.checked.plan
+        spec = self.checked.family.load(config.model)
+        found = 0.0
+        if config.data.precompute_conditions and plan.encodes_clips:
+            channels = 2 * int(self.transformer.config.out_channels)  # type: ignore[union-attr, arg-type]
+            media = 1 + len(spec.facts.media)
+            for clip in plan.encoded_clips():
+                shape = self.checked.geometry.denoised_shape(*clip.bucket)
+                found += media * channels * math.prod(shape) * DTYPE_BYTES[config.model.vae_dtype]
+        if method_spec(config).caches_texts(config):
+            try:
+                shapes = spec.text_shapes()
+            except NotImplementedError:
+                return found
+            one = sum(math.prod(shape) * (1 if name.endswith("_mask") else 2) for name, shape in shapes.items())
+            found += one * len({"", *plan.all_captions()})
+        return found
+
+    def advice(self, budget_gib: float, *, device_type: str = "cuda") -> Advice | None:
+        """The cheapest options with which the run fits a GPU; None: there are none."""
+
+        def peaks(config: TrainConfig) -> Mapping[str, float] | None:
+            rules = check_config(config, facts=self.checked.facts, prompts=self.checked.prompts)
+            parts = with_launcher(config.parallel).fsdp is not None
+            errors, _ = optimizer_problems(
+                config, device_type=device_type, num_processes=launched_processes(), updates_parts=parts
+            )
+            return None if rules.errors or errors else self.plan(config).peaks
+
+        return cheapest(self.checked.config, peaks, budget=GIB * budget_gib / (1 + RESERVE))
+
+
+def _text_bytes(config: TrainConfig, spec: ModelSpec) -> float:
+    """Activations of encoding a batch of texts, of the widest encoder: the tokens in and out of a layer and within it."""
+    try:
+        tokens = max(shape[0] for shape in spec.text_shapes().values() if len(shape) > 1)
+    except (NotImplementedError, ValueError):
+        return 0.0
+    batch = 8 if method_spec(config).caches_texts(config) else config.dataloader.batch_size
+    most = 0.0
+    for part in spec.facts.text_parts:
+        settings = spec.configs.get(part, {})
+        width = settings.get("d_model") or settings.get("hidden_size") or 0
+        within = settings.get("d_ff") or settings.get("intermediate_size") or 0
+        heads = settings.get("num_heads") or settings.get("num_attention_heads") or 0
+        most = max(most, batch * tokens * (2.0 * (6 * width + 3 * within) + 8.0 * heads * tokens))
+    return most
+
+
+# ---- for people --------------------------------------------------------------------------------------------------------
+
+
+def memory_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
+    """The estimate as a table of phases, what the peak consists of, host memory and disk."""
+    peak = plan.peak_phase
+    rows = [["memory of a process, estimated", "GPU", "host", ""]]
+    for phase, size in plan.peaks.items():
+        mark = "< peak" if phase == peak else ""
+        rows.append([f"  {label(phase)}", f"{size / GIB:.1f} GiB", f"{plan.host[phase] / GIB:.1f} GiB", mark])
+    lines = [*(line.rstrip() for line in aligned(rows)), f"of the peak ({label(peak)}):"]
+    parts = sorted(plan.phases[peak].items(), key=lambda part: -part[1])
+    lines += [f"  {name:<36}{size / GIB:6.2f} GiB" for name, size in parts if size >= 0.005 * GIB]
+    lines.append(
+        f"allocated {plan.peak / GIB:.1f} GiB; reserved, with 15 % for CUDA and fragmentation, about "
+        f"{(1 + RESERVE) * plan.peak / GIB:.1f}"
+    )
+    machine = plural(plan.local_processes, "process", "processes")
+    lines.append(f"host memory of a machine, {machine}: {plan.machine_bytes / GIB:.1f} GiB")
+    lines += plan.step.swap.lines()
+    if plan.unknown:
+        lines.append(f"not in it, since not on this disk: {', '.join(plan.unknown)}")
+    needs = memory.disk()
+    disk = [f"{needs.num_checkpoints} x {file_size(needs.checkpoint)} of checkpoints"] if needs.num_checkpoints else []
+    cache = memory.cache_bytes()
+    disk += [f"cache {file_size(cache)}"] if cache else []
+    return [*lines, f"disk: {', '.join([*disk, f'result {file_size(needs.result)}'])}"]
+
+
+def fit_lines(plan: RunPlan, gpu_gib: float, advice: Advice | None) -> list[str]:
+    """Whether it fits a GPU, and what makes it fit."""
+    needed = (1 + RESERVE) * plan.peak / GIB
+    if needed <= gpu_gib:
+        return [f"it fits {gpu_gib:g} GB: {needed:.1f} GiB are needed"]
+    lines = [f"it does not fit {gpu_gib:g} GB: {needed:.1f} GiB are needed"]
+    if advice is None:
+        lines.append("no set of options makes it fit. What does:")
+        return [*lines, *(f"  * {way}" for way in OTHER_WAYS)]
+    return [*lines, *advice_lines(advice, "it fits with")]
+
+
+def advice_lines(advice: Advice, heading: str) -> list[str]:
+    """The switches of an advice, each with what it saves and costs."""
+    peak = (1 + RESERVE) * max(advice.peaks.values()) / GIB
+    lines = [f"{heading} {peak:.1f} GiB:"]
+    for switch, saved in advice.switches:
+        percent = switch.slowdown
+        slower = (
+            "slowdown not measured" if percent is None else f"+{percent:g} % time" if percent else "training as fast"
+        )
+        lines.append(f"  {switch.flags}")
+        lines.append(f"      saves {saved / GIB:.1f} GiB; {slower}; {switch.cost}")
+    return lines
+
+
+def as_json(memory: RunMemory, plan: RunPlan, gpu_gib: float | None, advice: Advice | None) -> dict[str, Any]:
+    """The estimate for programs; sizes in bytes."""
+    needs = memory.disk()
+    found: dict[str, Any] = {
+        "phases": {
+            phase: {"gpu": round(size), "host": round(plan.host[phase]), "parts": {k: round(v) for k, v in parts.items()}}
+            for (phase, size), parts in zip(plan.peaks.items(), plan.phases.values(), strict=True)
+        },
+        "peak": {"phase": plan.peak_phase, "allocated": round(plan.peak), "reserved": round((1 + RESERVE) * plan.peak)},
+        "processes": launched_processes(),
+        "machine_host": round(plan.machine_bytes),
+        "disk": {
+            "checkpoint": needs.checkpoint, "num_checkpoints": needs.num_checkpoints, "result": needs.result,
+            "samples": needs.samples, "cache": round(memory.cache_bytes()),
+        },
+        "unknown": list(plan.unknown),
+    }  # fmt: skip
+    if gpu_gib is not None:
+        found["gpu_gib"] = gpu_gib
+        found["fits"] = (1 + RESERVE) * plan.peak <= GIB * gpu_gib
+        if not found["fits"]:
+            found["advice"] = None if advice is None else {
+                "reserved": round((1 + RESERVE) * max(advice.peaks.values())),
+                "switches": [
+                    {"options": dict(s.options), "saves": round(saved), "slowdown_percent": s.slowdown, "cost": s.cost}
+                    for s, saved in advice.switches
+                ],
+            }  # fmt: skip
+    return found
+
+
+# ---- for runs ----------------------------------------------------------------------------------------------------------
+
+
+def print_planned(checked: Preflight) -> None:
+    """One line at the start of a run."""
+    if checked.family.configs_not_here(checked.config.model):
+        return
+    plan = RunMemory(checked).plan()
+    print_line(
+        f"memory, planned: {plan.peak / GIB:.1f} GiB on the GPU in the phase {label(plan.peak_phase)}, about "
+        f"{(1 + RESERVE) * plan.peak / GIB:.1f} reserved; {plan.machine_bytes / GIB:.1f} GiB of host memory"
+    )
+
+
+def within_budget(checked: Preflight) -> Preflight:
+    """The run with the cheapest options that fit `memory_budget`, which are printed.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    budget = checked.config.memory.memory_budget
+    if budget is None:
+        return checked
+    memory = RunMemory(checked)
+    plan = memory.plan()
+    needed = (1 + RESERVE) * plan.peak / GIB
+    if needed <= budget:
+        print_line(f"memory budget: {needed:.1f} of {budget:g} GiB are planned; no option is changed")
+        return checked
+    advice = memory.advice(budget, device_type=likely_device_type())
+    if advice is None:
+        ways = "".join(f"\n    * {way}" for way in OTHER_WAYS)
+        message = (
+            f"{needed:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What does:{ways}"
+        )
+        raise ConfigError([Problem("--memory_budget", message)])
+    for line in advice_lines(advice, f"memory budget: {needed:.1f} GiB are planned, more than {budget:g}. Chosen:"):
+        print_line(line)
+    return replace(preflight(advice.config), unseen=checked.unseen)

@@ -1,0 +1,85 @@
+"""A plan of work of which only sizes are known: to estimate the memory of a run whose data is not on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.data.reading.items import DataError
+from finetrainers.methods.registry import method_spec
+from finetrainers.methods.spec import WorkPlan
+
+Size = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class SizesPlan:
+    """Sizes of clips, and nothing else; see `WorkPlan`."""
+
+    buckets: tuple[Size, ...]
+    encodes_clips: bool
+    size_option: str
+
+    fingerprint = ""
+    fingerprint_of = title = texts = example = beside_memory = ""
+    warnings = notes = ()
+    cut_in_batches = False
+    count = 0
+    noun = "clip"
+    fps = 0.0
+
+    @property
+    def critical_options(self) -> dict[str, str | None]:
+        """None: nothing is resumed."""
+        return {}
+
+    @property
+    def size(self) -> Size:
+        """The largest size."""
+        return max(self.buckets, key=lambda size: (math.prod(size), size))
+
+    def heaviest(self, config: TrainConfig) -> tuple[Size, int]:
+        """Size and number of clips of the largest micro-batch."""
+        sizes, usual = dict(config.dataloader.bucket_batch_sizes), config.dataloader.batch_size
+        batches = [(bucket, sizes.get(bucket, usual)) for bucket in self.buckets]
+        return max(batches, key=lambda batch: (math.prod(batch[0]) * batch[1], batch))
+
+    def all_captions(self) -> Sequence[str]:
+        """Not known."""
+        return ()
+
+    def encoded_clips(self) -> Sequence[Any]:
+        """Not known."""
+        return ()
+
+    def step_of(self, config: TrainConfig) -> str:
+        """Not told."""
+        return ""
+
+    def table(self) -> list[tuple[str, ...]]:
+        """The sizes."""
+        return [("size",), *(("x".join(map(str, size)),) for size in self.buckets)]
+
+    def write(self, path: Path) -> None:
+        """Nothing is written."""
+
+
+def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
+    """The configured sizes.
+
+    Raises:
+        DataError: there are none.
+    """
+    method = method_spec(config)
+    buckets = method.sizes(config)
+    if sizes_are_wrong:
+        return None
+    if not buckets:
+        option = method.size_options[0]
+        raise DataError(f"memory depends on the size of clips; give --{option} 49x512x768, say, or the data")
+    return SizesPlan(tuple(buckets), encodes_clips=not method.samples, size_option=method.size_options[0])

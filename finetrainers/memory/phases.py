@@ -1,0 +1,317 @@
+"""Memory of a run by phase: on the GPU of each process and on the host. By arithmetic, without torch.
+
+`estimate.py` has the training step. Here is what else a process holds in each phase: networks that are loaded, what the VAE
+takes, what sampling takes. `docs/how-to/memory.md` says where the figures come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.methods.registry import method_spec
+from finetrainers.parallel.sharding import WHOLE, Split
+from finetrainers.utils.phases import (
+    CHECKPOINT,
+    ENCODING_CLIPS,
+    ENCODING_TEXT,
+    LOADING,
+    PHASES,
+    REWARD,
+    ROLLOUT,
+    TRAINING_STEP,
+    VALIDATION,
+)  # fmt: skip
+
+from .estimate import DTYPE_BYTES, GIB, MemoryPlan, activations_of, estimate_for, optimizer_state_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from finetrainers.models.spec import ModelSpec
+
+Size = tuple[int, int, int]
+
+#: What the allocator reserves beyond what is allocated, CUDA's context included: published measurements, see `docs/how-to/memory.md`.
+RESERVE = 0.15
+#: Resident memory of a process that has imported what training imports, measured on Linux with the CPU build of torch.
+PROCESS_GIB = 0.9
+#: Captions that are encoded at once before training.
+_TEXTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the phases need to know besides the configuration and the network that is trained.
+
+    Attributes:
+        bucket, clips: frames, height and width of the largest clips, and how many make a micro-batch.
+        encoded: sizes of all clips that the VAE encodes.
+        sampled: sizes of all validation samples.
+        parts: bytes of each frozen network as it is loaded, by part; what is not known is not in it.
+        rewards: bytes of the networks of rewards; None: not known.
+        text_bytes: bytes that encoding a batch of captions takes besides the encoders.
+        checkpoint_bytes: of a checkpoint.
+        total, trained: weights of the network, and how many of them are trained.
+        processes, local_processes: on all machines, and on each.
+        split: what they share.
+    """
+
+    bucket: Size
+    clips: int = 1
+    encoded: tuple[Size, ...] = ()
+    sampled: tuple[Size, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+    rewards: float | None = 0.0
+    text_bytes: float = 0.0
+    checkpoint_bytes: float = 0.0
+    total: int = 0
+    trained: int = 0
+    processes: int = 1
+    local_processes: int = 1
+    split: Split = WHOLE
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Predicted memory of a run.
+
+    Attributes:
+        phases: what each process has on its GPU in each phase that the run has, in bytes, by what it is. The parts are those
+            of the peak.
+        host: what each process has in host memory in each phase, in bytes.
+        step: the training step in detail.
+        local_processes: processes that share the memory of a machine.
+        one_by_one: bytes that the processes of a machine load one after another, each at its turn.
+        unknown: what is not in the figures.
+    """
+
+    phases: Mapping[str, Mapping[str, float]]
+    host: Mapping[str, float]
+    step: MemoryPlan
+    local_processes: int = 1
+    one_by_one: float = 0.0
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """Bytes on the GPU by phase."""
+        return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that takes most."""
+        return max(self.peaks, key=lambda phase: self.peaks[phase])
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the GPU, at most."""
+        return self.peaks[self.peak_phase]
+
+    @property
+    def machine_bytes(self) -> float:
+        """Bytes of host memory that a machine needs."""
+        loading = self.local_processes * min(self.host.values()) + self.one_by_one
+        return max(loading, *(self.local_processes * size for phase, size in self.host.items() if phase != LOADING))
+
+
+def plan_run(
+    config: TrainConfig, geometry: Geometry, transformer: nn.Module, *, spec: ModelSpec, around: Surroundings
+) -> RunPlan:
+    """The memory of each phase of a run.
+
+    Args:
+        config: the run.
+        geometry: size rules of the checkpoint.
+        transformer: on the meta device, with its adapter attached.
+        spec: of the model.
+        around: everything else.
+    """
+    step = estimate_for(
+        config, geometry, transformer, spec=spec, bucket=around.bucket, batch_size=around.clips, split=around.split
+    )
+    maker = _Phases(config, geometry, transformer, spec, around, step)
+    found = maker.on_gpu()
+    host = {phase: PROCESS_GIB * GIB + maker.on_host(phase) for phase in found}
+    frozen = [part for part in spec.facts.networks[:-1] if part not in around.parts]
+    unknown = [part.replace("_", " ") for part in frozen]
+    if around.rewards is None:
+        unknown.append("networks of rewards")
+    together = around.split.masters  # DeepSpeed takes the network from host memory on all processes together
+    return RunPlan(
+        found, host, step, around.local_processes,
+        one_by_one=maker.loaded * (around.local_processes if together else 1), unknown=tuple(unknown),
+    )  # fmt: skip
+
+
+def vae_working_bytes(spec: ModelSpec, size: Size, *, batch: int = 1) -> float:
+    """See `models.sizes`."""
+    from finetrainers.models.spec import vae_working_bytes as working_bytes  # needs torch, as the caller's network does
+
+    return working_bytes(spec, size, batch=batch)
+
+
+class _Phases:
+    """The parts of each phase."""
+
+    def __init__(
+        self, config: TrainConfig, geometry: Geometry, transformer: nn.Module, spec: ModelSpec, around: Surroundings,
+        step: MemoryPlan,
+    ) -> None:  # fmt: skip
+        self.config, self.geometry, self.spec, self.around = config, geometry, spec, around
+        method = method_spec(config)
+        parts, facts = around.parts, spec.facts
+        self.samples = method.samples
+        self.cached = method.caches_texts(config)
+        self.precomputed = config.data.precompute_conditions and bool(around.encoded)
+        self.texts = {name: parts[name] for name in facts.text_parts if name in parts}
+        self.clip_parts = {name: parts[name] for name in facts.clip_parts if name in parts}
+        self.vae = {"vae": parts["vae"]} if "vae" in parts else {}
+        #: What stays loaded while training.
+        self.stays = {} if self.cached else dict(self.texts)
+        if self.samples:
+            self.stays |= self.vae
+        elif not self.precomputed:
+            self.stays |= self.clip_parts
+        self.step = {name: GIB * size for name, size in step.parts.items()}
+        self.total = GIB * step.total
+        self.swapped = step.swap.host
+        weights = ("frozen weights", "trainable weights")
+        self.weights = {name: self.step[name] for name in weights}
+        rest = (*weights, "optimizer state", "moving average", "copies of the policy")
+        self.at_rest = {**self.stays, **{name: self.step[name] for name in rest}}
+        self.trained = around.trained
+        is_full = config.training.training_type == "full-finetune"
+        width = 4 if is_full and config.training.master_weights == "fp32" else 2
+        #: Bytes of the network as it is read into host memory.
+        self.loaded = float(around.total * (width if is_full else DTYPE_BYTES[config.model.transformer_dtype]))
+        self.width = spec.width(transformer)
+        self.halved = around.split.gathers or around.split.masters
+
+    # ---- on the GPU ------------------------------------------------------------------------------------------------
+
+    def on_gpu(self) -> dict[str, Mapping[str, float]]:
+        """What each phase holds, by phase; those that the run does not have are left out."""
+        found = {LOADING: self._loading(), ENCODING_TEXT: self._encoding_text(), TRAINING_STEP: self._training()}
+        if self.around.encoded:
+            found[ENCODING_CLIPS] = self._encoding_clips()
+        if self.samples:
+            found[ROLLOUT], found[REWARD] = self._rollout(), self._reward()
+        if self.around.sampled:
+            found[VALIDATION] = self._validation()
+        found[CHECKPOINT] = self._gathering(self.at_rest)
+        return {
+            phase: {name: size for name, size in found[phase].items() if size} for phase in PHASES if phase in found
+        }
+
+    def _loading(self) -> Mapping[str, float]:
+        """The most of: text encoders, then the VAE, then the network; each is freed before the next unless it stays."""
+        texts = {**self.texts}
+        clips = {**({} if self.cached else self.texts), **self.clip_parts}
+        network = {**self.stays, **self.weights}
+        return max((texts, clips, network), key=lambda parts: sum(parts.values()))
+
+    def _encoding_text(self) -> Mapping[str, float]:
+        before = self.texts if self.cached else self.at_rest
+        return {**before, "activations of the text encoders": self.around.text_bytes}
+
+    def _encoding_clips(self) -> Mapping[str, float]:
+        batch = self.config.data.precompute_batch_size if self.precomputed else self.around.clips
+        before = self.clip_parts if self.precomputed else self.at_rest
+        working = max(vae_working_bytes(self.spec, size, batch=batch) for size in self.around.encoded)
+        if self.precomputed and not self.cached:
+            before = {**self.texts, **before}
+        return {**before, "the VAE at work": working}
+
+    def _training(self) -> Mapping[str, float]:
+        fixed = sum(size for name, size in self.at_rest.items() if name not in self.stays)
+        trajectories = self.step["sampled trajectories"]
+        moving = self.total - fixed - trajectories
+        return {
+            **self.at_rest, "sampled trajectories": trajectories, "activations, gradients and copies": moving,
+            **self._rewards(),
+        }  # fmt: skip
+
+    def _rewards(self) -> dict[str, float]:
+        return {"networks of rewards": self.around.rewards or 0.0} if self.samples else {}
+
+    def _sampling(self, size: Size, batch: int) -> dict[str, float]:
+        """A forward pass without backward: what forward needs besides what blocks store for it."""
+        unit = batch * self.geometry.num_tokens(*size) * self.width * 2
+        activations = activations_of(self.config, self.spec, self.around.split, halved=self.halved)
+        gathered = self.step["gathered weights"]
+        return {
+            "activations": activations.forward * unit, "autocast copies": self.step["autocast copies"],
+            "gathered weights": gathered,
+        }  # fmt: skip
+
+    def _validation(self) -> Mapping[str, float]:
+        """The larger of denoising and decoding the largest sample."""
+        scale = self.config.validation.validation_guidance_scale
+        branches = 1 if self.spec.facts.guidance is not None or (scale is not None and scale <= 1) else 2
+        size = max(self.around.sampled, key=lambda one: self.geometry.num_tokens(*one))
+        denoising = {**self.at_rest, **self.vae, **self._sampling(size, branches), **self._rewards()}
+        working = max(vae_working_bytes(self.spec, one) for one in self.around.sampled)
+        decoding = {**self.at_rest, **self.vae, "the VAE at work": working, **self._rewards()}
+        if self.config.validation.enable_model_cpu_offload:  # one of the network and the VAE at a time
+            for name in self.vae:
+                denoising.pop(name, None)
+            for name in self.weights:
+                decoding.pop(name, None)
+        return max((denoising, decoding), key=lambda parts: sum(parts.values()))
+
+    def _rollout(self) -> Mapping[str, float]:
+        trajectories = {"sampled trajectories": self.step["sampled trajectories"], **self._rewards()}
+        batch = self.config.dataloader.batch_size
+        branches = method_spec(self.config).branches(self.config)
+        denoising = {**self.at_rest, **trajectories, **self._sampling(self.around.bucket, batch * branches)}
+        working = vae_working_bytes(self.spec, self.around.bucket, batch=batch)
+        decoding = {**self.at_rest, **trajectories, "the VAE at work": working}
+        return max((denoising, decoding), key=lambda parts: sum(parts.values()))
+
+    def _reward(self) -> Mapping[str, float]:
+        return {**self.at_rest, "sampled trajectories": self.step["sampled trajectories"], **self._rewards()}
+
+    def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:
+        """Saving gathers one weight at a time where processes share them, and copies it to the host."""
+        return before
+
+    # ---- on the host -----------------------------------------------------------------------------------------------
+
+    def on_host(self, phase: str) -> float:
+        """Bytes of a process, besides those of Python and the libraries."""
+        if phase == LOADING:
+            return max(self.loaded, sum(self.texts.values()), sum(self.clip_parts.values()))
+        if phase in (ENCODING_TEXT, ENCODING_CLIPS) and (self.cached or self.precomputed):
+            return self._clips() if phase == ENCODING_CLIPS else 0.0
+        found = self._offloaded() + (0.0 if self.precomputed or not self.around.encoded else self._clips())
+        if phase == CHECKPOINT:
+            # The weights are copied for the file, of an asynchronous save everything.
+            is_async = self.config.training.async_checkpointing
+            found += self.around.checkpoint_bytes if is_async else 4.0 * self.trained
+        if phase == VALIDATION and self.config.validation.enable_model_cpu_offload:
+            found += sum(self.weights.values()) + sum(self.vae.values())
+        return found
+
+    def _clips(self) -> float:
+        """Decoded clips, as bytes of pixels, that workers have ready, and their processes."""
+        workers = self.config.dataloader.dataloader_num_workers
+        frames, height, width = max(self.around.encoded, key=lambda one: one[0] * one[1] * one[2])
+        clip = 3.0 * frames * height * width * self.around.clips
+        return workers * (PROCESS_GIB * GIB + 2 * clip) + clip
+
+    def _offloaded(self) -> float:
+        """What is on the host instead of on the GPU."""
+        split, config = self.around.split, self.config
+        found = self.swapped
+        if split.weights_on_host:
+            found += self.loaded / split.weights + 4.0 * self.trained / split.gradients
+        if split.optimizer_on_host:
+            masters = 8 if split.masters else 0  # fp32 weights and gradients
+            found += self.trained * (optimizer_state_bytes(config) + masters) / split.optimizer
+        elif config.optimizer.use_cpu_offload_optimizer:
+            found += self.trained * (optimizer_state_bytes(config) + 8)  # weights and gradients in fp32
+        return found

@@ -1,0 +1,41 @@
+"""Bytes of a checkpoint's frozen networks, and of the VAE at work, for the memory estimate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+
+from .common import DTYPES
+from .files import dtype_of
+
+
+def frozen_bytes(spec: Any, part: str) -> float | None:
+    """Bytes of a frozen network in the dtype that it is loaded in, by its config; None: that is not on this disk."""
+    number = num_weights(spec, part)
+    return None if number is None else float(number * DTYPES[dtype_of(spec.config, part)].itemsize)
+
+
+def num_weights(spec: Any, part: str) -> int | None:
+    """How many weights a network has, by its config; None: that is not on this disk."""
+    config, cls = spec.configs.get(part), spec.parts[part]
+    if config is None:
+        return None
+    with torch.device("meta"):
+        is_diffusers = issubclass(cls, ModelMixin)
+        network = cls.from_config(config) if is_diffusers else cls(cls.config_class.from_dict(config))
+    return sum(p.numel() for p in network.parameters())
+
+
+def vae_working_bytes(spec: Any, size: tuple[int, int, int], *, batch: int = 1) -> float:
+    """About what the VAE takes at its peak for `batch` clips of a size in pixels, as `ModelSpec.fit_vae` sets it up."""
+    frames, height, width = size
+    slicing, tiling = spec.vae_mode(size, batch=batch)
+    whole = spec.vae_bytes(size)
+    if tiling:
+        tile = (frames, min(height, spec.vae_tile[0]), min(width, spec.vae_tile[1]))
+        bytes_per_number = max(2, DTYPES[spec.config.vae_dtype].itemsize)
+        whole = min(whole, spec.vae_bytes(tile) + 3 * math.prod(size) * bytes_per_number)  # tiles are put together
+    return whole * (1 if slicing else batch)

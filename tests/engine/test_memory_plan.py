@@ -1,0 +1,139 @@
+"""The memory of a run by phase: the parts by hand, what options change, the choice for a budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
+from finetrainers.engine import memory_plan
+from finetrainers.engine.memory_plan import RunMemory, as_json, fit_lines, memory_lines, within_budget
+from finetrainers.engine.preflight import Preflight, preflight
+from finetrainers.engine.sizes_plan import plan_sizes
+from finetrainers.memory.estimate import GIB
+from finetrainers.memory.phases import RESERVE
+from finetrainers.methods.registry import method_spec
+from finetrainers.models.sizes import num_weights
+
+
+@pytest.fixture
+def checked(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., Preflight]:
+    def make(**options: Any) -> Preflight:
+        family = options.pop("family", "ltx_video")
+        data = {"video_resolution_buckets": ["49x512x768"], "data_root": str(tmp_path / "absent")}
+        sizes = {} if options.get("method") == "grpo" else data
+        config = load_config(
+            model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), output_dir=str(tmp_path / "run"),
+            rank=4, optimizer="adamw", train_steps=2, **{**sizes, **options},
+        )  # fmt: skip
+        without_data = method_spec(config).without_data(config)
+        assert without_data is not None
+        return preflight(without_data, preparing=True, weights=False, planner=plan_sizes)
+
+    return make
+
+
+def numbers(memory: RunMemory, part: str) -> int:
+    found = num_weights(memory.checked.family.load(memory.checked.config.model), part)
+    assert found is not None
+    return found
+
+
+def test_phases_by_hand(checked: Callable[..., Preflight]) -> None:
+    """What is loaded when: encoded beforehand, text encoder and VAE are gone while training; else they stay."""
+    prompts = {"validation_prompts": "a cat@@@49x512x768", "validation_steps": 1}
+    memory = RunMemory(checked(precompute_conditions=True, **prompts))
+    text, vae = 2.0 * numbers(memory, "text_encoder"), 2.0 * numbers(memory, "vae")
+    plan = memory.plan()
+    assert list(plan.phases) == [
+        "loading", "encoding_text", "encoding_clips", "training_step", "checkpoint", "validation",
+    ]  # fmt: skip
+    working = 118 * 49 * 512 * 768
+    assert plan.phases["encoding_clips"] == pytest.approx({"vae": vae, "the VAE at work": working})
+    assert plan.phases["encoding_text"]["text_encoder"] == text
+    assert not plan.phases["training_step"].keys() & {"vae", "text_encoder"}
+    assert plan.peaks["training_step"] == pytest.approx(GIB * plan.step.total)
+    frozen = plan.phases["training_step"]["frozen weights"]
+    validation = plan.phases["validation"]
+    assert validation["vae"] == vae
+    assert validation["frozen weights"] == frozen
+    assert validation["the VAE at work"] == pytest.approx(working)
+
+    live = RunMemory(checked(**prompts)).plan()
+    assert live.peaks["training_step"] == pytest.approx(plan.peaks["training_step"] + text + vae)
+    assert live.peaks["encoding_clips"] == pytest.approx(text + vae + working + plan.peaks["checkpoint"], rel=1e-6)
+    offloaded = RunMemory(checked(precompute_conditions=True, enable_model_cpu_offload=True, **prompts)).plan()
+    assert "frozen weights" not in offloaded.phases["validation"]
+    assert offloaded.host["validation"] > plan.host["validation"]
+    tiled = RunMemory(checked(precompute_conditions=True, enable_tiling=True)).plan()
+    assert tiled.peaks["encoding_clips"] == pytest.approx(vae + 118 * 49 * 512 * 512 + 6 * 49 * 512 * 768)
+    assert "validation" not in tiled.phases
+
+
+def test_reward_finetuning_has_rollouts(checked: Callable[..., Preflight]) -> None:
+    options: dict[str, Any] = {
+        "method": "grpo", "rollout_size": "17x128x128", "reward": ["brightness"], "mixed_precision": "bf16",
+    }  # fmt: skip
+    plan = RunMemory(checked(family="hunyuan_video", **options)).plan()
+    assert {"rollout", "reward"} < plan.phases.keys()
+    assert plan.phases["rollout"]["sampled trajectories"] == plan.phases["reward"]["sampled trajectories"] > 0
+    assert plan.phases["rollout"]["the VAE at work"] > 0
+    assert plan.unknown == ()
+    absent = RunMemory(checked(family="hunyuan_video", **{**options, "reward": ["pickscore,path=a/b"]})).plan()
+    assert absent.unknown == ("networks of rewards",)
+
+
+def test_processes_share(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = RunMemory(checked(training_type="full-finetune", mixed_precision="bf16")).plan()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    eight = RunMemory(checked(training_type="full-finetune", mixed_precision="bf16", fsdp="full")).plan()
+    assert eight.phases["checkpoint"]["trainable weights"] == pytest.approx(
+        alone.phases["checkpoint"]["trainable weights"] / 8
+    )
+    assert eight.local_processes == 4
+    assert eight.machine_bytes == pytest.approx(4 * min(eight.host.values()) + eight.one_by_one, rel=0.2)
+    options = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp": "full", "fsdp_cpu_offload": True}
+    host = RunMemory(checked(**options)).plan()
+    assert host.host["training_step"] > eight.host["training_step"]
+    assert host.peaks["checkpoint"] < eight.peaks["checkpoint"]
+
+
+def test_what_is_said(checked: Callable[..., Preflight]) -> None:
+    memory = RunMemory(checked(precompute_conditions=True))
+    plan = memory.plan()
+    lines = memory_lines(memory, plan)
+    assert max(map(len, lines)) <= 80
+    assert any(line.endswith("< peak") for line in lines)
+    found = json.loads(json.dumps(as_json(memory, plan, 24.0, None)))
+    assert found["fits"] is True
+    assert found["peak"]["allocated"] == round(plan.peak)
+    assert sum(found["phases"][plan.peak_phase]["parts"].values()) == pytest.approx(plan.peak, abs=10)
+    assert fit_lines(plan, 24, None)[0].startswith("it fits 24 GB")
+
+
+def test_a_budget_chooses(checked: Callable[..., Preflight], capsys: pytest.CaptureFixture[str]) -> None:
+    """The options that are chosen are those of the advice; what cannot fit is refused with ways out."""
+    run = checked(precompute_conditions=True, batch_size=4)
+    memory = RunMemory(run)
+    needed = (1 + RESERVE) * memory.plan().peak / GIB
+    assert within_budget(run) is run
+
+    def with_budget(gib: float) -> Preflight:
+        section = run.config.memory.model_copy(update={"memory_budget": gib})
+        config = run.config.model_copy(update={"memory": section})
+        return memory_plan.replace(run, config=config)
+
+    assert within_budget(with_budget(2 * needed)).config.memory.gradient_checkpointing is False
+    assert "no option is changed" in capsys.readouterr().out
+    advice = RunMemory(with_budget(0.8 * needed)).advice(0.8 * needed)
+    assert advice is not None
+    assert (1 + RESERVE) * max(advice.peaks.values()) <= 0.8 * needed * GIB
+    assert RunMemory(run).plan(advice.config).peaks == pytest.approx(dict(advice.peaks))
+    with pytest.raises(ConfigError, match=r"smaller or shorter clips"):
+        within_budget(with_budget(1e-6))
