@@ -91,3 +91,46 @@ def published_repository(tiny: Path, directory: Path, transformer: dict[str, Any
     (directory / "transformer").mkdir()
     (directory / "transformer" / "config.json").write_text(json.dumps(transformer), encoding="utf-8")
     return directory
+
+
+_T5 = {
+    "architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64,
+    "num_layers": 24, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_LLAMA = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128320, "head_dim": 128,
+}  # fmt: skip
+_CLIP = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 49408,
+    "max_position_embeddings": 77, "projection_dim": 768,
+}  # fmt: skip
+
+
+def published_model(tiny: Path, directory: Path, network: Network) -> Path:
+    """Configs of all parts of a published checkpoint, without weights."""
+    import torch
+
+    from finetrainers.config.sections import ModelSection
+    from finetrainers.models.registry import get_family
+
+    copytree(tiny, directory, ignore=lambda _, names: [n for n in names if n.endswith(".safetensors")])
+
+    def put(part: str, settings: dict[str, Any], *, whole: bool = False) -> None:
+        path = directory / part / "config.json"
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        name = {"_class_name": kept["_class_name"]} if "_class_name" in kept else {}
+        path.write_text(json.dumps({**({} if whole else kept), **name, **settings}), encoding="utf-8")
+
+    put("transformer", network.config, whole=True)
+    spec = get_family(network.family).load(ModelSection(pretrained_model_name_or_path=str(tiny)))
+    with torch.device("meta"):
+        vae = type(spec).parts["vae"]()  # the classes' defaults are the published VAEs
+    put("vae", {n: v for n, v in vae.config.items() if not n.startswith("_")}, whole=True)
+    if (directory / "text_encoder_2").exists():
+        put("text_encoder", _LLAMA)
+        put("text_encoder_2", _CLIP)
+    else:
+        put("text_encoder", _T5, whole=True)
+    return directory

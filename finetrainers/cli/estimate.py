@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -65,6 +66,7 @@ def estimate_command(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-"):
         argv.insert(0, "--config")
     own, rest = _own_options().parse_known_args(argv)
+    before = dict(os.environ)
     try:
         os.environ.update(_environment(own))
         gpu = None if own.gpu is None else _gpu(own.gpu)
@@ -72,6 +74,9 @@ def estimate_command(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
+    finally:  # it launches nothing
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _environment(own: argparse.Namespace) -> Mapping[str, str]:
@@ -122,11 +127,14 @@ def _estimate(argv: Sequence[str], own: argparse.Namespace, gpu: float | None) -
         )
         raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
     from finetrainers.engine.memory_plan import RunMemory, as_json, fit_lines, memory_lines
+    from finetrainers.memory.estimate import GIB
+    from finetrainers.memory.phases import RESERVE
 
-    memory = RunMemory(checked)
-    plan = memory.plan()
-    fits = gpu is None or 1.15 * plan.peak <= gpu * 2**30
-    advice = None if fits or gpu is None else memory.advice(gpu)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may speak when they are imported
+        memory = RunMemory(checked)
+        plan = memory.plan()
+        fits = gpu is None or (1 + RESERVE) * plan.peak <= GIB * gpu
+        advice = None if fits or gpu is None else memory.advice(gpu)
     if own.json:
         print(json.dumps(as_json(memory, plan, gpu, advice), indent=2))
         return exit_codes.DONE

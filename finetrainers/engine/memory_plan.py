@@ -42,6 +42,7 @@ class RunMemory:
         self.transformer = network_without_weights(checked) if transformer is None else transformer
         spec = checked.family.load(checked.config.model)
         parts = {part: frozen_bytes(spec, part) for part in spec.facts.networks[:-1]}
+        self._peaks: dict[str, Mapping[str, float] | None] = {}  # that were estimated, by configuration
         needs = self.disk()
         self._around = Surroundings(
             bucket=checked.plan.heaviest(checked.config)[0],
@@ -96,14 +97,21 @@ class RunMemory:
         """The cheapest options with which the run fits a GPU; None: there are none."""
 
         def peaks(config: TrainConfig) -> Mapping[str, float] | None:
-            rules = check_config(config, facts=self.checked.facts, prompts=self.checked.prompts)
-            parts = with_launcher(config.parallel).fsdp is not None
-            errors, _ = optimizer_problems(
-                config, device_type=device_type, num_processes=launched_processes(), updates_parts=parts
-            )
-            return None if rules.errors or errors else self.plan(config).peaks
+            key = f"{device_type} {config.model_dump_json()}"
+            if key not in self._peaks:
+                self._peaks[key] = self._peaks_of(config, device_type)
+            return self._peaks[key]
 
         return cheapest(self.checked.config, peaks, budget=GIB * budget_gib / (1 + RESERVE))
+
+    def _peaks_of(self, config: TrainConfig, device_type: str) -> Mapping[str, float] | None:
+        """Bytes of each phase; None: the run would be refused."""
+        rules = check_config(config, facts=self.checked.facts, prompts=self.checked.prompts)
+        parts = with_launcher(config.parallel).fsdp is not None
+        errors, _ = optimizer_problems(
+            config, device_type=device_type, num_processes=launched_processes(), updates_parts=parts
+        )
+        return None if rules.errors or errors else self.plan(config).peaks
 
 
 def _text_bytes(config: TrainConfig, spec: ModelSpec) -> float:

@@ -1,0 +1,147 @@
+"""The memory estimate: its error against counting, and what fits which GPU.
+
+    python benchmarks/memory_estimate.py                  # every family, LoRA and full, against the count: a minute
+    python benchmarks/memory_estimate.py --fits           # GPU and model -> flags, planned peak, expected slowdown
+    python benchmarks/memory_estimate.py --fits --write   # writes that table into docs/how-to/memory.md
+
+Nothing runs on a GPU here: the networks are the published ones without weights. The table is what `finetrainers estimate --gpu`
+says of each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from published_networks import NETWORKS, published_model  # noqa: E402
+
+from finetrainers.config.load import load_config  # noqa: E402
+from finetrainers.engine.memory_plan import RunMemory  # noqa: E402
+from finetrainers.engine.preflight import preflight  # noqa: E402
+from finetrainers.engine.sizes_plan import plan_sizes  # noqa: E402
+from finetrainers.engine.trainable import attach  # noqa: E402
+from finetrainers.memory.count import StepShape, count_step  # noqa: E402
+from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
+from finetrainers.memory.phases import RESERVE  # noqa: E402
+from finetrainers.methods.registry import method_spec  # noqa: E402
+from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
+
+PAGE = ROOT / "docs" / "how-to" / "memory.md"
+_MARKS = ("<!-- what fits -->", "<!-- end of what fits -->")
+GPUS = (12, 16, 24, 32, 48, 80)
+KINDS = {"LoRA r128": {"rank": 128, "lora_alpha": 128}, "full": {"training_type": "full-finetune"}}
+HEADINGS = ("GPU", "model", "flags", "planned peak", "expected slowdown")
+
+
+@cache
+def model(name: str) -> Path:
+    """The configs of a published model."""
+    network, folder = NETWORKS[name], Path(tempfile.mkdtemp(prefix="memory-estimate-"))
+    build_tiny(network.family, folder / "tiny", version=network.tiny.get("version"))
+    return published_model(folder / "tiny", folder / "model", network)
+
+
+@cache
+def run_memory(name: str, kind: str) -> RunMemory:
+    """The estimate of a run with one validation prompt, all memory options at their defaults."""
+    size = "x".join(map(str, NETWORKS[name].bucket))
+    config = load_config(
+        model_name=NETWORKS[name].family, pretrained_model_name_or_path=str(model(name)), optimizer="adamw",
+        video_resolution_buckets=[size], validation_prompts=f"a cat@@@{size}", validation_steps=100, train_steps=1000,
+        mixed_precision="bf16", output_dir="runs/estimate", data_root="absent", **KINDS[kind],
+    )  # fmt: skip
+    config = method_spec(config).without_data(config) or config
+    return RunMemory(preflight(config, preparing=True, weights=False, planner=plan_sizes))
+
+
+def fits(name: str, kind: str, gpu: int) -> tuple[str, ...]:
+    """A row of what fits: GPU, model, flags, planned peak, slowdown."""
+    memory = run_memory(name, kind)
+    start = [f"{gpu} GB", f"{name} {kind}"]
+    advice = memory.advice(gpu)
+    if advice is None:
+        return (*start, "does not fit one GPU", "", "")
+    flags = " ".join(f"`{switch.flags}`" for switch, _ in advice.switches) or "none"
+    unknown = any(switch.slowdown is None for switch, _ in advice.switches)
+    slowdown = sum(switch.slowdown or 0 for switch, _ in advice.switches)
+    said = [f"+{slowdown:g} %"] if slowdown else [] if unknown else ["none"]
+    peak = (1 + RESERVE) * max(advice.peaks.values()) / GIB
+    return (*start, flags, f"{peak:.1f} GiB", ", rest ".join([*said, *(["not measured"] if unknown else [])]))
+
+
+def all_fits() -> Iterator[tuple[str, ...]]:
+    """Every row."""
+    for name in NETWORKS:
+        for kind in KINDS:
+            for gpu in GPUS:
+                yield fits(name, kind, gpu)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [HEADINGS, ["---"] * len(HEADINGS), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def errors() -> Iterator[str]:
+    """Estimate and count of a training step, of every network, kind, way of storing activations, and batch size."""
+    yield f"{'network':<14}{'kind':<15}{'checkpointing':<15}{'batch':<7}{'planned':>9}{'counted':>9}{'error':>8}"
+    for name, network in NETWORKS.items():
+        for training_type in ("lora", "full-finetune"):
+            config = load_config(
+                model_name=network.family, pretrained_model_name_or_path=str(model(name)), training_type=training_type,
+                rank=64, optimizer="adamw",
+            )  # fmt: skip
+            family = get_family(network.family)
+            geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
+            meta = spec.transformer_on_meta()
+            attach(meta, config.training)
+            sizes = {
+                flag: sum(p.numel() for p in meta.parameters() if p.requires_grad is flag) for flag in (True, False)
+            }
+            weights = 2 * sizes[False] + 12 * sizes[True]
+            for checkpointing in (True, False):
+                for batch in (1, 4):
+                    latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
+                    found = count_step(spec, meta, StepShape(latent, batch, "checkpoint" if checkpointing else "none"))
+                    counted = (weights + max(found.forward, found.backward)) / GIB
+                    memory = config.memory.model_copy(update={"gradient_checkpointing": checkpointing})
+                    changed = config.model_copy(update={"memory": memory})
+                    planned = estimate_for(
+                        changed, geometry, meta, spec=spec, bucket=network.bucket, batch_size=batch
+                    ).total
+                    yield (
+                        f"{name:<14}{training_type:<15}{'yes' if checkpointing else 'no':<15}{batch:<7}{planned:9.1f}"
+                        f"{counted:9.1f}{100 * (planned / counted - 1):+7.1f} %"
+                    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print, or write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--fits", action="store_true", help="print what fits which GPU instead")
+    parser.add_argument("--write", action="store_true", help="write that table into docs/how-to/memory.md")
+    own = parser.parse_args(argv)
+    if not own.fits:
+        for line in errors():
+            print(line, flush=True)
+        return 0
+    table = markdown(list(all_fits()))
+    print(table)
+    if own.write:
+        text = PAGE.read_text(encoding="utf-8")
+        pattern = re.compile(f"{_MARKS[0]}.*?{_MARKS[1]}", re.DOTALL)
+        PAGE.write_text(pattern.sub(lambda _: f"{_MARKS[0]}\n\n{table}\n\n{_MARKS[1]}", text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
