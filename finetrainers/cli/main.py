@@ -21,6 +21,7 @@ from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.failures import sentence_of
 from finetrainers.utils.launch import launch_problems, launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
+from finetrainers.utils.process_state import gc_paused
 from finetrainers.utils.versions import __version__, version_problem
 
 from .cache import add_cache
@@ -74,7 +75,8 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
         from finetrainers.engine.ready import get_ready
 
         checked = get_ready(config)
-        from finetrainers.engine.run import run
+        with gc_paused():
+            from finetrainers.engine.run import run
 
         quiet_progress_bars()
         gc.freeze()  # the libraries' objects live to the end; collections between loading phases need not walk them
@@ -93,7 +95,8 @@ def prepare_command(argv: Sequence[str]) -> int:
         from finetrainers.engine.ready import get_ready
 
         checked = get_ready(for_preparing(config), preparing=True)
-        from finetrainers.engine.prepare import prepare
+        with gc_paused():
+            from finetrainers.engine.prepare import prepare
 
         quiet_progress_bars()
         prepare(checked)

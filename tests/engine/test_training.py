@@ -181,9 +181,25 @@ def test_a_dry_run_has_trained_nothing(options: Callable[..., dict], capsys: pyt
         result.pipeline()
 
 
+#: Libraries that this run does not use, of which diffusers imports some whenever they are installed.
+OPTIONAL = ("bitsandbytes", "torchao", "scipy", "deepspeed")
+#: What else this run does not use.
+UNUSED = (
+    "came_pytorch", "datasets", "decord", "matplotlib", "pandas", "prodigyopt", "skvideo", "tensorboard", "torchcodec",
+    "trackio", "wandb", "finetrainers.cli", "finetrainers.demo", "finetrainers.methods.dpo.method",
+    "finetrainers.methods.grpo.method", "finetrainers.models.cogvideox", "finetrainers.models.hunyuan_video",
+    "finetrainers.parallel.fsdp", "finetrainers.parallel.zero", "finetrainers.rewards",
+)  # fmt: skip
+
 _FRESH = """
-import json, sys, time
-started = time.monotonic()
+import json, sys
+importers = {}
+def note(event, arguments):
+    if event == "import" and arguments[0] in sys.argv[2:] and arguments[0] not in importers:
+        frame = sys._getframe(1)
+        while "importlib" in frame.f_code.co_filename: frame = frame.f_back
+        importers[arguments[0]] = frame.f_globals["__name__"].partition(".")[0]
+sys.addaudithook(note)
 from finetrainers import load_config, train
 first = []
 class Noting:
@@ -195,25 +211,27 @@ class Noting:
 sys.stdout = Noting(sys.stdout)
 train(load_config(**json.loads(sys.argv[1])))
 sys.stdout = sys.stdout.stream
-print(json.dumps(first))
+print(json.dumps([*first, importers, list(sys.modules)]))
 """
 
 
 def test_a_fresh_process_says_first_what_it_will_do_and_libraries_say_nothing(options: Callable[..., dict]) -> None:
-    """Libraries talk on their import, so they must not have been imported."""
+    """Libraries talk on their import, so they must not have been imported; those that the run does not use, never."""
     values = json.dumps(options(train_steps=1, validation_prompts="a@@@9x64x64", validation_inference_steps=2))
     environment = {k: v for k, v in os.environ.items() if not k.endswith("_VERBOSITY")}
     done = subprocess.run(
-        [sys.executable, "-c", _FRESH, values], env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        [sys.executable, "-c", _FRESH, values, *OPTIONAL], env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True,
         text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()
-    text, had_torch = json.loads(lines[-1])
+    text, had_torch, importers, loaded = json.loads(lines[-1])
     assert text.startswith("sft lora of ltx_video (")
     assert not had_torch
     assert re.match(r"to load: text encoder [\d.]+ KiB, VAE [\d.]+ MiB, transformer [\d.]+ KiB$", lines[1])
     for name in ("text encoder", "VAE", "transformer"):
         assert [line for line in lines if re.match(rf"loaded the {name}: [\d.]+ [KM]iB in [\d.]+ s$", line)], name
     assert not [line for line in lines if "WARNING" in line or "Loading" in line]
+    assert set(importers.values()) <= {"diffusers"}, importers
+    assert not {"deepspeed", *UNUSED} & set(loaded)
