@@ -138,7 +138,7 @@ _INSTEAD = {
     "PyTorch's own attention is the default; --attn_backend flash, _flash_3_hub or xformers chooses another":
         "xformers sdpa flash_attn flash3 sage_attn split_attn mem_eff_attn attn_mode attention_mechanism "
         "enable_xformers_memory_efficient_attention",
-    "--gradient_checkpointing recomputes activations, and none are moved to the CPU":
+    "--activation_memory offload moves what blocks store to host memory, and recomputes the rest":
         "gradient_checkpointing_cpu_offload",
     "--quantize_frozen int8, fp8 or nf4 stores the frozen weights in 8 or 4 bits":
         "fp8_base fp8_scaled fp8 quantize quantization base_model_precision load_in_8bit load_in_4bit qlora",

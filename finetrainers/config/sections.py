@@ -317,15 +317,16 @@ class TrainingSection(Section):
 
 
 #: What a block may store for the backward pass.
-ActivationMemory = Literal["none", "checkpoint", "keep_attention"]
+ActivationMemory = Literal["none", "checkpoint", "keep_attention", "offload"]
 
 
 class MemorySection(Section):
     """What saves GPU memory, and what happens when it runs out. See also [optimizer], [parallel] and [model]."""
 
     activation_memory: ActivationMemory | None = option(None, "What each block stores for the backward pass: all of its "
-        "activations (`none`), its input, from which the rest is recomputed (`checkpoint`), or its input and what "
-        "attention returned, so that attention is not recomputed (`keep_attention`). Gradients are bitwise equal. The "
+        "activations (`none`), its input, from which the rest is recomputed (`checkpoint`), its input and what "
+        "attention returned, so that attention is not recomputed (`keep_attention`), or the same in pinned host memory "
+        "(`offload`). Gradients are bitwise equal. The "
         "default is `checkpoint` with `gradient_checkpointing`, else `none`.", resume="free")
     gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
         "time.", resume="free", former_table="training")

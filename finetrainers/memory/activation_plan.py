@@ -12,6 +12,11 @@ from finetrainers.config.sections import ActivationMemory
 
 T = TypeVar("T")
 
+#: With offloading: blocks whose copies to the host may be under way, so that what they store is on the device as well.
+IN_FLIGHT = 2
+#: The last blocks, which store on the device, as the first one does: backward begins with them.
+LAST = 2
+
 
 @dataclass(frozen=True)
 class ActivationUnits:
@@ -21,11 +26,13 @@ class ActivationUnits:
         stored: on the GPU, when forward ends.
         in_forward: what the peak of forward takes besides.
         in_backward: what the peak of backward takes besides.
+        on_host: in host memory.
     """
 
     stored: float
     in_forward: float
     in_backward: float
+    on_host: float = 0.0
 
 
 def spread(blocks: Sequence[T], share: float | None) -> list[T]:
@@ -48,7 +55,7 @@ def activation_units(
     kept = counted.kept * len(num_blocks) if len(counted.kept) == 1 else counted.kept
     blocks = [units for units, number in zip(kept, num_blocks, strict=True) for _ in range(number)]
     recomputed = set() if stored == "none" else set(spread(range(len(blocks)), share))
-    attention = counted.attention if stored == "keep_attention" else 0.0
+    attention = counted.attention if stored in ("keep_attention", "offload") else 0.0
     total = forward = backward = 0.0
     for number, units in enumerate(blocks):
         if number in recomputed:
@@ -60,4 +67,11 @@ def activation_units(
             total += units
     if len(recomputed) < len(blocks):
         forward, backward = max(forward, total + counted.outside), max(backward, total + counted.outside)
-    return ActivationUnits(total, forward - total, backward - total)
+    if stored != "offload":
+        return ActivationUnits(total, forward - total, backward - total)
+    # Of several inputs that a block stores, those that others get as well stay on the device.
+    own = 1.0 + attention
+    offloaded = max(0, len(recomputed) - 1 - LAST) * own
+    copying = min(offloaded, IN_FLIGHT * own)
+    total -= offloaded
+    return ActivationUnits(total, forward - offloaded - total + copying, backward - offloaded - total, offloaded)

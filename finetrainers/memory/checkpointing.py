@@ -2,7 +2,8 @@
 
 `torch.utils.checkpoint` recomputes all of a block. Its `create_selective_checkpoint_contexts` can keep the results of some
 operators, but in a dict of its own: `saved_tensors_hooks` do not see them, so that they could never leave the GPU. Both
-contexts are therefore written here, for the one kind of operator that is worth keeping.
+contexts are therefore written here, for the one kind of operator that is worth keeping. What is offloaded goes through
+`memory.activation_offload`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -21,13 +23,15 @@ from torch.utils.checkpoint import checkpoint
 
 from finetrainers.config.sections import ActivationMemory
 
+from .activation_offload import ActivationOffload, BlockStore, Kept
+
 #: Operators that run fused attention: PyTorch's, by kernel and device, and those of flash-attn and of diffusers.
 _ATTENTION = re.compile(r"_scaled_dot_product_\w+|_?(flash|efficient|cudnn|flex)_att\w+")
 
 
 def set_activation_memory(
-    transformer: nn.Module, setting: ActivationMemory, *, blocks: Sequence[nn.Module] | None = None
-) -> None:
+    transformer: nn.Module, setting: ActivationMemory, *, blocks: Sequence[nn.Module] | None = None, host: str = "cpu"
+) -> list[ActivationOffload]:
     """Choose what blocks keep for backward; gradients are the same, bit for bit, with every setting.
 
     Diffusers' own checkpoint function saves and restores the random state around each block, which on CUDA copies it
@@ -36,7 +40,12 @@ def set_activation_memory(
     Args:
         transformer: the network.
         setting: `none` keeps everything.
-        blocks: those that it holds for, the others keep everything; default: all.
+        blocks: those that it holds for, in the order in which they compute. The others keep everything.
+            Default: all; offloading needs them.
+        host: where offloaded tensors go; see `activation_offload.Arena`.
+
+    Returns:
+        What offloads, once a block has run; nothing with other settings.
 
     Raises:
         ValueError: the network does not support checkpointing.
@@ -47,9 +56,10 @@ def set_activation_memory(
         )
     if setting == "none":
         transformer.disable_gradient_checkpointing()  # type: ignore[operator]
-        return
+        return []
     has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in transformer.modules())
     chosen = None if blocks is None else {id(block) for block in blocks}
+    offloads: list[ActivationOffload] = []  # made at the first call, when it is known where blocks compute
 
     def run_block(block: nn.Module, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
         if chosen is not None and id(block) not in chosen:
@@ -57,8 +67,13 @@ def set_activation_memory(
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=has_dropout)
         if setting == "checkpoint":
             return run(block, *inputs)
-        keep = _KeepAttention()
-        result = run(block, *inputs, context_fn=lambda: (keep, _ReturnAttention(keep)))
+        if setting == "offload" and not offloads:
+            assert blocks is not None, "offloading needs the order of the blocks"
+            offloads.append(ActivationOffload(blocks, inputs[0].device, host=host))
+        store = offloads[0].store_of(block, inputs) if offloads else None
+        keep = _KeepAttention(store)
+        with nullcontext() if store is None else store.saving_inputs():
+            result = run(block, *inputs, context_fn=lambda: (keep, _ReturnAttention(keep)))
         if not keep.results:
             raise ValueError(
                 f"activation_memory {setting}: no attention operator was seen in {type(block).__name__}, so that nothing "
@@ -67,6 +82,7 @@ def set_activation_memory(
         return result
 
     transformer.enable_gradient_checkpointing(run_block)  # type: ignore[operator]
+    return offloads
 
 
 @cache
@@ -79,15 +95,17 @@ def is_attention(operator: Any) -> bool:
 class _KeepAttention(TorchDispatchMode):
     """Keeps what attention returns while a block runs: outputs, log-sum-exp, and the state of its dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: BlockStore | None) -> None:
         super().__init__()
+        self.store = store
         self.results: deque[Any] = deque()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if is_attention(func):
             # Autograd is about to attach its graph to `result`; kept with it, the graph would never be freed.
-            self.results.append(tree_map_only(Tensor, torch.Tensor.detach, result))
+            kept = tree_map_only(Tensor, torch.Tensor.detach, result)
+            self.results.append(kept if self.store is None else tree_map_only(Tensor, self.store.put, kept))
         return result
 
 
@@ -99,4 +117,7 @@ class _ReturnAttention(TorchDispatchMode):
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._kept.results.popleft() if is_attention(func) else func(*args, **(kwargs or {}))
+        if not is_attention(func):
+            return func(*args, **(kwargs or {}))
+        kept, store = self._kept.results.popleft(), self._kept.store
+        return kept if store is None else tree_map_only(Kept, store.take, kept)

@@ -79,6 +79,8 @@ class LiveStorages(TorchDispatchMode):
             if storage not in self._seen:
                 size = storage.nbytes()
                 self._seen[storage] = size
+                if tensor.device.type == "meta":
+                    continue  # which stands for host memory
                 self.live += size
                 weakref.finalize(storage, self._free, size)
         self.peak = max(self.peak, self.live)
@@ -106,6 +108,7 @@ class Counted:
         forward: peak of forward.
         backward: peak of backward, gradients included.
         gradients: of the trained weights.
+        host: offloaded activations in host memory.
     """
 
     weights: float
@@ -113,6 +116,7 @@ class Counted:
     forward: float
     backward: float
     gradients: float
+    host: float
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,8 @@ def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted
         # Gradients fill up while inputs of blocks leave: the peak may lie between two lists of blocks, off the line. Nor is
         # it a line where blocks differ.
         return Counted(**_count(spec, network, shape, depths))
-    few = {name: min(2, depth) for name, depth in depths.items()}
+    # The first blocks and the last ones do not offload.
+    few = {name: min(7 if shape.stored == "offload" else 2, depth) for name, depth in depths.items()}
     first = _count(spec, network, shape, few)
     total = dict(first)
     for name, depth in depths.items():
@@ -171,7 +176,8 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
     net = shortened(network, depths)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_weights(net, shape)
-        set_activation_memory(net.train(), shape.stored, blocks=spread(spec.block_modules(net), shape.share))
+        blocks = spread(spec.block_modules(net), shape.share)
+        offloads = set_activation_memory(net.train(), shape.stored, blocks=blocks, host="meta")
         if shape.blocks_to_swap:
             swap_blocks(net, spec.block_modules(net), shape.blocks_to_swap, torch.device("cpu"))
         conditions, meta = spec.empty_inputs(shape.batch_size)
@@ -191,7 +197,10 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
             torch.autograd.backward((prediction.float() - target).square().flatten(1).mean(1).mean())
             backward = live.peak - weights
         gradients = sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
-        return {"weights": weights, "kept": kept, "forward": forward, "backward": backward, "gradients": gradients}
+        host = sum(offload.arena.peak for offload in offloads)
+        return {
+            "weights": weights, "kept": kept, "forward": forward, "backward": backward, "gradients": gradients, "host": host,
+        }  # fmt: skip
 
 
 def _drop_gradients(network: nn.Module) -> None:

@@ -106,11 +106,13 @@ class MemoryPlan:
         parts: memory by what takes it.
         total: the peak.
         swap: bytes that swapped blocks take in host memory and on the way from there.
+        offloaded: activations in host memory.
     """
 
     parts: Mapping[str, float]
     total: float
     swap: SwapSizes = NO_SWAP
+    offloaded: float = 0.0
 
     def table(self) -> list[tuple[str, str]]:
         """Rows of what and how much, for printing; the last is the peak."""
@@ -159,7 +161,7 @@ def estimate(workload: Workload) -> MemoryPlan:
         "activations kept": saved,
         "one block in backward": in_backward,
     }
-    return MemoryPlan(parts, sum(fixed.values()) + moving, workload.swap)
+    return MemoryPlan(parts, sum(fixed.values()) + moving, workload.swap, units.on_host * unit)
 
 
 def estimate_for(

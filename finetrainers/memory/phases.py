@@ -178,7 +178,8 @@ class _Phases:
             self.stays |= self.clip_parts
         self.step = {name: GIB * size for name, size in step.parts.items()}
         self.total = GIB * step.total
-        self.swapped = step.swap.host
+        #: Swapped blocks and offloaded activations.
+        self.swapped = step.swap.host + GIB * step.offloaded
         weights = ("frozen weights", "trainable weights")
         self.weights = {name: self.step[name] for name in weights}
         rest = (*weights, "optimizer state", "moving average", "copies of the policy")

@@ -72,7 +72,7 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
         weights = 2 * sizes[False] + (4 + 8) * sizes[True]  # with the state of AdamW
         cases: list[tuple[ActivationMemory, float | None, int]] = list(product(("none", "checkpoint"), (None,), (1, 4)))
         if training_type == "lora":
-            cases += [("keep_attention", None, 1)]
+            cases += [("keep_attention", None, 1), ("offload", None, 1)]
             cases += [("keep_attention", 0.3, 1)] if name == "CogVideoX-2b" else []
         for stored, share, batch_size in cases:
             latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
@@ -82,8 +82,9 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
             planned = estimate_for(
                 config.model_copy(update={"memory": memory}), geometry, meta, spec=spec, bucket=network.bucket,
                 batch_size=batch_size,
-            ).total  # fmt: skip
-            assert planned == pytest.approx(counted, rel=0.05), (training_type, stored, share, batch_size)
+            )  # fmt: skip
+            assert planned.offloaded == pytest.approx(found.host / GIB, rel=0.05)
+            assert planned.total == pytest.approx(counted, rel=0.05), (training_type, stored, share, batch_size)
 
 
 @pytest.mark.parametrize(("name", "saved"), [("LTX-Video", 0.14), ("HunyuanVideo", 0.17), ("CogVideoX-5b", 0.30)])

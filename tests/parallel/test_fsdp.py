@@ -43,7 +43,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "pairs": PAIRS,
     "quantized": QUANTIZED,
     "whole": {"family": "hunyuan_video", **LORA, **SAMPLES},
-    "swapped": {"family": "hunyuan_video", **LORA, **SAMPLES, "blocks_to_swap": 3},
+    "swapped": {"family": "hunyuan_video", **LORA, **SAMPLES, "blocks_to_swap": 3, "activation_memory": "offload"},
     "refused": {"use_ema": True, "optimizer": "lion"},
     "uneven": {"fsdp": "hybrid", "fsdp_group_size": 3},
 }

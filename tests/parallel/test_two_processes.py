@@ -47,7 +47,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "cog": {"family": "cogvideox", "train_steps": 1, **FULL},
     "pairs": {"method": "dpo", "dpo": {"beta": 50.0}, "eval_num_items": 1, "eval_steps": 1, "train_steps": 3, "max_grad_norm": 0.02},
     "whole": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
-    "swapped": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "blocks_to_swap": 4},
+    "swapped": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "blocks_to_swap": 4, "activation_memory": "offload"},
     "in the background": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3, "checkpointing_steps": 1, "async_checkpointing": True},
     "the writer fails": {"train_steps": 4, "checkpointing_steps": 1, "async_checkpointing": True, "_fail_saving_on": 0},
     "quantized": {"quantize_frozen": "fp8", "train_steps": 2},

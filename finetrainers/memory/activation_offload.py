@@ -1,0 +1,348 @@
+"""Activation offload: what blocks store for backward waits in host memory, in one pinned arena.
+
+In forward, a tensor is copied to its slot of the arena on one stream while the next blocks compute; in backward, the tensors
+of a block are copied back on another stream while the block after it computes (MEMO, arXiv:2407.12117). The last blocks
+store theirs on the device, since backward begins with them.
+
+Why not a library: `save_on_cpu` of PyTorch copies on the computing stream, and does not see what attention returned
+(`memory.checkpointing`). TRL's `OffloadActivations` offloads what autograd stores of every layer, allocates pinned memory
+for each tensor, and fetches nothing ahead.
+
+Three hazards of streams, and what is done about each:
+
+1. A source is needed until its copy is done. It is held, and the computing stream waits for the copy before it is let go.
+2. A landing buffer that the computing stream's allocator hands out may still be in use by queued kernels. It is allocated
+   on the stream that copies.
+3. A landing buffer that is let go may be allocated again while kernels that read it are queued. Each copy waits for all that
+   the computing stream was given before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .activation_plan import IN_FLIGHT, LAST
+
+#: Slots begin at multiples of this, as in memory that CUDA allocates.
+_ALIGNMENT = 256
+
+
+class Arena:
+    """One buffer in host memory, in slots. It grows by a piece while slots are in use, and is made one piece when all are free.
+
+    Attributes:
+        num_bytes: of the buffer.
+        peak: the most bytes that were in use at once.
+    """
+
+    def __init__(self, *, device: str = "cpu", pinned: bool = False, poison: bool = False, slots: int = 1) -> None:
+        """Args:
+        device: `meta` counts bytes without having them.
+        pinned: whether GPUs can copy to and from it without waiting.
+        poison: fill freed slots with NaN, so that whoever reads one notices.
+        slots: of a size that are needed at once; it grows by as many.
+        """
+        self._device, self._pinned, self._poison, self._slots = device, pinned, poison, slots
+        self._pieces: list[Tensor] = []
+        self._free: list[tuple[int, int, int]] = []  # piece, first byte, size
+        self.num_bytes = self.used = self.peak = 0
+
+    def allocate(self, size: int) -> tuple[int, int, int]:
+        """A free slot: piece, first byte, size."""
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        if not self.used and len(self._pieces) > 1:
+            self._grow(self.peak)
+        place = next((n for n, (_, _, room) in enumerate(self._free) if room >= size), None)
+        if place is None:
+            self._grow(size * self._slots)
+            place = next(n for n, (_, _, room) in enumerate(self._free) if room >= size)
+        piece, start, room = self._free.pop(place)
+        if room > size:
+            insort(self._free, (piece, start + size, room - size))
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        return piece, start, size
+
+    def view(self, slot: tuple[int, int, int], like: Tensor) -> Tensor:
+        """The bytes of a slot as the numbers of a tensor, in a row."""
+        piece, start, _ = slot
+        return self._pieces[piece][start : start + like.numel() * like.itemsize].view(like.dtype)
+
+    def release(self, slot: tuple[int, int, int]) -> None:
+        """Make a slot free, and one with its neighbors."""
+        piece, start, size = slot
+        self.used -= size
+        if self._poison:
+            self._pieces[piece][start : start + size] = 255  # in every dtype of floats, all bits set are NaN
+        insort(self._free, slot)
+        merged: list[tuple[int, int, int]] = []
+        for piece, start, size in self._free:
+            if merged and merged[-1][0] == piece and sum(merged[-1][1:]) == start:
+                merged[-1] = (piece, merged[-1][1], merged[-1][2] + size)
+            else:
+                merged.append((piece, start, size))
+        self._free = merged
+
+    def _grow(self, room: int) -> None:
+        if not self.used and self._pieces:
+            room = max(room, self.peak)
+            if self._pinned:
+                torch.cuda.synchronize()  # a copy may still read what is given up
+            self._pieces, self._free, self.num_bytes = [], [], 0
+        self._pieces.append(_host_memory(room, self._device, pinned=self._pinned))
+        self._free.append((len(self._pieces) - 1, 0, room))
+        self.num_bytes += room
+
+
+def _host_memory(size: int, device: str, *, pinned: bool) -> Tensor:
+    """Bytes in host memory. PyTorch's own pinned memory is rounded up to a power of two, half as much again on average."""
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    if pinned:
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), size, 0)))
+        weakref.finalize(memory.untyped_storage(), cudart.cudaHostUnregister, memory.data_ptr())
+    return memory
+
+
+class _Copies(Protocol):
+    """How tensors get to the arena and back."""
+
+    def write(self, source: Tensor, slot: Tensor) -> Any:
+        """Copy to the host; what `read` and `settle` wait for."""
+        ...
+
+    def settle(self, written: Any) -> None:
+        """Let the device compute on only when the source may change."""
+        ...
+
+    def read(self, slot: Tensor, like: Tensor, written: Any) -> tuple[Tensor, Any]:
+        """Begin to copy back to the device: the tensor, and what `await_read` waits for."""
+        ...
+
+    def await_read(self, read: Any) -> None:
+        """Let the device compute on only when the tensor is there."""
+        ...
+
+
+class _Plain:
+    """In plain memory, at once: the CPU's, which proves lifetimes."""
+
+    def write(self, source: Tensor, slot: Tensor) -> None:
+        slot.copy_(source)
+
+    def settle(self, written: Any) -> None: ...
+
+    def read(self, slot: Tensor, like: Tensor, written: Any) -> tuple[Tensor, None]:
+        tensor = torch.empty(len(slot), dtype=slot.dtype, device=like.device)
+        tensor.copy_(slot)
+        return tensor, None
+
+    def await_read(self, read: Any) -> None: ...
+
+
+class _OnStreams:
+    """On two streams, one for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def write(self, source: Tensor, slot: Tensor) -> torch.cuda.Event:
+        self._out.wait_stream(torch.cuda.current_stream())
+        self._out.wait_stream(self._in)  # the slot may still be read
+        with torch.cuda.stream(self._out):
+            slot.copy_(source, non_blocking=True)
+            return self._out.record_event()
+
+    def settle(self, written: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(written)  # hazard 1
+
+    def read(self, slot: Tensor, like: Tensor, written: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
+        self._in.wait_stream(torch.cuda.current_stream())  # hazard 3
+        self._in.wait_event(written)
+        with torch.cuda.stream(self._in):
+            tensor = torch.empty(len(slot), dtype=slot.dtype, device=like.device)  # hazard 2
+            tensor.copy_(slot, non_blocking=True)
+            return tensor, self._in.record_event()
+
+    def await_read(self, read: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(read)
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A tensor that stays where it is."""
+
+    tensor: Tensor
+
+    def take(self) -> Tensor:
+        return self.tensor
+
+
+class Stored:
+    """A tensor in the arena. Its slot is free when nothing refers to it any more."""
+
+    def __init__(self, tensor: Tensor, store: BlockStore, arena: Arena, copies: _Copies) -> None:
+        self.store = store
+        self._arena, self._copies = arena, copies
+        self._layout = tensor.shape, tensor.stride()
+        self._like = tensor.new_empty(0)
+        source = tensor.detach().as_strided((tensor.numel(),), (1,))
+        self._slot = arena.allocate(source.nbytes)
+        self._in_arena = arena.view(self._slot, source)
+        self._written = copies.write(source, self._in_arena)
+        store.copying.append((source, self._written))
+        self._landed: tuple[Tensor, Any] | None = None
+
+    def fetch(self) -> None:
+        """Begin to copy it back."""
+        if self._landed is None:
+            self._landed = self._copies.read(self._in_arena, self._like, self._written)
+
+    def take(self) -> Tensor:
+        """The tensor, on the device."""
+        self.fetch()
+        assert self._landed is not None, "it was just fetched"
+        (row, read), self._landed = self._landed, None
+        self._copies.await_read(read)
+        return row.as_strided(*self._layout)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_in_arena"):
+            self._arena.release(self._slot)
+
+
+#: What a tensor is stored as.
+Kept = (OnDevice, Stored)
+
+
+class ActivationOffload:
+    """Offloads what the blocks of a network store, but for the first and the last ones.
+
+    Attributes:
+        arena: in host memory.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], device: torch.device, *, host: str = "cpu", least_bytes: int | None = None
+    ) -> None:
+        """Args:
+        blocks: in the order in which they compute.
+        device: where they compute. On a CPU, copies are made at once, and freed slots are NaN.
+        host: where the arena is; see `Arena`.
+        least_bytes: of a tensor that is copied; default: 1 MiB on a GPU.
+        """
+        on_gpu = device.type == "cuda"
+        self._copies: _Copies = _OnStreams(device) if on_gpu else _Plain()
+        self._offloaded = {id(block) for block in blocks[1:-LAST]}
+        self._least_bytes = (2**20 if on_gpu else 1) if least_bytes is None else least_bytes
+        self.arena = Arena(
+            device=host, pinned=on_gpu, poison=not on_gpu and host == "cpu", slots=max(1, len(self._offloaded))
+        )
+        self._last: weakref.ref[BlockStore] | None = None
+        self._in_flight: deque[list[tuple[Tensor, Any]]] = deque()
+        self._inputs: list[weakref.ref[Tensor]] = []  # of the block before
+
+    def store_of(self, block: nn.Module, inputs: Sequence[Any]) -> BlockStore:
+        """Where a block that is about to run stores what backward needs."""
+        self.settle(IN_FLIGHT - 1)
+        tensors = [one for one in inputs if isinstance(one, Tensor)]
+        before = [known() for known in self._inputs]
+        # What all blocks get, such as the embedding of the noise level, stays where it is.
+        own = {_place(one) for one in tensors if not any(one is other for other in before)}
+        self._inputs = [weakref.ref(one) for one in tensors]
+        store = BlockStore(self, own if id(block) in self._offloaded else set(), self._last)
+        self._last = weakref.ref(store)
+        if store.offloads:
+            self._in_flight.append(store.copying)
+        return store
+
+    def settle(self, remaining: int = 0) -> None:
+        """Let go of the sources of copies, but for those of the last blocks."""
+        while len(self._in_flight) > remaining:
+            copying = self._in_flight.popleft()
+            for _, written in copying:
+                self._copies.settle(written)
+            copying.clear()
+
+    def stored(self, tensor: Tensor, store: BlockStore) -> Stored | OnDevice:
+        """A tensor in the arena; on the device, where that is not worth it."""
+        if (
+            not store.offloads
+            or tensor.nbytes < self._least_bytes
+            or not tensor.is_floating_point()
+            or not _is_dense(tensor)
+        ):
+            return OnDevice(tensor)
+        return Stored(tensor, store, self.arena, self._copies)
+
+
+class BlockStore:
+    """Where one run of a block stores its inputs, and what attention returns in it.
+
+    Attributes:
+        offloads: whether in the arena.
+        copying: sources of copies that may be under way.
+    """
+
+    def __init__(
+        self, offload: ActivationOffload, inputs: set[tuple[int, int]], previous: weakref.ref[BlockStore] | None
+    ) -> None:
+        self.offloads = bool(inputs)
+        self.copying: list[tuple[Tensor, Any]] = []
+        self._offload, self._inputs, self._previous = offload, inputs, previous
+        self._stored: list[weakref.ref[Stored]] = []
+
+    def saving_inputs(self) -> saved_tensors_hooks:
+        """A context in which autograd stores the block's inputs here."""
+        return saved_tensors_hooks(
+            lambda tensor: self.put(tensor) if _place(tensor) in self._inputs else OnDevice(tensor), self.take
+        )
+
+    def put(self, tensor: Tensor) -> Stored | OnDevice:
+        """Store a tensor; what `take` gets it by."""
+        kept = self._offload.stored(tensor, self)
+        if isinstance(kept, Stored):
+            self._stored.append(weakref.ref(kept))
+        return kept
+
+    def take(self, kept: Stored | OnDevice) -> Tensor:
+        """The tensor, on the device. Meanwhile what the block before stored is copied back, since it is next."""
+        self._offload.settle()
+        tensor = kept.take()
+        previous, self._previous = self._previous, None
+        before = None if previous is None else previous()
+        if before is not None:
+            before.fetch()
+        return tensor
+
+    def fetch(self) -> None:
+        """Begin to copy back what is still needed."""
+        for one in self._stored:
+            stored = one()
+            if stored is not None:
+                stored.fetch()
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins, for those that have no address as well."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor are a row of memory without gaps, in some order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
