@@ -200,7 +200,5 @@ def summary(layers: Sequence[QuantizedLayer], kind: str, *, of: int) -> Iterator
     weights = sum(layer.num_weights for layer in layers)
     mean = sum(layer.error * layer.num_weights for layer in layers) / weights
     worst = max(layers, key=lambda layer: layer.error)
-    yield (
-        f"quantized {weights / 1e6:.4g} M of {of / 1e6:.4g} M weights to {kind}: rounding error {mean:.2%} of the weights' norm"
-    )
+    yield f"quantized {weights / of:.0%} of the weights to {kind}: rounding error {mean:.2%} of their norm"
     yield f"  largest: {worst.error:.2%} in {worst.name.removesuffix('.base_layer')}"
