@@ -427,8 +427,9 @@ class ValidationSection(Section):
     validation_inference_steps: int = option(50, "Denoising steps of a sample.", resume="free", ge=1, le=10_000)
     validation_guidance_scale: float | None = option(None, "Guidance scale of samples. The default is the pipeline's.",
         resume="free", ge=0, le=1000)
-    enable_model_cpu_offload: bool = option(False, "Sample with the model's parts in host memory, each on the GPU only "
-        "while it is used (CUDA).", resume="free")
+    enable_model_cpu_offload: bool | None = option(None, "Sample with the model's parts in host memory, each on the GPU "
+        "only while it is used (CUDA). By default only if the estimate says that sampling does not fit the GPU otherwise.",
+        resume="free")
     eval_steps: int | None = option(None, "Measure the evaluation loss every N optimizer steps.", resume="free", ge=1)
     eval_num_timesteps: int = option(5, "Number of fixed noise levels of the evaluation loss.", resume="free", ge=1,
         le=100)

@@ -28,6 +28,7 @@ from .callbacks.validation import Validation
 from .checkpoints.restore import check_restorable, restore
 from .guards.memory import memory_advice
 from .load_work import load_texts, load_work
+from .memory_plan import offloads_samples
 from .memory_recorder import MemoryRecorder
 from .preflight import Preflight
 from .run_dir import RunDirectory
@@ -138,7 +139,7 @@ def _make_callbacks(
             Validation(
                 encoded=encoded,
                 size=checked.plan.size,
-                section=config.validation,
+                section=config.validation.model_copy(update={"enable_model_cpu_offload": _offloads(state, checked)}),
                 frame_rate=config.validation.validation_frame_rate or checked.geometry.fps,
                 scheduler=scheduler,
                 load_vae=lambda: state.spec.load_vae() if source.vae is None else source.vae,
@@ -146,6 +147,13 @@ def _make_callbacks(
             )
         )
     return callbacks
+
+
+def _offloads(state: TrainState, checked: Preflight) -> bool:
+    """Whether samples are drawn with parts of the model in host memory."""
+    parallel = state.parallel
+    can = parallel.device.type == "cuda" and parallel.weights_are_plain
+    return offloads_samples(checked, gpu_bytes=torch.cuda.mem_get_info(parallel.device)[1] if can else None)
 
 
 def _validation_schedule(state: TrainState, source: WorkSource) -> Callable[[int], bool]:

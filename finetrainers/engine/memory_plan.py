@@ -21,7 +21,7 @@ from finetrainers.optim.rules import optimizer_problems
 from finetrainers.parallel.sharding import expected_split, with_launcher
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.launch import launched_processes, local_world_size
-from finetrainers.utils.phases import label
+from finetrainers.utils.phases import VALIDATION, label
 from finetrainers.utils.text import aligned, file_size, plural
 
 from .preflight import Preflight, preflight
@@ -256,3 +256,23 @@ def within_budget(checked: Preflight) -> Preflight:
     for line in advice_lines(advice, f"memory budget: {needed:.1f} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
     return replace(preflight(advice.config), unseen=checked.unseen)
+
+
+def offloads_samples(checked: Preflight, *, gpu_bytes: float | None) -> bool:
+    """Whether validation samples with the model's parts in host memory: as asked for, else if it would not fit otherwise.
+
+    Args:
+        checked: the run.
+        gpu_bytes: memory of the GPU; None: there is none, or the strategy cannot move weights.
+    """
+    asked = checked.config.validation.enable_model_cpu_offload
+    if asked is not None or gpu_bytes is None or not checked.prompts:
+        return bool(asked)
+    needed = (1 + RESERVE) * RunMemory(checked).plan().peaks.get(VALIDATION, 0.0)
+    if needed <= gpu_bytes:
+        return False
+    print_line(
+        f"note: samples are drawn with the model's parts in host memory: {needed / GIB:.1f} GiB are planned otherwise, and "
+        f"the GPU has {gpu_bytes / GIB:.1f} (--no-enable_model_cpu_offload)"
+    )
+    return True

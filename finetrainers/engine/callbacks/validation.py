@@ -80,7 +80,7 @@ class Validation(Callback):
         transformer.eval()
         vae = self.load_vae().to(parallel.device)
         parts = SamplingParts(
-            transformer, vae, self.scheduler, parallel.device, offload=self.section.enable_model_cpu_offload
+            transformer, vae, self.scheduler, parallel.device, offload=bool(self.section.enable_model_cpu_offload)
         )
         seed = state.config.training.seed
         requests = [self._request(prompt, video, state) for prompt, video in [*jobs[:1] * padding, *mine]]

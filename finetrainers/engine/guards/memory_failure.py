@@ -12,6 +12,7 @@ import torch
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.advice import SWITCHES, Switch, with_switches
 from finetrainers.memory.estimate import GIB
+from finetrainers.memory.phases import RESERVE
 from finetrainers.utils.host_memory import Room, room
 from finetrainers.utils.phases import (
     CHECKPOINT,
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 #: GiB by phase.
 Peaks = Mapping[str, float]
 
+#: The peak that an option to change is looked for, as a share of the planned one.
+_LOWER = 0.9
 #: Options of `SWITCHES` that lower the peak of a phase, the first choice first.
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     TRAINING_STEP: ("gradient_checkpointing", "quantize_frozen", "optimizer"),
@@ -106,11 +109,12 @@ class MemoryFailures:
         while error.__cause__ is not None:
             error = error.__cause__
         said = str(error).split("\n", 1)[0].partition(f". {ADVICE[:16]}")[0] or type(error).__name__
-        on_host = self._memory.device.type == "cpu" or isinstance(error, MemoryError)
-        change = setting(self._checked.config, phase, on_host=on_host)
+        device = self._memory.device.type
+        change = setting(self._checked.config, phase, on_host=device == "cpu" or isinstance(error, MemoryError))
         planned: Peaks = {}
         with contextlib.suppress(MemoryError, RuntimeError, ValueError, OSError):  # of a model that cannot be planned
-            planned = planned_peaks(self._checked)
+            planned, advised = planned_memory(self._checked, phase, device_type=device)
+            change = advised or change
         self._save(
             said if "out of memory" in said else f"out of memory: {said}", phase=phase, planned=planned, change=change
         )
@@ -150,9 +154,18 @@ class MemoryFailures:
             self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def planned_peaks(checked: Preflight) -> dict[str, float]:
-    """GiB that the estimate has for each phase."""
-    return {phase: size / GIB for phase, size in RunMemory(checked).plan().peaks.items()}
+def planned_memory(checked: Preflight, phase: str | None, *, device_type: str) -> tuple[dict[str, float], str | None]:
+    """GiB that the estimate has for each phase; and, if the phase has its peak, the option that lowers it most, with its cost."""
+    memory = RunMemory(checked)
+    plan = memory.plan()
+    peaks = {name: size / GIB for name, size in plan.peaks.items()}
+    if phase != plan.peak_phase:
+        return peaks, None
+    advice = memory.advice(_LOWER * (1 + RESERVE) * plan.peak / GIB, device_type=device_type)
+    if advice is None or not advice.switches:
+        return peaks, None
+    switch, _ = max(advice.switches, key=lambda one: one[1])
+    return peaks, f"{switch.flags} ({switch.cost})"
 
 
 def _table(planned: Peaks, measured: Mapping[str, Mapping[str, float]], phase: str | None) -> list[str]:

@@ -13,8 +13,12 @@ import torch
 from finetrainers.config.load import load_config
 from finetrainers.engine.guards import memory_failure
 from finetrainers.engine.guards.memory import OutOfMemory
-from finetrainers.engine.guards.memory_failure import MemoryFailures, setting
+from finetrainers.engine.guards.memory_failure import MemoryFailures, planned_memory, setting
+from finetrainers.engine.memory_plan import RunMemory
 from finetrainers.engine.memory_recorder import MemoryRecorder
+from finetrainers.engine.preflight import Preflight, preflight
+from finetrainers.engine.sizes_plan import plan_sizes
+from finetrainers.methods.registry import method_spec
 from finetrainers.utils.host_memory import Room
 from finetrainers.utils.phases import PHASES, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, phase
 
@@ -93,7 +97,7 @@ def test_the_phase_is_that_of_the_cause(tmp_path: Path, monkeypatch: pytest.Monk
         except torch.OutOfMemoryError as error:
             raise OutOfMemory("out of memory while sampling") from error
 
-    monkeypatch.setattr(memory_failure, "planned_peaks", lambda _: {VALIDATION: 3.0})
+    monkeypatch.setattr(memory_failure, "planned_memory", lambda *_, **__: ({VALIDATION: 3.0}, None))
     writer = failures(tmp_path)
     with pytest.raises(OutOfMemory, match=r"--enable_model_cpu_offload"), writer.written(), phase(TRAINING_STEP):
         fail()
@@ -133,3 +137,25 @@ def test_one_setting_to_change(changes: dict[str, Any], name: str, expected: str
 def test_every_phase_has_a_setting() -> None:
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere")
     assert all(setting(config, name, on_host=True).find("--") >= 0 for name in (*PHASES, None))
+
+
+def test_the_estimates_advice_comes_first(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
+    """In the phase of the planned peak, the option of the advice that lowers it most; in another, none."""
+
+    def checked() -> Preflight:
+        config = load_config(
+            model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")), train_steps=1,
+            data_root=str(tmp_path / "absent"), video_resolution_buckets=["49x512x768"], batch_size=8,
+            precompute_conditions=True, output_dir=str(tmp_path),
+        )  # fmt: skip
+        without_data = method_spec(config).without_data(config)
+        assert without_data is not None
+        return preflight(without_data, preparing=True, weights=False, planner=plan_sizes)
+
+    plan = RunMemory(checked()).plan()
+    assert plan.peak_phase == "encoding_clips"
+    planned, advised = planned_memory(checked(), "encoding_clips", device_type="cpu")
+    assert planned == {name: size / 2**30 for name, size in plan.peaks.items()}
+    assert advised is not None
+    assert advised.startswith("--enable_tiling (")
+    assert planned_memory(checked(), "loading", device_type="cpu") == (planned, None)
