@@ -224,14 +224,17 @@ def estimate_for(
             ema=training.use_ema,
             copy_bytes=kept.copies,
             trajectory_bytes=kept.trajectories,
-            gradients_stay=not (
-                config.optimizer.offload_gradients or config.optimizer.optimizer_in_backward or split.weights_on_host
-            ),
+            gradients_stay=_gradients_stay(config, split),
             split=split,
             gathered=gathered,
             casts=not halved,
         )
     )
+
+
+def _gradients_stay(config: TrainConfig, split: Split) -> bool:
+    options = config.optimizer
+    return not (options.offload_gradients or options.optimizer_in_backward or split.weights_on_host)
 
 
 def activations_of(config: TrainConfig, spec: ModelSpec, split: Split, *, halved: bool) -> Activations:
