@@ -19,9 +19,8 @@ from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.buckets.frames import playback_fps
 from finetrainers.data.inspect.probe import probe
-from finetrainers.data.loading.encode import to_unit_range
 from finetrainers.data.video.decode import load_clip, read_frames
-from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest, fitted_vae
+from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest, fitted_vae, to_unit_range
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def control_video(path: Path, size: tuple[int, int, int], *, frame_rate: float) 
         num_frames=found.frames, source_fps=found.fps, width=found.width, height=found.height,
         is_variable=found.is_variable,
     )  # fmt: skip
-    return to_unit_range(load_clip(clip, generator=torch.Generator()))[None]
+    return to_unit_range(load_clip(clip, generator=torch.Generator())[None])
 
 
 @torch.no_grad()

@@ -34,13 +34,14 @@ from .common import DTYPES, input_dtype, unwrap
 from .compiling import compile_blocks
 from .files import MODEL_INDEX, part_folder, read_configs
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
+from .pixels import moments_of, to_unit_range
 from .sizes import frozen_bytes, vae_working_bytes
 from .tiling import fitted_vae, tiled_for_memory
 from .weights import network_problems
 
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
-    "even_bounds", "fitted_vae", "frozen_bytes", "input_dtype", "pixel_size", "tiled_for_memory", "unwrap", "vae_working_bytes",
+    "even_bounds", "fitted_vae", "frozen_bytes", "input_dtype", "pixel_size", "tiled_for_memory", "to_unit_range", "unwrap", "vae_working_bytes",
 ]  # fmt: skip
 
 #: Bytes above which the VAE works on one clip at a time, and above which on tiles of a clip. It is what an 80 GB GPU has left
@@ -299,11 +300,10 @@ class ModelSpec(ABC):
         (vae.enable_tiling if tiling else vae.disable_tiling)()
 
     def encode_video(self, vae: nn.Module, video_BCTHW: Tensor) -> Tensor:
-        """VAE moments `[B, 2C, T', H', W']` of videos in [-1, 1], `[B, 3, T, H, W]`."""
+        """VAE moments `[B, 2C, T', H', W']` of videos `[B, 3, T, H, W]`; see `to_unit_range`."""
         batch, _, *size = video_BCTHW.shape
-        video = video_BCTHW.to(next(vae.parameters()).device, vae.dtype)  # type: ignore[call-overload]
-        with torch.no_grad(), fitted_vae(self, vae, (size[0], size[1], size[2]), batch=batch):
-            return vae.encode(video).latent_dist.parameters  # type: ignore[operator]
+        with fitted_vae(self, vae, (size[0], size[1], size[2]), batch=batch):
+            return moments_of(vae, video_BCTHW)
 
     @property
     def clip_version(self) -> bool | str:
@@ -327,14 +327,15 @@ class ModelSpec(ABC):
 
         Args:
             encoders: see `load_clip_encoders`.
-            video_BCTHW: clips in [-1, 1].
+            video_BCTHW: clips; see `to_unit_range`.
             generators: of the noise that is added to each clip's given first frame, on the CPU; None: none is.
             media: the further media (`Facts.media`) by name, each in the shape of the clips, and cut like them.
         """
         moments = {MOMENTS: self.encode_video(encoders["vae"], video_BCTHW)}
         if self.facts.first_frame == "channels":
             frame, noise = video_BCTHW[:, :, :1], self.facts.first_frame_noise
-            frame = frame if noise is None or generators is None else noised(frame, noise, generators)
+            if noise is not None and generators is not None:
+                frame = noised(to_unit_range(frame), noise, generators)
             moments[FIRST_FRAME] = self.encode_video(encoders["vae"], frame)
         for name, one in (media or {}).items():
             moments[f"{name}_{MOMENTS}"] = self.encode_video(encoders["vae"], one)

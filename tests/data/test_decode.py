@@ -11,9 +11,9 @@ from PIL import Image
 
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.inspect.probe import probe
-from finetrainers.data.loading.encode import to_unit_range
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.decode import load_clip, read_frames, read_image, resize
+from finetrainers.models.spec import to_unit_range
 from finetrainers.utils.seeding import generator
 
 
@@ -131,9 +131,11 @@ def test_values_and_layout(tmp_path: Path, make_video) -> None:
     assert cut.is_contiguous()  # what was cut away is not kept
     pixels = torch.from_numpy(full_decode(path)[0:18:2]).permute(3, 0, 1, 2)
     assert torch.equal(cut, pixels)
-    unit = to_unit_range(cut)
+    unit = to_unit_range(cut[None])[0]
     assert unit.dtype == torch.float32
     assert torch.equal(unit, pixels / 127.5 - 1)
+    assert torch.equal(to_unit_range(cut[None], dtype=torch.bfloat16)[0], unit.bfloat16())
+    assert to_unit_range(unit) is unit
 
 
 def test_random_start_moves_between_generators(tmp_path: Path, make_video) -> None:

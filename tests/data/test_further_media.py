@@ -30,6 +30,7 @@ from finetrainers.data.loading.precompute import precompute_video
 from finetrainers.data.reading.datasets import read_datasets
 from finetrainers.data.reading.items import DataError, read_dataset
 from finetrainers.data.video.decode import load_clip
+from finetrainers.models.spec import to_unit_range
 
 GEOMETRY = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=8)
 CONTROL = {"extra_columns": ["control_video=pose"]}
@@ -223,7 +224,7 @@ def test_entries_of_the_cache_are_those_of_both_files(clip: Clip, tmp_path: Path
     assert len({keys.video(one) for one in (clip, other, replace(clip, further=()))}) == 3
 
     def encode(video: torch.Tensor, _: object) -> dict[str, torch.Tensor]:
-        return {"moments": video.mean((2, 3, 4), keepdim=True)}
+        return {"moments": to_unit_range(video).mean((2, 3, 4), keepdim=True)}
 
     assert precompute_video([clip, other], encode, keys, OneOf(), loading=DataloaderSection()).encoded == 2
     ours, theirs = (keys.cache.get(keys.video(one)) for one in (clip, other))

@@ -28,7 +28,7 @@ from finetrainers.data.loading.position import Segment
 from finetrainers.data.loading.precompute import CacheFetch, precompute_text, precompute_video
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.models.batch import noised
-from finetrainers.models.spec import Batch, Conditions, ModelSpec, Parts
+from finetrainers.models.spec import Batch, Conditions, ModelSpec, Parts, to_unit_range
 from finetrainers.utils.seeding import derive_seed
 
 #: Decodes in this process.
@@ -55,7 +55,7 @@ class FakeModel:
 
     def encode_video(self, vae: None, video: Tensor) -> Tensor:
         self.videos += len(video)
-        mean = torch.nn.functional.avg_pool3d(video, (1, 8, 8))
+        mean = torch.nn.functional.avg_pool3d(to_unit_range(video), (1, 8, 8))
         return torch.cat([mean, mean - 10], dim=1)
 
 
@@ -208,7 +208,7 @@ def test_the_noise_of_a_first_frame_belongs_to_the_sample(clips: list[Clip], tmp
     """Log-normal in its size, fresh for each clip and epoch; from the cache one draw of each clip; the clip itself stays clean."""
     noise = (-3.0, 0.5)
     model = FakeModel(first_frame=True, noise=noise)
-    model.encode_video = lambda vae, video: video  # type: ignore[method-assign]
+    model.encode_video = lambda vae, video: to_unit_range(video)  # type: ignore[method-assign]
     encode = Encoder(model.encode_text, model.encode_clip, data=DataSection(), seed=7)
     raw = [DecodeFetch(7)(MicroBatch(epoch, tuple(clips[:2]))) for epoch in (0, 1)]
     first, again, second = encode(raw[0]), encode(raw[0]), encode(raw[1])

@@ -33,7 +33,7 @@ from finetrainers.data.loading import precompute
 from finetrainers.data.loading.precompute import Encoded, precompute_text, precompute_video
 from finetrainers.data.loading.workers import WorkersLost
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import FIRST_FRAME, MOMENTS, Conditions
+from finetrainers.models.spec import FIRST_FRAME, MOMENTS, Conditions, to_unit_range
 from finetrainers.utils import files
 from finetrainers.utils.failures import sentence_of
 
@@ -141,7 +141,7 @@ def test_tiling_and_slicing_are_really_on(family: str, tiny_repo, monkeypatch: p
 
 def test_the_file_at_fault_is_named_out_of_a_batch(clips: list[Clip], tmp_path: Path) -> None:
     def encode(video: Tensor, generators: Any) -> dict[str, Tensor]:
-        moments = video.mean(dim=(2, 3, 4), keepdim=True).repeat(1, 2, 1, 1, 1)
+        moments = to_unit_range(video).mean(dim=(2, 3, 4), keepdim=True).repeat(1, 2, 1, 1, 1)
         if len(video) == 3:
             moments[1] = torch.nan
         return {"moments": moments}
@@ -220,7 +220,7 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
     monkeypatch.setattr(precompute.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
     entry = precompute_video(
         clips[:1],
-        lambda video, _: {"moments": video.mean(dim=(2,), keepdim=True)},
+        lambda video, _: {"moments": video.float().mean(dim=(2,), keepdim=True)},
         keys_in(tmp_path / "one"),
         OneOf(),
         loading=HERE,
@@ -229,7 +229,7 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
     free[0] = int(2.9 * entry)
     with pytest.raises(OSError, match=r"clips still to be encoded take about .*are free; make room") as refused:
         precompute_video(
-            clips, lambda video, _: {"moments": video.mean(dim=(2,), keepdim=True)}, keys, OneOf(), loading=HERE
+            clips, lambda video, _: {"moments": video.float().mean(dim=(2,), keepdim=True)}, keys, OneOf(), loading=HERE
         )
     assert refused.value.errno == errno.ENOSPC
     assert "--precompute_dir" in str(sentence_of(refused.value))
@@ -237,7 +237,7 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
     free[0] = 3 * entry
     assert (
         precompute_video(
-            clips, lambda video, _: {"moments": video.mean(dim=(2,), keepdim=True)}, keys, OneOf(), loading=HERE
+            clips, lambda video, _: {"moments": video.float().mean(dim=(2,), keepdim=True)}, keys, OneOf(), loading=HERE
         ).found
         == 1
     )

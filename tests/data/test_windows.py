@@ -33,7 +33,6 @@ from finetrainers.data.buckets.windows import (
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.loading.bad_samples import Substitutes
-from finetrainers.data.loading.encode import to_unit_range
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.data.loading.training_data import TrainingData
@@ -282,7 +281,7 @@ def test_latents_from_within_a_clip_are_not_those_of_the_window(
     torch.testing.assert_close(load_clip(window, generator=torch.Generator()), pixels[:, start : start + length])
 
     def encode(video: torch.Tensor) -> torch.Tensor:
-        return spec.encode_video(vae, to_unit_range(video)[None])
+        return spec.encode_video(vae, video[None])
 
     cut, alone = cut_latents(encode(pixels), window), encode(pixels[:, start : start + length])
     assert cut.shape == alone.shape
@@ -316,7 +315,7 @@ def test_windows_are_encoded_by_themselves_or_cut(tiny_repo: Callable[..., Path]
         vae = ours.spec.load_vae()
         for index, clip in kept.items():
             pixels = load_clip(encoded_clip(clip), generator=torch.Generator())
-            expected = cut_latents(ours.spec.encode_video(vae, to_unit_range(pixels)[None]), clip)[0]
+            expected = cut_latents(ours.spec.encode_video(vae, pixels[None]), clip)[0]
             assert expected.shape[1] == 3
             for found in seen:
                 torch.testing.assert_close(found[index], expected)

@@ -66,7 +66,6 @@ def test_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("finetrainers.data.loading.loader.load_clip", picture)
-    monkeypatch.setattr("finetrainers.data.loading.encode.to_unit_range", lambda video: video)  # it is in that range
     done = run(**options(family, clips=2, batch_size=2, training_type=training_type, train_steps=1))
     ((_, loss, grad_norm),) = done.curve("loss", "grad_norm")
     found = {"loss": loss, "grad_norm": grad_norm}
@@ -95,7 +94,6 @@ def test_steps_on_preference_pairs(
         return picture(clip) if clip.path.stem == "0" else picture(clip).flip(1)
 
     monkeypatch.setattr("finetrainers.data.loading.loader.load_clip", other)
-    monkeypatch.setattr("finetrainers.data.loading.encode.to_unit_range", lambda video: video)
     rows = [{"prompt": f"pattern {k}", "chosen": "0.mp4", "rejected": "1.mp4"} for k in range(2)]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -27,7 +27,7 @@ from finetrainers.models import common, family
 from finetrainers.models.families import ltx_video
 from finetrainers.models.family import Family
 from finetrainers.models.ltx_video import LTXVideoSpec
-from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats
+from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats, to_unit_range
 from finetrainers.utils.seeding import generator
 
 
@@ -93,7 +93,9 @@ class Animated(LTXVideoSpec):
     def encode_clip(self, encoders: Parts, video: Tensor, *others: Any, **more: Any) -> dict[str, Tensor]:
         encoder, processor = encoders["image_encoder"], encoders["image_processor"]
         self.seen.append((encoder.dtype, encoder.post_layernorm.bias[0].item()))
-        frames = [frame.permute(1, 2, 0).float().cpu().numpy() for frame in (video[:, :, 0] + 1) / 2]
+        frames = [
+            frame.permute(1, 2, 0).float().cpu().numpy() for frame in (to_unit_range(video[:, :, :1])[:, :, 0] + 1) / 2
+        ]
         pixels = processor(frames, return_tensors="pt", do_rescale=False).pixel_values
         with torch.no_grad():
             states = encoder(pixels.to(encoder.device, encoder.dtype)).last_hidden_state

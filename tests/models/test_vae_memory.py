@@ -103,9 +103,9 @@ def test_the_vae_is_set_before_every_use(
         return
     vae = spec.load_vae()
     stats = spec.vae_stats(vae)
-    video = torch.rand(2, 3, 9, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    video = torch.randint(256, (2, 3, 9, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = vae.encode(video).latent_dist.parameters
+        expected = vae.encode(video / 127.5 - 1).latent_dist.parameters
     settings: list[tuple[bool, bool]] = []
     encode, decode = vae.encode, vae.decode
     monkeypatch.setattr(
@@ -127,12 +127,15 @@ def test_the_vae_is_set_before_every_use(
     run(0.5 * one)
     run(1.5 * one)
     assert torch.equal(run(2.5 * one), expected)
+    assert torch.equal(spec.encode_video(vae, video / 127.5 - 1), expected)
+    settings.pop()
     run(0.5 * one, enable_slicing=False, enable_tiling=False)
     run(2.5 * one, enable_slicing=True, enable_tiling=True)
-    # LTX-Video splits the batch by itself, since its VAE does not split timesteps.
+    # With slicing, clips are converted one by one. LTX-Video also splits the batch to decode, since its VAE does not split
+    # timesteps.
     decoded = {"ltx_video": 2}.get(family, 1)
     wanted = [(True, True), (True, False), (False, False), (False, False), (True, True)]
-    assert settings == [one for setting in wanted for one in [setting] + [setting] * (decoded if setting[0] else 1)]
+    assert settings == [one for setting in wanted for one in [setting] * (2 + decoded if setting[0] else 2)]
 
 
 def test_the_size_of_decoded_clips() -> None:

@@ -21,7 +21,7 @@ from .loader import RawBatch
 
 #: Text conditioning of prompts, batch first.
 EncodeText = Callable[[Sequence[str]], Conditions]
-#: Named tensors of videos `[B, C, T, H, W]` in [-1, 1], of which each further medium has three channels, given the generator
+#: Named tensors of videos `[B, C, T, H, W]` with 8 bits, of which each further medium has three channels, given the generator
 #: of each clip's noise; see `ModelSpec.encode_clip`.
 EncodeClip = Callable[[Tensor, Sequence[torch.Generator]], Mapping[str, Tensor]]
 
@@ -37,9 +37,9 @@ def dropped_captions(sample_keys: Sequence[tuple[int, int]], *, probability: flo
     return [coin.item() < probability for coin in coins]
 
 
-def to_unit_range(video: Tensor) -> Tensor:
-    """Pixels of 0 to 255 as fp32 in [-1, 1], on the device; until here clips have 8 bits."""
-    return video.to(torch.float32).div_(127.5).sub_(1.0)
+def stacked(videos: Sequence[Tensor]) -> Tensor:
+    """Videos as a batch; one alone is not copied."""
+    return videos[0][None] if len(videos) == 1 else torch.stack(list(videos))
 
 
 class Encoder:
@@ -101,9 +101,9 @@ class Encoder:
         pixels = [one.to(self.device, non_blocking=True) for one in raw.pixels]
         if all(clip.latents_of is None for clip in raw.clips):
             generators = [generator("cpu", self.seed, "first frame noise", *key) for key in raw.sample_keys]
-            return self.encode_clip(to_unit_range(torch.stack(pixels)), generators)
+            return self.encode_clip(stacked(pixels), generators)
         encoded = [
-            {name: cut_latents(one, clip) for name, one in self.encode_clip(to_unit_range(segment)[None], ()).items()}
+            {name: cut_latents(one, clip) for name, one in self.encode_clip(segment[None], ()).items()}
             for segment, clip in zip(pixels, raw.clips, strict=True)  # may be of any lengths
         ]
         return {name: torch.cat([one[name] for one in encoded]) for name in encoded[0]}

@@ -29,8 +29,9 @@ from ..cache.keys import CacheKeys
 from ..cache.store import CacheError, TensorCache, is_finite
 from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips, twice
 from .batch_sampler import MicroBatch
-from .encode import EMPTY, TEXT, EncodeClip, EncodeText, to_unit_range
+from .encode import EMPTY, TEXT, EncodeClip, EncodeText, stacked
 from .loader import RawBatch
+from .prefetch import prefetch
 from .workers import Workers, note_reading
 
 #: Captions that are encoded at a time.
@@ -161,18 +162,18 @@ def _by_key(
 def _decoded(
     clips: Sequence[Clip], keys: CacheKeys, loading: DataloaderSection, optional: Collection[int]
 ) -> Iterator[Tensor | str]:
-    """The pixels of each clip, or why an optional one has none."""
+    """The pixels of each clip, or why an optional one has none; decoded ahead, while the VAE encodes those before."""
     order = [MicroBatch(0, (clip,)) for clip in clips]
     fetch = _PixelFetch(keys, optional)
     count, timeout_s = loading.dataloader_num_workers, loading.dataloader_timeout
     if not count or not clips:
-        return map(fetch, order)
+        return prefetch(order, fetch, threads=1)
     return Workers(order, fetch, clips=clips, count=count, timeout_s=timeout_s).batches()
 
 
 def _encode_batch(batch: Sequence[tuple[str, Clip, Tensor]], encode_clip: EncodeClip, keys: CacheKeys) -> int:
     """Encode clips of one bucket and write their entries; how many bytes these have."""
-    videos = to_unit_range(torch.stack([video for _, _, video in batch]))
+    videos = stacked([video for _, _, video in batch])
     encoded = encode_clip(videos, [generator("cpu", keys.seed, "first frame noise", key) for key, _, _ in batch])
     size = 0
     for row, (key, clip, _) in enumerate(batch):

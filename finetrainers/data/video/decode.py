@@ -1,4 +1,6 @@
-"""Decodes the wanted frames of a clip, resized one by one: the whole clip is never in memory.
+"""Decodes the wanted frames of a clip and resizes them one by one, the next frame being decoded meanwhile.
+
+Only two frames are ever in memory as large as they are stored, and each resized one goes to its place in the clip.
 
 Frames are resized by torch's antialiased bicubic on uint8, which equals PIL's to one grey level, rather than by FFmpeg
 inside PyAV's `reformat`: its result shifts brightness a little (0.4 levels on a 720p clip) and depends on FFmpeg's
@@ -7,10 +9,11 @@ version, while videos and images should meet the same resampling, and cached lat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -28,10 +31,18 @@ from .timeline import shown_at
 
 #: A part of a picture: top, left, height, width.
 Box: TypeAlias = tuple[int, int, int, int]
+T = TypeVar("T")
 
 
 def read_frames(
-    path: Path, indices: Sequence[int], *, height: int, width: int, box: Box | None = None, backend: str = "pyav"
+    path: Path,
+    indices: Sequence[int],
+    *,
+    height: int,
+    width: int,
+    box: Box | None = None,
+    backend: str = "pyav",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode frames of a video, turned upright, resized and cropped.
 
@@ -41,6 +52,7 @@ def read_frames(
         height, width: size in pixels that they are resized to.
         box: the part that is kept of each; None: all.
         backend: what decodes; see `data/video/backends.py`.
+        out: where the frames go, in any layout; None: into memory of their own.
 
     Returns:
         `[T, H, W, 3]` uint8, one frame for each index.
@@ -48,23 +60,44 @@ def read_frames(
     Raises:
         UnusableError: the file cannot be read, or ends before the last wanted frame.
     """
-    wanted = sorted(set(indices))
-    frames: dict[int, Tensor] = {}
+    box = box or (0, 0, height, width)
+    frames = torch.empty(len(indices), *box[2:], 3, dtype=torch.uint8) if out is None else out
+    places: dict[int, list[int]] = {}
+    for place, number in enumerate(indices):
+        places.setdefault(number, []).append(place)
+    wanted, done = sorted(places), 0
     try:
         with decoding(path), closing(open_video(path, backend)) as video:
-            for number, pixels in video.frames(wanted):
+            for number, pixels in _one_ahead(video.frames(wanted)):
                 frame = resize(torch.from_numpy(np.ascontiguousarray(pixels)), height, width)
-                frames[number] = _crop(frame, box)
+                for place in places[number]:
+                    frames[place].copy_(_crop(frame, box))
+                done += 1
     except UnusableError as error:
-        if not frames:
+        if not done:
             raise
-        raise UnusableError(f"{error}, after {len(frames)} of {len(wanted)} wanted frames") from error
-    if len(frames) < len(wanted):
+        raise UnusableError(f"{error}, after {done} of {len(wanted)} wanted frames") from error
+    if done < len(wanted):
         raise UnusableError(
-            f"{path} ends early: {len(frames)} of {len(wanted)} wanted frames could be decoded, "
+            f"{path} ends early: {done} of {len(wanted)} wanted frames could be decoded, "
             f"the last wanted one is number {max(indices)}; the file is cut off or damaged"
         )
-    return torch.stack([frames[number] for number in indices])
+    return frames
+
+
+def _one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items; a thread gets the next one while the caller works on this one.
+
+    FFmpeg decodes without Python's lock. Its own threads would decode further than is wanted, and with them the decoder of
+    H.264 does not say which frames are damaged.
+    """
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="decode") as pool:
+        upcoming = pool.submit(next, items, end)
+        while (item := upcoming.result()) is not end:
+            upcoming = pool.submit(next, items, end)
+            yield item  # type: ignore[misc]
+            del item
 
 
 def read_image(path: Path, *, height: int, width: int) -> Tensor:
@@ -112,33 +145,30 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
         box = spare_down // 2, spare_right // 2, height, width
     if clip.kind == "image":
         media = [_crop(read_image(path, height=full[0], width=full[1])[0], box)[None] for path in clip.files]
-    else:
-        indices, _ = select_frames(
-            clip.num_frames,
-            source_fps=clip.source_fps,
-            # The rate of the cut clip; `uniform` does not ask for it.
-            fps=clip.fps,
-            length=length,
-            mode=clip.frame_selection,
-            draw=draw,
-            start=clip.start,
-            times=_times(clip) if clip.is_variable else None,
-        )
-        backends = (clip.backend, *(one.backend for one in clip.further))
-        media = [
-            read_frames(path, indices, height=full[0], width=full[1], box=box, backend=backend)
-            for path, backend in zip(clip.files, backends, strict=True)
-        ]
-    frames = media[0] if len(media) == 1 else torch.cat(media, dim=3)
-    return frames.permute(3, 0, 1, 2).contiguous()
+        return torch.cat(media, dim=3).permute(3, 0, 1, 2).contiguous()
+    indices, _ = select_frames(
+        clip.num_frames,
+        source_fps=clip.source_fps,
+        # The rate of the cut clip; `uniform` does not ask for it.
+        fps=clip.fps,
+        length=length,
+        mode=clip.frame_selection,
+        draw=draw,
+        start=clip.start,
+        times=_times(clip) if clip.is_variable else None,
+    )
+    backends = (clip.backend, *(one.backend for one in clip.further))
+    frames = torch.empty(3 * len(backends), len(indices), height, width, dtype=torch.uint8)
+    for path, backend, channels in zip(clip.files, backends, frames.split(3), strict=True):
+        out = channels.permute(1, 2, 3, 0)
+        read_frames(path, indices, height=full[0], width=full[1], box=box, backend=backend, out=out)
+    return frames
 
 
-def _crop(frame_HWC: Tensor, box: Box | None) -> Tensor:
-    """A copy of a part, so that the memory of the whole frame is freed before the next one is decoded."""
-    if box is None or box == (0, 0, *frame_HWC.shape[:2]):
-        return frame_HWC
+def _crop(frame_HWC: Tensor, box: Box) -> Tensor:
+    """A part of a picture."""
     top, left, height, width = box
-    return frame_HWC[top : top + height, left : left + width].clone()
+    return frame_HWC[top : top + height, left : left + width]
 
 
 def _times(clip: Clip) -> list[float]:
