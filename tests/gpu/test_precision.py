@@ -12,9 +12,11 @@ import torch
 from every_family import FAMILIES
 from on_devices import Run, cases, devices
 
+from finetrainers.config.attention import BACKENDS
 from finetrainers.engine.trainer import Trainer
 from finetrainers.memory.quantization import QuantizedLinear
 from finetrainers.methods.sft import SFT
+from finetrainers.models.attention import check_backend
 
 Start = Callable[..., Run]
 ROOT = Path(__file__).parents[2]
@@ -110,3 +112,33 @@ def test_compiled_as_eager(device: str, start: Start, plain: Start, monkeypatch:
     assert hasattr(run.state.transformer, "_orig_mod")
     assert run.curve()[0] == pytest.approx(plain(device).curve()[0], rel=1e-2)
     assert run.curve() == pytest.approx(plain(device).curve(), rel=5e-2)
+
+
+@pytest.mark.parametrize(("device", "family"), cases(*FAMILIES, on_cpu=0))
+def test_compiled_blocks(device: str, family: str, start: Start, plain: Start) -> None:
+    """By inductor, one after another (`--compile regional`), with gradient checkpointing."""
+    run = start(device, family, compile="regional", gradient_checkpointing=True)
+    assert all(block._compiled_call_impl is not None for block in run.state.spec.block_modules(run.network))
+    assert run.curve()[0] == pytest.approx(plain(device, family).curve()[0], rel=1e-2)
+    assert run.curve() == pytest.approx(plain(device, family).curve(), rel=5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "native"])
+def test_an_attention_backend_computes_as_pytorch_does(name: str) -> None:
+    """Outputs and gradients in bf16, of those that are installed; `flex` without being compiled."""
+    if BACKENDS[name].missing is not None:
+        pytest.skip(BACKENDS[name].missing)
+    check_backend(name, device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["_native_cudnn", "_native_efficient", "flash", "flex"])
+def test_training_with_an_attention_backend(family: str, name: str, start: Start, plain: Start) -> None:
+    if BACKENDS[name].missing is not None:
+        pytest.skip(BACKENDS[name].missing)
+    more = {"compile": "regional"} if BACKENDS[name].fuses_compiled else {}
+    run = start("cuda", family, attn_backend=name, **more)
+    assert run.curve()[0] == pytest.approx(plain("cuda", family).curve()[0], rel=1e-2)
+    assert run.curve() == pytest.approx(plain("cuda", family).curve(), rel=5e-2)

@@ -36,6 +36,11 @@ def kernel_problems(config: TrainConfig, *, device_type: str, dtype_bytes: int) 
     if name != AUTO:
         for problem in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
             found.error("attn_backend", f"{name} {problem}")
+    if name == "_native_math":
+        found.warnings.append(
+            "--attn_backend _native_math stores the scores of all pairs of tokens in each block, which the memory estimate "
+            "leaves out; it is for comparisons at small sizes"
+        )
     if config.memory.compile != "none":
         for problem in _compile_problems(config, device_type):
             found.error("compile", problem)
@@ -50,7 +55,8 @@ def _attention_problems(config: TrainConfig, name: str, *, device_type: str, dty
     backend, compiles = BACKENDS[name], config.memory.compile != "none"
     if device_type == "cpu" and not backend.on_cpu:
         yield "needs a CUDA GPU, and this run trains on the CPU; use native"
-    elif backend.missing is not None:
+        return
+    if backend.missing is not None:
         yield backend.missing
     if device_type != "cpu" and dtype_bytes > 2 and not backend.any_dtype:
         yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native"
