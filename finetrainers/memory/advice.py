@@ -59,6 +59,10 @@ SWITCHES: tuple[Switch, ...] = (
         {"gradient_checkpointing": True, "activation_memory": "keep_attention"},
         "one more forward pass, without attention", 20,
     ),
+    Switch(
+        {"gradient_checkpointing": True, "activation_memory": "offload"},
+        "one more forward pass without attention, PCIe traffic, pinned host memory", 34,
+    ),
     Switch({"blocks_to_swap": "auto"}, "frozen weights travel over PCIe in forward and in backward; host memory", 20),
     Switch({"gradient_checkpointing": True}, "one more forward pass: a third more computation", 33, 33),
     Switch({"quantize_frozen": "int8"}, "frozen weights are rounded to int8, and dequantized for every use", 34),
