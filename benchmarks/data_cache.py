@@ -2,13 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/data_cache.py --wait
     OMP_NUM_THREADS=1 python benchmarks/data_cache.py --startup --entries 100000
-    OMP_NUM_THREADS=1 python benchmarks/data_cache.py --fill
 
 Each prints Markdown tables. The first trains the embedded model on clips of its world, with clips decoded and encoded while
 training and with the cache, with and without worker processes, and measures the time within which the trainer waits for its
 next batches; it fails if that is 2 % of a step or more with the cache. The second makes so many small entries and files, and
-times, each in a process of its own, what a start asks of them, beside what it would be without the index. The third fills a
-cache with clips of one video of 720p: decoding, encoding and writing each by itself, and together, with and without workers.
+times, each in a process of its own, what a start asks of them, beside what it would be without the index.
 """
 
 from __future__ import annotations
@@ -18,35 +16,24 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 
-from benchmarks.data import write_clip
 from finetrainers import load_config, train
-from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection
-from finetrainers.data.buckets.clip import Clip
-from finetrainers.data.cache.keys import CacheKeys, EncoderEntry
 from finetrainers.data.cache.store import TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
-from finetrainers.data.loading.precompute import precompute_video
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.demo.data import training_scenes, write_clips
-from finetrainers.models.registry import get_family
 from finetrainers.utils.logs import quiet_progress_bars
 
 TARGET = 0.02
@@ -182,75 +169,11 @@ def startup_table(directory: Path, *, entries: int) -> list[str]:
     return rows
 
 
-def fill_table(directory: Path, *, clips: int, repeats: int) -> list[str]:
-    """A row for each part of filling a cache, and for all of them together; each is done in turns."""
-    spec = get_family("ltx_video").load(
-        ModelSection(model_name="ltx_video", pretrained_model_name_or_path="demo://ltx", vae_dtype="fp32")
-    )
-    encoders = spec.load_clip_encoders()
-    video = write_clip(directory / "clip.mp4")
-    starts = range(0, 200, max(1, 200 // clips))
-    todo = [
-        Clip(k, video, "", "video", (49, 480, 832), 25.0, 250, 25.0, 1280, 720, start=starts[k]) for k in range(clips)
-    ]
-
-    def keys(name: str) -> CacheKeys:
-        return CacheKeys(
-            TensorCache(directory / name / "tensors"), FileFacts(directory / name / "digests"), "text", EncoderEntry("vae"),
-            DataSection(), seed=0,
-        )  # fmt: skip
-
-    def encode(clip: torch.Tensor, _: object) -> dict[str, torch.Tensor]:
-        return spec.encode_clip(encoders, clip, None)
-
-    def together(workers: int, turn: int) -> None:
-        name, loading = f"{workers} {turn}", DataloaderSection(dataloader_num_workers=workers)
-        done = precompute_video(todo, encode, keys(name), OneProcess(), loading=loading)  # type: ignore[arg-type]
-        assert done.encoded == clips
-        shutil.rmtree(directory / name)
-
-    pixels = keys("parts").pixels(todo[0])
-    moments, one = encode(pixels[None], None), keys("one")
-    ways: dict[str, Callable[[int], object]] = {
-        "decoding and resizing": lambda _: [one.pixels(clip) for clip in todo],
-        "the VAE": lambda _: [encode(pixels[None], None) for _ in todo],
-        "writing": lambda _: [one.cache.put(one.video(clip), moments) for clip in todo],
-        "all, without workers": partial(together, 0),
-        "all, 1 worker": partial(together, 1),
-        "all, 2 workers": partial(together, 2),
-    }
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for turn in range(repeats):
-        for name, way in ways.items():
-            wall, cpu = time.perf_counter(), sum(os.times()[:4])
-            way(turn)
-            taken[name].append((time.perf_counter() - wall, sum(os.times()[:4]) - cpu))
-    rows = [f"| {clips} clips of 49x480x832 | wall s | CPU s |", "|---|---|---|"]
-    for name, times in taken.items():
-        wall, cpu = (statistics.median(one) for one in zip(*times, strict=True))
-        rows.append(f"| {name} | {wall:.2f} | {cpu:.2f} |")
-    return rows
-
-
-class OneProcess:
-    """The part of `Ranks` that filling a cache uses, for one process."""
-
-    rank, world_size = 0, 1
-
-    def raise_on_all_ranks(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def gather_objects(self, mine: list[Any]) -> list[Any]:
-        return mine
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; 1 if batches from the cache are waited for too long."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--wait", action="store_true", help="how long steps wait for their batches")
     parser.add_argument("--startup", action="store_true", help="what a start costs with a large cache")
-    parser.add_argument("--fill", action="store_true", help="how long filling a cache takes, and its parts")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each way, for --fill [3]")
     parser.add_argument("--steps", type=int, default=60, help="steps measured each way")
     parser.add_argument("--clips", type=int, default=48, help="clips that are trained on")
     parser.add_argument("--batch_size", type=int, default=4)
@@ -270,9 +193,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.startup:
         with tempfile.TemporaryDirectory() as directory:
             print(*startup_table(Path(directory), entries=arguments.entries), sep="\n")
-    if arguments.fill:
-        with tempfile.TemporaryDirectory() as directory:
-            print(*fill_table(Path(directory), clips=arguments.clips, repeats=arguments.repeats), sep="\n")
     return code
 
 
