@@ -38,6 +38,7 @@ PAGE = ROOT / "docs" / "how-to" / "memory.md"
 _MARKS = ("<!-- what fits -->", "<!-- end of what fits -->")
 GPUS = (12, 16, 24, 32, 48, 80)
 KINDS = {"LoRA r128": {"rank": 128, "lora_alpha": 128}, "full": {"training_type": "full-finetune"}}
+ABSENT = "does not fit one GPU"
 HEADINGS = ("GPU", "model", "flags", "planned peak", "expected slowdown")
 
 
@@ -68,7 +69,7 @@ def fits(name: str, kind: str, gpu: int) -> tuple[str, ...]:
     start = [f"{gpu} GB", f"{name} {kind}"]
     advice = memory.advice(gpu)
     if advice is None:
-        return (*start, "does not fit one GPU", "", "")
+        return (*start, ABSENT, "", "")
     flags = " ".join(f"`{switch.flags}`" for switch, _ in advice.switches) or "none"
     unknown = any(switch.slowdown is None for switch, _ in advice.switches)
     slowdown = sum(switch.slowdown or 0 for switch, _ in advice.switches)
@@ -78,11 +79,10 @@ def fits(name: str, kind: str, gpu: int) -> tuple[str, ...]:
 
 
 def all_fits() -> Iterator[tuple[str, ...]]:
-    """Every row."""
+    """Every row that fits."""
     for name in NETWORKS:
         for kind in KINDS:
-            for gpu in GPUS:
-                yield fits(name, kind, gpu)
+            yield from (row for gpu in GPUS if (row := fits(name, kind, gpu))[2] != ABSENT)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
