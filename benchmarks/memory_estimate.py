@@ -79,10 +79,15 @@ def fits(name: str, kind: str, gpu: int) -> tuple[str, ...]:
 
 
 def all_fits() -> Iterator[tuple[str, ...]]:
-    """Every row that fits."""
+    """Every row that fits with other flags than on a smaller GPU."""
     for name in NETWORKS:
         for kind in KINDS:
-            yield from (row for gpu in GPUS if (row := fits(name, kind, gpu))[2] != ABSENT)
+            before = ABSENT
+            for gpu in GPUS:
+                row = fits(name, kind, gpu)
+                if row[2] != before:
+                    yield row
+                before = row[2]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
