@@ -140,16 +140,16 @@ def memory_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
     rows = [["memory of a process, estimated", "GPU", "host", ""]]
     for phase, size in plan.peaks.items():
         mark = "< peak" if phase == peak else ""
-        rows.append([f"  {label(phase)}", f"{size / GIB:.1f} GiB", f"{plan.host[phase] / GIB:.1f} GiB", mark])
+        rows.append([f"  {label(phase)}", file_size(size), file_size(plan.host[phase]), mark])
     lines = [*(line.rstrip() for line in aligned(rows)), f"of the peak ({label(peak)}):"]
     parts = sorted(plan.phases[peak].items(), key=lambda part: -part[1])
-    lines += [f"  {name:<36}{size / GIB:6.2f} GiB" for name, size in parts if size >= 0.005 * GIB]
+    lines += aligned([[f"  {name}", file_size(size)] for name, size in parts if size >= 0.005 * plan.peak])
     lines.append(
-        f"allocated {plan.peak / GIB:.1f} GiB; reserved, with 15 % for CUDA and fragmentation, about "
-        f"{(1 + RESERVE) * plan.peak / GIB:.1f}"
+        f"allocated {file_size(plan.peak)}; reserved, with 15 % for CUDA and fragmentation: "
+        f"{file_size((1 + RESERVE) * plan.peak)}"
     )
     machine = plural(plan.local_processes, "process", "processes")
-    lines.append(f"host memory of a machine, {machine}: {plan.machine_bytes / GIB:.1f} GiB")
+    lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)}")
     lines += plan.step.swap.lines()
     if plan.unknown:
         lines.append(f"not in it, since not on this disk: {', '.join(plan.unknown)}")
@@ -162,10 +162,10 @@ def memory_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
 
 def fit_lines(plan: RunPlan, gpu_gib: float, advice: Advice | None) -> list[str]:
     """Whether it fits a GPU, and what makes it fit."""
-    needed = (1 + RESERVE) * plan.peak / GIB
-    if needed <= gpu_gib:
-        return [f"it fits {gpu_gib:g} GB: {needed:.1f} GiB are needed"]
-    lines = [f"it does not fit {gpu_gib:g} GB: {needed:.1f} GiB are needed"]
+    needed = (1 + RESERVE) * plan.peak
+    if needed <= gpu_gib * GIB:
+        return [f"it fits {gpu_gib:g} GB: {file_size(needed)} are needed"]
+    lines = [f"it does not fit {gpu_gib:g} GB: {file_size(needed)} are needed"]
     if advice is None:
         lines.append("no set of options makes it fit. What does:")
         return [*lines, *(f"  * {way}" for way in OTHER_WAYS)]
@@ -182,7 +182,7 @@ def advice_lines(advice: Advice, heading: str) -> list[str]:
             "slowdown not measured" if percent is None else f"+{percent:g} % time" if percent else "training as fast"
         )
         lines.append(f"  {switch.flags}")
-        lines.append(f"      saves {saved / GIB:.1f} GiB; {slower}; {switch.cost}")
+        lines.append(f"      saves {file_size(saved)}; {slower}; {switch.cost}")
     return lines
 
 
@@ -226,8 +226,8 @@ def print_planned(checked: Preflight) -> None:
         return
     plan = RunMemory(checked).plan()
     print_line(
-        f"memory, planned: {plan.peak / GIB:.1f} GiB on the GPU in the phase {label(plan.peak_phase)}, about "
-        f"{(1 + RESERVE) * plan.peak / GIB:.1f} reserved; {plan.machine_bytes / GIB:.1f} GiB of host memory"
+        f"memory, planned: {file_size(plan.peak)} on the GPU in the phase {label(plan.peak_phase)}, about "
+        f"{file_size((1 + RESERVE) * plan.peak)} reserved; {file_size(plan.machine_bytes)} of host memory"
     )
 
 

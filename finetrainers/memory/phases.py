@@ -37,8 +37,9 @@ Size = tuple[int, int, int]
 
 #: What the allocator reserves beyond what is allocated, CUDA's context included: published measurements, see `docs/how-to/memory.md`.
 RESERVE = 0.15
-#: Resident memory of a process that has imported what training imports, measured on Linux with the CPU build of torch.
-PROCESS_GIB = 0.9
+#: Resident memory of a process that trains, without weights: 0.55 to 0.62 measured on Linux with the CPU build of torch. The
+#: libraries of CUDA add to it; how much was not measured.
+PROCESS_GIB = 0.6
 #: Captions that are encoded at once before training.
 _TEXTS_AT_ONCE = 8
 

@@ -29,7 +29,7 @@ def quoted(text: str) -> str:
 def file_size(count: float) -> str:
     """`1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
+        if count < 999.5:  # of three digits
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"

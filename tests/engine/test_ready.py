@@ -80,7 +80,7 @@ def test_what_is_on_this_disk_needs_no_hub(
 ) -> None:
     train(load_config(**from_hub(dry_run=True)))
     printed = capsys.readouterr().out
-    assert "peak, about" in printed
+    assert "memory of a process, estimated" in printed
     assert printed.splitlines()[-1].endswith("weights not on this disk yet: text encoder, VAE, transformer")
     first = train(load_config(**from_hub()))
 
