@@ -2,16 +2,22 @@
 
     python benchmarks/memory_estimate.py                  # every family, LoRA and full, against the count: a minute
     python benchmarks/memory_estimate.py --fits           # GPU and model -> flags, planned peak, expected slowdown
+    python benchmarks/memory_estimate.py --recipes        # the planned peak of each command in examples/
     python benchmarks/memory_estimate.py --fits --write   # writes that table into docs/how-to/memory.md
+    python benchmarks/memory_estimate.py --recipes --write  # writes those peaks into the recipes
 
-Nothing runs on a GPU here: the networks are the published ones without weights. The table is what `finetrainers estimate --gpu`
-says of each row.
+Nothing runs on a GPU here: the networks are the published ones without weights. Table and peaks are what
+`finetrainers estimate` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +29,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from published_networks import NETWORKS, published_model  # noqa: E402
 
+from finetrainers.cli.estimate import estimate_command  # noqa: E402
 from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.engine.memory_plan import RunMemory  # noqa: E402
 from finetrainers.engine.preflight import preflight  # noqa: E402
@@ -33,6 +40,7 @@ from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
 from finetrainers.memory.phases import RESERVE  # noqa: E402
 from finetrainers.methods.registry import method_spec  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
+from finetrainers.utils.phases import TRAINING_STEP, label  # noqa: E402
 
 PAGE = ROOT / "docs" / "how-to" / "memory.md"
 _MARKS = ("<!-- what fits -->", "<!-- end of what fits -->")
@@ -96,6 +104,51 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
 
+def recipes() -> Iterator[Path]:
+    """The training files below examples/ that have one command; recipes for several engines tell their memory in words."""
+    for path in sorted((ROOT / "examples").glob("*/*.toml")):
+        if len(_commands(path)) == 1:
+            yield path
+
+
+def _commands(recipe: Path) -> list[list[str]]:
+    """The commands in the head of a recipe, in words."""
+    head = recipe.read_text(encoding="ascii").partition("\n\n")[0]
+    lines = re.sub(r" \\\n# +", " ", head).splitlines()
+    starts = ("#   finetrainers train ", "#   accelerate launch ", "#   NUM_MACHINES=")
+    return [shlex.split(line.lstrip("# ")) for line in lines if line.startswith(starts)]
+
+
+def planned_peak(recipe: Path) -> str:
+    """The line of a recipe that says how much memory its command is planned to take, as the command `estimate` says it."""
+    [words] = _commands(recipe)
+    family = load_config(recipe).model.model_name
+    sizes = [name for name, network in NETWORKS.items() if network.family == family]
+    [name] = [one for one in sizes if len(sizes) == 1 or one.rpartition("-")[2] in recipe.stem]
+    flags = [str(recipe), "--json", "--pretrained_model_name_or_path", str(model(name))]
+    if "--config_file" in words:
+        at = words.index("--config_file")
+        flags += ["--accelerate_config", str(ROOT / words[at + 1]), "--num_processes", words[at + 3]]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert estimate_command(flags) == 0, recipe
+    found = json.loads(printed.getvalue())
+    phase, more = found["peak"]["phase"], "".join(f" and the {part}" for part in found["unknown"])
+    line = f"# Planned peak: {found['peak']['reserved'] / GIB:.1f} GiB{more} in the phase {label(phase)}"
+    step = (1 + RESERVE) * found["phases"][TRAINING_STEP]["gpu"] / GIB
+    rest = "" if phase == TRAINING_STEP else f", {step:.1f} in the training step"
+    return f"{line}{rest} (finetrainers estimate)."
+
+
+def with_planned_peak(recipe: Path) -> str:
+    """The text of a recipe, with that line before the lines of its command."""
+    lines = [line for line in recipe.read_text(encoding="ascii").splitlines() if not line.startswith("# Planned peak")]
+    command = next(
+        number for number, line in enumerate(lines) if line.startswith(("#   finetrainers", "#   accelerate"))
+    )
+    return "\n".join([*lines[: command - 1], planned_peak(recipe), *lines[command - 1 :]]) + "\n"
+
+
 def errors() -> Iterator[str]:
     """Estimate and count of a training step, of every network, kind, way of storing activations, and batch size."""
     yield f"{'network':<14}{'kind':<15}{'checkpointing':<15}{'batch':<7}{'planned':>9}{'counted':>9}{'error':>8}"
@@ -133,8 +186,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print, or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--fits", action="store_true", help="print what fits which GPU instead")
-    parser.add_argument("--write", action="store_true", help="write that table into docs/how-to/memory.md")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write that table into docs/how-to/memory.md, or the peaks into the recipes",
+    )
+    parser.add_argument("--recipes", action="store_true", help="print the planned peak of each recipe instead")
     own = parser.parse_args(argv)
+    if own.recipes:
+        for path in recipes():
+            text = with_planned_peak(path)
+            print(
+                path.relative_to(ROOT), next(line for line in text.splitlines() if "Planned peak" in line), sep="\n  "
+            )
+            if own.write:
+                path.write_text(text, encoding="ascii")
+        return 0
     if not own.fits:
         for line in errors():
             print(line, flush=True)

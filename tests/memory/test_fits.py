@@ -1,9 +1,10 @@
-"""The table of GPUs in the documentation is what the estimate says today."""
+"""The table of GPUs in the documentation, and the planned peaks of the recipes, are what the estimate says today."""
 
 from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,25 @@ ROOT = Path(__file__).parents[2]
 ROWS = [("LTX-Video", "LoRA r128", 12), ("LTX-Video", "full", 32), ("CogVideoX-2b", "LoRA r128", 80)]
 
 
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    """The names of the benchmark."""
+    return runpy.run_path(str(ROOT / "benchmarks" / "memory_estimate.py"))
+
+
 @pytest.mark.timeout(300)
-def test_rows_of_the_documentation() -> None:
-    script = runpy.run_path(str(ROOT / "benchmarks" / "memory_estimate.py"))
+def test_planned_peaks_of_the_recipes(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipes = list(script["recipes"]())
+    assert len(recipes) == 12
+    for recipe in recipes:
+        assert script["with_planned_peak"](recipe) == recipe.read_text(encoding="ascii"), (
+            f"{recipe}: run benchmarks/memory_estimate.py --recipes --write"
+        )
+
+
+@pytest.mark.timeout(300)
+def test_rows_of_the_documentation(script: dict[str, Any]) -> None:
     text = (ROOT / "docs" / "how-to" / "memory.md").read_text(encoding="utf-8")
     for row in ROWS:
         assert script["markdown"]([script["fits"](*row)]).splitlines()[-1] in text.splitlines(), row
