@@ -71,7 +71,7 @@ def test_published_command_trains(family, tiny_repo, tmp_path, python):
         assert result.wait() == 0, result.stderr
     assert "unknown flag" not in result.stderr, result.stderr
     assert (output / "pytorch_lora_weights.safetensors").is_file(), result.stdout + result.stderr
-    steps = [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2]
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [1, 2]
     # The same prompt at two sizes gives two files.
     assert len(list((output / "samples" / "step-000002").glob("*.mp4"))) == 2

@@ -89,7 +89,7 @@ class TextCache:
 
     def live(self, encoders: Parts) -> TextConditioning:
         """Nothing is encoded beforehand: the encoders stay loaded."""
-        encode = phase(ENCODING_TEXT)(partial(self.spec.encode_text, encoders))
+        encode = phase(ENCODING_TEXT)(lambda captions: self.spec.encode_text(encoders, captions))
         return TextConditioning(self._keys, encode, Encoded())
 
 
