@@ -327,7 +327,7 @@ class ModelSpec(ABC):
 
         Args:
             encoders: see `load_clip_encoders`.
-            video_BCTHW: clips; see `to_unit_range`.
+            video_BCTHW: clips, as pixels of 8 bits or in [-1, 1]; see `to_unit_range`.
             generators: of the noise that is added to each clip's given first frame, on the CPU; None: none is.
             media: the further media (`Facts.media`) by name, each in the shape of the clips, and cut like them.
         """
