@@ -150,6 +150,9 @@ def memory_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
     )
     machine = plural(plan.local_processes, "process", "processes")
     lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)}")
+    options = with_launcher(memory.checked.config.parallel)
+    if launched_processes() == 1 and (options.fsdp is not None or options.deepspeed):
+        lines.append("planned for 1 process; finetrainers estimate --num_processes N plans for N")
     lines += plan.step.swap.lines()
     if plan.unknown:
         lines.append(f"not in it, since not on this disk: {', '.join(plan.unknown)}")

@@ -99,7 +99,11 @@ def test_processes_share(checked: Callable[..., Preflight], monkeypatch: pytest.
     assert eight.local_processes == 4
     assert eight.machine_bytes == pytest.approx(4 * min(eight.host.values()) + eight.one_by_one, rel=0.2)
     options = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp": "full", "fsdp_cpu_offload": True}
-    host = RunMemory(checked(**options)).plan()
+    memory = RunMemory(checked(**options))
+    host = memory.plan()
+    assert "planned for 1 process" not in "\n".join(memory_lines(memory, host))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "planned for 1 process" in "\n".join(memory_lines(memory, host))
     assert host.host["training_step"] > eight.host["training_step"]
     assert host.peaks["checkpoint"] < eight.peaks["checkpoint"]
 
