@@ -68,11 +68,12 @@ def with_blocks_to_swap(config: TrainConfig, number: int) -> TrainConfig:
 
 
 def _fewest(checked: Preflight, spec: ModelSpec, parallel: Strategy) -> int:
-    """The fewest blocks with which the estimate fits what is free on the device that has least; nothing to do on a CPU."""
+    """The fewest blocks with which the estimate fits what is free on the device that has least, and the budget; 0 on a CPU."""
     if parallel.device.type != "cuda":
         return 0
     free_memory()
     free = min(parallel.gather_objects([torch.cuda.mem_get_info(parallel.device)[0] / GIB]))
+    free = min(free, checked.config.memory.memory_budget or free)
     network = network_without_weights(checked)
     total = len(spec.block_modules(network))
     number = fewest_blocks(total, lambda n: _HEADROOM * estimated(checked, spec, network, n) <= free)

@@ -156,6 +156,10 @@ def test_auto_swaps_the_fewest_blocks_that_fit(
     assert 3 < number < 60
     assert block_swap.estimated(checked, spec, meta, number) * 1.15 <= 16
     assert block_swap.estimated(checked, spec, meta, number - 1) * 1.15 > 16
+    budget = checked.config.memory.model_copy(update={"memory_budget": 16.0})
+    unlimited, checked = checked, replace(checked, config=checked.config.model_copy(update={"memory": budget}))
+    assert fewest(29) == number, "the budget counts as what is free"
+    checked = unlimited
     assert fewest(1) == 60
     assert "with all 60 blocks swapped the estimate is" in capsys.readouterr().out
     parallel.device = torch.device("cpu")
