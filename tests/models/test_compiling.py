@@ -19,6 +19,7 @@ from finetrainers.config.load import load_config
 from finetrainers.engine.trainable import attach
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.models import compiling
+from finetrainers.parallel.ddp import free_group_last
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,7 @@ def test_the_graph_of_a_block_is_not_split_where_the_buckets_of_ddp_end(monkeypa
         block = Block()
         compiling.compile_blocks([block])
         model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), block), bucket_cap_mb=0.01)
+        free_group_last(model)
         model(torch.ones(2, 64)).sum().backward()
     finally:
         torch.distributed.destroy_process_group()
