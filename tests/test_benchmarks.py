@@ -17,6 +17,12 @@ def overhead(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
     return benchmark_script("overhead")
 
 
+@pytest.fixture(scope="module")
+def startup(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
+    """The script as a module."""
+    return benchmark_script("startup")
+
+
 @pytest.mark.parametrize("case", ["ltx", "hunyuan", "cogvideo"])
 def test_prints_a_row_for_each_run(overhead: ModuleType, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     overhead.main(["--cases", case, "--training", "full-finetune", "--data", "memory", "cache", "--blocks", "1", "--steps", "1"])  # fmt: skip
@@ -49,24 +55,24 @@ def test_loops_that_do_different_work_are_not_compared(overhead: ModuleType, mon
         overhead.main(["--cases", "cogvideo", "--training", "lora", "--blocks", "1", "--steps", "1"])
 
 
-def test_imports_are_summed_by_package(overhead: ModuleType) -> None:
-    seconds = dict(overhead.import_seconds("import json.tool"))
+def test_imports_are_summed_by_package(startup: ModuleType) -> None:
+    seconds = dict(startup.import_seconds("import json.tool"))
     assert 0 < seconds["json"] < 10
     assert not any("." in package for package in seconds)
 
 
-def test_a_command_that_fails_is_an_error(overhead: ModuleType) -> None:
+def test_a_command_that_fails_is_an_error(startup: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="no such luck"):
-        overhead.command_seconds("-c", "raise SystemExit('no such luck')")
+        startup.command_seconds("-c", "raise SystemExit('no such luck')")
 
 
 def test_start_up_is_measured_each_way(
-    overhead: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    startup: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(overhead, "command_seconds", lambda *arguments: 2.0)
-    monkeypatch.setattr(overhead, "first_step_seconds", lambda *arguments, precompute: 4.0 if precompute else 3.0)
-    monkeypatch.setattr(overhead, "import_seconds", lambda statement: [("torch", 1.5), ("finetrainers", 0.25)])
-    assert overhead.main(["--startup", "--cases", "ltx", "--repeats", "2"]) == 0
+    monkeypatch.setattr(startup, "command_seconds", lambda *arguments: 2.0)
+    monkeypatch.setattr(startup, "first_step_seconds", lambda *arguments, precompute: 4.0 if precompute else 3.0)
+    monkeypatch.setattr(startup, "import_seconds", lambda statement: [("torch", 1.5), ("finetrainers", 0.25)])
+    assert startup.main(["--repeats", "2"]) == 0
     out = capsys.readouterr().out
     assert "| `train.py --help` | 2.00 | 2.00 | 2.00 |" in out
     assert "| first step logged | 3.00 | 3.00 | 3.00 |" in out
@@ -75,9 +81,9 @@ def test_start_up_is_measured_each_way(
 
 
 @pytest.mark.slow
-def test_the_first_step_of_a_real_run(overhead: ModuleType, tmp_path: Path) -> None:
-    case = overhead.CASES["ltx"]
+def test_the_first_step_of_a_real_run(startup: ModuleType, tmp_path: Path) -> None:
+    case = startup.CASES["ltx"]
     case.build(tmp_path)
-    assert 0 < overhead.first_step_seconds(case, tmp_path, precompute=True) < 600
+    assert 0 < startup.first_step_seconds(case, tmp_path, precompute=True) < 600
     assert (tmp_path / "run" / "pytorch_lora_weights.safetensors").is_file()
     assert list((tmp_path / "cache").iterdir())
