@@ -26,7 +26,7 @@ from finetrainers.utils.text import aligned, file_size, plural
 
 from .preflight import Preflight, preflight
 from .room import Needs, disk_needs
-from .start_report import print_line
+from .start_report import part_name, print_line
 from .trainable import network_without_weights, trainable_parameters
 
 
@@ -143,7 +143,7 @@ def memory_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
         rows.append([f"  {label(phase)}", file_size(size), file_size(plan.host[phase]), mark])
     lines = [*(line.rstrip() for line in aligned(rows)), f"of the peak ({label(peak)}):"]
     parts = sorted(plan.phases[peak].items(), key=lambda part: -part[1])
-    lines += aligned([[f"  {name}", file_size(size)] for name, size in parts if size >= 0.005 * plan.peak])
+    lines += aligned([[f"  {part_name(name)}", file_size(size)] for name, size in parts if size >= 0.005 * plan.peak])
     lines.append(
         f"allocated {file_size(plan.peak)}; reserved, with 15 % for CUDA and fragmentation: "
         f"{file_size((1 + RESERVE) * plan.peak)}"
@@ -155,7 +155,7 @@ def memory_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
         lines.append("planned for 1 process; finetrainers estimate --num_processes N plans for N")
     lines += plan.step.swap.lines()
     if plan.unknown:
-        lines.append(f"not in it, since not on this disk: {', '.join(plan.unknown)}")
+        lines.append(f"not in it, since not on this disk: {', '.join(map(part_name, plan.unknown))}")
     needs = memory.disk()
     disk = [f"{needs.num_checkpoints} x {file_size(needs.checkpoint)} of checkpoints"] if needs.num_checkpoints else []
     cache = memory.cache_bytes()
@@ -228,6 +228,11 @@ def print_planned(checked: Preflight) -> None:
     if checked.family.configs_not_here(checked.config.model):
         return
     plan = RunMemory(checked).plan()
+    if likely_device_type() == "cpu":
+        print_line(
+            f"memory, planned: {file_size(plan.local_processes * plan.peak + plan.machine_bytes)} of host memory (no GPU)"
+        )
+        return
     print_line(
         f"memory, planned: {file_size(plan.peak)} on the GPU in the phase {label(plan.peak_phase)}, about "
         f"{file_size((1 + RESERVE) * plan.peak)} reserved; {file_size(plan.machine_bytes)} of host memory"

@@ -84,10 +84,7 @@ def preflight(
     config, family = _resolve_family(config)
     config = _with_targets(config, family.facts)
     found = Findings()
-    method = method_spec(config) if config.training.method in method_names() else None
-    if method is None:
-        name = config.training.method
-        found.error("method", f"unknown method {name!r}{nearest(name, method_names())}")
+    method = _find_method(config, found)
     earlier = scan_checkpoints(config.run.output_dir)
     checkpoint, initial = _find_weights(config, found)
     config = _with_base(config, initial)
@@ -106,13 +103,8 @@ def preflight(
     if earlier and not preparing:  # damaged ones too
         _check_earlier(config, found)
 
-    plan, start = None, None
-    backend = backend_problem(config.data.video_backend)
-    if backend is not None:
-        found.error("video_backend", backend)
-    elif method is not None:  # the backend is asked about every clip
-        with _noted(found, "data", DataError):
-            plan = planner(config, facts.geometry, sizes_are_wrong=_concern(found, method.size_options))
+    start = None
+    plan = None if method is None else _find_work(config, facts, method, planner, found)
     _check_control_videos(config, facts, prompts, plan, found)
     if plan is not None and not model_problems and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
@@ -122,6 +114,28 @@ def preflight(
     return Preflight(
         config, family, facts, prompts, plan, start, [*found.warnings, *plan.warnings, *start.warnings], earlier
     )
+
+
+def _find_method(config: TrainConfig, found: Findings) -> MethodSpec | None:
+    """The method of the configuration; None, and an error among the findings, if there is none of that name."""
+    name = config.training.method
+    if name in method_names():
+        return method_spec(config)
+    found.error("method", f"unknown method {name!r}{nearest(name, method_names())}")
+    return None
+
+
+def _find_work(
+    config: TrainConfig, facts: Facts, method: MethodSpec, planner: Planner, found: Findings
+) -> WorkPlan | None:
+    """What the run will work on; None, and errors among the findings, if that is not clear."""
+    backend = backend_problem(config.data.video_backend)
+    if backend is not None:  # it is asked about every clip
+        found.error("video_backend", backend)
+        return None
+    with _noted(found, "data", DataError):
+        return planner(config, facts.geometry, sizes_are_wrong=_concern(found, method.size_options))
+    return None
 
 
 def _check_environment() -> None:

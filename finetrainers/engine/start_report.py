@@ -43,10 +43,10 @@ def print_first_line(checked: Preflight, *, before: str = "") -> None:
 
 def sizes_on_disk(checked: Preflight) -> dict[str, int | None]:
     """Bytes of each network's weight files, by what it is called; None where they are not on this disk."""
-    return {_name(part): size for part, size in checked.family.weights_on_disk(checked.config.model).items()}
+    return {part_name(part): size for part, size in checked.family.weights_on_disk(checked.config.model).items()}
 
 
-def _name(part: str) -> str:
+def part_name(part: str) -> str:
     """What a part is called: `second text encoder` of `text_encoder_2`."""
     name, _, number = part.rpartition("_") if part[-1:].isdigit() else (part, "", "")
     return _ORDINALS.get(number, "") + {"vae": "VAE"}.get(name, name.replace("_", " "))
@@ -107,7 +107,7 @@ def print_results(root: Path) -> None:
     """Where everything is, after training."""
     places = {
         "LoRA": root / "pytorch_lora_weights.safetensors",
-        **{_name(path.name): path for path in root.glob("transformer*")},
+        **{part_name(path.name): path for path in root.glob("transformer*")},
         "samples": root / "samples",
         "model card": root / "README.md",
         "settings": root / "config.toml",

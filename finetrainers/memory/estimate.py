@@ -17,6 +17,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ActivationMemory
 from finetrainers.methods.registry import method_spec
+from finetrainers.methods.spec import MethodMemory
 from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.sharding import WHOLE, Split
 
@@ -114,11 +115,6 @@ class MemoryPlan:
     swap: SwapSizes = NO_SWAP
     offloaded: float = 0.0
 
-    def table(self) -> list[tuple[str, str]]:
-        """Rows of what and how much, for printing; the last is the peak."""
-        kept = [(name, f"{gib:.2f} GiB") for name, gib in self.parts.items() if gib]
-        return [*kept, ("peak, about", f"{self.total:.1f} GiB")]
-
 
 def estimate(workload: Workload) -> MemoryPlan:
     """The memory of a workload on one GPU.
@@ -185,19 +181,10 @@ def estimate_for(
         batch_size: how many of them make a micro-batch; default: as configured.
         split: what the strategy splits over processes; default: nothing.
     """
-    training = config.training
-    num_trainable = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    trainable_bytes = 2 if training.master_weights == "stochastic_rounding" else 4
-    width = computed_bytes(config)
-    method, blocks = method_spec(config), spec.block_modules(transformer)
-    accumulates = method.accumulates(config)
-    total = sum(p.numel() for p in transformer.parameters())
-    kept = method.memory(
-        config,
-        (transformer.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[union-attr, arg-type]
-        batch_size=batch_size or config.dataloader.batch_size,
-        trained=num_trainable * trainable_bytes,
-        reference=total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
+    trainable_bytes, width = _trainable_bytes(config), computed_bytes(config)
+    accumulates, blocks = method_spec(config).accumulates(config), spec.block_modules(transformer)
+    kept = _method_memory(
+        config, geometry, transformer, bucket=bucket, clips=batch_size or config.dataloader.batch_size, split=split
     )
     masters = split.masters and width == _HALF
     frozen, swap = _frozen_bytes(config, transformer, spec)
@@ -210,7 +197,7 @@ def estimate_for(
         Workload(
             frozen_bytes=frozen,
             swap=swap,
-            num_trainable=num_trainable,
+            num_trainable=_num_trainable(transformer),
             num_blocks=tuple(len(getattr(transformer, name)) for name in spec.blocks),
             hidden=spec.width(transformer),
             num_tokens=geometry.num_tokens(*bucket),
@@ -221,7 +208,7 @@ def estimate_for(
             share=config.memory.selective_checkpointing,
             activations=activations_of(config, spec, split, halved=halved),
             accumulates=accumulates,
-            ema=training.use_ema,
+            ema=config.training.use_ema,
             copy_bytes=kept.copies,
             trajectory_bytes=kept.trajectories,
             gradients_stay=_gradients_stay(config, split),
@@ -229,6 +216,36 @@ def estimate_for(
             gathered=gathered,
             casts=not halved,
         )
+    )
+
+
+def _num_trainable(transformer: nn.Module) -> int:
+    return sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+
+
+def _trainable_bytes(config: TrainConfig) -> int:
+    """Bytes of a trained weight, without what a strategy does."""
+    return 2 if config.training.master_weights == "stochastic_rounding" else 4
+
+
+def _method_memory(
+    config: TrainConfig,
+    geometry: Geometry,
+    transformer: nn.Module,
+    *,
+    bucket: tuple[int, int, int],
+    clips: int,
+    split: Split,
+) -> MethodMemory:
+    """What the method keeps besides the training step's own state, and the clips of its micro-batches."""
+    trainable_bytes = _trainable_bytes(config)
+    total = sum(p.numel() for p in transformer.parameters())
+    return method_spec(config).memory(
+        config,
+        (transformer.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[union-attr, arg-type]
+        batch_size=clips,
+        trained=_num_trainable(transformer) * trainable_bytes,
+        reference=total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
     )
 
 

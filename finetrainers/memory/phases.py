@@ -137,8 +137,7 @@ def plan_run(
     maker = _Phases(config, geometry, transformer, spec, around, step)
     found = maker.on_gpu()
     host = {phase: PROCESS_GIB * GIB + maker.on_host(phase) for phase in found}
-    frozen = [part for part in spec.facts.networks[:-1] if part not in around.parts]
-    unknown = [part.replace("_", " ") for part in frozen]
+    unknown = [part for part in spec.facts.networks[:-1] if part not in around.parts]
     if around.rewards is None:
         unknown.append("networks of rewards")
     together = around.split.masters  # DeepSpeed takes the network from host memory on all processes together
