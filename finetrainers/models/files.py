@@ -321,7 +321,7 @@ def _quantized_already(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> I
         how = settings["quantization_config"] or {}
         what = f"its config.json says quantization_config, by {how.get('quant_method', 'bitsandbytes')}"
     elif scales:
-        what = f"scales beside the weights, as in ComfyUI's fp8 files: {some(scales)}"
+        what = f"scales of its weights, as in ComfyUI's fp8 files: {some(scales)}"
     else:
         return
     yield (

@@ -303,8 +303,7 @@ def test_weights_that_are_quantized_already_are_refused_by_name(repo: Path) -> N
     change(repo / TRANSFORMER, as_comfyui_does)
     (problem,) = said(repo)
     assert (
-        "(scales beside the weights, as in ComfyUI's fp8 files: transformer_blocks.0.attn1.to_q.scale_weight and"
-        in problem
+        "(scales of its weights, as in ComfyUI's fp8 files: transformer_blocks.0.attn1.to_q.scale_weight and" in problem
     )
 
 

@@ -25,7 +25,7 @@ _BUFFER_BYTES = 64 << 20
 class Staging:
     """Host memory that copies of the training state are made in, one at a time.
 
-    `begin` returns at once; a thread then copies, beside the forward and backward passes of the next step. Whoever
+    `begin` returns at once; a thread then copies during the forward and backward passes of the next step. Whoever
     changes the state calls `wait` before. The memory is used again by the next copy: to get it from the system takes
     several times as long as to copy.
 
