@@ -260,7 +260,7 @@ def test_a_dry_run_tells_of_prompts_and_rollouts(
         "2 steps of 2 clips over all processes (rollouts of 2 prompts x 4 clips, of which 2 are trained on, 2 steps"
         in printed
     )
-    for text in ("copies of the policy", "sampled trajectories", "\n  rollout ", "\n  vae ", "prompts\n", "trained on"):
+    for text in ("copies of the policy", "sampled trajectories", "\n  rollout ", "\n  VAE ", "prompts\n", "trained on"):
         assert text in printed
     assert "data\n" not in printed
     assert not (tmp_path / "run").exists()
