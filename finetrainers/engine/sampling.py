@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from finetrainers.data.buckets.frames import playback_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.video.decode import load_clip, read_frames
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest, fitted_vae, to_unit_range
+from finetrainers.utils.seeding import derive_seed
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,30 @@ class EncodedPrompts:
         prompts: as they were given.
         conditions: of each prompt.
         images: first frame of each clip; None where it is sampled from text alone.
-        negative: conditions of the empty prompt, for guidance.
+        negative: conditions of the negative prompt, by default the empty one, for guidance.
     """
 
     prompts: Sequence[ValidationPrompt]
     conditions: Sequence[Conditions]
     images: Sequence[Any]
     negative: Conditions
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How clips are denoised.
+
+    Attributes:
+        frame_rate: frames per second of the samples.
+        num_inference_steps: denoising steps.
+        guidance_scale: None is the pipeline's own.
+        extra: further arguments of the pipeline's call.
+    """
+
+    frame_rate: float
+    num_inference_steps: int
+    guidance_scale: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,15 +94,80 @@ class PromptRequest:
 
 
 def encode_prompts(
-    spec: ModelSpec, encoders: Parts, prompts: Sequence[ValidationPrompt], dtype: torch.dtype
+    spec: ModelSpec,
+    encoders: Parts,
+    prompts: Sequence[ValidationPrompt],
+    dtype: torch.dtype | None,
+    *,
+    negative: str = "",
+    failed: dict[int, Exception] | None = None,
 ) -> EncodedPrompts:
-    """Encode prompts and the empty prompt, and read the images or videos whose first frame conditions a clip."""
-    return EncodedPrompts(
-        prompts=prompts,
-        conditions=[spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype) for prompt in prompts],
-        images=[None if spec.facts.media else _first_frame(prompt) for prompt in prompts],
-        negative=spec.encode_text(encoders, [""]).to("cpu", dtype),
-    )
+    """Encode prompts and the negative prompt, and read the images or videos whose first frame conditions a clip.
+
+    Args:
+        spec, encoders: the model and its text encoders.
+        prompts: to encode.
+        dtype: of the conditions; None: as they are encoded.
+        negative: the negative prompt.
+        failed: gets the errors of prompts that cannot be encoded, by index, whose conditions are empty then; None: they are raised.
+    """
+    conditions: list[Conditions] = []
+    images: list[Any] = []
+    for index, prompt in enumerate(prompts):
+        found, image = Conditions({}), None
+        try:
+            found = spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype)
+            image = None if spec.facts.media else _first_frame(prompt)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed[index] = error
+        conditions.append(found)
+        images.append(image)
+    return EncodedPrompts(prompts, conditions, images, spec.encode_text(encoders, [negative]).to("cpu", dtype))
+
+
+def sample_seed(seed: int, prompt: str) -> int:
+    """The seed of `torch.Generator` for the initial noise of a sample: of its seed and its prompt, and of nothing else.
+
+    So a sample does not depend on which others are drawn, in which order, or in which process.
+    """
+    return derive_seed(seed, "sample", prompt)
+
+
+def prompt_request(
+    spec: ModelSpec,
+    encoded: EncodedPrompts,
+    index: int,
+    *,
+    size: tuple[int, int, int],
+    settings: SamplingSettings,
+    seed: int,
+) -> PromptRequest:
+    """The request for a sample of an encoded prompt.
+
+    Args:
+        spec: of the model.
+        encoded: prompts.
+        index: which of them.
+        size: frames, height and width of the sample.
+        settings: how it is denoised.
+        seed: of its noise; see `sample_seed`.
+    """
+    prompt = encoded.prompts[index]
+    media = {
+        name: control_video(Path(prompt.video), size, frame_rate=settings.frame_rate)
+        for name in spec.facts.media
+        if prompt.video is not None  # checked at the start
+    }
+    frames, height, width = size
+    request = SampleRequest(
+        num_frames=frames, height=height, width=width, frame_rate=settings.frame_rate,
+        num_inference_steps=settings.num_inference_steps, guidance_scale=settings.guidance_scale,
+        image=encoded.images[index], media=media, extra=settings.extra,
+    )  # fmt: skip
+    noise = torch.Generator("cpu").manual_seed(sample_seed(seed, prompt.prompt))
+    return PromptRequest(encoded.conditions[index], encoded.negative, request, noise)
 
 
 def _first_frame(prompt: ValidationPrompt) -> Any:

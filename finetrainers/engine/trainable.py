@@ -70,6 +70,26 @@ def load_trainable_transformer(
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
         except ValueError as error:
             raise ConfigError([Problem("--init_from", str(error))]) from None
+    store_frozen_weights(transformer, config, spec, dtype=dtype, device=device)
+    blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
+    set_activation_memory(transformer, config.memory.stored, blocks=blocks)
+    if config.memory.compile == "regional":
+        sizes = {*checked.plan.buckets, *(prompt.size or checked.plan.size for prompt in checked.prompts)}
+        spec.compile_blocks(transformer, num_sizes=len(sizes))
+    return transformer
+
+
+def store_frozen_weights(
+    transformer: nn.Module, config: TrainConfig, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | None
+) -> None:
+    """Store the frozen weights in 8 bits or quantized, and have an adapter cast its inputs, as the options say; in place.
+
+    Args:
+        transformer: with its adapter attached.
+        config, spec: of the run, and of its model.
+        dtype: of the weights as they were loaded.
+        device: quantizes them; None: the CPU.
+    """
     if not config.memory.lora_autocast:
         cast_adapter_for_each_use(transformer)
     if "transformer" in config.memory.layerwise_upcasting_modules:
@@ -81,12 +101,6 @@ def load_trainable_transformer(
         )
     if config.memory.quantize_frozen != "none":
         _quantize(transformer, config, spec, device)
-    blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
-    set_activation_memory(transformer, config.memory.stored, blocks=blocks)
-    if config.memory.compile == "regional":
-        sizes = {*checked.plan.buckets, *(prompt.size or checked.plan.size for prompt in checked.prompts)}
-        spec.compile_blocks(transformer, num_sizes=len(sizes))
-    return transformer
 
 
 def _quantize(transformer: nn.Module, config: TrainConfig, spec: ModelSpec, device: torch.device | None) -> None:
@@ -239,6 +253,79 @@ def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, trai
     state, settings = spec.read_lora(path)
     check_lora(path, {name: tensor.shape for name, tensor in state.items()}, settings, training)
     _set_adapter(state, transformer, path)
+
+
+def attach_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> None:
+    """Attach a LoRA file as it is, with its own rank, alpha and modules; its weights are fp32, as in training.
+
+    Raises:
+        ValueError: the file is no LoRA of this model.
+    """
+    transformer.requires_grad_(False)
+    state, settings = spec.read_lora(path)
+    check_modules(path, state, transformer)
+    transformer.load_lora_adapter(dict(state), adapter_name="default", prefix=None, metadata=settings or None)  # type: ignore[operator]
+    for name, parameter in transformer.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)  # what is frozen may be stored in 8 bits
+    _set_adapter(state, transformer, path)  # once more: what was made took the dtype of the frozen weights
+
+
+def replace_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> bool:
+    """Put another LoRA file into the attached adapter; False, and nothing is done, if it is of another rank or other modules."""
+    state, settings = spec.read_lora(path)
+    expected = get_peft_model_state_dict(transformer)
+    attached = transformer.peft_config["default"]  # type: ignore[union-attr, index]
+    kinds = {
+        "lora_alpha": max(t.shape[0] for n, t in state.items() if "lora_A" in n),
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    kinds |= {name: settings[name] for name in kinds if name in settings}
+    same = all(float(getattr(attached, name)) == float(value) for name, value in kinds.items())
+    patterns = any(settings.get(name) for name in ("rank_pattern", "alpha_pattern"))
+    shapes = [{name: tensor.shape for name, tensor in one.items()} for one in (state, expected)]
+    if not same or patterns or shapes[0] != shapes[1]:
+        return False
+    set_peft_model_state_dict(transformer, state)
+    return True
+
+
+def check_modules(path: Path, state: Mapping[str, Tensor], transformer: nn.Module) -> None:
+    """Compare a LoRA file's layers with a network's, which may lie on the meta device.
+
+    Raises:
+        ValueError: the network has no such layer, or one of another shape.
+    """
+    modules = dict(transformer.named_modules())
+    for name, tensor in state.items():
+        module, found, _ = name.partition(".lora_A.")
+        if not found:
+            continue
+        if module not in modules:
+            raise ValueError(f"{path} adapts {module}, which this model does not have; is it a LoRA of this model?")
+        width = getattr(modules[module], "in_features", tensor.shape[1])
+        if tensor.shape[1] != width:
+            raise ValueError(
+                f"{path} adapts {module} of {tensor.shape[1]} inputs, and this model's has {width}; is it a LoRA of this model?"
+            )
+
+
+def put_averages(path: Path, transformer: nn.Module) -> None:
+    """Replace trained weights by their moving average, as a checkpoint has it.
+
+    Raises:
+        ValueError: it is of other weights.
+    """
+    parameters, averages = dict(transformer.named_parameters()), load_file(path)
+    odd = sorted(averages.keys() - parameters.keys())
+    if odd:
+        raise ValueError(
+            f"{path} holds averages of other weights: {len(odd)} names are not in the network, e.g. {odd[0]}"
+        )
+    for name, average in averages.items():
+        parameters[name].data.copy_(average)
 
 
 def _set_adapter(state: dict[str, Tensor], transformer: nn.Module, path: Path) -> None:

@@ -18,12 +18,18 @@ from PIL import Image
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.sections import ModelSection
 from finetrainers.engine.callbacks import validation
-from finetrainers.engine.sampling import PromptRequest, SamplingParts, encode_prompts, sample_prompts
+from finetrainers.engine.sampling import (
+    PromptRequest,
+    SamplingParts,
+    SamplingSettings,
+    encode_prompts,
+    prompt_request,
+    sample_prompts,
+)
 from finetrainers.engine.trainable import attach, load_lora_weights
 from finetrainers.models.families import ltx_video
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.spec import Parts, SampleRequest
-from finetrainers.utils.seeding import generator
 
 
 def test_results_on_disk_give_the_frames_of_the_last_validation(
@@ -53,12 +59,10 @@ def test_results_on_disk_give_the_frames_of_the_last_validation(
         spec, spec.load_text_encoders(), parse_validation_prompts(config.validation), torch.float32
     )
     parts = SamplingParts(transformer.eval(), spec.load_vae(), spec.load_scheduler(), torch.device("cpu"))
-    request = SampleRequest(num_frames=9, height=64, width=64, frame_rate=25.0, num_inference_steps=2)
+    settings = SamplingSettings(frame_rate=25.0, num_inference_steps=2)
     requests = [
-        PromptRequest(
-            encoded.conditions[0], encoded.negative, request, generator("cpu", config.training.seed, "validation", 0, j)
-        )
-        for j in range(2)
+        prompt_request(spec, encoded, 0, size=(9, 64, 64), settings=settings, seed=config.training.seed + video)
+        for video in range(2)
     ]
     assert torch.is_grad_enabled()
     clips = list(sample_prompts(spec, parts, requests))

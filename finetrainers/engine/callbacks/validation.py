@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from finetrainers.config.sections import ValidationSection
-from finetrainers.models.spec import SampleRequest
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.process_state import free_memory
-from finetrainers.utils.seeding import generator
 from finetrainers.utils.video import slug
 
-from ..sampling import EncodedPrompts, PromptRequest, SamplingParts, control_video, sample_prompts
+from ..sampling import EncodedPrompts, PromptRequest, SamplingParts, SamplingSettings, prompt_request, sample_prompts
 from .base import Callback
 from .samples import write_sample
 
@@ -25,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Validation(Callback):
-    """Samples every prompt when `due(step)`; the same prompt always starts from the same noise."""
+    """Samples every prompt when `due(step)`; the same prompt always starts from the same noise.
+
+    The videos of a prompt have the run's seed and those that follow it.
+    """
 
     samples = True
 
@@ -52,7 +53,9 @@ class Validation(Callback):
         self.encoded = encoded
         self.sizes = [prompt.size or size for prompt in encoded.prompts]
         self.section = section
-        self.frame_rate = frame_rate
+        self.settings = SamplingSettings(
+            frame_rate, section.validation_inference_steps, section.validation_guidance_scale
+        )
         self.scheduler = scheduler
         self.load_vae = load_vae
         self.due = due
@@ -92,7 +95,7 @@ class Validation(Callback):
                 text = " ".join(self.encoded.prompts[prompt].prompt.split())
                 written.append(
                     write_sample(
-                        samples, f"{prompt:02d}-{slug(text)}-{video}", frames, step=state.step, fps=self.frame_rate,
+                        samples, f"{prompt:02d}-{slug(text)}-{video}", frames, step=state.step, fps=self.settings.frame_rate,
                         heading=f"{text}\n{self._settings(prompt, video, seed)}",
                     )
                 )  # fmt: skip
@@ -107,30 +110,15 @@ class Validation(Callback):
         frames, height, width = self.sizes[prompt]
         guidance = self.section.validation_guidance_scale
         parts = [
-            f"seed {seed}" + (f", video {video + 1}" if self.section.num_validation_videos > 1 else ""),
-            f"{frames} x {height} x {width} at {self.frame_rate:g} fps",
+            f"seed {seed + video}",
+            f"{frames} x {height} x {width} at {self.settings.frame_rate:g} fps",
             f"{self.section.validation_inference_steps} denoising steps",
             *([] if guidance is None else [f"guidance {guidance:g}"]),
         ]
         return " | ".join(parts)
 
     def _request(self, prompt: int, video: int, state: TrainState) -> PromptRequest:
-        frames, height, width = self.sizes[prompt]
-        given = self.encoded.prompts[prompt].video
-        media = {
-            name: control_video(Path(given), self.sizes[prompt], frame_rate=self.frame_rate)
-            for name in state.spec.facts.media
-            if given is not None  # checked at the start
-        }
-        request = SampleRequest(
-            num_frames=frames,
-            height=height,
-            width=width,
-            frame_rate=self.frame_rate,
-            num_inference_steps=self.section.validation_inference_steps,
-            guidance_scale=self.section.validation_guidance_scale,
-            image=self.encoded.images[prompt],
-            media=media,
-        )
-        noise = generator("cpu", state.config.training.seed, "validation", prompt, video)
-        return PromptRequest(self.encoded.conditions[prompt], self.encoded.negative, request, noise)
+        return prompt_request(
+            state.spec, self.encoded, prompt, size=self.sizes[prompt], settings=self.settings,
+            seed=state.config.training.seed + video,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""`finetrainers sample`: clips of given weights, without training."""
