@@ -36,7 +36,7 @@ from .files import MODEL_INDEX, part_folder, read_configs
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
 from .pixels import moments_of, to_unit_range
 from .sizes import frozen_bytes, vae_working_bytes
-from .tiling import fitted_vae, tiled_for_memory
+from .tiling import fitted_vae, tiled_alike, tiled_for_memory
 from .weights import network_problems
 
 __all__ = [
@@ -331,15 +331,19 @@ class ModelSpec(ABC):
             generators: of the noise that is added to each clip's given first frame, on the CPU; None: none is.
             media: the further media (`Facts.media`) by name, each in the shape of the clips, and cut like them.
         """
-        moments = {MOMENTS: self.encode_video(encoders["vae"], video_BCTHW)}
+        videos = {MOMENTS: video_BCTHW}
         if self.facts.first_frame == "channels":
             frame, noise = video_BCTHW[:, :, :1], self.facts.first_frame_noise
             if noise is not None and generators is not None:
                 frame = noised(to_unit_range(frame), noise, generators)
-            moments[FIRST_FRAME] = self.encode_video(encoders["vae"], frame)
-        for name, one in (media or {}).items():
-            moments[f"{name}_{MOMENTS}"] = self.encode_video(encoders["vae"], one)
-        return moments
+            videos[FIRST_FRAME] = frame
+        videos |= {f"{name}_{MOMENTS}": one for name, one in (media or {}).items()}
+
+        def encode() -> dict[str, Tensor]:
+            return {name: self.encode_video(encoders["vae"], one) for name, one in videos.items()}
+
+        frames, height, width = video_BCTHW.shape[2:]
+        return tiled_alike(self, (frames, height, width), encode)
 
     def latent_shape(self, moments: Tensor) -> tuple[int, ...]:
         """`(C, T, H, W)` of the latents that moments are of."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.failures import is_out_of_memory
@@ -17,6 +17,7 @@ from finetrainers.utils.process_state import free_memory
 logger = logging.getLogger(__name__)
 
 Size = tuple[int, int, int]
+T = TypeVar("T")
 
 
 class Fits(Protocol):
@@ -35,6 +36,21 @@ def tiled_for_memory(spec: Fits, size: Size) -> bool:
     if spec.config.enable_tiling is not None or spec.tiles_by_size(size):
         return False
     return any(math.prod(size) >= math.prod(small) for small in spec.vae_too_large)
+
+
+def tiled_alike(spec: Fits, size: Size, encode: Callable[[], T]) -> T:
+    """The result of an encode all of which is tiled, or none: it is repeated if an OOM turned tiling on in between.
+
+    Else clips that were encoded before the OOM would differ from those after it, under the same description.
+
+    Args:
+        spec: remembers the sizes that ran out of memory.
+        size: frames, height and width of the largest clips that are encoded.
+        encode: encodes all of them, and draws nothing at random.
+    """
+    before = tiled_for_memory(spec, size)
+    result = encode()
+    return result if tiled_for_memory(spec, size) == before else encode()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,42 @@ def test_encode_and_decode_are_retried_in_tiles(
     latents = spec.latents(moments, None, stats)
     assert spec.decode(vae, latents, stats).equal(asked.decode(tiled, latents, stats))
     assert spec.vae_too_large == {SIZE}
+    monkeypatch.delenv(FAULT)
+    arm_faults()
+
+
+def test_an_oom_in_the_middle_of_a_batch_tiles_all_of_it(
+    tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clips that were encoded before the OOM, and other media of the same clips, are encoded once more, with the same noise."""
+    from finetrainers.utils.faults import arm_faults
+
+    repo = tiny_repo("ltx_video")
+    spec = load(repo, "ltx_video", enable_slicing=True)
+    asked = load(repo, "ltx_video", enable_slicing=True, enable_tiling=True)
+    encoders = [one.load_clip_encoders() for one in (spec, asked)]
+    for one in encoders:
+        for name in ("tile_sample_min_height", "tile_sample_min_width", "tile_sample_stride_height", "tile_sample_stride_width"):  # fmt: skip
+            setattr(one["vae"], name, 32)
+    for one in (spec, asked):
+        one.facts = replace(one.facts, first_frame="channels", first_frame_noise=(-3.0, 0.5))
+    random = torch.Generator().manual_seed(0)
+    clips, control = torch.randint(256, (2, 2, 3, *SIZE), dtype=torch.uint8, generator=random)
+
+    def encode(of: ModelSpec, parts: Any) -> dict[str, torch.Tensor]:
+        noise = [torch.Generator().manual_seed(seed) for seed in range(2)]
+        return of.encode_clip(parts, clips, noise, {"control_video": control})
+
+    plain, tiled = encode(spec, encoders[0]), encode(asked, encoders[1])
+    assert not any(plain[name].equal(tiled[name]) for name in ("moments", "control_video_moments"))
+    for call in (2, 5):  # the second clip; the other medium of the first, after both clips and both first frames
+        spec.vae_too_large.clear()
+        monkeypatch.setenv(FAULT, f"oom@vae:{call}")
+        arm_faults()
+        found = encode(spec, encoders[0])
+        assert all(found[name].equal(tiled[name]) for name in tiled if name != "first_frame_moments"), call
+        assert found["first_frame_moments"].equal(plain["first_frame_moments"])
+        assert tiled_for_memory(spec, SIZE)
     monkeypatch.delenv(FAULT)
     arm_faults()
 
