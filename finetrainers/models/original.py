@@ -1,0 +1,267 @@
+"""The layouts in which networks were first published, and those of ComfyUI, by class of network.
+
+Sources: diffusers' converters (`loaders/single_file_utils.py`, `scripts/convert_*_to_diffusers.py`), whose direction is
+the opposite; the sources of Tencent/HunyuanVideo, Lightricks/LTX-Video, THUDM/CogVideo (sat) and ComfyUI.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from .layouts import Layout, Rule, layout_of, renamed
+
+#: Name of the layout of a network's own names.
+DIFFUSERS = "diffusers"
+
+
+@dataclass(frozen=True)
+class Original:
+    """How the authors of a network store it.
+
+    Attributes:
+        prefix: what stands before its names in their files.
+        layouts: by name, from the names of the network's tensors; the first is the authors' own, which is written.
+    """
+
+    prefix: str
+    layouts: Callable[[list[str]], dict[str, Layout]]
+
+
+def layouts_of(class_name: str, names: Iterable[str]) -> dict[str, Layout]:
+    """All layouts in which the tensors of a network may be stored, diffusers' own first."""
+    names = [*names]
+    own = {DIFFUSERS: layout_of(names, ())}
+    return own | (ORIGINALS[class_name].layouts(names) if class_name in ORIGINALS else {})
+
+
+def original_layout(class_name: str, names: Iterable[str]) -> tuple[Layout, str]:
+    """The layout of the network's authors, and the prefix of its names.
+
+    Raises:
+        ValueError: the class has none here.
+    """
+    if class_name not in ORIGINALS:
+        raise ValueError(
+            f"the original layout of a {class_name} is not known; known: {', '.join(sorted(ORIGINALS))}. "
+            "Diffusers layout always works"
+        )
+    original = ORIGINALS[class_name]
+    return next(iter(original.layouts([*names]).values())), original.prefix
+
+
+# ---- HunyuanVideo --------------------------------------------------------------------------------------------------
+
+
+def _joined(pattern: str, template: str, parts: Iterable[str]) -> list[Rule]:
+    """Rules of tensors that are stored one after the other in one."""
+    return [Rule(pattern.format(part), template, (place,)) for place, part in enumerate(parts)]
+
+
+_REFINER = r"context_embedder\.token_refiner\.refiner_blocks\.(\d+)\."
+_REFINER_TO = r"txt_in.individual_token_refiner.blocks.\1."
+_DOUBLE, _SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
+_DOUBLE_TO, _SINGLE_TO = r"double_blocks.\1.", r"single_blocks.\1."
+_W = r"(weight|bias)"
+
+HUNYUAN_TRANSFORMER = (
+    Rule(r"x_embedder\.(.*)", r"img_in.\1"),
+    Rule(r"context_embedder\.time_text_embed\.timestep_embedder\.linear_1\.(.*)", r"txt_in.t_embedder.mlp.0.\1"),
+    Rule(r"context_embedder\.time_text_embed\.timestep_embedder\.linear_2\.(.*)", r"txt_in.t_embedder.mlp.2.\1"),
+    Rule(r"context_embedder\.time_text_embed\.text_embedder\.(.*)", r"txt_in.c_embedder.\1"),
+    Rule(r"context_embedder\.proj_in\.(.*)", r"txt_in.input_embedder.\1"),
+    *_joined(_REFINER + r"attn\.to_{}\." + _W, _REFINER_TO + r"self_attn_qkv.\2", "qkv"),
+    Rule(_REFINER + r"attn\.to_out\.0\.(.*)", _REFINER_TO + r"self_attn_proj.\2"),
+    Rule(_REFINER + r"ff\.net\.0\.proj\.(.*)", _REFINER_TO + r"mlp.fc1.\2"),
+    Rule(_REFINER + r"ff\.net\.2\.(.*)", _REFINER_TO + r"mlp.fc2.\2"),
+    Rule(_REFINER + r"norm_out\.linear\.(.*)", _REFINER_TO + r"adaLN_modulation.1.\2"),
+    Rule(_REFINER + r"(.*)", _REFINER_TO + r"\2"),
+    Rule(r"time_text_embed\.timestep_embedder\.linear_1\.(.*)", r"time_in.mlp.0.\1"),
+    Rule(r"time_text_embed\.timestep_embedder\.linear_2\.(.*)", r"time_in.mlp.2.\1"),
+    Rule(r"time_text_embed\.guidance_embedder\.linear_1\.(.*)", r"guidance_in.mlp.0.\1"),
+    Rule(r"time_text_embed\.guidance_embedder\.linear_2\.(.*)", r"guidance_in.mlp.2.\1"),
+    Rule(r"time_text_embed\.text_embedder\.linear_1\.(.*)", r"vector_in.in_layer.\1"),
+    Rule(r"time_text_embed\.text_embedder\.linear_2\.(.*)", r"vector_in.out_layer.\1"),
+    *_joined(_DOUBLE + r"attn\.to_{}\." + _W, _DOUBLE_TO + r"img_attn_qkv.\2", "qkv"),
+    *_joined(_DOUBLE + r"attn\.add_{}_proj\." + _W, _DOUBLE_TO + r"txt_attn_qkv.\2", "qkv"),
+    Rule(_DOUBLE + r"attn\.norm_([qk])\.(.*)", _DOUBLE_TO + r"img_attn_\2_norm.\3"),
+    Rule(_DOUBLE + r"attn\.norm_added_([qk])\.(.*)", _DOUBLE_TO + r"txt_attn_\2_norm.\3"),
+    Rule(_DOUBLE + r"attn\.to_out\.0\.(.*)", _DOUBLE_TO + r"img_attn_proj.\2"),
+    Rule(_DOUBLE + r"attn\.to_add_out\.(.*)", _DOUBLE_TO + r"txt_attn_proj.\2"),
+    Rule(_DOUBLE + r"norm1\.linear\.(.*)", _DOUBLE_TO + r"img_mod.linear.\2"),
+    Rule(_DOUBLE + r"norm1_context\.linear\.(.*)", _DOUBLE_TO + r"txt_mod.linear.\2"),
+    Rule(_DOUBLE + r"ff\.net\.0\.proj\.(.*)", _DOUBLE_TO + r"img_mlp.fc1.\2"),
+    Rule(_DOUBLE + r"ff\.net\.2\.(.*)", _DOUBLE_TO + r"img_mlp.fc2.\2"),
+    Rule(_DOUBLE + r"ff_context\.net\.0\.proj\.(.*)", _DOUBLE_TO + r"txt_mlp.fc1.\2"),
+    Rule(_DOUBLE + r"ff_context\.net\.2\.(.*)", _DOUBLE_TO + r"txt_mlp.fc2.\2"),
+    *_joined(_SINGLE + r"{}\." + _W, _SINGLE_TO + r"linear1.\2", (r"attn\.to_q", r"attn\.to_k", r"attn\.to_v", "proj_mlp")),
+    Rule(_SINGLE + r"attn\.norm_([qk])\.(.*)", _SINGLE_TO + r"\2_norm.\3"),
+    Rule(_SINGLE + r"norm\.linear\.(.*)", _SINGLE_TO + r"modulation.linear.\2"),
+    Rule(_SINGLE + r"proj_out\.(.*)", _SINGLE_TO + r"linear2.\2"),
+    # There shift comes before scale.
+    Rule(r"norm_out\.linear\.(.*)", r"final_layer.adaLN_modulation.1.\1", (1, 0)),
+    Rule(r"proj_out\.(.*)", r"final_layer.linear.\1"),
+)  # fmt: skip
+#: From Tencent's names to ComfyUI's, in which it also saves what it has loaded.
+_HUNYUAN_COMFYUI = (
+    (r"^txt_in\.t_embedder\.mlp\.0\.", "txt_in.t_embedder.in_layer."),
+    (r"^txt_in\.t_embedder\.mlp\.2\.", "txt_in.t_embedder.out_layer."),
+    (r"^txt_in\.c_embedder\.linear_1\.", "txt_in.c_embedder.in_layer."),
+    (r"^txt_in\.c_embedder\.linear_2\.", "txt_in.c_embedder.out_layer."),
+    (r"_mod\.linear\.", "_mod.lin."),
+    (r"_attn_qkv\.", "_attn.qkv."),
+    (r"mlp\.fc1\.", "mlp.0."),
+    (r"mlp\.fc2\.", "mlp.2."),
+    (r"_attn_q_norm\.weight$", "_attn.norm.query_norm.scale"),
+    (r"_attn_k_norm\.weight$", "_attn.norm.key_norm.scale"),
+    (r"\.q_norm\.weight$", ".norm.query_norm.scale"),
+    (r"\.k_norm\.weight$", ".norm.key_norm.scale"),
+    (r"_attn_proj\.", "_attn.proj."),
+    (r"\.modulation\.linear\.", ".modulation.lin."),
+    (r"_in\.mlp\.2\.", "_in.out_layer."),
+    (r"_in\.mlp\.0\.", "_in.in_layer."),
+)
+
+
+def _hunyuan_transformer(names: list[str]) -> dict[str, Layout]:
+    tencent = layout_of(names, HUNYUAN_TRANSFORMER)
+    return {"Tencent's": tencent, "ComfyUI's": renamed(tencent, _HUNYUAN_COMFYUI)}
+
+
+def _hunyuan_vae(names: list[str]) -> dict[str, Layout]:
+    """Tencent's network has the names that diffusers kept; ComfyUI has those of latent diffusion."""
+    attention = [Rule(rf"(.*)mid_block\.attentions\.0\.to_{x}\.(.*)", rf"\1mid.attn_1.{x}.\2") for x in "qkv"]
+    attention += [
+        Rule(r"(.*)mid_block\.attentions\.0\.group_norm\.(.*)", r"\1mid.attn_1.norm.\2"),
+        Rule(r"(.*)mid_block\.attentions\.0\.to_out\.0\.(.*)", r"\1mid.attn_1.proj_out.\2"),
+    ]
+    comfyui = layout_of(
+        names, [*attention, *_latent_diffusion(names), Rule(r"(.*)conv_norm_out\.(.*)", r"\1norm_out.\2")]
+    )
+    return {
+        "Tencent's": layout_of(names, ()),
+        "ComfyUI's": renamed(comfyui, [(r"\.conv_shortcut\.", ".nin_shortcut.")]),
+    }
+
+
+# ---- CogVideoX -----------------------------------------------------------------------------------------------------
+
+_COG_TO = r"transformer.layers.\1."
+COG_TRANSFORMER = (
+    *_joined(_DOUBLE + r"attn1\.to_{}\." + _W, _COG_TO + r"attention.query_key_value.\2", "qkv"),
+    Rule(_DOUBLE + r"attn1\.to_out\.0\.(.*)", _COG_TO + r"attention.dense.\2"),
+    Rule(_DOUBLE + r"attn1\.norm_q\.(.*)", r"mixins.adaln_layer.query_layernorm_list.\1.\2"),
+    Rule(_DOUBLE + r"attn1\.norm_k\.(.*)", r"mixins.adaln_layer.key_layernorm_list.\1.\2"),
+    # Twelve vectors: the first three of each half belong to the norm before attention, the others to the one before the MLP.
+    Rule(_DOUBLE + r"norm1\.linear\.(.*)", r"mixins.adaln_layer.adaLN_modulations.\1.1.\2", (0, 2)),
+    Rule(_DOUBLE + r"norm2\.linear\.(.*)", r"mixins.adaln_layer.adaLN_modulations.\1.1.\2", (1, 3)),
+    Rule(_DOUBLE + r"norm1\.norm\.(.*)", _COG_TO + r"input_layernorm.\2"),
+    Rule(_DOUBLE + r"norm2\.norm\.(.*)", _COG_TO + r"post_attention_layernorm.\2"),
+    Rule(_DOUBLE + r"ff\.net\.0\.proj\.(.*)", _COG_TO + r"mlp.dense_h_to_4h.\2"),
+    Rule(_DOUBLE + r"ff\.net\.2\.(.*)", _COG_TO + r"mlp.dense_4h_to_h.\2"),
+    Rule(r"norm_final\.(.*)", r"transformer.final_layernorm.\1"),
+    Rule(r"time_embedding\.linear_1\.(.*)", r"time_embed.0.\1"),
+    Rule(r"time_embedding\.linear_2\.(.*)", r"time_embed.2.\1"),
+    Rule(r"ofs_embedding\.linear_1\.(.*)", r"ofs_embed.0.\1"),
+    Rule(r"ofs_embedding\.linear_2\.(.*)", r"ofs_embed.2.\1"),
+    Rule(r"patch_embed\.pos_embedding", r"mixins.pos_embed.pos_embedding"),
+    Rule(r"patch_embed\.(.*)", r"mixins.patch_embed.\1"),
+    Rule(r"norm_out\.norm\.(.*)", r"mixins.final_layer.norm_final.\1"),
+    Rule(r"norm_out\.linear\.(.*)", r"mixins.final_layer.adaLN_modulation.1.\1"),
+    Rule(r"proj_out\.(.*)", r"mixins.final_layer.linear.\1"),
+)
+
+
+def _cog_transformer(names: list[str]) -> dict[str, Layout]:
+    return {"SwissArmyTransformer's": layout_of(names, COG_TRANSFORMER)}
+
+
+def _latent_diffusion(names: Iterable[str]) -> list[Rule]:
+    """The names of latent diffusion's autoencoder, which counts the blocks of the decoder from the other end."""
+    ups = sorted({int(hit[1]) for name in names if (hit := re.match(r"decoder\.up_blocks\.(\d+)\.", name))})
+    rules = [
+        Rule(r"(encoder|decoder)\.mid_block\.resnets\.0\.(.*)", r"\1.mid.block_1.\2"),
+        Rule(r"(encoder|decoder)\.mid_block\.resnets\.1\.(.*)", r"\1.mid.block_2.\2"),
+        Rule(r"encoder\.down_blocks\.(\d+)\.resnets\.(.*)", r"encoder.down.\1.block.\2"),
+        Rule(r"encoder\.down_blocks\.(\d+)\.downsamplers\.0\.(.*)", r"encoder.down.\1.downsample.\2"),
+    ]
+    for up in ups:
+        rules.append(Rule(rf"decoder\.up_blocks\.{up}\.resnets\.(.*)", rf"decoder.up.{len(ups) - 1 - up}.block.\1"))
+        rules.append(
+            Rule(rf"decoder\.up_blocks\.{up}\.upsamplers\.0\.(.*)", rf"decoder.up.{len(ups) - 1 - up}.upsample.\1")
+        )
+    return rules
+
+
+def _cog_vae(names: list[str]) -> dict[str, Layout]:
+    layout = layout_of(names, _latent_diffusion(names))
+    return {"SwissArmyTransformer's": renamed(layout, [(r"\.conv_shortcut\.", ".nin_shortcut.")])}
+
+
+# ---- LTX-Video -----------------------------------------------------------------------------------------------------
+
+_LTX_TRANSFORMER = (
+    (r"^proj_in\.", "patchify_proj."),
+    (r"^time_embed\.", "adaln_single."),
+    (r"\.norm_([qk])\.", r".\1_norm."),
+)
+#: What comes of each block of the VAE, in the order of the authors' flat list.
+_LTX_DOWN = ("resnets", "downsamplers.0", "conv_out")
+_LTX_UP = ("conv_in", "upsamplers.0", "resnets")
+
+
+def _ltx_transformer(names: list[str]) -> dict[str, Layout]:
+    return {"Lightricks'": renamed(layout_of(names, ()), _LTX_TRANSFORMER)}
+
+
+def _ltx_vae(names: list[str]) -> dict[str, Layout]:
+    """Lightricks' encoder and decoder are flat lists, in which resampling and changes of width are blocks of their own."""
+    rules = [
+        Rule("latents_mean", "per_channel_statistics.mean-of-means"),
+        Rule("latents_std", "per_channel_statistics.std-of-means"),
+        Rule(r"decoder\.(time_embedder|scale_shift_table)(.*)", r"decoder.last_\1\2"),
+        *_flat("encoder", "down_blocks", _LTX_DOWN, names, first=0),
+        *_flat("decoder", "up_blocks", _LTX_UP, names, first=1),
+    ]
+    last = len({rule.template.split(".")[2] for rule in rules if rule.template.startswith("encoder.down_blocks.")})
+    rules += [
+        Rule(r"encoder\.mid_block\.(.*)", rf"encoder.down_blocks.{last}.\1"),
+        Rule(r"decoder\.mid_block\.(.*)", r"decoder.up_blocks.0.\1"),
+    ]
+    changes = [
+        (r"\.resnets\.", ".res_blocks."),
+        (r"conv_shortcut\.conv\.", "conv_shortcut."),
+        (r"norm3\.(weight|bias)$", r"norm3.norm.\1"),
+    ]
+    return {"Lightricks'": renamed(layout_of(names, rules), changes)}
+
+
+def _flat(half: str, blocks: str, parts: tuple[str, ...], names: Iterable[str], *, first: int) -> list[Rule]:
+    """Rules that count the parts of nested blocks as the authors' flat list does, from `first` on."""
+    names, rules, number = [*names], [], first
+    count = len({hit[1] for name in names if (hit := re.match(rf"{half}\.{blocks}\.(\d+)\.", name))})
+    for block in range(count):
+        place = f"{half}.{blocks}.{block}."
+        for part in parts:
+            if not any(name.startswith(f"{place}{part}.") for name in names):
+                continue
+            if part == "resnets":  # with the embedding of times, which belongs to the block
+                rules.append(
+                    Rule(re.escape(place) + r"((?:resnets|time_embedder)\..*)", rf"{half}.{blocks}.{number}.\1")
+                )
+            else:
+                rules.append(Rule(re.escape(f"{place}{part}.") + r"(.*)", rf"{half}.{blocks}.{number}.\1"))
+            number += 1
+    return rules
+
+
+#: By name of the network's class.
+ORIGINALS: Mapping[str, Original] = {
+    "HunyuanVideoTransformer3DModel": Original("", _hunyuan_transformer),
+    "AutoencoderKLHunyuanVideo": Original("", _hunyuan_vae),
+    "CogVideoXTransformer3DModel": Original("model.diffusion_model.", _cog_transformer),
+    "AutoencoderKLCogVideoX": Original("", _cog_vae),
+    "LTXVideoTransformer3DModel": Original("model.diffusion_model.", _ltx_transformer),
+    "AutoencoderKLLTXVideo": Original("vae.", _ltx_vae),
+}
