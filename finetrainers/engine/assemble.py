@@ -22,8 +22,9 @@ from finetrainers.parallel.strategy import Strategy
 from .block_swap import block_swap, check_number_of_blocks
 from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
-from .callbacks.metrics import MetricsFile, RewardFiles, Tracker
+from .callbacks.metrics import MetricsFile, RewardFiles
 from .callbacks.progress import ProgressLine
+from .callbacks.tracking import TrackedMedia, Tracker
 from .callbacks.validation import Validation
 from .checkpoints.restore import check_restorable, restore
 from .guards.memory import memory_advice
@@ -128,9 +129,10 @@ def _make_callbacks(
     """What watches the run; rank 0 shows and records it."""
     config, headline = state.config, state.method.headline
     callbacks: list[Callback] = []
+    tracker = Tracker(config.run) if state.parallel.is_main and config.run.report_to != "none" else None
     if state.parallel.is_main:
         callbacks += [MetricsFile(), ProgressLine(headline=headline)]
-        callbacks += [Tracker(config.run)] if config.run.report_to != "none" else []
+        callbacks += [tracker] if tracker is not None else []
         callbacks += [RewardFiles()] if "reward/" in headline else []
     if state.method.evaluates:
         callbacks.append(MethodEvaluation(fps=checked.plan.fps))
@@ -146,7 +148,7 @@ def _make_callbacks(
                 due=_validation_schedule(state, source),
             )
         )
-    return callbacks
+    return callbacks if tracker is None else [*callbacks, TrackedMedia(tracker)]
 
 
 def _offloads(state: TrainState, checked: Preflight) -> bool:

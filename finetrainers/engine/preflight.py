@@ -316,7 +316,8 @@ def _check_tracker(config: TrainConfig, found: Findings) -> None:
     """A tracker that is not installed: nothing of the run would reach it."""
     tracker = config.run.report_to
     packages = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]  # as accelerate takes either
-    if tracker != "none" and not any(find_spec(package) for package in packages):
+    # A folder of that name, which wandb writes to the working directory, is found too, as a package without a file.
+    if tracker != "none" and not any((spec := find_spec(package)) and spec.origin for package in packages):
         found.error("report_to", f"{tracker} is not installed: pip install {tracker}")
 
 

@@ -37,6 +37,7 @@ class RunDirectory:
         self.root = root
         self.writes = writes
         self.tracker_run: str | None = None  # the tracker's own name for this run, once it has one
+        self.recorded_step = -1  # the last step that was recorded before this start, of those that will be redone
         self.metrics_file = root / "metrics.jsonl"
         self.events_file = root / "events.jsonl"
         self._lost: set[Path] = set()  # records that could not be written
@@ -78,13 +79,14 @@ class RunDirectory:
                 with open(aside, "ab") as file:
                     file.writelines(line + b"\n" for line in damaged)
                 logger.warning("%d damaged lines of %s are put aside in %s", len(damaged), self.metrics_file, aside)
+            self.recorded_step = max((int(record["step"]) for record in whole), default=-1)
             kept = [record for record in whole if step and record["step"] <= step]
             write_text_atomic(self.metrics_file, "".join(json.dumps(record) + "\n" for record in kept))
 
     def _set_aside_later_than(self, step: int) -> None:
         """Rename checkpoints and samples of later steps: they belong to a continuation that is being replaced."""
         found = [(path, step_of(path)) for path in sorted(checkpoints_dir(self.root).glob("*"))]
-        for path in sorted((self.root / "samples").glob("step-*")):
+        for path in sorted([*(self.root / "samples").glob("step-*"), *(self.root / "rollouts").glob("step-*")]):
             number = path.name.removeprefix("step-")
             found.append((path, int(number) if number.isdigit() else None))
         stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -115,7 +117,7 @@ class RunDirectory:
         self._append(self.metrics_file, record)
 
     def event(self, kind: str, **details: Any) -> None:
-        """Append something that happened: a start, a checkpoint, a sample, a tracker that failed."""
+        """Append something that happened: a start, a checkpoint, a sample, the run at a tracker, its failure."""
         self._append(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
 
     def _append(self, path: Path, record: dict[str, Any]) -> None:

@@ -1,23 +1,37 @@
-"""Write generated clips as mp4 files, and read them back."""
+"""Write generated clips as mp4 files, read them back, and turn them into GIFs."""
 
 from __future__ import annotations
 
+import io
+import math
 import re
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+from PIL import Image
 
 from .contact_sheet import spaced
 
+#: A browser shows GIF frames of less than 20 ms more slowly than they say.
+_GIF_MS = 20
 
-def write_mp4(path: Path, frames: np.ndarray, *, fps: float) -> None:
-    """Write frames `[T, H, W, 3]` uint8 as H.264, atomically; odd sizes lose their last row or column."""
+
+def write_mp4(path: Path, frames: np.ndarray, *, fps: float, comment: str = "") -> None:
+    """Write frames `[T, H, W, 3]` uint8 as H.264, atomically; odd sizes lose their last row or column.
+
+    Args:
+        path: of the file.
+        frames: of the clip.
+        fps: frames per second.
+        comment: what the clip is, as metadata of the file; see `comment_of`.
+    """
     height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
     with av.open(str(unfinished), "w") as container:
+        container.metadata["comment"] = comment
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p"
@@ -42,6 +56,29 @@ def read_mp4(path: Path, *, columns: int) -> tuple[np.ndarray, list[int]]:
             if number in numbers
         ]
     return np.stack(frames), numbers
+
+
+def comment_of(path: Path) -> str:
+    """The comment that `write_mp4` wrote; empty where there is none."""
+    with av.open(str(path)) as container:
+        return container.metadata.get("comment", "")
+
+
+def gif_of(path: Path, *, width: int) -> tuple[bytes, tuple[int, int]]:
+    """A video as an animated GIF of at most this width, at its own speed; its bytes, and its width and height."""
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        # Of fast videos every second frame, or fewer.
+        every = max(1, math.ceil(float(stream.average_rate or 1) * _GIF_MS / 1000))
+        delay_ms = 1000 * every / float(stream.average_rate or 1)
+        frames = [frame.to_image() for number, frame in enumerate(container.decode(stream)) if number % every == 0]
+    size = frames[0].size
+    if size[0] > width:
+        size = width, max(1, round(size[1] * width / size[0]))
+    pictures = [frame.resize(size, Image.Resampling.LANCZOS) for frame in frames]
+    data = io.BytesIO()
+    pictures[0].save(data, "GIF", save_all=True, append_images=pictures[1:], duration=round(delay_ms), loop=0)
+    return data.getvalue(), size
 
 
 def slug(text: str, *, limit: int = 40) -> str:

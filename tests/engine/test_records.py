@@ -1,4 +1,4 @@
-"""What a run says and leaves: learning rates, trackers, events, refusals, exit codes."""
+"""What a run says and leaves: learning rates, events, refusals, exit codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.root import changed_options, fields
-from finetrainers.engine import preflight
 from finetrainers.engine.callbacks.samples import write_sample
 from finetrainers.engine.callbacks.validation import Validation
 from finetrainers.engine.training import train
@@ -53,68 +52,6 @@ def test_epochs_become_steps(options: Callable[..., dict], run: Callable[..., An
     done = run(**values)
     assert done.state.step == 3  # two epochs of three batches, two batches a step
     assert (done.root / "checkpoints" / "step-3" / "state.json").is_file()
-
-
-def test_tensorboard(options: Callable[..., dict], run: Callable[..., Any]) -> None:
-    done = run(**options(train_steps=2), report_to="tensorboard", hub_token="secret-token")
-    files = list((done.root / "logs").rglob("events.out.tfevents*"))
-    assert files
-    written = b"".join(file.read_bytes() for file in files)
-    assert b"grad_norm" in written
-    everything = [path for path in done.root.rglob("*") if path.is_file()]
-    assert not [path for path in everything if b"secret-token" in path.read_bytes()]
-
-
-class Failing:
-    """A tracker whose network is gone."""
-
-    requires_logging_directory = False
-    fails_in = "log"
-
-    def __init__(self, *_: Any) -> None:
-        self.calls: list[str] = []
-        self._call("__init__")
-
-    def _call(self, name: str) -> None:
-        if name == type(self).fails_in:
-            raise ConnectionError(f"{name}: no route to host")
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        assert "hub_token" not in values
-        self._call("store_init_configuration")
-
-    def log(self, values: dict[str, Any], *, step: int) -> None:
-        self._call("log")
-
-    def finish(self) -> None:
-        self._call("finish")
-
-
-@pytest.mark.parametrize("fails_in", ["__init__", "log", "finish"])
-def test_a_tracker_that_fails_never_stops_training(
-    fails_in: str, options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Failing, "fails_in", fails_in)
-    monkeypatch.setattr("accelerate.tracking.LOGGER_TYPE_TO_CLASS", {"wandb": Failing})
-    monkeypatch.setattr(preflight, "find_spec", lambda name: name == "wandb")
-    done = run(**options(train_steps=2), report_to="wandb")
-    assert len(done.curve("loss")) == 2
-    (failure,) = [event for event in done.events if event["event"] == "tracker_failed"]
-    assert failure["tracker"] == "wandb"
-    assert "no route to host" in failure["error"]
-    assert failure["step"] == {"__init__": 0, "log": 1, "finish": 2}[fails_in]
-
-
-@pytest.mark.parametrize("tracker", ["wandb", "trackio", "tensorboard"])
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(
-    tracker: str, dry_run: bool, options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError) as refused:
-        train(load_config(**options(report_to=tracker, dry_run=dry_run)))
-    [problem] = refused.value.problems
-    assert str(problem) == f"--report_to: {tracker} is not installed: pip install {tracker}"
 
 
 def test_a_checkpoint_is_written_before_sampling_can_fail(

@@ -48,4 +48,5 @@ class MethodEvaluation(Callback):
                 state.run_dir.root / "samples", f"eval-{number:03d}-{slug(prompt)}", frames, step=state.step, fps=self.fps,
                 heading=f"{' '.join(prompt.split())}\nseed {seed} | {count} x {height} x {width} at {self.fps:g} fps",
             )  # fmt: skip
+        state.parallel.barrier()  # the clips of all ranks are there
         return dict(found.record)

@@ -1,17 +1,15 @@
-"""Records of a run, each of one step or several: metrics.jsonl, a text file per reward, and an optional tracker that can never stop training."""
+"""Records of a run, each of one step or several: metrics.jsonl, and a text file per reward."""
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from finetrainers.config.sections import RunSection
 from finetrainers.methods.base import Summary
 from finetrainers.utils.files import read_jsonl, write_text_atomic
 
@@ -19,8 +17,6 @@ from .base import Callback, Record
 
 if TYPE_CHECKING:
     from finetrainers.engine.state import TrainState
-
-logger = logging.getLogger(__name__)
 
 _PREFIX = "reward/"
 #: The guards' own numbers count from the start of the run.
@@ -116,50 +112,3 @@ class RewardFiles(Callback):
         # An address or a path in an option holds characters that no file name may.
         label = re.sub(r"[^\w.,=-]+", "-", name.removeprefix(_PREFIX))
         return state.run_dir.root / "rewards" / f"{label}.txt"
-
-
-class Tracker(Callback):
-    """Sends records to tensorboard, wandb or trackio through accelerate; the first failure ends tracking, not training."""
-
-    def __init__(self, run: RunSection) -> None:
-        self.run = run
-        self.tracker: Any = None
-
-    def on_start(self, state: TrainState) -> None:
-        self._guard(state, lambda: self._open(state))
-
-    def _open(self, state: TrainState) -> None:
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        tracker_class = LOGGER_TYPE_TO_CLASS[self.run.report_to]
-        place = {"logging_dir": str(state.run_dir.root / self.run.logging_dir)}
-        self.tracker = tracker_class(
-            self.run.tracker_name, **(place if tracker_class.requires_logging_directory else {})
-        )
-        if hasattr(self.tracker, "start"):
-            self.tracker.start()
-        # wandb and trackio name their runs; tensorboard has a folder.
-        started = getattr(self.tracker, "tracker", None)
-        name = getattr(started, "id", None) or getattr(started, "name", None)
-        state.run_dir.tracker_run = None if name is None else str(name)
-        settings = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in state.config.flat().items()}
-        settings.pop("hub_token")
-        self.tracker.store_init_configuration(settings)
-
-    def on_log(self, state: TrainState, record: Record) -> None:
-        if self.tracker is not None:
-            values = {k: v for k, v in record.items() if k != "step"}
-            self._guard(state, lambda: self.tracker.log(values, step=state.step))
-
-    def on_end(self, state: TrainState) -> None:
-        if self.tracker is not None:
-            self._guard(state, self.tracker.finish)
-
-    def _guard(self, state: TrainState, action: Any) -> None:
-        try:
-            action()
-        except Exception as error:
-            # Whatever a tracker raises (network, quota, a missing package) must not cost a training run.
-            self.tracker = None
-            state.run_dir.event("tracker_failed", tracker=self.run.report_to, error=repr(error), step=state.step)
-            logger.warning("tracker %s failed and is off from here on: %r", self.run.report_to, error)

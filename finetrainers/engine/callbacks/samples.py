@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from finetrainers.utils.contact_sheet import Strip, contact_sheet, spaced
-from finetrainers.utils.video import read_mp4, write_mp4
+from finetrainers.utils.video import comment_of, read_mp4, write_mp4
 
 _COLUMNS = 8  # frames of a row
 _ROWS = 8  # steps that are shown together, at most
+_VIDEOS = 12  # of one step that are shown together, at most
 
 
 def write_sample(samples: Path, name: str, clip: np.ndarray, *, step: int, fps: float, heading: str) -> Path:
@@ -25,7 +28,7 @@ def write_sample(samples: Path, name: str, clip: np.ndarray, *, step: int, fps: 
         heading: what the sample is of, in one line or several.
     """
     video = samples / f"step-{step:06d}" / f"{name}.mp4"
-    write_mp4(video, clip, fps=fps)
+    write_mp4(video, clip, fps=fps, comment=heading)
     strip = Strip.of(f"step {step}", clip, columns=_COLUMNS)
     contact_sheet([(heading, [strip])]).save(video.with_suffix(".png"))
     videos = sorted(samples.glob(f"step-*/{name}.mp4"))
@@ -37,3 +40,11 @@ def write_sample(samples: Path, name: str, clip: np.ndarray, *, step: int, fps: 
         ]
         contact_sheet([(heading, strips)]).save(samples / f"{name}.png")
     return video
+
+
+def sheet_of(videos: Sequence[Path]) -> Image.Image:
+    """Videos that `write_mp4` wrote below each other, each under its comment; the first and the last of very many."""
+    shown = [videos[place] for place in spaced(len(videos), _VIDEOS)]
+    return contact_sheet(
+        [(comment_of(path) or path.stem, [Strip("", *read_mp4(path, columns=_COLUMNS))]) for path in shown]
+    )

@@ -1,0 +1,280 @@
+"""Trackers: a resumed run continues its tracker run, videos are sent, and no failure of a tracker stops training."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
+from finetrainers.engine import preflight
+from finetrainers.engine.callbacks.samples import write_sample
+from finetrainers.engine.callbacks.tracking import TrackedMedia, Tracker
+from finetrainers.engine.run_dir import RunDirectory
+from finetrainers.engine.training import train
+from finetrainers.utils.video import comment_of, gif_of, write_mp4
+
+
+def events_of(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def test_a_resumed_run_continues_its_tensorboard_curves(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = options(train_steps=4, checkpointing_steps=2, eval_num_items=1, clips=2, eval_steps=1)
+    values |= {
+        "report_to": "tensorboard",
+        "hub_token": "secret-token",
+        "validation_prompts": "a@@@9x64x64:::b@@@1x32x32",
+    }
+    values |= {"validation_steps": 1, "validation_inference_steps": 2}
+    monkeypatch.setenv("FINETRAINERS_FAULT", "raise@step:4")
+    with pytest.raises(RuntimeError, match="step"):
+        run(**values)
+    monkeypatch.delenv("FINETRAINERS_FAULT")
+    root = Path(values["output_dir"])
+    assert [e.step for e in events_of(root / "logs" / "finetrainers").Scalars("loss")] == [1, 2, 3]
+    done = run(**values, resume_from_checkpoint="latest")
+
+    [folder] = (root / "logs").iterdir()  # one run, which has its settings too
+    found = events_of(folder)
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [
+        (step, pytest.approx(value)) for step, value in done.curve("loss")
+    ]
+    assert [e.step for e in found.Scalars("eval_loss")] == [0, 1, 2, 3, 4]
+    assert "_hparams_/session_start_info" in found.summary_metadata
+    assert {"step_s", "memory/training_step/host_gib", "memory/validation/host_gib"} <= set(found.Tags()["scalars"])
+    images = {tag: found.Images(tag) for tag in found.Tags()["images"]}
+    assert list(images) == ["samples/00-a-0", "samples/01-b-0", "samples/sheet"]
+    assert all([image.step for image in some] == [1, 2, 3, 4] for some in images.values())
+    assert images["samples/00-a-0"][0].encoded_image_string.startswith(b"GIF89a")
+    [caption] = found.Tensors("samples/00-a-0/caption/text_summary")[-1].tensor_proto.string_val
+    assert caption.decode().startswith("a\nseed 42 | 9 x 64 x 64 at ")
+    assert not [path for path in root.rglob("*") if path.is_file() and b"secret-token" in path.read_bytes()]
+
+
+def test_gifs_have_the_size_and_the_speed_of_the_video(tmp_path: Path) -> None:
+    clip = np.random.default_rng(0).integers(0, 255, (12, 32, 64, 3), dtype=np.uint8)
+    for fps, expected in ((10, (12, 100)), (100, (6, 20))):
+        write_mp4(tmp_path / "a.mp4", clip, fps=fps, comment="one\ntwo")
+        assert comment_of(tmp_path / "a.mp4") == "one\ntwo"
+        data, size = gif_of(tmp_path / "a.mp4", width=48)
+        (tmp_path / "a.gif").write_bytes(data)
+        gif = Image.open(tmp_path / "a.gif")
+        assert gif.size == size == (48, 24)
+        assert (gif.n_frames, gif.info["duration"]) == expected  # type: ignore[attr-defined]
+
+
+# ---- wandb and trackio, with the signatures of wandb 0.31 and trackio 0.43 ------------------------------------------
+
+
+class FakeRun:
+    """A run of either library, which remembers what it was given."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+        self.sent: list[tuple[int, dict[str, Any]]] = []
+        self.id = arguments.get("id") or "made-up-id"
+        self.name = arguments.get("name")
+        self.starting_step = 0
+        self.finished = False
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        assert step is not None
+        self.sent.append((step, data))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class FakeMedia:
+    def __init__(self, content: Any, caption: str | None = None, format: str | None = None) -> None:  # noqa: A002
+        self.content, self.caption = content, caption
+
+
+class FakePicture:
+    def __init__(self, content: Any, caption: str | None = None, file_type: str | None = None) -> None:
+        self.content = content
+
+
+class Library(ModuleType):
+    """Stands for `wandb` or `trackio`."""
+
+    Video, Image = FakeMedia, FakePicture
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.runs: list[FakeRun] = []
+        self.settings: dict[str, Any] = {}
+        self.config = SimpleNamespace(update=lambda values, allow_val_change: self.settings.update(values))
+        self.starting_step = 0
+
+    def init(self, **arguments: Any) -> FakeRun:
+        run = FakeRun(arguments)
+        # What the server has, which trackio keeps under another name.
+        run.starting_step = run._next_step = self.starting_step  # type: ignore[attr-defined]
+        self.runs.append(run)
+        return run
+
+
+@pytest.fixture(params=["wandb", "trackio"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
+    found = Library(request.param)
+    monkeypatch.setitem(sys.modules, request.param, found)
+    for name in ("WANDB_DIR", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def start(library: Library, root: Path, *, step: int = 0) -> tuple[Any, Tracker, TrackedMedia]:
+    """A run that is started or resumed, without anything to train."""
+    config = load_config(
+        model_name="ltx_video", pretrained_model_name_or_path="x", report_to=library.__name__, output_dir=str(root),
+        hub_token="secret", video_resolution_buckets=["9x64x64"], data_root=".", train_steps=9,
+    )  # fmt: skip
+    run_dir = RunDirectory(root, writes=True)
+    run_dir.start(config, resumed_step=step)
+    state = SimpleNamespace(config=config, run_dir=run_dir, step=step)
+    tracker = Tracker(config.run)
+    media = TrackedMedia(tracker)
+    tracker.on_start(state)  # type: ignore[arg-type]
+    media.on_start(state)  # type: ignore[arg-type]
+    return state, tracker, media
+
+
+def steps(state: Any, tracker: Tracker, media: TrackedMedia, *, to: int) -> None:
+    """Steps up to this one, each with a record, and every second one with a sample."""
+    while state.step < to:
+        state.step += 1
+        record = {"step": state.step, "loss": 1.0 / state.step}
+        state.run_dir.metrics(record)
+        tracker.on_log(state, record)
+        if state.step % 2 == 0:
+            clip = np.zeros((9, 32, 32, 3), np.uint8)
+            write_sample(state.run_dir.root / "samples", "00-a", clip, step=state.step, fps=8, heading="a fox\nseed 42")
+        media.on_step(state)
+
+
+def test_a_resumed_run_continues_its_run_and_sends_no_step_twice(library: Library, tmp_path: Path) -> None:
+    root = tmp_path / "mystyle"
+    steps(*start(library, root), to=5)  # and is killed
+    state, tracker, media = start(library, root, step=2)
+    steps(state, tracker, media, to=4)  # and is killed once more, before what had been sent
+    state, tracker, media = start(library, root, step=2)
+    steps(state, tracker, media, to=7)
+    tracker.on_back(state)  # a rollback
+    state.step = 6
+    steps(state, tracker, media, to=9)
+    tracker.on_end(state)
+
+    first, *resumed = library.runs
+    known = first.id if library.__name__ == "wandb" else first.name
+    assert first.arguments["project"] == "finetrainers"
+    assert "resume" not in first.arguments
+    assert first.arguments["name"].startswith("mystyle")
+    for run in resumed:
+        assert run.arguments["resume"] == "allow"
+        assert run.arguments["id" if library.__name__ == "wandb" else "name"] == known
+    assert state.run_dir.tracker_run == known
+    assert library.runs[-1].finished
+    sent = [(step, values) for run in library.runs for step, values in run.sent]
+    assert [step for step, values in sent if "loss" in values] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    shown = {step: values for step, values in sent if "samples/00-a" in values}
+    assert list(shown) == [2, 4, 6, 8]
+    assert shown[8]["samples/00-a"].content in (path := root / "samples" / "step-000008" / "00-a.mp4", str(path))
+    assert shown[8]["samples/00-a"].caption == "a fox\nseed 42"
+    assert shown[8]["samples/sheet"].content.width > 8 * 32
+    assert library.settings["train_steps"] == 9
+    assert "hub_token" not in library.settings
+
+
+def test_what_has_not_arrived_is_sent(library: Library, tmp_path: Path) -> None:
+    """After a kill, a server may have less than metrics.jsonl; where it says so, it is believed."""
+    steps(*start(library, tmp_path), to=5)
+    library.starting_step = 5  # it has up to 4, of which the video may be missing
+    state, tracker, media = start(library, tmp_path, step=2)
+    steps(state, tracker, media, to=6)
+    assert [step for step, values in library.runs[-1].sent if "loss" in values] == [5, 6]
+    assert [step for step, values in library.runs[-1].sent if "samples/00-a" in values] == [4, 6]
+
+
+def test_a_new_run_in_the_same_place_is_a_new_run_at_the_tracker(library: Library, tmp_path: Path) -> None:
+    steps(*start(library, tmp_path), to=3)
+    steps(*start(library, tmp_path), to=3)
+    first, second = library.runs
+    assert "resume" not in second.arguments
+    assert library.__name__ == "wandb" or first.name != second.name
+    assert [step for step, values in second.sent if "loss" in values] == [1, 2, 3]
+
+
+def test_variables_of_the_user_win(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_NAME", "own")
+    monkeypatch.setenv("WANDB_DIR", "elsewhere")
+    start(library, tmp_path)
+    if library.__name__ == "wandb":
+        assert library.runs[0].arguments == {"project": "finetrainers"}
+
+
+@pytest.mark.parametrize("fails_in", ["init", "log", "finish", "Video"])
+def test_a_failure_is_told_once_and_stops_nothing(
+    fails_in: str, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(FakeRun if fails_in in ("log", "finish") else Library, fails_in, fail)
+    state, tracker, media = start(library, tmp_path)
+    steps(state, tracker, media, to=4)
+    tracker.on_end(state)
+    events = map(json.loads, state.run_dir.events_file.read_text().splitlines())
+    [failure] = [event for event in events if event["event"] == "tracker_failed"]
+    assert failure["tracker"] == library.__name__
+    assert "no route to host" in failure["error"]
+    assert failure["step"] == {"init": 0, "log": 1, "finish": 4, "Video": 2}[fails_in]
+    if fails_in == "Video":  # numbers are still sent
+        assert [step for step, _ in library.runs[0].sent] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_the_libraries_take_what_they_are_given(name: str) -> None:
+    library = pytest.importorskip(name)
+    for called, arguments in (
+        (library.init, ("project", "name", "resume", *(["id", "dir"] if name == "wandb" else []))),
+        (library.Video, ("caption", "format")),
+        (library.Image, ("caption", *(["file_type"] if name == "wandb" else []))),
+        (library.Run.log, ("step",)),
+    ):
+        assert set(arguments) <= set(inspect.signature(called).parameters)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "trackio", "tensorboard"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(
+    tracker: str, dry_run: bool, options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder of that name on the import path, as wandb writes one, is no package."""
+    (tmp_path / tracker).mkdir()
+    found = PathFinder.find_spec(tracker, [str(tmp_path)])
+    assert found is not None
+    monkeypatch.setattr(preflight, "find_spec", lambda name: found if name == tracker else None)
+    with pytest.raises(ConfigError) as refused:
+        train(load_config(**options(report_to=tracker, dry_run=dry_run)))
+    [problem] = refused.value.problems
+    assert str(problem) == f"--report_to: {tracker} is not installed: pip install {tracker}"
