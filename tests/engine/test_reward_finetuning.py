@@ -95,6 +95,7 @@ def curve(directory: str | Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 def test_every_family_trains(family: str, training_type: str, options: Callable[..., dict[str, Any]]) -> None:
     given = options(family, training_type=training_type, lr=1e-3, keep_pairs=family == "ltx_video")
+    given |= {"keep_rollouts": 2} if family == "ltx_video" else {}
     state = run(preflight(load_config(**given)))
     assert state is not None
     found = records(given["output_dir"])
@@ -111,6 +112,9 @@ def test_every_family_trains(family: str, training_type: str, options: Callable[
     assert "for 2 steps on 3 prompts" in (root / "README.md").read_text()
     manifest = [json.loads(line) for line in (root / "manifest.jsonl").read_text().splitlines()]
     assert [entry["prompt"] for entry in manifest] == ["a red ball", "a blue cube rolls", "a cat"]
+    shown = sorted(path.relative_to(root).as_posix() for path in root.glob("rollouts/*/*"))
+    names = ("best.mp4", "scores.json", "worst.mp4") if family == "ltx_video" else ()
+    assert shown == [f"rollouts/step-000001/{name}" for name in names]  # of every second rollout
     kept = root / "pairs" / "pairs.jsonl"
     assert kept.is_file() == (family == "ltx_video")
     for pair in map(json.loads, kept.read_text().splitlines() if kept.is_file() else []):

@@ -18,6 +18,7 @@ from finetrainers.rewards.reward_set import RewardSet, Scores
 
 from .advantage import Advantages, best_of_n, compute_advantages
 from .keep_pairs import PairKeeper
+from .keep_rollouts import RolloutKeeper
 from .prompts import Job
 from .sampler import Replay, Sampler
 from .source import PromptSource
@@ -72,6 +73,7 @@ class Collector:
         self._vae_stats = parts.vae_stats
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
+        self._shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)
 
     def jobs(self, rollout: int) -> list[Job]:
         """This rank's clips: the clips of all prompts in order, cut into as many equal parts as there are ranks."""
@@ -93,7 +95,7 @@ class Collector:
         spent: dict[str, float] = defaultdict(float)
         latents: list[Tensor] = []
         replays: list[Replay] = []
-        videos: list[Tensor] = []  # on the host, if some are to be kept
+        videos: dict[int, Tensor] = {}  # by index on the host, of clips that may be written
         said: list[Scores] = []
         error: Exception | None = None
         for first in range(0, len(jobs), self.batch_size):
@@ -112,7 +114,9 @@ class Collector:
                     with timed(spent, "reward", device):
                         fps = self.reward_fps
                         said.append(self.panel.score(decoded, texts, fps=fps, rollout=rollout, first_clip=number))
-                    videos += [] if self._pairs is None else list(to_uint8(decoded))
+                    for index, video in enumerate(decoded, start=first):
+                        if self._pairs is not None or self._shown.wants(jobs[index]):
+                            videos[index] = to_uint8(video)
             except Exception as caught:
                 error = caught
         # Another rank's reward may have failed, and would be waited for until the process group gives up.
@@ -121,6 +125,7 @@ class Collector:
         compared = self._compare(scores)
         if self._pairs is not None:
             self._pairs.keep(jobs, videos, compared)
+        self._shown.keep(jobs, videos, scores, compared)
         stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
         return self._select(jobs, latents, replays, compared, stats)
 

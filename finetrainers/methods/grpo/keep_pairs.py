@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,14 @@ class PairKeeper:
         self.parallel = parallel
         self.fps = fps
 
-    def keep(self, jobs: Sequence[Job], videos: Sequence[Tensor], found: Advantages) -> None:
+    def keep(self, jobs: Sequence[Job], videos: Mapping[int, Tensor], found: Advantages) -> None:
         """Write the pairs of a rollout; all ranks call it. A prompt whose clips scored alike has none.
 
         Pairs of this rollout and of later ones, from before a resume, are replaced.
 
         Args:
             jobs: this rank's clips.
-            videos: their pixels, `[T, H, W, C]` uint8 on the host.
+            videos: their pixels by index, `[T, H, W, C]` uint8 on the host.
             found: of all ranks' clips.
         """
         rollout = jobs[0].rollout

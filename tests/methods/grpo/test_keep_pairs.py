@@ -37,7 +37,7 @@ def test_the_best_and_the_worst_clip_of_each_prompt_are_kept(tmp_path: Path) -> 
             numbers = range(3 * rank, 3 * rank + 3)
             PairKeeper(tmp_path, parallel, fps=8.0).keep(
                 [Job(rollout, k // 3, Prompt(PROMPTS[k // 3], ""), k % 3) for k in numbers],
-                [torch.full((9, 32, 32, 3), 20 * k, dtype=torch.uint8) for k in numbers],
+                {i: torch.full((9, 32, 32, 3), 20 * k, dtype=torch.uint8) for i, k in enumerate(numbers)},
                 FOUND,
             )
         expected = [(rollout, "a cat"), (rollout, "a bird")]

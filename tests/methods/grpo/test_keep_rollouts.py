@@ -1,0 +1,69 @@
+"""Clips of rollouts that are written with their scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from one_of import OneOf
+
+from finetrainers.config.load import load_config
+from finetrainers.methods.grpo.advantage import Advantages
+from finetrainers.methods.grpo.keep_rollouts import RolloutKeeper
+from finetrainers.methods.grpo.prompts import Job, Prompt
+from finetrainers.rewards.reward_set import HeadScores, Scores
+from finetrainers.utils.video import comment_of, read_mp4
+
+#: Of the first prompt clip 2 is best and 0 worst, since 1 has failed.
+VALUES = torch.tensor([[-1.0, 0.0, 2.0], [0.5, -0.5, 0.1]])
+FAILED = torch.tensor([[False, True, False], [False] * 3])
+FOUND = Advantages(VALUES, VALUES[..., None], {}, constant=(), failed=FAILED)
+RAW = torch.tensor([0.25, torch.nan, 0.75, 0.1, 0.2, 0.3], dtype=torch.float64)
+SCORES = Scores({"brightness": HeadScores(RAW, RAW)}, FAILED.flatten())
+
+
+def keeper(root: Path, parallel: Any, **options: Any) -> RolloutKeeper:
+    config = load_config(
+        method="grpo", model_name="ltx_video", pretrained_model_name_or_path="x", output_dir=str(root), train_steps=1,
+        updates_per_rollout=2, **options,
+    )  # fmt: skip
+    return RolloutKeeper(config, parallel, fps=8.0)
+
+
+def test_the_best_and_the_worst_clip_of_the_first_prompt_are_written(tmp_path: Path) -> None:
+    """By two ranks, of which one has both; of every third rollout, under its first optimizer step."""
+    for rollout in range(4):
+        for rank in (0, 1):
+            found = keeper(tmp_path, OneOf(rank, 2), keep_rollouts=3)
+            jobs = [Job(rollout, rank, Prompt(("a cat", "a dog")[rank], ""), k) for k in range(3)]
+            clips = {
+                k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8)
+                for k, job in enumerate(jobs)
+                if found.wants(job)
+            }
+            assert len(clips) == (3 if rank == 0 and rollout in (0, 3) else 0)
+            found.keep(jobs, clips, SCORES, FOUND)
+    root = tmp_path / "rollouts"
+    assert sorted(path.name for path in root.iterdir()) == ["step-000001", "step-000007"]
+    folder = root / "step-000007"
+    for name, clip, said in (("best", 2, "best of 3 | advantage +2.00"), ("worst", 0, "worst of 3 | advantage -1.00")):
+        frames, _ = read_mp4(folder / f"{name}.mp4", columns=1)
+        assert abs(float(np.median(frames)) - 100 * clip) < 4
+        assert comment_of(folder / f"{name}.mp4") == f"a cat\nrollout 3 | {said} | brightness {RAW[clip]:.4g}"
+    assert json.loads((folder / "scores.json").read_text()) == {
+        "rollout": 3,
+        "prompt": "a cat",
+        "best": {"clip": 2, "advantage": 2.0, "reward": {"brightness": 0.75}},
+        "worst": {"clip": 0, "advantage": -1.0, "reward": {"brightness": 0.25}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "every"), [({}, 0), ({"report_to": "wandb"}, 10), ({"report_to": "wandb", "keep_rollouts": 0}, 0)]
+)
+def test_a_tracker_is_shown_every_tenth_rollout(options: dict[str, Any], every: int, tmp_path: Path) -> None:
+    assert keeper(tmp_path, OneOf(), **options).every == every
