@@ -69,6 +69,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "write", "fits",  # of benchmarks/memory_seed_table.py and memory_estimate.py
     "layers",  # of benchmarks/quantization_error.py
     "follow",  # of mypy
+    "logdir", "samples_per_plugin",  # of tensorboard
 }  # fmt: skip
 
 
