@@ -10,6 +10,7 @@ from finetrainers.models.spec import DTYPES
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.versions import __version__
 
+from .card_facts import write_grid
 from .initial_weights import LORA_FILE
 from .model_card import model_card
 from .preflight import Preflight
@@ -34,6 +35,7 @@ def _write(state: TrainState, checked: Preflight, weights: dict[str, Tensor]) ->
     is_lora = config.training.training_type == "lora"
     dtype = torch.float32 if is_lora else DTYPES[config.model.transformer_dtype]
     save_weights(state.run_dir.root, state=state, tensors=weights, dtype=dtype)
+    write_grid(state.run_dir.root)
     (state.run_dir.root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
     if config.run.push_to_hub:
         state.watchdog.enter("uploading")

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import av
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -13,6 +14,8 @@ from PIL import Image
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.engine import export as module
+from finetrainers.engine.callbacks.samples import write_sample
+from finetrainers.engine.card_facts import write_grid
 
 
 class LTXVideoTransformer3DModel:
@@ -26,6 +29,7 @@ def finished(tmp_path, *, pretrained="owner/base", **options):
     )  # fmt: skip
     records = [
         {"step": 0, "eval_loss": 0.5, "eval_loss_0.10": 0.6},
+        {"step": 5, "eval_loss": 0.125, "eval_loss_0.10": 0.3},
         {"step": 5, "loss": 1.0, "step_s": 12.0, "steps": 5},
         {"step": 12, "loss": 1.0, "step_s": 10.0, "steps": 7},
         {"step": 12, "eval_loss": 0.25, "eval_loss_0.10": 0.3},
@@ -48,7 +52,7 @@ def finished(tmp_path, *, pretrained="owner/base", **options):
         start=SimpleNamespace(origin=None),
         plan=SimpleNamespace(
             example='MY a fox, "quoted"', size=(9, 64, 96), fps=25.0, count=3, noun="clip",
-            table=lambda: [("bucket", "clips"), ("9x64x96", "3")], step_of=lambda config: "2 clips",
+            buckets={(9, 64, 96): 3}, table=lambda: [("bucket", "clips"), ("9x64x96", "3")], step_of=lambda config: "2 clips",
         ),
         geometry=SimpleNamespace(fps=25.0),
         prompts=[ValidationPrompt(prompt="a fox: at night"), ValidationPrompt(prompt="a dog")],
@@ -84,8 +88,18 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
     assert "| 9x64x96 | 3 |" in card
     assert "| training steps took | 2 min on 2 x CPU |" in card
     assert "| samples | 50 denoising steps, the pipeline's own guidance, seed 42, 25 fps |" in card
-    assert "| measured | step 0 | step 12 |\n|---|---|---|\n| `eval_loss` | 0.5 | 0.25 |\n" in card
+    assert "| measured on held-out clips | step 0 | step 12 | best |\n|---|---|---|---|\n" in card
+    assert "|\n| `eval_loss` | 0.5 | 0.25 | 0.125 (step 5) |\n" in card
     assert "\n\n| peak memory, GiB | allocated | host |\n|---|---|---|\n| training step | 12.35 | 3.00 |\n\n" in card
+    assert (
+        "\n\n| base model | [owner/base](https://huggingface.co/owner/base) |\n|---|---|\n| strength | 1.0 is as"
+        in card
+    )
+    assert "less weakens it (LoRA of rank 8, alpha 64) |\n| trained at | 9x64x96 (frames x height x width) |\n" in card
+    assert "| license of the base model | unknown: the base model's own page tells |\n\n" in card
+    assert "finetrainers export . --format comfyui" in card
+    assert "finetrainers train --config config.toml --output_dir repeated" in card
+    assert "grid.jpg" not in card  # there is none
     assert "12 steps on 3 clips" in card.replace("\n", " ")
     assert "Put `MY` before your prompt" in card
     assert "secret-token" not in card
@@ -104,7 +118,10 @@ def test_the_license_is_the_base_models(tmp_path, card, expected):
     if card is not None:
         (base / "README.md").write_text(card)
     state, checked = finished(tmp_path, pretrained=str(base))
-    header = yaml.safe_load(module.model_card(state, checked).split("---")[1])
+    text = module.model_card(state, checked)
+    header = yaml.safe_load(text.split("---")[1])
+    said = "[ltxv](https://x.y)" if expected else "unknown: the base model's own page tells"
+    assert f"| license of the base model | {said} |" in text
     assert {name: header.get(name) for name in header if name.startswith("license")} == expected
     assert "base_model" not in header
     assert header["library_name"] == "diffusers"
@@ -139,6 +156,19 @@ def test_the_cards_code_runs(options, run, tmp_path, monkeypatch, family, versio
     exec(code.replace('"cuda"', '"cpu"').replace("width=64,", "width=64, num_inference_steps=2,"), {})
     with av.open(str(tmp_path / "video.mp4")) as video:
         assert len(list(video.decode(video=0))) == 9
+
+
+def test_the_card_shows_the_newest_samples_on_one_picture(tmp_path):
+    state, checked = finished(tmp_path)
+    for step in (5, 12):
+        for name in ("00-a-fox", "01-a-dog"):
+            clip = np.full((9, 32, 64, 3), 20 * step, np.uint8)
+            write_sample(tmp_path / "samples", name, clip, step=step, fps=8, heading=name)
+    write_grid(tmp_path)
+    grid = np.asarray(Image.open(tmp_path / "samples" / "grid.jpg"))
+    assert (abs(grid.astype(int) - 240) < 4).mean() > 0.5  # step 12, twice
+    assert not (abs(grid.astype(int) - 100) < 4).mean() > 0.1
+    assert "![Samples after step 12](samples/grid.jpg)" in module.model_card(state, checked)
 
 
 def test_push_uploads_results_and_nothing_else(tmp_path, monkeypatch):
