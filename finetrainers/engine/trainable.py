@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -162,7 +163,8 @@ def attach(transformer: nn.Module, training: TrainingSection) -> None:
         return
     transformer.requires_grad_(False)
     targets = lora_targets(transformer, training.target_modules)
-    with torch.random.fork_rng(devices=[]):
+    is_meta = next(transformer.parameters()).is_meta  # PEFT would make the adapter on the CPU, which takes seconds
+    with torch.random.fork_rng(devices=[]), torch.device("meta") if is_meta else nullcontext():
         torch.manual_seed(derive_seed(training.seed, "lora"))  # PEFT draws A from the global generator
         transformer.add_adapter(  # type: ignore[operator]
             LoraConfig(

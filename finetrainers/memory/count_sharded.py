@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
 
 
+_LARGE = 2**20
+
+
 @dataclass(frozen=True)
 class Processes:
     """How processes share a step.
@@ -36,34 +41,64 @@ class Processes:
         number: of processes.
         sync_each_batch: whether gradients are reduced after each micro-batch.
         micro_batches: of a step.
+        group_size: processes that share one copy of the weights; None: all.
+        reshard: whether the gathered weights of a block are freed after its forward pass.
+        offload: whether weights and gradients are in host memory, which is not counted.
     """
 
     number: int
     sync_each_batch: bool = True
     micro_batches: int = 1
+    group_size: int | None = None
+    reshard: bool = True
+    offload: bool = False
 
 
 class ResizedStorages(LiveStorages):
-    """Adds up the bytes of storages that are alive, at the sizes that they have now: FSDP2 empties and refills its own."""
+    """Adds up the bytes of storages that are alive, at the sizes that they have now: FSDP2 empties and refills its own.
+
+    Storages of less than 1 MiB, which are many, count at their first size.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[int, Any] = {}
+        self._large: dict[int, Any] = {}
+        self._small: dict[int, int] = {}
+        self._sum_of_small = 0
+        self._on_host: set[int] = set()
+
+    def on_host(self, tensor: Tensor) -> None:
+        """Leave out a tensor that would be in host memory."""
+        self._on_host.add(_storage(tensor)._cdata)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            storage = _storage(tensor)
             key = storage._cdata
-            if key not in self._alive:
-                self._alive[key] = weakref.ref(storage)
-                weakref.finalize(storage, self._alive.pop, key, None)
-        storages = [reference() for reference in self._alive.values()]
-        self.live = sum(storage.nbytes() for storage in storages if storage is not None)
+            if key in self._large or key in self._small:
+                continue
+            if storage.nbytes() >= _LARGE:
+                self._large[key] = weakref.ref(storage)
+            else:
+                self._small[key] = storage.nbytes()
+                self._sum_of_small += storage.nbytes()
+            weakref.finalize(storage, self._forget, key)
+        large = [reference() for key, reference in self._large.items() if key not in self._on_host]
+        self.live = sum(storage.nbytes() for storage in large if storage is not None) + self._sum_of_small
         self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self._large.pop(key, None)
+        self._sum_of_small -= self._small.pop(key, 0)
+        self._on_host.discard(key)
 
     def restart(self) -> None:
         self.peak = 0
         self.add(())
+
+
+def _storage(tensor: Tensor) -> Any:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 def count_sharded(
@@ -79,12 +114,21 @@ def count_sharded(
         processes: that share the network.
         shard: splits a network, `parallel.fsdp.shard`.
     """
-    with fake_processes(processes.number) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        fake_processes(processes.number, processes.group_size) as mesh,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _copies_from_host(),
+    ):
         fake_weights(network, shape)
         set_activation_memory(network.train(), shape.stored, blocks=spread(spec.block_modules(network), shape.share))
-        shard(network, spec.block_modules(network), mesh=mesh, computed=shape.autocast or torch.float32)
+        shard(
+            network, spec.block_modules(network), mesh=mesh, computed=shape.autocast or torch.float32,
+            reshard=processes.reshard, offload=CPUOffloadPolicy(pin_memory=False) if processes.offload else OffloadPolicy(),
+        )  # fmt: skip
         conditions, meta = spec.empty_inputs(shape.batch_size)
         live = ResizedStorages()
+        if processes.offload:
+            _leave_on_host(network, live)
         live.add([*network.parameters(), *network.buffers()])
         with live, cuda_autocast():
             for number in range(1, processes.micro_batches + 1):
@@ -98,11 +142,41 @@ def count_sharded(
         return int(live.peak)
 
 
+def _leave_on_host(network: nn.Module, live: ResizedStorages) -> None:
+    """Do not count the shards of weights, nor their gradients from when they have left the device."""
+    for parameter in network.parameters():
+        live.on_host(parameter)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda shard: live.on_host(shard.grad))  # type: ignore[arg-type]
+
+
 @contextmanager
-def fake_processes(number: int) -> Iterator[DeviceMesh]:
-    """Within the block, this is rank 0 of so many processes, whose exchanges do nothing; their mesh."""
-    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+def _copies_from_host() -> Iterator[None]:
+    """Let offloaded shards be copied before they are gathered, as to a GPU. Here host and device are the same."""
+    gathers = FSDPParam.all_gather_inputs
+
+    def copied(parameter: FSDPParam) -> list[Tensor]:
+        shards = gathers.fget(parameter)
+        return [shard.clone() if shard is parameter._sharded_param_data else shard for shard in shards]
+
+    FSDPParam.all_gather_inputs = property(lambda p: copied(p) if p.offload_to_cpu else gathers.fget(p))
     try:
-        yield init_device_mesh("cpu", (number,))
+        yield
+    finally:
+        FSDPParam.all_gather_inputs = gathers
+
+
+@contextmanager
+def fake_processes(number: int, group_size: int | None = None) -> Iterator[DeviceMesh]:
+    """Within the block, this is rank 0 of so many processes, whose exchanges do nothing; their mesh.
+
+    Args:
+        number: of processes.
+        group_size: processes that share one copy of the weights; None: all, and the mesh has one dimension.
+    """
+    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    shape = (number,) if group_size is None else (number // group_size, group_size)
+    try:
+        yield init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
     finally:
         dist.destroy_process_group()

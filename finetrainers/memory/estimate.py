@@ -35,20 +35,44 @@ _HALF = 2  # bytes of 16-bit floats, as of activations
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """Bytes that a strategy gathers to compute with, and the gradients that it sums over processes.
+class Moment:
+    """A moment of the backward pass.
 
     Attributes:
-        forward: weights at the end of forward: of the block that computes, the next one, and outside of blocks.
-        last, first: in backward, at the last blocks, where most activations are there, and at the first ones; gradients included.
+        gathered: bytes that a strategy has gathered to compute with, and of the gradients that it sums over processes.
+        kept: share of the stored activations that are still there.
+        made: share of the gradients that are there.
     """
 
-    forward: float = 0.0
-    last: float = 0.0
-    first: float = 0.0
+    gathered: float
+    kept: float
+    made: float
 
 
-NOTHING = Gathered()
+@dataclass(frozen=True)
+class Gathered:
+    """Bytes that a strategy gathers to compute with.
+
+    Attributes:
+        forward: at the end of forward: of the block that computes, the next one, and outside of blocks.
+        backward: moments among which that of the peak is.
+    """
+
+    forward: float
+    backward: tuple[Moment, ...]
+
+    @classmethod
+    def same(cls, forward: float, backward: float) -> Gathered:
+        """So many bytes in forward, and all the time in backward."""
+        return cls(forward, (Moment(backward, 1.0, 0.0), Moment(backward, 0.0, 1.0)))
+
+    @property
+    def most(self) -> float:
+        """Bytes, at most."""
+        return max(self.forward, *(moment.gathered for moment in self.backward))
+
+
+NOTHING = Gathered.same(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -143,16 +167,17 @@ def estimate(workload: Workload) -> MemoryPlan:
     casts = trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0
     gathered, made = workload.gathered, sum(gradients.values())
     forward = gathered.forward / GIB + casts + saved + in_forward
-    if workload.accumulates:
-        moving = made + max(forward, gathered.last / GIB + saved + in_backward)
-    else:
-        moving = max(forward, max(gathered.last / GIB + saved, gathered.first / GIB + made) + in_backward)
+    backward = in_backward + max(
+        moment.gathered / GIB + moment.kept * saved + (0.0 if workload.accumulates else moment.made * made)
+        for moment in gathered.backward
+    )
+    moving = made + max(forward, backward) if workload.accumulates else max(forward, backward)
     if split.masters and not split.optimizer_on_host:  # which are updated with fp32 copies of the gradients
         moving = max(moving, made + 4 * trained / split.optimizer)
     parts = {
         **fixed,
         **gradients,
-        "gathered weights": max(gathered.first, gathered.last) / GIB,
+        "gathered weights": gathered.most / GIB,
         "autocast copies": casts,
         "activations kept": saved,
         "one block in backward": in_backward,
@@ -351,25 +376,37 @@ def gathered_bytes(
         transformer: the network.
         blocks: its own.
         width: bytes of a weight as it computes.
-        split: of the strategy. FSDP2 gathers the block that computes and the next one, ZeRO-3 as many weights as it may.
+        split: of the strategy. FSDP2 gathers the block that computes and the next one, and keeps all until backward if it
+            does not reshard; ZeRO-3 gathers as many weights as it may.
         sums: whether the gradients of a block are summed over processes at once, in fp32, and not kept whole.
         swapped: numbers of blocks whose frozen weights come from the host, and are not gathered.
         saved: bytes that quantization saves of weights, by their `id`.
     """
     buffers = float(split.buffer_numbers * width)
     if not split.gathers or not blocks:
-        return Gathered(0.0, buffers, buffers)
+        return Gathered.same(0.0, buffers)
     total = sum(p.numel() for p in transformer.parameters())
     if split.live_weights:
         weights = float(min(total, split.live_weights) * width)
-        return Gathered(weights, weights + buffers, weights + buffers)
+        return Gathered.same(weights, weights + buffers)
     outside = total - sum(p.numel() for block in blocks for p in block.parameters())
 
-    def at(index: int, *, sums: bool) -> float:
-        block = blocks[index]
-        trained = sum(p.numel() for p in block.parameters() if p.requires_grad)
-        whole = sum(p.numel() * width - (saved or {}).get(id(p), 0.0) for p in block.parameters())
-        return 2 * (trained * width if index in swapped else whole) + outside * width + sums * trained * 4.0
+    trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks]
 
-    last = len(blocks) - 1
-    return Gathered(at(last, sums=False), at(last, sums=sums), at(0, sums=sums))
+    def whole(index: int) -> float:
+        if index in swapped:
+            return float(trained[index] * width)
+        return sum(p.numel() * width - (saved or {}).get(id(p), 0.0) for p in blocks[index].parameters())
+
+    weights, last = [whole(index) for index in range(len(blocks))], len(blocks) - 1
+    all_trained = max(1, sum(p.numel() for p in transformer.parameters() if p.requires_grad))
+
+    def moment(index: int) -> Moment:
+        """A block goes backward, half of its gradients made; the next one is gathered, and those of the last one are summed."""
+        there = weights[max(0, index - 1) : index + 1] if split.reshards else weights[: index + 1]
+        moving = 0.5 * trained[index] * width + 4.0 * (trained[index + 1] if index < last else 0)
+        made = sum(trained[index + 1 :]) / all_trained
+        return Moment(outside * width + sum(there) + sums * moving, (index + 1) / len(blocks), made)
+
+    forward = outside * width + (2 * weights[last] if split.reshards else sum(weights))
+    return Gathered(forward, tuple(map(moment, range(len(blocks)))))

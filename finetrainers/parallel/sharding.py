@@ -24,6 +24,7 @@ class Split:
     Attributes:
         weights, gradients, optimizer: parts of each.
         gathers: whether a block's weights are gathered to compute.
+        reshards: whether they are freed after its forward pass, not only after its backward pass.
         keeps_gradients: whether gradients are whole, in fp32, between the micro-batches of a step.
         masters: whether fp32 weights are part of the optimizer's state, and those that compute have 16 bits.
         weights_on_host, optimizer_on_host: what lies in host memory.
@@ -35,6 +36,7 @@ class Split:
     gradients: int = 1
     optimizer: int = 1
     gathers: bool = False
+    reshards: bool = True
     keeps_gradients: bool = False
     masters: bool = False
     weights_on_host: bool = False
@@ -64,6 +66,7 @@ def expected_split(options: ParallelSection) -> Split:
             gradients=parts,
             optimizer=parts,
             gathers=True,
+            reshards=options.fsdp_reshard_after_forward,
             keeps_gradients=not options.sync_each_batch,
             weights_on_host=offload,
             optimizer_on_host=offload,
