@@ -1,6 +1,6 @@
 """The memory estimate: its error against counting, and what fits which GPU.
 
-    python benchmarks/memory_estimate.py                  # every family, LoRA and full, against the count: a minute
+    python benchmarks/memory_estimate.py                  # every family, LoRA and full, against the count: minutes
     python benchmarks/memory_estimate.py --fits           # GPU and model -> flags, planned peak, expected slowdown
     python benchmarks/memory_estimate.py --recipes        # the planned peak of each command in examples/
     python benchmarks/memory_estimate.py --fits --write   # writes that table into docs/how-to/memory.md

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.advice import OTHER_WAYS, Advice, cheapest
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
+from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.memory.phases import RESERVE, RunPlan, Surroundings, plan_run
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelSpec, frozen_bytes
@@ -27,7 +29,7 @@ from finetrainers.utils.text import aligned, file_size, plural
 from .preflight import Preflight, preflight
 from .room import Needs, disk_needs
 from .start_report import part_name, print_line
-from .trainable import network_without_weights, trainable_parameters
+from .trainable import network_without_weights
 
 
 class RunMemory:
@@ -43,7 +45,7 @@ class RunMemory:
         spec = checked.family.load(checked.config.model)
         parts = {part: frozen_bytes(spec, part) for part in spec.facts.networks[:-1]}
         self._peaks: dict[str, Mapping[str, float] | None] = {}  # that were estimated, by configuration
-        needs = self.disk()
+        needs, weights = self.disk(), NetworkWeights(self.transformer, spec)
         self._around = Surroundings(
             bucket=checked.plan.heaviest(checked.config)[0],
             encoded=tuple(checked.plan.buckets) if checked.plan.encodes_clips else (),
@@ -51,8 +53,9 @@ class RunMemory:
             parts={part: size for part, size in parts.items() if size is not None},
             rewards=method_spec(checked.config).reward_bytes(checked.config),
             checkpoint_bytes=needs.checkpoint,
-            total=sum(p.numel() for p in self.transformer.parameters()),
-            trained=sum(p.numel() for p in trainable_parameters(self.transformer).values()),
+            total=weights.total,
+            trained=weights.trained,
+            weights=weights,
             processes=launched_processes(),
             local_processes=local_world_size(),
         )
@@ -223,11 +226,17 @@ def as_json(memory: RunMemory, plan: RunPlan, gpu_gib: float | None, advice: Adv
 # ---- for runs ----------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1)
+def run_memory(checked: Preflight) -> RunMemory:
+    """The estimate of a run, made once: building a large network without weights takes a second."""
+    return RunMemory(checked)
+
+
 def print_planned(checked: Preflight) -> None:
     """One line at the start of a run."""
     if checked.family.configs_not_here(checked.config.model):
         return
-    plan = RunMemory(checked).plan()
+    plan = run_memory(checked).plan()
     if likely_device_type() == "cpu":
         print_line(
             f"memory, planned: {file_size(plan.local_processes * plan.peak + plan.machine_bytes)} of host memory (no GPU)"
@@ -248,7 +257,7 @@ def within_budget(checked: Preflight) -> Preflight:
     budget = checked.config.memory.memory_budget
     if budget is None:
         return checked
-    memory = RunMemory(checked)
+    memory = run_memory(checked)
     plan = memory.plan()
     needed = (1 + RESERVE) * plan.peak / GIB
     if needed <= budget:
@@ -276,7 +285,7 @@ def offloads_samples(checked: Preflight, *, gpu_bytes: float | None) -> bool:
     asked = checked.config.validation.enable_model_cpu_offload
     if asked is not None or gpu_bytes is None or not checked.prompts:
         return bool(asked)
-    needed = (1 + RESERVE) * RunMemory(checked).plan().peaks.get(VALIDATION, 0.0)
+    needed = (1 + RESERVE) * run_memory(checked).plan().peaks.get(VALIDATION, 0.0)
     if needed <= gpu_bytes:
         return False
     print_line(

@@ -46,7 +46,7 @@ _MODEL_PLACES = [name for name, option in fields().items() if option.place == "m
 _FOLDERS = [name for name, option in fields().items() if option.place == "folder"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of what is computed once for each
 class Preflight:
     """A configuration that passed, with what was learnt on the way; weights of `init_from` are its `transformer_id`."""
 

@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -129,8 +130,9 @@ def num_quantizable(transformer: nn.Module, config: TrainConfig, spec: ModelSpec
     return sum(layer.weight.numel() for _, layer in layers)
 
 
+@lru_cache(maxsize=1)
 def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn.Module:
-    """The transformer on the meta device, with what is trained attached.
+    """The transformer on the meta device, with what is trained attached; not to be changed, since the same is returned again.
 
     Args:
         checked: the run.

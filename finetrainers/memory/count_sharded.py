@@ -153,17 +153,19 @@ def _leave_on_host(network: nn.Module, live: ResizedStorages) -> None:
 @contextmanager
 def _copies_from_host() -> Iterator[None]:
     """Let offloaded shards be copied before they are gathered, as to a GPU. Here host and device are the same."""
-    gathers = FSDPParam.all_gather_inputs
+    cls: Any = FSDPParam
+    original = cls.all_gather_inputs
 
-    def copied(parameter: FSDPParam) -> list[Tensor]:
-        shards = gathers.fget(parameter)
-        return [shard.clone() if shard is parameter._sharded_param_data else shard for shard in shards]
+    def inputs(parameter: FSDPParam) -> list[Tensor]:
+        shards = original.fget(parameter)
+        own = parameter._sharded_param_data if parameter.offload_to_cpu else None
+        return [shard.clone() if own is not None and shard is own else shard for shard in shards]
 
-    FSDPParam.all_gather_inputs = property(lambda p: copied(p) if p.offload_to_cpu else gathers.fget(p))
+    cls.all_gather_inputs = property(inputs)
     try:
         yield
     finally:
-        FSDPParam.all_gather_inputs = gathers
+        cls.all_gather_inputs = original
 
 
 @contextmanager

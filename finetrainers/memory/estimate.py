@@ -22,6 +22,7 @@ from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.sharding import WHOLE, Split
 
 from .activation_plan import activation_units
+from .network_weights import NetworkWeights
 from .swap_plan import NO_SWAP, SwapSizes, chosen_blocks, swap_sizes
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ def estimate_for(
     bucket: tuple[int, int, int],
     batch_size: int | None = None,
     split: Split = WHOLE,
+    weights: NetworkWeights | None = None,
 ) -> MemoryPlan:
     """The estimate for each process of a configured run; `transformer` may lie on the meta device.
 
@@ -205,24 +207,25 @@ def estimate_for(
         bucket: the largest clips, frames x height x width. Text tokens, a hundredth of the sequence, are left out.
         batch_size: how many of them make a micro-batch; default: as configured.
         split: what the strategy splits over processes; default: nothing.
+        weights: those of the transformer, where they are listed already.
     """
     trainable_bytes, width = _trainable_bytes(config), computed_bytes(config)
-    accumulates, blocks = method_spec(config).accumulates(config), spec.block_modules(transformer)
+    accumulates, weights = method_spec(config).accumulates(config), weights or NetworkWeights(transformer, spec)
     kept = _method_memory(
-        config, geometry, transformer, bucket=bucket, clips=batch_size or config.dataloader.batch_size, split=split
+        config, geometry, weights, bucket=bucket, clips=batch_size or config.dataloader.batch_size, split=split
     )
     masters = split.masters and width == _HALF
-    frozen, swap = _frozen_bytes(config, transformer, spec)
+    frozen, swap = _frozen_bytes(config, weights, spec)
     halved = masters or trainable_bytes == _HALF or (split.gathers and width == _HALF)  # arrive in what they compute in
     gathered = gathered_bytes(
-        transformer, blocks, width=width, split=split, sums=not (split.keeps_gradients and accumulates),
-        swapped=swapped_blocks(config, blocks), saved=_saved(config, transformer, spec),
+        weights, width=width, split=split, sums=not (split.keeps_gradients and accumulates),
+        swapped=swapped_blocks(config, weights.blocks), saved=_saved(config, weights, spec),
     )  # fmt: skip
     return estimate(
         Workload(
             frozen_bytes=frozen,
             swap=swap,
-            num_trainable=_num_trainable(transformer),
+            num_trainable=weights.trained,
             num_blocks=tuple(len(getattr(transformer, name)) for name in spec.blocks),
             hidden=spec.width(transformer),
             num_tokens=geometry.num_tokens(*bucket),
@@ -244,10 +247,6 @@ def estimate_for(
     )
 
 
-def _num_trainable(transformer: nn.Module) -> int:
-    return sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-
-
 def _trainable_bytes(config: TrainConfig) -> int:
     """Bytes of a trained weight, without what a strategy does."""
     return 2 if config.training.master_weights == "stochastic_rounding" else 4
@@ -256,7 +255,7 @@ def _trainable_bytes(config: TrainConfig) -> int:
 def _method_memory(
     config: TrainConfig,
     geometry: Geometry,
-    transformer: nn.Module,
+    weights: NetworkWeights,
     *,
     bucket: tuple[int, int, int],
     clips: int,
@@ -264,13 +263,12 @@ def _method_memory(
 ) -> MethodMemory:
     """What the method keeps besides the training step's own state, and the clips of its micro-batches."""
     trainable_bytes = _trainable_bytes(config)
-    total = sum(p.numel() for p in transformer.parameters())
     return method_spec(config).memory(
         config,
-        (transformer.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[union-attr, arg-type]
+        (weights.network.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[union-attr, arg-type]
         batch_size=clips,
-        trained=_num_trainable(transformer) * trainable_bytes,
-        reference=total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
+        trained=weights.trained * trainable_bytes,
+        reference=weights.total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
     )
 
 
@@ -303,40 +301,32 @@ def _optimizer_bytes_on_device(config: TrainConfig, split: Split, *, masters: bo
     return optimizer_state_bytes(config) + (4 if masters else 0)
 
 
-def _frozen_bytes(config: TrainConfig, transformer: nn.Module, spec: ModelSpec) -> tuple[float, SwapSizes]:
+def _frozen_bytes(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> tuple[float, SwapSizes]:
     """Bytes of the frozen weights that stay on the device, and of swapped blocks."""
     width = DTYPE_BYTES[config.model.transformer_dtype]
-    sizes = {id(p): float(p.numel() * width) for p in transformer.parameters() if not p.requires_grad}
+    sizes = {id(p): float(p.numel() * width) for p in weights.all if not p.requires_grad}
     casts = "transformer" in config.memory.layerwise_upcasting_modules
     if casts:
-        from .casting import castable_layers  # needs torch, as the caller's transformer does
-
-        layers = castable_layers(
-            transformer, skip_modules_pattern=config.memory.layerwise_upcasting_skip_modules_pattern
-        )
-        sizes |= {id(p): float(p.numel()) for _, layer in layers for p in layer.parameters()}
-    for weight, saved in _saved(config, transformer, spec).items():
+        sizes |= weights.bytes_cast(config.memory.layerwise_upcasting_skip_modules_pattern)
+    for weight, saved in _saved(config, weights, spec).items():
         sizes[weight] -= saved
-    blocks = spec.block_modules(transformer)
-    of_blocks = [sum(sizes.get(id(p), 0.0) for p in block.parameters()) for block in blocks]
-    swap = swap_sizes(of_blocks, len(swapped_blocks(config, blocks)))
+    of_blocks = [sum(sizes.get(id(p), 0.0) for p in block) for block in weights.blocks]
+    swap = swap_sizes(of_blocks, len(swapped_blocks(config, weights.blocks)))
     if casts and swap.slots:  # each layer leaves a copy in 8 bits behind, until its block has computed
         swap = replace(swap, slots=swap.slots + max(of_blocks))
     return sum(sizes.values()) - swap.host, swap
 
 
-def _saved(config: TrainConfig, transformer: nn.Module, spec: ModelSpec) -> Mapping[int, float]:
+def _saved(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> Mapping[int, float]:
     """Bytes that quantization saves of each weight, by its `id`."""
     if config.memory.quantize_frozen == "none":
         return {}
-    from .quantization import bytes_saved
-
-    skip = config.memory.quantize_skip_modules or spec.unquantized
+    skip = tuple(config.memory.quantize_skip_modules or spec.unquantized)
     width = DTYPE_BYTES[config.model.transformer_dtype]
-    return bytes_saved(transformer, config.memory.quantize_frozen, skip=skip, width=width)
+    return weights.bytes_saved(config.memory.quantize_frozen, skip=skip, width=width)
 
 
-def swapped_blocks(config: TrainConfig, blocks: Sequence[nn.Module]) -> list[int]:
+def swapped_blocks(config: TrainConfig, blocks: Sequence[object]) -> list[int]:
     """Which blocks are swapped; for `auto`, which a run replaces by a number, all: the least memory."""
     number = config.memory.blocks_to_swap
     return chosen_blocks(len(blocks), len(blocks) if number == "auto" else number) if number else []
@@ -361,8 +351,7 @@ def computed_bytes(config: TrainConfig) -> int:
 
 
 def gathered_bytes(
-    transformer: nn.Module,
-    blocks: Sequence[nn.Module],
+    weights: NetworkWeights,
     *,
     width: int,
     split: Split,
@@ -373,8 +362,7 @@ def gathered_bytes(
     """What a strategy gathers of a network of these blocks, and the buffers through which gradients are summed.
 
     Args:
-        transformer: the network.
-        blocks: its own.
+        weights: of the network.
         width: bytes of a weight as it computes.
         split: of the strategy. FSDP2 gathers the block that computes and the next one, and keeps all until backward if it
             does not reshard; ZeRO-3 gathers as many weights as it may.
@@ -383,30 +371,29 @@ def gathered_bytes(
         saved: bytes that quantization saves of weights, by their `id`.
     """
     buffers = float(split.buffer_numbers * width)
+    blocks = weights.blocks
     if not split.gathers or not blocks:
         return Gathered.same(0.0, buffers)
-    total = sum(p.numel() for p in transformer.parameters())
     if split.live_weights:
-        weights = float(min(total, split.live_weights) * width)
-        return Gathered.same(weights, weights + buffers)
-    outside = total - sum(p.numel() for block in blocks for p in block.parameters())
+        live = float(min(weights.total, split.live_weights) * width)
+        return Gathered.same(live, live + buffers)
+    outside = weights.total - sum(p.numel() for block in blocks for p in block)
 
-    trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks]
+    trained = [sum(p.numel() for p in block if p.requires_grad) for block in blocks]
 
     def whole(index: int) -> float:
         if index in swapped:
             return float(trained[index] * width)
-        return sum(p.numel() * width - (saved or {}).get(id(p), 0.0) for p in blocks[index].parameters())
+        return sum(p.numel() * width - (saved or {}).get(id(p), 0.0) for p in blocks[index])
 
-    weights, last = [whole(index) for index in range(len(blocks))], len(blocks) - 1
-    all_trained = max(1, sum(p.numel() for p in transformer.parameters() if p.requires_grad))
+    sizes, last = [whole(index) for index in range(len(blocks))], len(blocks) - 1
 
     def moment(index: int) -> Moment:
         """A block goes backward, half of its gradients made; the next one is gathered, and those of the last one are summed."""
-        there = weights[max(0, index - 1) : index + 1] if split.reshards else weights[: index + 1]
+        there = sizes[max(0, index - 1) : index + 1] if split.reshards else sizes[: index + 1]
         moving = 0.5 * trained[index] * width + 4.0 * (trained[index + 1] if index < last else 0)
-        made = sum(trained[index + 1 :]) / all_trained
+        made = sum(trained[index + 1 :]) / max(1, weights.trained)
         return Moment(outside * width + sum(there) + sums * moving, (index + 1) / len(blocks), made)
 
-    forward = outside * width + (2 * weights[last] if split.reshards else sum(weights))
+    forward = outside * width + (2 * sizes[last] if split.reshards else sum(sizes))
     return Gathered(forward, tuple(map(moment, range(len(blocks)))))

@@ -27,6 +27,7 @@ from finetrainers.utils.phases import (
 )  # fmt: skip
 
 from .estimate import DTYPE_BYTES, GIB, MemoryPlan, activations_of, estimate_for, optimizer_state_bytes
+from .network_weights import NetworkWeights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,6 +60,7 @@ class Surroundings:
         total, trained: weights of the network, and how many of them are trained.
         processes, local_processes: on all machines, and on each.
         split: what they share.
+        weights: of the network, where they are listed already.
     """
 
     bucket: Size
@@ -74,6 +76,7 @@ class Surroundings:
     processes: int = 1
     local_processes: int = 1
     split: Split = WHOLE
+    weights: NetworkWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,9 @@ def plan_run(
         around: everything else.
     """
     step = estimate_for(
-        config, geometry, transformer, spec=spec, bucket=around.bucket, batch_size=around.clips, split=around.split
-    )
+        config, geometry, transformer, spec=spec, bucket=around.bucket, batch_size=around.clips,
+        split=around.split, weights=around.weights,
+    )  # fmt: skip
     maker = _Phases(config, geometry, transformer, spec, around, step)
     found = maker.on_gpu()
     host = {phase: PROCESS_GIB * GIB + maker.on_host(phase) for phase in found}

@@ -12,13 +12,24 @@ import pytest
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import memory_plan
-from finetrainers.engine.memory_plan import RunMemory, as_json, fit_lines, memory_lines, within_budget
+from finetrainers.engine.memory_plan import (
+    RunMemory,
+    as_json,
+    fit_lines,
+    memory_lines,
+    offloads_samples,
+    print_planned,
+    within_budget,
+)
 from finetrainers.engine.preflight import Preflight, preflight
+from finetrainers.engine.room import disk_needs
 from finetrainers.engine.sizes_plan import plan_sizes
+from finetrainers.engine.trainable import network_without_weights
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.phases import RESERVE
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.sizes import num_weights
+from finetrainers.models.spec import ModelSpec
 
 
 @pytest.fixture
@@ -141,3 +152,18 @@ def test_a_budget_chooses(checked: Callable[..., Preflight], capsys: pytest.Capt
     assert RunMemory(run).plan(advice.config).peaks == pytest.approx(dict(advice.peaks))
     with pytest.raises(ConfigError, match=r"smaller or shorter clips"):
         within_budget(with_budget(1e-6))
+
+
+def test_the_network_is_built_once(
+    checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the start of a run its disk, its memory, and how it samples are planned with one network without weights."""
+    run = checked(validation_prompts="a cat@@@9x64x64", validation_steps=1)
+    built, original = [], ModelSpec.transformer_on_meta
+    monkeypatch.setattr(ModelSpec, "transformer_on_meta", lambda spec: built.append(1) or original(spec))
+    disk_needs(run, network_without_weights(run))
+    print_planned(run)
+    assert not offloads_samples(run, gpu_bytes=1e12)
+    assert sum(built) == 1
+    assert {p.device.type for p in network_without_weights(run).parameters()} == {"meta"}
+    assert "memory, planned" in capsys.readouterr().out

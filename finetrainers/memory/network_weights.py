@@ -1,0 +1,58 @@
+"""The weights of a network, listed once for many memory estimates: walking through the modules takes most of an estimate's time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from finetrainers.models.spec import ModelSpec
+
+T = TypeVar("T")
+
+
+class NetworkWeights:
+    """The weights of a network that does not change.
+
+    Attributes:
+        network: which may lie on the meta device.
+        all: its weights.
+        blocks: those of each of its repeated blocks.
+        total, trained: how many numbers they have.
+    """
+
+    def __init__(self, network: nn.Module, spec: ModelSpec) -> None:
+        self.network = network
+        self.all = list(network.parameters())
+        self.blocks = [list(block.parameters()) for block in spec.block_modules(network)]
+        self.total = sum(p.numel() for p in self.all)
+        self.trained = sum(p.numel() for p in self.all if p.requires_grad)
+        self._known: dict[Hashable, Any] = {}
+
+    def bytes_cast(self, skip: list[str]) -> Mapping[int, float]:
+        """Bytes of the weights that layerwise upcasting stores in 8 bits, by their `id`."""
+
+        def find() -> Mapping[int, float]:
+            from .casting import castable_layers  # needs torch, as the caller's network does
+
+            layers = castable_layers(self.network, skip_modules_pattern=skip)
+            return {id(p): float(p.numel()) for _, layer in layers for p in layer.parameters()}
+
+        return self._once(("cast", *skip), find)
+
+    def bytes_saved(self, kind: str, *, skip: tuple[str, ...], width: int) -> Mapping[int, float]:
+        """Bytes that quantization saves of each weight, by its `id`."""
+
+        def find() -> Mapping[int, float]:
+            from .quantization import bytes_saved
+
+            return bytes_saved(self.network, kind, skip=skip, width=width)
+
+        return self._once(("quantized", kind, skip, width), find)
+
+    def _once(self, key: Hashable, find: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = find()
+        return self._known[key]
