@@ -29,8 +29,10 @@ _SAME = {
     "model_name": "model_family arch",
     "pretrained_model_name_or_path": "pretrained_model_path pretrained_model model_id model_path model_source "
     "name_or_path base_model",
-    "transformer_id": "dit_model_name_or_path pretrained_transformer_model_name_or_path",
-    "vae_id": "vae_model_path pretrained_vae_model_name_or_path",
+    "transformer_id": "transformer_path dit unet dit_model_name_or_path pretrained_transformer_model_name_or_path",
+    "vae_id": "vae_path vae vae_model_path pretrained_vae_model_name_or_path",
+    "text_encoder_id": "text_encoder_path text_encoder text_encoder1 llm_path t5 t5xxl t5_path",
+    "text_encoder_2_id": "text_encoder_2_path text_encoder2 clip_path clip clip_l",
     "enable_slicing": "vae_enable_slicing vae_slicing",
     "enable_tiling": "vae_enable_tiling vae_tiling",
     "data_root": "instance_data_root data_dir dataset_dir dataset_path video_directory video_dir folder_path",
@@ -123,10 +125,8 @@ _INSTEAD = {
         "random_flip flip_aug color_aug shuffle_caption shuffle_tokens keep_tokens skip_frames_start skip_frames_end",
     "clips are always sorted into buckets; --resolutions with --num_ar_buckets chooses sizes for you":
         "enable_bucket min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale",
-    "single weight files are not read; --pretrained_model_name_or_path is a hub id or folder in diffusers layout, and"
-    " --transformer_id, --vae_id, --text_encoder_id replace parts of it":
-        "dit unet vae vae_path transformer_path text_encoder text_encoder1 text_encoder2 text_encoder_path clip t5 "
-        "t5xxl clip_l single_file_path",
+    "a single file takes the place of one part of --pretrained_model_name_or_path: name it as --transformer_id, and as "
+    "--vae_id too if it holds the VAE": "single_file_path",
     "the family is --model_name, and LoRA or all weights is --training_type lora or full-finetune": "model_type",
     "the family is --model_name, and the checkpoint decides between text and image to video": "task",
     "there is LoRA (--training_type lora, also --use_dora, --use_rslora) and no other adapter; modules are named by "

@@ -69,13 +69,15 @@ class ModelSection(Section):
         encodes="text", place="model")
     tokenizer_2_id: Place | None = option(None, "Replacement for the second tokenizer.", resume="free", encodes="text",
         place="model")
-    text_encoder_id: Place | None = option(None, "Replacement for the text encoder.", resume="free", encodes="text",
+    text_encoder_id: Place | None = option(None, "Replacement for the text encoder: hub id, directory, or a single "
+        "`.safetensors` file.", resume="free", encodes="text",
         place="model")
-    text_encoder_2_id: Place | None = option(None, "Replacement for the second text encoder.", resume="free",
+    text_encoder_2_id: Place | None = option(None, "Replacement for the second text encoder, likewise.", resume="free",
         encodes="text", place="model")
-    transformer_id: Place | None = option(None, "Replacement for the transformer that is trained.", resume="unlisted",
-        place="model")
-    vae_id: Place | None = option(None, "Replacement for the VAE.", resume="free", encodes="vae", place="model")
+    transformer_id: Place | None = option(None, "Replacement for the transformer that is trained: hub id, directory, or "
+        "a single `.safetensors` file, in the layout of diffusers, of the model's authors, or of ComfyUI. Its config is "
+        "the base model's.", resume="unlisted", place="model")
+    vae_id: Place | None = option(None, "Replacement for the VAE, likewise.", resume="free", encodes="vae", place="model")
     text_encoder_dtype: DType = option("bf16", "Weight dtype of the text encoder.", resume="free", encodes="text")
     text_encoder_2_dtype: DType = option("bf16", "Weight dtype of the second text encoder.", resume="free",
         encodes="text")

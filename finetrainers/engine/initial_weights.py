@@ -32,8 +32,8 @@ class InitialWeights:
 
     Attributes:
         given: as the user named it.
-        kind: `full`, a transformer in diffusers layout, or `lora`.
-        path: its folder; the LoRA's file.
+        kind: `full`, a transformer, or `lora`.
+        path: its folder, or its single file; the LoRA's file.
         model_name: of the run that made them, where that is known.
     """
 
@@ -51,7 +51,7 @@ def find_initial_weights(given: str) -> InitialWeights:
     """
     path = Path(model_path(given)).expanduser()
     if path.is_file():
-        return _lora(given, path)
+        return _in_file(given, path)
     if not path.is_dir():
         raise ValueError(
             f"no such file or directory: {given}; give a checkpoint, a run directory, a diffusers folder, or a LoRA in "
@@ -93,24 +93,23 @@ def _in_folder(given: str, path: Path) -> InitialWeights | None:
                 )
             return InitialWeights(given, "full", folder)
     if (path / LORA_FILE).is_file():
-        return _lora(given, path / LORA_FILE)
+        return _in_file(given, path / LORA_FILE)
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
-        return _lora(given, files[0])
+        return _in_file(given, files[0])
     if len(files) > 1 and not checkpoints_dir(path).is_dir():
         raise ValueError(f"{path} holds {plural(len(files), 'safetensors file')}; name one of them")
     return None
 
 
-def _lora(given: str, path: Path) -> InitialWeights:
+def _in_file(given: str, path: Path) -> InitialWeights:
+    """A LoRA, or all weights of a transformer, which are compared with the network where the model's files are."""
     if path.suffix != ".safetensors":
         raise ValueError(
             f"{path} is not a safetensors file; pickles (.bin, .ckpt, .pt, .pth) are not loaded, convert it first"
         )
     shapes, _ = read_lora_header(path)
-    if not any(_LORA_NAME.search(name) for name in shapes):
-        raise ValueError(f"{path} holds no LoRA; a whole transformer is given as a folder in diffusers layout")
-    return InitialWeights(given, "lora", path)
+    return InitialWeights(given, "lora" if any(_LORA_NAME.search(name) for name in shapes) else "full", path)
 
 
 def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[str, Any]]:

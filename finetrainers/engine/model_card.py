@@ -61,8 +61,16 @@ from diffusers.utils import encode_video{% if needs_image %}, load_image{% endif
 {%- if packaged %}
 from finetrainers import model_path
 {%- endif %}
+{%- if from_file %}
+from pathlib import Path
+from finetrainers.models.single_file import load_single_file
+{%- endif %}
 {% if is_lora %}
-{%- if own_transformer %}
+{%- if from_file %}
+settings = {{ transformer }}.load_config({{ base }}, subfolder="{{ part }}")
+{{ part }}, _ = load_single_file({{ transformer }}, settings, Path({{ own_transformer | tojson }}), {{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
+{%- elif own_transformer %}
 {{ part }} = {{ transformer }}.from_pretrained({{ own_transformer | tojson }}, {% if in_subfolder %}subfolder="{{ part }}", {% endif %}torch_dtype={{ dtype }})
 pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
 {%- else %}
@@ -184,6 +192,7 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         base=f'model_path("{base}")' if packaged else json.dumps(base),
         dtype="torch.float32" if packaged else "torch.bfloat16",
         own_transformer=own if is_lora else None,
+        from_file=is_lora and own is not None and Path(own).is_file(),
         in_subfolder=own is not None and not (Path(own) / "config.json").is_file(),
         began_with=None if start.origin is None else start.origin["given"],
         version=__version__,

@@ -25,6 +25,9 @@ def print_start(checked: Preflight) -> None:
     print_first_line(checked)
     sizes = sizes_on_disk(checked).items()
     print_line("to load: " + ", ".join(f"{name} {'?' if size is None else file_size(size)}" for name, size in sizes))
+    single = checked.family.single_files(checked.config.model)
+    if single:
+        print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))
     print_data(checked)
     print_origin(checked)
     if likely_device_type() == "cuda" and (settings := allocator_settings()):

@@ -2,7 +2,7 @@
 
 A part is a subfolder of the repository: `transformer`, `vae`, `text_encoder`, ... A replacement id may name either a whole
 repository or a directory or repository that holds only that part. `revision` and `variant` belong to the base repository
-and are not applied to replacements.
+and are not applied to replacements. A replacement may be a single weight file; see `single_file`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from finetrainers.config.sections import ModelSection
 
 from . import hub
 from .batch import Parts
-from .files import dtype_of, file_problems, option_of, places_of, replacement_of
+from .files import dtype_of, file_problems, option_of, places_of, replacement_of, single_file
 from .hub_help import hub_help
+from .single_file import load_single_file
 from .weights import check_loaded
 
 T = TypeVar("T")
@@ -146,7 +147,17 @@ def encoder_device(encoders: Parts, name: str = "text_encoder") -> torch.device:
 def load_network(
     cls: Any, config: ModelSection, part: str, arguments: Mapping[str, Any], *, folder: Path | None = None
 ) -> nn.Module:
-    """A network in eval mode, with all of its weights, which are numbers; from safetensors alone."""
+    """A network in eval mode, with all of its weights, which are numbers; from safetensors alone.
+
+    Its folder may be a single weight file, too.
+    """
+    path = single_file(config, part, folder)
+    if path is not None:
+        load = cls.load_config if issubclass(cls, ModelMixin) else cls.config_class.from_pretrained
+        dtype = arguments.get("torch_dtype", arguments.get("dtype"))
+        network, info = load_single_file(cls, load_part(load, config, part, folder=path), path, dtype)
+        check_loaded(network, info, part=part, config=config)
+        return network
     own = folder is None and replacement_of(config, part) is None  # a variant is the base repository's
     network, info = load_part(
         cls.from_pretrained,

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -20,8 +21,10 @@ from .files import (
     is_hub_id,
     option_of,
     part_config,
+    places_of,
     read_configs,
     replacement_of,
+    single_file,
     trained_part,
     weights_size,
 )
@@ -143,14 +146,18 @@ class Family:
         """Bytes of the weight files of each network, in the order in which they are loaded; None: not all on this disk."""
         return {part: weights_size(config, part) for part in self.facts_of(config).networks}
 
+    def single_files(self, config: ModelSection) -> dict[str, Path]:
+        """The single weight files that take the place of networks' weights, by part."""
+        found = {part: single_file(config, part) for part in self.facts.networks}
+        return {part: path for part, path in found.items() if path is not None}
+
     def fetch_configs(self, config: ModelSection) -> Fetched:
         """Bring the configs of a hub model onto this disk; the hub is first asked whether it answers at all.
 
         Raises:
             ConfigError: the hub has no such repository or file, or does not give it.
         """
-        places = (replacement_of(config, part) for part in self.facts.parts)
-        roots = dict.fromkeys(model_path(place or config.pretrained_model_name_or_path) for place in places)
+        roots = dict.fromkeys(places_of(config, part)[0][0] for part in self.facts.parts)
         repositories = tuple(root for root in roots if is_hub_id(root))
         away = ask(repositories)
         missing = self.configs_not_here(config)
@@ -163,7 +170,7 @@ class Family:
         """Part and repository of the configs of a hub model that are not on this disk."""
         found = []
         for part in ("vae", trained_part(config)):
-            root = model_path(replacement_of(config, part) or config.pretrained_model_name_or_path)
+            root = places_of(config, part)[0][0]
             if is_hub_id(root) and part_config(config, part) is None:
                 found.append((part, root))
         return found
@@ -175,7 +182,7 @@ def _fetch(config: ModelSection, missing: list[tuple[str, str]]) -> None:
 
     problems: dict[str, Problem] = {}  # by message: a repository that is not there lacks all of them
     for part, root in missing:
-        replaced = replacement_of(config, part) is not None
+        replaced = replacement_of(config, part) is not None and single_file(config, part) is None
         names = [f"{part}/config.json", *(["config.json"] if replaced else [])]
         revision = None if replaced else config.revision
         try:

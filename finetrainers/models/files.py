@@ -1,7 +1,8 @@
 """Where the files of a model's parts lie, and what is wrong with them: by names, sizes and headers. Imports no torch.
 
 A part is a subfolder of a repository in diffusers layout, or what replaces it; see `common`. A local folder is examined
-whole. Of a hub model what its cache holds is examined, since the rest is still to be downloaded.
+whole. Of a hub model what its cache holds is examined, since the rest is still to be downloaded. A single weight file may
+replace the weights of a part: its config is still that of the base model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Json, is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.config.values import split_part
-from finetrainers.utils.headers import read_header
+from finetrainers.utils.headers import Header, read_header
 from finetrainers.utils.packaged import model_path
 
 from .hub import away
@@ -26,6 +27,7 @@ from .hub import away
 MODEL_INDEX = "model_index"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_SINGLE = (".safetensors", ".gguf", *_PICKLES)
 #: Ends of the names of scales in files of quantized weights.
 _SCALES = (
     ".scale_weight",
@@ -81,10 +83,24 @@ def _choice(config: ModelSection, part: str) -> tuple[str | None, str | None]:
     return next(((place, dtype) for name, place, dtype in given if name == part), (None, None))
 
 
+def single_file(config: ModelSection, part: str, folder: Path | None = None) -> Path | None:
+    """The weight file that takes the place of a part's weights; None: they lie in a folder or a repository.
+
+    Args:
+        config: names the model.
+        part: the part.
+        folder: what the part is read from instead.
+    """
+    place = (replacement_of(config, part) or "") if folder is None else str(folder)
+    path = Path(place).expanduser()
+    return path if place and (path.is_file() or (place.endswith(_SINGLE) and not path.is_dir())) else None
+
+
 def places_of(config: ModelSection, part: str, folder: Path | None = None) -> list[tuple[str, str, str | None]]:
     """Where to look for a part, in order: a folder or hub id, the subfolder of it, and the revision of a repository.
 
-    What lies on disk decides at once; a hub replacement is tried both ways.
+    What lies on disk decides at once; a hub replacement is tried both ways. Next to a single weight file the rest of a part
+    is the base model's.
 
     Args:
         config: names the model.
@@ -92,6 +108,8 @@ def places_of(config: ModelSection, part: str, folder: Path | None = None) -> li
         folder: where it is read from instead.
     """
     replacement = replacement_of(config, part) if folder is None else str(folder)
+    if single_file(config, part, folder) is not None:
+        replacement = None
     root = model_path(replacement or config.pretrained_model_name_or_path)
     if replacement is None:
         return [(root, part, config.revision)]
@@ -108,7 +126,7 @@ def component_file(config: ModelSection, part: str, name: str) -> Path | None:
 
 def is_hub_id(root: str) -> bool:
     """Whether a model's place is a repository of the hub: it looks like one, and no folder of that name is here."""
-    return _HUB_ID.fullmatch(root) is not None and not Path(root).exists()
+    return _HUB_ID.fullmatch(root) is not None and not root.endswith(_SINGLE) and not Path(root).exists()
 
 
 def _on_disk(root: str, config: ModelSection, revision: str | None, *names: str) -> Path | None:
@@ -226,6 +244,9 @@ def weight_files(folder: Path, part: str, variant: str | None) -> tuple[list[Pat
 
 def weights_size(config: ModelSection, part: str) -> int | None:
     """Bytes of the files that a network's weights would be loaded from; None where they are not all on this disk."""
+    single = single_file(config, part)
+    if single is not None:
+        return single.stat().st_size if single.is_file() else None
     folder = folder_on_disk(config, part)
     if folder is None:
         return None
@@ -236,10 +257,10 @@ def weights_size(config: ModelSection, part: str) -> int | None:
     return sum(file.stat().st_size for file in files) if all(file.is_file() for file in files) else None
 
 
-def tensor_shapes(
+def stored_header(
     folder: Path, part: str, variant: str | None, *, is_complete: bool = True
-) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Shapes of a network's stored tensors by name, and everything that is wrong with the files.
+) -> tuple[Header, list[str]]:
+    """Shapes and dtypes of a network's stored tensors by name, and everything that is wrong with the files.
 
     Args:
         folder: of the part.
@@ -250,22 +271,21 @@ def tensor_shapes(
     try:
         files, places = weight_files(folder, part, variant)
     except ValueError as error:
-        return {}, [str(error)] if is_complete else []
+        return Header({}, {}, {}), [str(error)] if is_complete else []
     if not is_complete and not all(path.is_file() for path in files):
-        return {}, []
-    shapes: dict[str, tuple[int, ...]] = {}
-    held: dict[str, Mapping[str, tuple[int, ...]]] = {}
+        return Header({}, {}, {}), []
+    held: dict[str, Header] = {}
     problems = []
     for path in files:
         try:
-            held[path.name] = read_header(path).shapes
-            shapes.update(held[path.name])
+            held[path.name] = read_header(path)
         except ValueError as error:
             problems.append(str(error) if path.is_file() else f"{path} is missing, and the index of {folder} names it")
-    lost = [name for name, file in places.items() if file in held and name not in held[file]]
+    lost = [name for name, file in places.items() if file in held and name not in held[file].shapes]
     if lost:
         problems.append(f"{folder / places[lost[0]]} lacks {some(lost)}, which the index places there")
-    return shapes, problems
+    shapes = {name: shape for header in held.values() for name, shape in header.shapes.items()}
+    return Header(shapes, {}, {n: dtype for header in held.values() for n, dtype in header.dtypes.items()}), problems
 
 
 def some(names: Sequence[str]) -> str:
@@ -288,10 +308,17 @@ def file_problems(config: ModelSection, parts: Sequence[str], *, weights: bool =
 
 
 def _examine(config: ModelSection, part: str, weights: bool) -> Iterator[str]:
+    single = single_file(config, part)
+    if single is not None:
+        yield from _examine_single(config, part, single)
+        return
     place, within, _ = places_of(config, part)[0]
     root, is_local = Path(place), Path(place).is_dir()
     if root.is_file():
-        yield f"{root} is a file; give the folder of a model in diffusers layout, or its hub id"
+        yield (
+            f"{root} is a file; give the folder of a model in diffusers layout, or its hub id. The file itself takes the place "
+            "of the weights of one part: --transformer_path, --vae_path, --text_encoder_path or --text_encoder_2_path"
+        )
         return
     folder = root / within if is_local else folder_on_disk(config, part)
     if is_local and not (root / within).is_dir():
@@ -305,29 +332,88 @@ def _examine(config: ModelSection, part: str, weights: bool) -> Iterator[str]:
         yield from _missing_files(folder, part)
     if weights and is_network(part):
         variant = None if replacement_of(config, part) else config.variant
-        shapes, problems = tensor_shapes(folder, part, variant, is_complete=is_local)
+        header, problems = stored_header(folder, part, variant, is_complete=is_local)
         yield from problems
         if part.startswith("transformer"):
-            yield from _quantized_already(folder, shapes)
+            yield from _quantized_already(folder, header)
 
 
-def _quantized_already(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Refuse weights that another tool has quantized: read without their scales, they would be noise."""
+def _examine_single(config: ModelSection, part: str, path: Path) -> Iterator[str]:
+    """What is wrong with a single weight file, and with what it needs besides."""
+    if not is_network(part):
+        yield f"{path} is a file, and the {part} is a folder or a hub id with its vocabulary and settings"
+        return
+    if not path.is_file():
+        yield f"no such file: {path}"
+        return
+    wrong = _unreadable(path)
+    if wrong is not None:
+        yield wrong
+    root, within, _ = places_of(config, part)[0]
+    if Path(root).is_dir() and not (Path(root) / within / "config.json").is_file():
+        yield (
+            f"{path} holds weights alone, and their config is read from {Path(root) / within / 'config.json'}, which is not "
+            "there. Download what is not weights of a repository in diffusers layout (hf download REPOSITORY --include "
+            "'*.json' '*.model' '*.txt' --local-dir FOLDER), and give the folder as --pretrained_model_name_or_path"
+        )
+
+
+def _unreadable(path: Path) -> str | None:
+    """Why a single weight file cannot be read, by its name and its header."""
+    with path.open("rb") as file:
+        is_gguf = file.read(4) == b"GGUF"
+    if is_gguf or path.suffix == ".gguf":
+        return f"{path} holds quantized weights (GGUF), {_GIVE_UNQUANTIZED}"
+    if path.suffix in _PICKLES:
+        return f"{path} is a pickle, and these are not loaded; convert it to safetensors first"
+    try:
+        header = read_header(path)
+    except ValueError as error:
+        return str(error)
+    how = quantized_as(header)
+    return None if how is None else f"{path} holds quantized weights ({how}), {_GIVE_UNQUANTIZED}"
+
+
+_GIVE_UNQUANTIZED = (
+    "and these are not read; give the unquantized ones, which --quantize_frozen int8, fp8 or nf4 quantizes while they are "
+    "loaded"
+)
+
+
+def quantized_as(header: Header) -> str | None:
+    """How a tool has quantized the weights of a file: read without their scales, they would be noise. None: it has not.
+
+    Weights that were merely cast to 8-bit floats have no scales; see `cast_to_float8`.
+    """
+    names = sorted(header.shapes)
+    states = [name for name in names if ".quant_state." in name or name.endswith((".absmax", ".quant_map"))]
+    scales = [name for name in names if name.endswith(_SCALES)]
+    integers = [n for n in names if header.dtypes[n] in ("I8", "U8", "F4") and n.endswith((".weight", ".qweight"))]
+    if states:
+        return f"states of bitsandbytes: {some(states)}"
+    if scales:
+        return f"scales of its weights, as in ComfyUI's fp8 files: {some(scales)}"
+    return f"integers of {header.dtypes[integers[0]]}: {some(integers)}" if integers else None
+
+
+def cast_to_float8(header: Header) -> str | None:
+    """The 8-bit float that weights of a file were cast to without scales, as its header calls it; None: they were not."""
+    return next((dtype for dtype in header.dtypes.values() if dtype.startswith("F8_")), None)
+
+
+def _quantized_already(folder: Path, header: Header) -> Iterator[str]:
+    """Refuse weights that another tool has quantized."""
     settings = {}
     with contextlib.suppress(ValueError):  # said already
         settings = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    scales = sorted(name for name in shapes if name.endswith(_SCALES))
     if "quantization_config" in settings:
         how = settings["quantization_config"] or {}
-        what = f"its config.json says quantization_config, by {how.get('quant_method', 'bitsandbytes')}"
-    elif scales:
-        what = f"scales of its weights, as in ComfyUI's fp8 files: {some(scales)}"
+        what: str | None = f"its config.json says quantization_config, by {how.get('quant_method', 'bitsandbytes')}"
     else:
+        what = quantized_as(header)
+    if what is None:
         return
-    yield (
-        f"{folder} holds quantized weights ({what}), and these are not read; give the unquantized ones, which "
-        "--quantize_frozen int8, fp8 or nf4 quantizes while they are loaded"
-    )
+    yield f"{folder} holds quantized weights ({what}), {_GIVE_UNQUANTIZED}"
 
 
 def _json_problems(folder: Path) -> Iterator[str]:

@@ -131,6 +131,9 @@ class Match:
     def problems(self, place: str) -> list[str]:
         """What makes the file unfit for the network: all tensors that it lacks, with the nearest it has, and those of other shapes."""
         found = []
+        if self.held and len(self.missing) == len(self.needed):
+            holds = ", ".join(sorted(self.held)[:3])
+            return [f"{place} holds none of the network's tensors, such as {self.missing[0]}; it holds: {holds}"]
         if self.missing:
             close = get_close_matches(self.missing[0], self.unused, n=1)
             hint = f" (it has {self.prefix}{close[0]})" if close else ""

@@ -15,7 +15,7 @@ from finetrainers.utils.addresses import resolve
 
 from .families import FAMILIES
 from .family import Family, families, register_model
-from .files import folder_on_disk, is_hub_id, part_config, read_json, replacement_of, trained_part
+from .files import folder_on_disk, is_hub_id, part_config, read_json, replacement_of, single_file, trained_part
 
 __all__ = [
     "Family",
@@ -83,7 +83,8 @@ def with_family(model: ModelSection) -> ModelSection:
     """
     if model.model_name != AUTO:
         return model
-    place = model.transformer_id or model.pretrained_model_name_or_path
+    single = single_file(model, trained_part(model)) is not None  # whose config is the base model's
+    place = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
     kind = None
     for name, family in families().items():
         known = _plain(place) in map(_plain, family.published) and is_hub_id(place)
@@ -148,6 +149,9 @@ def text_encoders_digest(config: ModelSection) -> str | None:
 
 def _weights_digest(config: ModelSection, part: str) -> str | None:
     """Of a part's weight files; None where they are not all on disk."""
+    single = single_file(config, part)
+    if single is not None:
+        return _files_digest([single]) if single.is_file() else None
     folder = folder_on_disk(config, part)
     if folder is None:
         return None

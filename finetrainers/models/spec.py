@@ -32,7 +32,7 @@ from .attention import Attend, check_backend, set_processors
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
 from .common import DTYPES, input_dtype, unwrap
 from .compiling import compile_blocks
-from .files import MODEL_INDEX, part_folder, read_configs
+from .files import MODEL_INDEX, part_folder, read_configs, single_file
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
 from .pixels import moments_of, to_unit_range
 from .sizes import frozen_bytes, vae_working_bytes
@@ -161,9 +161,10 @@ class ModelSpec(ABC):
         """Compare the networks' weight files with their classes, as far as they are on this disk, by headers: problems, warnings."""
         return network_problems(self.config, {n: self.parts[n] for n in self.facts.parts if is_network(n)})
 
-    def folder_of(self, part: str) -> Path | None:
-        """The directory that a part would be loaded from; None: not on this disk."""
-        return part_folder(self.config, part)
+    def files_of(self, part: str) -> list[Path]:
+        """The files that a part would be loaded from, as far as they are on this disk."""
+        folder, single = part_folder(self.config, part), single_file(self.config, part)
+        return [*(sorted(folder.iterdir()) if folder else ()), *([single] if single else ())]
 
     # ---- loading -----------------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +14,22 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
+from finetrainers.utils.headers import read_header
 from finetrainers.utils.launch import launched_local_rank
 from finetrainers.utils.text import plural
 
-from .files import folder_on_disk, option_of, read_json, replacement_of, some, tensor_shapes
+from .files import (
+    cast_to_float8,
+    folder_on_disk,
+    option_of,
+    part_config,
+    read_json,
+    replacement_of,
+    single_file,
+    some,
+    stored_header,
+)
+from .single_file import match_network
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -32,10 +46,16 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
     """
     problems, warnings = [], []
     for part, cls in networks.items():
+        single = single_file(config, part)
+        if single is not None:
+            found = _single_file_problems(config, part, cls, single)
+            problems += found[0]
+            warnings += found[1]
+            continue
         folder = folder_on_disk(config, part)
         if folder is None:
             continue
-        shapes, _ = tensor_shapes(folder, part, None if replacement_of(config, part) else config.variant)
+        shapes = stored_header(folder, part, None if replacement_of(config, part) else config.variant)[0].shapes
         settings = read_json(folder / "config.json")
         if not shapes or "quantization_config" in settings:  # not downloaded; stored in shapes of the quantizer's
             continue
@@ -60,6 +80,35 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
                 f"{where}: {folder} holds {plural(len(unused), 'tensor')} that a {cls.__name__} does not have: {some(unused)}"
             )
     return problems, warnings
+
+
+def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path) -> tuple[list[Problem], list[str]]:
+    """The same of a single weight file, in the names that it has; the config is the base model's."""
+    where, settings = option_of(config, part), part_config(config, part)
+    if settings is None or not path.is_file():
+        return [], []  # said already, or still to be downloaded
+    try:
+        network = _on_meta(cls, settings)
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        return [Problem(where, f"the config of the {part} describes no {cls.__name__}: {error}")], []
+    match, warnings = match_network(path, network), []
+    unused = match.unused
+    if not isinstance(network, ModelMixin):  # of tied tensors the file need hold one
+        missing, _, odd = compare(network, match.held)
+        needed = {n: shape for n, shape in match.needed.items() if n in match.held or n in missing}
+        match, unused = replace(match, needed=needed), [name for name in unused if name in odd]
+    if unused:
+        some_unused = some([match.prefix + name for name in unused])
+        warnings.append(
+            f"{where}: {path} holds {plural(len(unused), 'tensor')} that a {cls.__name__} does not have: {some_unused}"
+        )
+    cast = cast_to_float8(read_header(path))
+    if cast is not None:
+        warnings.append(
+            f"{where}: {path} holds weights that were cast to 8 bits ({cast}), without scales: they are read and cast to "
+            f"the dtype of the {part}, and what the first cast has rounded off stays lost"
+        )
+    return [Problem(where, text) for text in match.problems(str(path))], warnings
 
 
 def compare(network: nn.Module, held: Shapes) -> tuple[list[str], list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: names and shapes of the tensors, without reading the data. Imports no torch."""
+"""Headers of safetensors files: names, shapes and dtypes of the tensors, without reading the data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ class Header:
 
     Attributes:
         shapes: of its tensors, by name.
+        dtypes: likewise, as the format calls them: `BF16`, `F8_E4M3`.
         metadata: free text by key.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     metadata: Mapping[str, str]
+    dtypes: Mapping[str, str]
 
 
 def read_header(path: Path) -> Header:
@@ -37,8 +39,9 @@ def read_header(path: Path) -> Header:
     """
     try:
         with safe_open(path, framework="np") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-            return Header(shapes, dict(file.metadata() or {}))
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
+            return Header(shapes, dict(file.metadata() or {}), {n: one.get_dtype() for n, one in slices.items()})
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} {_what_it_is(path) or f'is not a safetensors file: {error}'}") from None
 

@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 from PIL import Image
 from real_process import Python
+from safetensors.torch import load_file, save_file
 from snippets import PAGES, ROOT, Block, Shell, blocks, logical_lines, page_id, substituted
 
 from finetrainers.config.load import dump_toml
 from finetrainers.demo.rewarded import reward_config
 from finetrainers.models import family
+from finetrainers.models.single_file import save_single_file
 from finetrainers.rewards import registry as rewards
 from finetrainers.utils.video import write_mp4
 
@@ -78,6 +80,7 @@ NOT_RUN = {
     "python3 -m venv": "makes an environment",
     ". .venv/bin/activate": "of that environment",
     "pip install": "needs an index of packages",
+    "hf download": "needs the hub",
     "OMP_WAIT_POLICY=PASSIVE pytest": "is the test suite",
     "python -m pytest": "is a part of the test suite",
     "finetrainers serve-reward": "serves until it is stopped, with weights of the hub",
@@ -126,6 +129,8 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_repo: Callable[..., Pat
             'video_resolution_buckets = ["9x32x64"]\ntrain_steps = 2\nrank = 4\nlora_alpha = 4\n'
             f'checkpointing_steps = 1\noutput_dir = "runs/{name}"\n'
         )
+    write_single_file(repo, root / "ltx-video-2b.safetensors")
+    shutil.copytree(repo / "transformer", root / "runs" / "full" / "transformer")
     done = python_of_module(
         "-m", "finetrainers", "train", "--config", "run.toml", "--output_dir", "runs/mystyle", cwd=root
     )
@@ -136,6 +141,17 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_repo: Callable[..., Pat
     rewarded = reward_config(root / "color", steps=1, evaluated=2, prompts_per_step=1, num_generations=2, batch_size=2)
     (root / "color" / "run" / "config.toml").write_text(dump_toml(rewarded))
     return root
+
+
+def write_single_file(repo: Path, path: Path) -> None:
+    """Transformer and VAE in one file, as Lightricks publishes them."""
+    found = {}
+    for part in ("transformer", "vae"):
+        cls = json.loads((repo / part / "config.json").read_text())["_class_name"]
+        alone = path.with_name(f"{part}.safetensors")  # loaded tensors stay in their file
+        save_single_file(alone, cls, load_file(repo / part / "diffusion_pytorch_model.safetensors"))
+        found |= load_file(alone)
+    save_file(found, path)
 
 
 def write_clips(folder: Path) -> None:

@@ -50,7 +50,6 @@ COMPUTED = (
 _EVALUATION = "evaluation is every --eval_steps, on the clips of --eval_num_items"
 _BATCHES = "give one number as micro_batch_size_per_gpu, and --bucket_batch_sizes for single buckets"
 _STAGES = "no network is split into stages here; several GPUs share it with --fsdp full or --deepspeed --zero_stage 3"
-_DIFFUSERS = "is a single weight file; this program reads diffusers layout"
 #: Keys that are refused, by what to use instead; false, 0 and empty are not.
 REFUSED = names_of({
     _BATCHES: "image_micro_batch_size_per_gpu",
@@ -61,7 +60,7 @@ REFUSED = names_of({
     "use --push_to_hub and --hub_model_id": "huggingface_repo",
     "is the layout of the official scripts; give diffusers_path or --pretrained_model_name_or_path, a repository in "
     "diffusers layout": "model.ckpt_path",
-    f"{_DIFFUSERS}: leave it out, diffusers_path holds the same": "model.single_file_path",
+    "name the file as transformer_path, and as vae_path too if it holds the VAE": "model.single_file_path",
     "all noise levels are trained; --flow_weighting_scheme and --flow_logit_mean move them": "model.min_t model.max_t",
     "FramePack's own training is not here; framepack_window_size cuts sliding windows, see "
     "docs/how-to/sliding-windows.md": "model.latent_window_size model.f1 model.siglip_path",
@@ -98,7 +97,6 @@ _KAHAN = "Kahan summation is for bf16 weights; trained weights are kept in fp32 
 #: Optimizers by their names, lower case.
 _OPTIMIZERS = {name: name for name in ("adamw", "adam", "adafactor", "muon", "prodigy", "came", "lion")}
 _OPTIMIZERS |= {"adamw_optimi": "adamw", "adamw8bit": "adamw-bnb-8bit", "adamw8bitkahan": "adamw-bnb-8bit"}
-_WEIGHT_FILES = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.json")
 #: Its defaults that differ from ours.
 _DEFAULTS: dict[str, Any] = {
@@ -257,7 +255,7 @@ class _Translation:
             self.refuse("model.guidance", f"{guidance}: networks that take guidance are trained at 1; remove it")
 
     def _places(self) -> None:
-        """Translate the parts of the model: folders of a repository that also has the parts without a key."""
+        """Translate the parts of the model, files or folders; a repository that a folder is in has the parts without a key."""
         base: Path | None = None
         for key, option, tokenizer in (
             ("model.transformer_path", "transformer_id", None),
@@ -268,19 +266,11 @@ class _Translation:
             if key not in self.theirs:
                 continue
             place = Path(str(self.theirs[key]))
-            if place.suffix in _WEIGHT_FILES or place.is_file():
-                message = (
-                    f"{place} {_DIFFUSERS}: give the folder `{option.removesuffix('_id')}` of such a repository, with "
-                    "config.json; or leave it out and give the repository as --pretrained_model_name_or_path, a folder "
-                    "or hub id"
-                )
-                self.refuse(key, message)
-                continue
             self.put(key, option, str(place))
             if tokenizer is not None and any((place / file).is_file() for file in _TOKENIZER_FILES):
                 self.put(key, tokenizer, str(place))
-            if base is None and (place.parent / "model_index.json").is_file():
-                base = place.parent
+            if base is None:
+                base = next((f for f in (place.parent, place) if (f / "model_index.json").is_file()), None)
         if base is not None and "pretrained_model_name_or_path" not in {*self.given.values, *self.own}:
             self.put("model.transformer_path", "pretrained_model_name_or_path", str(base))
 

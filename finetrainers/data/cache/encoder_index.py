@@ -61,16 +61,13 @@ def _stamp(spec: ModelSpec) -> str | None:
     """
     found: list[object] = []
     for part in (name for name in spec.parts if name.startswith(("tokenizer", "text_encoder"))):
-        folder = spec.folder_of(part)
-        for path in sorted(folder.iterdir()) if folder is not None else ():
-            stat = path.stat()
-            if path.is_file():
-                found.append([part, *file_version(path, stat)])
+        for path in filter(Path.is_file, spec.files_of(part)):
+            found.append([part, *file_version(path, path.stat())])
     if not found:
         return None
     # How long a text may be can be written in the transformer's config.
-    folder = spec.folder_of(next(part for part in spec.parts if part.startswith("transformer")))
-    config = None if folder is None else (folder / "config.json").read_text(encoding="utf-8")
+    transformer = spec.files_of(next(part for part in spec.parts if part.startswith("transformer")))
+    config = next((path.read_text(encoding="utf-8") for path in transformer if path.name == "config.json"), None)
     return TensorCache.key(files=found, transformer=config, versions=library_versions(), encoding=ENCODING_VERSION)
 
 

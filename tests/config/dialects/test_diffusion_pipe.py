@@ -78,15 +78,17 @@ def test_the_published_file_is_read_as_it_was_meant(
     assert load_config(tmp_path / "config.toml").flat() == config.flat()
 
 
-def test_single_weight_files_are_refused_with_the_way_out(load: Callable[..., TrainConfig]) -> None:
+def test_single_weight_files_take_the_places_of_parts(load: Callable[..., TrainConfig], repo: Path) -> None:
+    config = load(model={"transformer_path": "/m/hunyuan.safetensors", "vae_path": "/m/vae.safetensors", "llm_path": "/m/llava.safetensors"})  # fmt: skip
+    model = config.model
+    assert (model.transformer_id, model.vae_id, model.text_encoder_id, model.tokenizer_id) == (
+        "/m/hunyuan.safetensors", "/m/vae.safetensors", "/m/llava.safetensors", None,
+    )  # fmt: skip
     with pytest.raises(ConfigError) as error:
-        load(model={"transformer_path": "/m/hunyuan.safetensors", "vae_path": "/m/vae.pt"}, dataset_root="x", epoch=3)
+        load(model={"single_file_path": "/m/ltx.safetensors"}, dataset_root="x", epoch=3)
     messages = [problem.message for problem in error.value.problems]
-    assert [m.split(" is a single weight file")[0] for m in messages[:2]] == [
-        "transformer_path: /m/hunyuan.safetensors", "vae_path: /m/vae.pt",
-    ]  # fmt: skip
-    assert "give the folder `transformer` of such a repository" in messages[0]
-    assert [message.split(";")[0] for message in messages[2:]] == [
+    assert messages[0] == "single_file_path: name the file as transformer_path, and as vae_path too if it holds the VAE"
+    assert [message.split(";")[0] for message in messages[1:]] == [
         "unknown option 'dataset_root'",
         "unknown option 'epoch'",
     ]
