@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +210,37 @@ def test_a_decoder_that_dies_ends_a_worker_and_at_last_names_the_file(
     always.touch()
     with pytest.raises(WorkersLost, match=r"4 times at the same batch .*reading .*4\.mp4"):
         precompute_video(clips, encode, keys_in(tmp_path / "other"), OneOf(), loading=ONE_WORKER)
+
+
+@pytest.mark.parametrize("loading", [HERE, ONE_WORKER])
+def test_the_next_batch_is_decoded_while_one_is_encoded(
+    loading: DataloaderSection, clips: list[Clip], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it: else the VAE would wait for the rest of a batch that is larger than what is decoded ahead."""
+    decoded, pixels = tmp_path / "decoded", CacheKeys.pixels
+    decoded.mkdir()
+
+    def noted(self: CacheKeys, clip: Clip) -> Tensor:
+        (decoded / str(clip.index)).touch()
+        return pixels(self, clip)
+
+    monkeypatch.setattr(CacheKeys, "pixels", noted)
+    many = [replace(clips[0], index=k, start=k, bucket=(1, 32, 32)) for k in range(9)]
+    seen: list[int] = []
+
+    def encode(video: Tensor, _: Any) -> dict[str, Tensor]:
+        due = min(9, 4 * (len(seen) + 2))  # this batch and the next
+        for _ in range(1000):
+            if len(list(decoded.iterdir())) >= due:
+                break
+            time.sleep(0.01)
+        seen.append(len(list(decoded.iterdir())))
+        return {"moments": video[:, :2, :1, :2, :2]}
+
+    keys = keys_in(tmp_path / "cache", batch_size=4)
+    assert precompute_video(many, encode, keys, OneOf(), loading=loading).encoded == 9
+    assert seen[0] >= 8
+    assert seen == sorted(seen)
 
 
 def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(

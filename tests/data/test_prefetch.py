@@ -11,8 +11,8 @@ import torch
 from finetrainers.data.loading.prefetch import prefetch
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_results_come_in_order_from_other_threads_and_not_too_many_ahead(threads: int) -> None:
+@pytest.mark.parametrize(("threads", "ahead"), [(1, 2), (3, 2), (1, 5)])
+def test_results_come_in_order_from_other_threads_and_not_too_many_ahead(threads: int, ahead: int) -> None:
     begun: list[int] = []
     main, cores = threading.get_ident(), torch.get_num_threads()
     slow = threading.Event()
@@ -24,10 +24,10 @@ def test_results_come_in_order_from_other_threads_and_not_too_many_ahead(threads
         assert threading.get_ident() != main
         return number, torch.get_num_threads()
 
-    found = prefetch(count(), fetch, threads=threads)
+    found = prefetch(count(), fetch, threads=threads, ahead=ahead)
     for number in range(20):
         assert next(found) == (number, 1)
-        assert max(begun) <= number + 2 * threads
+        assert max(begun) <= number + ahead * threads
     assert torch.get_num_threads() == cores
     found.close()
     assert list(prefetch(range(5), lambda number: number, threads=threads)) == list(range(5))

@@ -31,7 +31,7 @@ from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips, twice
 from .batch_sampler import MicroBatch
 from .encode import EMPTY, TEXT, EncodeClip, EncodeText, stacked
 from .loader import RawBatch
-from .prefetch import prefetch
+from .prefetch import AHEAD, prefetch
 from .workers import Workers, note_reading
 
 #: Captions that are encoded at a time.
@@ -162,13 +162,14 @@ def _by_key(
 def _decoded(
     clips: Sequence[Clip], keys: CacheKeys, loading: DataloaderSection, optional: Collection[int]
 ) -> Iterator[Tensor | str]:
-    """The pixels of each clip, or why an optional one has none; decoded ahead, while the VAE encodes those before."""
+    """The pixels of each clip, or why an optional one has none; a whole batch is decoded while the VAE encodes the one before."""
     order = [MicroBatch(0, (clip,)) for clip in clips]
     fetch = _PixelFetch(keys, optional)
     count, timeout_s = loading.dataloader_num_workers, loading.dataloader_timeout
+    ahead = max(AHEAD, math.ceil(keys.data.precompute_batch_size / max(1, count)))
     if not count or not clips:
-        return prefetch(order, fetch, threads=1)
-    return Workers(order, fetch, clips=clips, count=count, timeout_s=timeout_s).batches()
+        return prefetch(order, fetch, threads=1, ahead=ahead)
+    return Workers(order, fetch, clips=clips, count=count, ahead=ahead, timeout_s=timeout_s).batches()
 
 
 def _encode_batch(batch: Sequence[tuple[str, Clip, Tensor]], encode_clip: EncodeClip, keys: CacheKeys) -> int:

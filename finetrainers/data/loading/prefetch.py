@@ -17,17 +17,18 @@ import torch
 S = TypeVar("S")
 T = TypeVar("T")
 
-#: Batches that each thread is ahead, as many as a worker process of torch's loader.
-_AHEAD = 2
+#: Batches that each thread is ahead by default, as many as a worker process of torch's loader.
+AHEAD = 2
 
 
-def prefetch(order: Iterable[S], fetch: Callable[[S], T], *, threads: int) -> Iterator[T]:
+def prefetch(order: Iterable[S], fetch: Callable[[S], T], *, threads: int, ahead: int = AHEAD) -> Iterator[T]:
     """Results of `fetch` for each element, in order; an exception is raised when its element's turn comes.
 
     Args:
         order: iterated in the caller's thread.
         fetch: is called in several threads at once.
         threads: how many.
+        ahead: how many elements each is ahead.
     """
     # One thread of torch's each: they shall not take cores from the step.
     pool = ThreadPoolExecutor(threads, "prefetch", initializer=torch.set_num_threads, initargs=(1,))
@@ -35,7 +36,7 @@ def prefetch(order: Iterable[S], fetch: Callable[[S], T], *, threads: int) -> It
     try:
         for one in order:
             due.append(pool.submit(fetch, one))
-            if len(due) > _AHEAD * threads:
+            if len(due) > ahead * threads:
                 yield due.popleft().result()
         while due:
             yield due.popleft().result()

@@ -22,6 +22,7 @@ from finetrainers.utils.failures import ExpectedError
 
 from ..buckets.clip import Clip
 from .batch_sampler import MicroBatch
+from .prefetch import AHEAD
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,6 +75,7 @@ class Workers(Generic[T]):
         fetch: brings one into memory, and calls `note_reading` before each clip; picklable.
         clips: all that there are, for their names.
         count: number of processes.
+        ahead: how many micro-batches each is ahead.
         pin_memory: see `DataLoader`.
         timeout_s: how long to wait for a batch before the workers count as hung, once they have started; 0: for ever.
         on_restart: called with the reason whenever they are restarted.
@@ -83,6 +85,7 @@ class Workers(Generic[T]):
     fetch: Callable[[MicroBatch], T]
     clips: Sequence[Clip]
     count: int
+    ahead: int = AHEAD
     pin_memory: bool = False
     timeout_s: float = 0.0
     on_restart: Callable[[str], None] = lambda why: None
@@ -136,6 +139,7 @@ class Workers(Generic[T]):
             batch_size=None,
             sampler=islice(self.order, position, None),  # type: ignore[arg-type]
             num_workers=self.count,
+            prefetch_factor=self.ahead,
             pin_memory=self.pin_memory,
             timeout=_LOOK_S,
             worker_init_fn=_begin,
