@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import networkx
@@ -222,9 +222,9 @@ def test_source_is_ascii_and_short() -> None:
 _HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 
-def run_without_torch(code: str, *, cwd: Path) -> str:
+def run_without_torch(code: str, *, cwd: Path, heavy: Sequence[str] = _HEAVY) -> str:
     """Run code in a fresh interpreter; what it printed. Fails if a heavy library was imported on the way."""
-    program = f"import sys\n{code}\nprint('LOADED', [name for name in {_HEAVY!r} if name in sys.modules])\n"
+    program = f"import sys\n{code}\nprint('LOADED', [name for name in {heavy!r} if name in sys.modules])\n"
     result = subprocess.run(
         [sys.executable, "-c", program],
         cwd=cwd,
@@ -263,6 +263,13 @@ def train(*arguments: str) -> str:
 )
 def test_light_code_stays_light(code: str, tmp_path: Path) -> None:
     run_without_torch(code, cwd=tmp_path)
+
+
+def test_a_decoding_worker_imports_no_networks(tmp_path: Path) -> None:
+    """A worker that is not forked imports the modules of what it calls: with diffusers it would take twice the memory."""
+    code = "from finetrainers.data.loading.loader import DecodeFetch, PixelFetch"
+    heavy = ("diffusers", "transformers", "torchao", "torch._dynamo")
+    run_without_torch(code, cwd=tmp_path, heavy=heavy)
 
 
 def test_help_needs_no_torch(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -12,11 +12,12 @@ from finetrainers.utils.seeding import generator
 
 from ..buckets.clip import Clip
 from ..buckets.windows import encoded_clip
+from ..cache.keys import CacheKeys
 from ..video.decode import load_clip
-from .bad_samples import BadSample, Substitutes, load_clips
+from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips, twice
 from .batch_sampler import BatchSampler, MicroBatch
 from .prefetch import prefetch
-from .workers import Workers
+from .workers import Workers, note_reading
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,27 @@ class DecodeFetch:
 
     def _load(self, clip: Clip, key: tuple[int, int]) -> Tensor:
         return load_clip(encoded_clip(clip), generator=generator("cpu", self.seed, "clip", *key))
+
+
+@dataclass(frozen=True)
+class PixelFetch:
+    """Decodes one clip for the cache; of an optional one gives the reason if it cannot be.
+
+    It is defined here and not with the encoders: a worker that is not forked imports this module alone, without diffusers.
+    """
+
+    keys: CacheKeys
+    optional: Collection[int]
+
+    def __call__(self, batch: MicroBatch) -> Tensor | str:
+        [clip] = batch.clips
+        note_reading(clip)
+        try:
+            return twice(self.keys.pixels, clip)
+        except PROBLEMS as error:
+            if clip.index not in self.optional:
+                raise
+            return str(error)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from ..buckets.clip import Clip
 from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..cache.store import CacheError, TensorCache, is_finite
-from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips, twice
+from .bad_samples import BadSample, Substitutes, load_clips
 from .batch_sampler import MicroBatch
 from .encode import EMPTY, TEXT, EncodeClip, EncodeText, stacked
-from .loader import RawBatch
+from .loader import PixelFetch, RawBatch
 from .prefetch import AHEAD, prefetch
-from .workers import Workers, note_reading
+from .workers import Workers
 
 #: Captions that are encoded at a time.
 _TEXTS = 8
@@ -164,7 +164,7 @@ def _decoded(
 ) -> Iterator[Tensor | str]:
     """The pixels of each clip, or why an optional one has none; a whole batch is decoded while the VAE encodes the one before."""
     order = [MicroBatch(0, (clip,)) for clip in clips]
-    fetch = _PixelFetch(keys, optional)
+    fetch = PixelFetch(keys, optional)
     count, timeout_s = loading.dataloader_num_workers, loading.dataloader_timeout
     ahead = max(AHEAD, math.ceil(keys.data.precompute_batch_size / max(1, count)))
     if not count or not clips:
@@ -216,24 +216,6 @@ def _batches(
     for _, alike in groupby(decoded, key=lambda one: one[1].bucket):
         while batch := list(islice(alike, size)):
             yield batch
-
-
-@dataclass(frozen=True)
-class _PixelFetch:
-    """Decodes one clip, here or in a worker; of an optional one gives the reason if it cannot be."""
-
-    keys: CacheKeys
-    optional: Collection[int]
-
-    def __call__(self, batch: MicroBatch) -> Tensor | str:
-        [clip] = batch.clips
-        note_reading(clip)
-        try:
-            return twice(self.keys.pixels, clip)
-        except PROBLEMS as error:
-            if clip.index not in self.optional:
-                raise
-            return str(error)
 
 
 @dataclass(frozen=True)
