@@ -114,15 +114,17 @@ class NoiseLevels:
     def sample(self, generators: Sequence[torch.Generator], num_tokens: int) -> Tensor:
         """Quantiles `[B]` for one generator per sample."""
         u = sample_quantiles(generators, self.config)
-        return self.ranged(shift_noise_level(u, self.shift(num_tokens)) if self.is_flow else u)
+        shift = self.shift(num_tokens) if self.is_flow else 1.0
+        return self.ranged(u if shift == 1.0 else shift_noise_level(u, shift))
 
     def ranged(self, u: Tensor) -> Tensor:
         """Quantiles of all noise as those of the range that the network is for."""
         low, high = self.within
         return u if (low, high) == (0.0, 1.0) else low + (high - low) * u
 
-    def weight(self, t: Tensor) -> Tensor:
-        """Loss weight per sample at process time t, `[B]`."""
-        if not self.is_flow:
-            return torch.ones(t.shape, device=t.device)
+    def weight(self, t: Tensor) -> Tensor | None:
+        """Loss weight per sample at process time t, shaped like it; None: all are 1."""
+        is_weighted = self.config.flow_weighting_scheme in ("sigma_sqrt", "cosmap") or self.config.loss_weight_max < 1
+        if not self.is_flow or not is_weighted:
+            return None
         return loss_weight(t, self.config.flow_weighting_scheme, maximum=self.config.loss_weight_max)

@@ -131,7 +131,7 @@ class ControlFiles:
     def take(self) -> set[str]:
         """The commands that are there, and remove them. A folder that is gone, or cannot be read, holds none."""
         try:
-            present = {path.name for path in self.folder.iterdir()}
+            present = {entry.name for entry in os.scandir(self.folder)}
         except OSError:
             return set()
         self._stuck &= present

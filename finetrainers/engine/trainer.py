@@ -123,7 +123,7 @@ class Trainer:
         for event in step.events:
             state.run_dir.event(step=state.step + 1, **event)
         fault_point("step")
-        totals: dict[str, Tensor] = {}
+        totals: dict[str, Tensor | float] = {}
         if len(step):
             set_lr(state.optimizer, self.lr_at(state.step))
             early = in_backward(state.optimizer)
@@ -131,15 +131,16 @@ class Trainer:
                 self._blocked_s += state.staging.wait()
             for attempt in guards.memory.attempts(step):  # after an OOM once more, in smaller micro-batches
                 with attempt:
-                    totals = accumulate_gradients(state, attempt)
+                    totals = {**accumulate_gradients(state, attempt)}
             with memory_advice("exchanging and clipping gradients"):
                 parallel.all_reduce()
                 fault_point("backward", parallel.gradients())
                 grad_norm = parallel.clip_grad_norm() if early is None else early.take_norm()
             if grad_norm is not None:
                 totals["grad_norm"] = grad_norm
-        counted = {} if state.meter is None else state.meter.take()
-        totals |= {name: torch.tensor(value) for name, value in {**step.metrics, **counted}.items()}
+        totals |= step.metrics
+        if state.meter is not None:
+            totals |= state.meter.take()
         # The step's one wait for the device, before the update: NaN must not get into the weights.
         record = parallel.mean(totals)
         action = guards.nonfinite.judge(state.step + 1, record)

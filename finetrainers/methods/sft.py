@@ -63,7 +63,9 @@ class SFT:
 
     def loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         per_sample, weight = self.errors(transformer, batch, purpose="train", quantile=None)
-        loss = (weight * per_sample).mean() * batch.weight
+        # What would multiply by 1 is left out: a step of a small network feels each operation.
+        loss = (per_sample if weight is None else weight * per_sample).mean()
+        loss = loss if batch.weight == 1.0 else loss * batch.weight
         return loss, {"loss": loss.detach()}
 
     def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
@@ -72,10 +74,10 @@ class SFT:
 
     def errors(
         self, transformer: nn.Module, batch: Batch, *, purpose: str, quantile: float | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Mean squared error of the prediction per sample `[B]`, over the latents that are not given, and its loss weight `[B]`.
 
-        Where latent frames have noise levels of their own, each frame's error is weighted already.
+        A weight of None is 1 for all. Where latent frames have noise levels of their own, each frame's error is weighted already.
 
         Args:
             transformer: the network, or another one of the same model.
@@ -89,7 +91,7 @@ class SFT:
         x0, context = self.spec.section(self.spec.latents(batch.moments, noise, self.vae_stats), generators)
         eps = standard_normal(generators, x0.shape[1:], device)
         t = self._times(generators, x0, quantile)
-        weight = torch.ones(len(x0), device=device) if quantile is not None else self.noise_levels.weight(t)
+        weight = None if quantile is not None else self.noise_levels.weight(t)
 
         meta, trained = self.spec.condition(batch, x0, self._given_first_frame(batch, purpose), self.vae_stats)
         if context:
@@ -102,8 +104,8 @@ class SFT:
             return error.flatten(1).mean(1), weight
         # A given frame is an input, not something to predict: it leaves the loss and the mean.
         per_frame, trained = error.mean(dim=(1, 3, 4)), torch.ones_like(frame_t) if trained is None else trained
-        if weight.ndim == 2:
-            per_frame, weight = per_frame * weight, torch.ones(len(x0), device=device)
+        if weight is not None and weight.ndim == 2:
+            per_frame, weight = per_frame * weight, None
         return (per_frame * trained).sum(1) / trained.sum(1), weight
 
     def _times(self, generators: Sequence[torch.Generator], x0: Tensor, quantile: float | None) -> Tensor:

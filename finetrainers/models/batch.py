@@ -229,19 +229,29 @@ class VAEStats:
 
     mean: Tensor
     scale: Tensor
+    #: Both by device, in shapes that broadcast against `[B, C, T, H, W]`: every step needs them.
+    _placed: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def _shaped(self, value: Tensor, like: Tensor) -> Tensor:
-        value = value.to(like.device)
-        if value.ndim == 2:
-            return value[None, :, : like.shape[2], None, None]
-        return value.view(1, -1, 1, 1, 1) if value.ndim else value
+    def _shaped(self, like: Tensor) -> list[Tensor]:
+        """Mean and scale for latents, on their device."""
+        if like.device not in self._placed:
+            self._placed[like.device] = tuple(_per_cell(value.to(like.device)) for value in (self.mean, self.scale))
+        frames = like.shape[2]
+        return [v[:, :, :frames] if v.ndim and v.shape[2] > 1 else v for v in self._placed[like.device]]
 
     def normalize(self, z: Tensor) -> Tensor:
         """VAE latents to the model's normalized space, in fp32."""
         z = z.float()
-        return (z - self._shaped(self.mean, z)) * self._shaped(self.scale, z)
+        mean, scale = self._shaped(z)
+        return (z - mean) * scale
 
     def denormalize(self, z: Tensor) -> Tensor:
         """The inverse of `normalize`."""
         z = z.float()
-        return z / self._shaped(self.scale, z) + self._shaped(self.mean, z)
+        mean, scale = self._shaped(z)
+        return z / scale + mean
+
+
+def _per_cell(value: Tensor) -> Tensor:
+    """A scalar, `[C]` or `[C, T]` in a shape that broadcasts against `[B, C, T, H, W]`."""
+    return value.view(1, *value.shape, *[1] * (4 - value.ndim)) if value.ndim else value

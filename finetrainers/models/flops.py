@@ -157,14 +157,18 @@ class FlopMeter:
         tokens_of: of a call, by its arguments.
         """
         self._flops, self._tokens_of = flops, tokens_of
+        self._known: dict[tuple[Tokens, bool], float] = {}  # operations of a call
         self._operations = self._tokens = 0.0
 
     def add(self, arguments: Mapping[str, Any], *, trains: bool) -> None:
         """Count a call."""
         tokens = self._tokens_of(arguments)
-        self._operations += self._flops.of_forward(tokens)
+        operations = self._known.get((tokens, trains))
+        if operations is None:
+            operations = self._flops.of_forward(tokens) + (self._flops.of_backward(tokens) if trains else 0.0)
+            self._known[tokens, trains] = operations
+        self._operations += operations
         if trains:
-            self._operations += self._flops.of_backward(tokens)
             self._tokens += tokens.clips * tokens.video
 
     def take(self) -> dict[str, float]:

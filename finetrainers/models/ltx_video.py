@@ -145,7 +145,7 @@ class LTXVideoSpec(ModelSpec):
             rope_interpolation_scale=(seconds_per_frame.view(-1, 1, 1, 1, 1), spatial, spatial),
             return_dict=False,
         )[0]
-        return LTXPipeline._unpack_latents(packed.float(), frames, height, width)
+        return packed.float().transpose(1, 2).unflatten(2, (frames, height, width))
 
     def decode_latents(self, vae: Any, z_BCTHW: Tensor) -> Tensor:
         """Decode like the pipeline at its default decode timestep, 0, where it adds no noise.

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ctypes import c_float
 from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeVar
@@ -89,15 +90,25 @@ class Ranks:
             with waiting():
                 dist.barrier(group=self._idle_group)
 
-    def mean(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """Averages over ranks, as numbers: the one place where a step waits for the device."""
-        names = sorted(values)
-        if not names:
-            return {}
-        stacked = torch.stack([values[n].detach().float().reshape(()).to(self.device) for n in names])
-        if self.world_size > 1:
-            stacked = self.accelerator.reduce(stacked, reduction="mean")
-        return dict(zip(names, stacked.tolist(), strict=True))
+    def mean(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Averages over ranks, as numbers: the one place where a step waits for the device.
+
+        Args:
+            values: one number each. What is no tensor stays on the host, where this process is the only one; it is rounded to
+                fp32, as several processes would.
+        """
+        alone = self.world_size == 1
+        names = [name for name in sorted(values) if isinstance(values[name], Tensor) or not alone]
+        found: dict[str, float] = {
+            name: c_float(float(values[name])).value for name in sorted(values) if name not in names
+        }
+        if names:
+            numbers = [torch.as_tensor(values[name]).detach().float().reshape(()).to(self.device) for name in names]
+            stacked = torch.stack(numbers)
+            if not alone:
+                stacked = self.accelerator.reduce(stacked, reduction="mean")
+            found.update(zip(names, stacked.tolist(), strict=True))
+        return {name: found[name] for name in sorted(found)}
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum over ranks."""

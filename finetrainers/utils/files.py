@@ -41,13 +41,25 @@ def write_json_lines_atomic(path: Path, values: Iterable[Any]) -> None:
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line; a truncated line before it stays a line of its own."""
-    with open(path, "a+b") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write(json.dumps(record).encode() + b"\n")
+    """Append one JSON line by one write; a truncated line before it stays a line of its own.
+
+    The file is opened each time: it may have been moved away, and other machines can read what is closed. Python's own file
+    object would take several times as long to make as the line takes to write.
+
+    Raises:
+        OSError: it cannot be written, or not as a whole.
+    """
+    line = json.dumps(record).encode() + b"\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        if os.lseek(descriptor, 0, os.SEEK_END):
+            os.lseek(descriptor, -1, os.SEEK_END)
+            if os.read(descriptor, 1) != b"\n":
+                line = b"\n" + line
+        if os.write(descriptor, line) != len(line):  # the next write would say why
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:

@@ -41,22 +41,62 @@ def take_peak() -> int:
     Linux can reset its peak. Where that is not possible, it is the peak since the process started; on other systems, what is
     resident now.
     """
-    try:
-        descriptor = os.open(_SELF / "status", os.O_RDONLY)
-    except OSError:
-        return psutil.Process().memory_info().rss
-    try:
-        text = os.read(descriptor, 4096)
-    finally:
-        os.close(descriptor)
-    with contextlib.suppress(OSError):  # /proc may be read-only
-        descriptor = os.open(_SELF / "clear_refs", os.O_WRONLY)
-        try:
-            os.write(descriptor, b"5")
-        finally:
-            os.close(descriptor)
-    at = text.find(b"VmHWM:")
-    return psutil.Process().memory_info().rss if at < 0 else 1024 * int(text[at + 6 :].split(None, 1)[0])
+    global _reader
+    if _reader is None or _reader.pid != os.getpid():
+        if _reader is not None:
+            _reader.close()  # in a forked process, its files are about the other one
+        _reader = _PeakReader()
+    return _reader.take()
+
+
+class _PeakReader:
+    """Reads and resets the peak of this process by files that stay open: opening them at every step takes as long again.
+
+    `getrusage` says the same as `VmHWM` in a tenth of the time, but never less than what the process that started this one had
+    taken. So it counts only above what it said after the first reset.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._status = self._clear = -1
+        with contextlib.suppress(OSError):  # no Linux
+            self._status = os.open(_SELF / "status", os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # /proc may be read-only
+            self._clear = os.open(_SELF / "clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+        self._least: int | None = None
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in (self._status, self._clear):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def take(self) -> int:
+        """See `take_peak`."""
+        if self._status < 0:
+            return psutil.Process().memory_info().rss
+        said = _max_rss()
+        peak = said if self._least is not None and said > self._least else self._high_water_mark()
+        if self._clear >= 0:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._clear, b"5", 0)
+        if self._least is None:
+            self._least = _max_rss()
+        return peak
+
+    def _high_water_mark(self) -> int:
+        text = os.pread(self._status, 4096, 0)
+        at = text.find(b"VmHWM:")
+        return psutil.Process().memory_info().rss if at < 0 else 1024 * int(text[at + 6 :].split(None, 1)[0])
+
+
+_reader: _PeakReader | None = None
+
+
+def _max_rss() -> int:
+    import resource  # not on Windows
+
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def workers_bytes() -> int:

@@ -140,6 +140,19 @@ def test_loss_weights_are_bounded():
     assert loss_weight(sigma, "none", maximum=10.0).tolist() == [1.0] * 4
 
 
+def test_weights_that_are_all_one_are_left_out():
+    t = torch.tensor([0.1, 0.9])
+    for is_flow, options, is_weighted in (
+        (True, {}, False), (False, {"flow_weighting_scheme": "cosmap"}, False), (True, {"loss_weight_max": 0.5}, True),
+        (True, {"flow_weighting_scheme": "cosmap"}, True), (True, {"flow_weighting_scheme": "sigma_sqrt"}, True),
+    ):  # fmt: skip
+        section = DiffusionSection(**options)
+        weight = NoiseLevels(section, is_flow=is_flow, scheduler_config={}).weight(t)
+        expected = loss_weight(t, section.flow_weighting_scheme, maximum=section.loss_weight_max)
+        assert torch.equal(weight, expected) if is_weighted else weight is None
+    torch.testing.assert_close(shift_noise_level(t, 1.0), t, rtol=0, atol=0)  # so that it is left out, too
+
+
 def test_draws_depend_on_the_seed_only():
     levels = NoiseLevels(DiffusionSection(flow_weighting_scheme="logit_normal"), is_flow=True, scheduler_config={})
     first, again = (levels.sample([torch.Generator().manual_seed(7)], 100) for _ in range(2))

@@ -143,6 +143,38 @@ def test_memory_of_this_process_and_of_its_children() -> None:
         child.communicate()
 
 
+_PEAKS = """
+import os, sys
+from finetrainers.utils.host_memory import take_peak
+MIB = 2**20
+def mib(): return take_peak() // MIB
+def take(count): bytearray(count * MIB)
+first = mib()
+take(200)
+read, write = os.pipe()
+child = os.fork()
+if not child:
+    mib()
+    take(100)
+    os.write(write, str(mib()).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+print(first, mib(), mib(), int(os.read(read, 64)))
+"""
+
+
+@linux
+def test_the_peak_is_of_this_process_alone() -> None:
+    """Not of the one that started it, whose peak `getrusage` goes on saying, and not of one that it was forked from."""
+    take(300)
+    printed = subprocess.run([sys.executable, "-c", _PEAKS], capture_output=True, text=True, check=True).stdout
+    first, taken, left, forked = map(int, printed.split())
+    assert first < 200
+    assert 150 < taken - first < 250
+    assert abs(left - first) < 50
+    assert 80 < forked - left < 130
+
+
 @pytest.mark.parametrize(
     ("groups", "files", "total", "available"),
     [

@@ -51,7 +51,9 @@ def test_alone(make: Callable[..., Strategy]) -> None:
     assert parallel.describe().startswith("1 process on cpu, ")
     assert parallel.gather_objects([1, 2]) == [1, 2]
     assert parallel.same_on_all({"a": 1}) == {"a": 1}
-    assert parallel.mean({"b": torch.tensor(2.0), "a": torch.tensor([1.0])}) == {"a": 1.0, "b": 2.0}
+    assert parallel.mean({}) == {}
+    found = parallel.mean({"c": torch.tensor(2.0), "a": torch.tensor([1.0]), "b": 0.1, "d": 3})
+    assert list(found.items()) == [("a", 1.0), ("b", torch.tensor(0.1).item()), ("c", 2.0), ("d", 3.0)]
     assert torch.equal(parallel.sum(torch.tensor([1.0, 2.0])).cpu(), torch.tensor([1.0, 2.0]))
     parallel.raise_if_any_failed(None, "nothing")
     with pytest.raises(KeyError, match="mine"):

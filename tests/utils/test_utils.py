@@ -1,5 +1,6 @@
 """Small helpers: seeds, atomic files, text, videos."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -38,10 +39,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == '{\n  "step": 1\n}\n'
 
 
-def test_jsonl_is_appended(tmp_path):
-    files.append_jsonl(tmp_path / "m.jsonl", {"a": 1})
-    files.append_jsonl(tmp_path / "m.jsonl", {"a": 2})
-    assert (tmp_path / "m.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n'
+def test_jsonl_is_appended(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    files.append_jsonl(path, {"a": 1})
+    files.append_jsonl(path, {"a": 2})
+    assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
+    path.write_text('{"a": 1}\n{"a":')  # a kill cut the line short
+    files.append_jsonl(path, {"a": 3})
+    assert path.read_text() == '{"a": 1}\n{"a":\n{"a": 3}\n'
+    path.rename(tmp_path / "m.jsonl.1")  # while the run goes on
+    files.append_jsonl(path, {"a": 4})
+    assert path.read_text() == '{"a": 4}\n'
+    monkeypatch.setattr(os, "write", lambda descriptor, data: len(data) - 1)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        files.append_jsonl(path, {"a": 5})
 
 
 def test_nearest_and_plural():

@@ -105,7 +105,8 @@ class DPO:
         found, weight = errors(transformer)
         with torch.no_grad(), self.reference(transformer) as network:
             reference, _ = errors(network)
-        return preference_margin(found, reference, self.beta * weight[0::2]), reference - found
+        beta = self.beta if weight is None else self.beta * weight[0::2]
+        return preference_margin(found, reference, beta), reference - found
 
     @property
     def evaluates(self) -> bool:
