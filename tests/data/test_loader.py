@@ -16,7 +16,7 @@ from torch import Tensor
 
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.sections import DataloaderSection, DataSection
+from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.cache.keys import CacheKeys, EncoderEntry
 from finetrainers.data.cache.store import CacheError, TensorCache
@@ -41,6 +41,7 @@ class FakeModel:
     def __init__(self, *, first_frame: bool = False, noise: tuple[float, float] | None = None) -> None:
         self.prompts: list[str] = []
         self.videos = 0
+        self.config = ModelSection(model_name="fake", pretrained_model_name_or_path=".", enable_tiling=False)
         geometry = Geometry(temporal=1, spatial=8, patch=1, patch_t=1, fps=8.0)
         self.facts = Facts(geometry, first_frame="channels" if first_frame else "none", first_frame_noise=noise)
 
