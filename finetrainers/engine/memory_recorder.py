@@ -1,4 +1,4 @@
-"""Measured memory of a run by phase: peaks of the device and of the host, for metrics and for the table at the run's end."""
+"""Measured memory and time of a run by phase: peaks of the device and of the host, for metrics and the table at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ import torch
 
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.host_memory import Room, room, take_peak, workers_bytes
-from finetrainers.utils.phases import CHECKPOINT, PHASES, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, observed_by
+from finetrainers.utils.phases import (
+    CHECKPOINT,
+    ENCODING_CLIPS,
+    ENCODING_TEXT,
+    LOADING,
+    PHASES,
+    REWARD,
+    ROLLOUT,
+    TRAINING_STEP,
+    VALIDATION,
+    observed_by,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +38,8 @@ AFTER_VALIDATION, AFTER_TESTING = "memory_after_validation", "memory_after_testi
 FIGURES = (BEFORE_TRAINING, BEFORE_VALIDATION, AFTER_VALIDATION, AFTER_TESTING)
 #: The phases of training itself.
 _TRAINING = (ROLLOUT, REWARD, TRAINING_STEP, CHECKPOINT)
+#: The phases whose time no other number has: those of training have `step_s`, `checkpoint_s` and the method's own.
+_TIMED = (LOADING, ENCODING_TEXT, ENCODING_CLIPS, VALIDATION)
 #: Seconds between looks at the host's memory, and how many times as long as a look it is at least.
 _PERIOD_S, _TIMES = 1.0, 200
 #: The host's memory is nearly full if less than this share, and less than this many bytes, are left.
@@ -60,6 +73,8 @@ class MemoryRecorder:
         self._since: dict[str, Peak] = {}  # what no record has yet
         self._unlogged: dict[str, Peak] = {}  # figures that no record has yet
         self._workers = 0.0
+        self._seconds: dict[str, float] = {}  # of phases, that no record has yet
+        self._measured_at = time.perf_counter()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -85,11 +100,13 @@ class MemoryRecorder:
         self._set(BEFORE_TRAINING, self._peak_of(phase for phase in PHASES if phase not in _TRAINING))
 
     def record(self) -> dict[str, float]:
-        """Peaks since the last record, by phase, as named numbers: `memory/training_step/host_gib`."""
+        """Peaks and seconds since the last record, by phase: `memory/training_step/host_gib`, `phase_s/validation`."""
         self._close()
         found = {f"memory/{phase}": self._since[phase] for phase in PHASES if phase in self._since} | self._unlogged
-        self._since, self._unlogged = {}, {}
-        return {f"{name}/{what}_gib": round(gib, 4) for name, peak in found.items() for what, gib in peak.items()}
+        seconds = {f"phase_s/{phase}": round(self._seconds[phase], 3) for phase in _TIMED if phase in self._seconds}
+        self._since, self._unlogged, self._seconds = {}, {}, {}
+        gib = {f"{name}/{what}_gib": round(gib, 4) for name, peak in found.items() for what, gib in peak.items()}
+        return gib | seconds
 
     def record_of_validation(self, *, is_last: bool) -> dict[str, float] | None:
         """As `record`, with the figures of the run; None if nothing was sampled or evaluated since the last record.
@@ -130,8 +147,10 @@ class MemoryRecorder:
 
     def _close(self) -> None:
         """Measure what has been since the last measurement."""
-        peak = self._measure()
+        peak, now = self._measure(), time.perf_counter()
+        seconds, self._measured_at = now - self._measured_at, now
         if self._phase is not None:
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + seconds
             for place in (self._since, self.peaks):
                 before = place.get(self._phase)
                 place[self._phase] = peak if before is None else greatest(before, peak)

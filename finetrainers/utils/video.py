@@ -68,16 +68,19 @@ def gif_of(path: Path, *, width: int) -> tuple[bytes, tuple[int, int]]:
     """A video as an animated GIF of at most this width, at its own speed; its bytes, and its width and height."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
-        # Of fast videos every second frame, or fewer.
-        every = max(1, math.ceil(float(stream.average_rate or 1) * _GIF_MS / 1000))
-        delay_ms = 1000 * every / float(stream.average_rate or 1)
-        frames = [frame.to_image() for number, frame in enumerate(container.decode(stream)) if number % every == 0]
-    size = frames[0].size
-    if size[0] > width:
-        size = width, max(1, round(size[1] * width / size[0]))
-    pictures = [frame.resize(size, Image.Resampling.LANCZOS) for frame in frames]
+        fps = float(stream.average_rate or 1)
+        every = max(1, math.ceil(fps * _GIF_MS / 1000))  # of fast videos every second frame, or fewer
+        size = stream.width, stream.height
+        if size[0] > width:
+            size = width, max(1, round(size[1] * width / size[0]))
+        pictures = [
+            frame.to_image().resize(size, Image.Resampling.LANCZOS)
+            for number, frame in enumerate(container.decode(stream))
+            if number % every == 0
+        ]
     data = io.BytesIO()
-    pictures[0].save(data, "GIF", save_all=True, append_images=pictures[1:], duration=round(delay_ms), loop=0)
+    delay_ms = round(1000 * every / fps)
+    pictures[0].save(data, "GIF", save_all=True, append_images=pictures[1:], duration=delay_ms, loop=0)
     return data.getvalue(), size
 
 

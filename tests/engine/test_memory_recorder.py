@@ -65,10 +65,13 @@ def test_records_and_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with recorder.running():
         with phase(LOADING):
             taken.update(allocated=10, reserved=12)
+            time.sleep(0.03)
         with phase(TRAINING_STEP):
             recorder.begin_training()
             taken.update(allocated=20, reserved=24)
-            assert recorder.record() == {
+            first = recorder.record()
+            assert 0.02 < first.pop("phase_s/loading") < 5
+            assert first == {  # the seconds of a training step are known already
                 "memory/loading/allocated_gib": 10, "memory/loading/reserved_gib": 12, "memory/loading/host_gib": 3,
                 "memory/training_step/allocated_gib": 20, "memory/training_step/reserved_gib": 24,
                 "memory/training_step/host_gib": 3,
@@ -79,10 +82,12 @@ def test_records_and_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
             assert recorder.record_of_validation(is_last=False) is None
             with phase(VALIDATION):
                 taken.update(allocated=30, reserved=33)
+                time.sleep(0.03)
             found = recorder.record_of_validation(is_last=False)
             assert found is not None
             assert found["memory_before_validation/reserved_gib"] == 24
             assert found["memory_after_validation/reserved_gib"] == 33
+            assert found["phase_s/validation"] >= 0.03
             with phase(VALIDATION):
                 taken.update(allocated=15, reserved=16)
             found = recorder.record_of_validation(is_last=True)

@@ -84,7 +84,8 @@ def curve(directory: str | Path) -> list[dict[str, Any]]:
         {
             k: v
             for k, v in r.items()
-            if k not in ("time", "step_s", "checkpoint_s", "tokens_per_s") and not k.startswith(("seconds", "memory"))
+            if k not in ("time", "step_s", "checkpoint_s", "tokens_per_s")
+            and not k.startswith(("seconds", "memory", "phase_s"))
         }
         for r in records(directory)
     ]

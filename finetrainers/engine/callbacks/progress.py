@@ -66,7 +66,7 @@ class ProgressLine(Callback):
             self.console.show_cursor(True)  # a process that is ended at once would leave it hidden
 
     def on_log(self, state: TrainState, record: Record) -> None:
-        if all(name.startswith(("step", "memory")) for name in record):
+        if all(name.startswith(("step", "memory", "phase_s")) for name in record):
             return
         found = {name: value for name, value in record.items() if _matches(name, self.headline)}
         if "step_s" not in record:  # an evaluation

@@ -198,6 +198,10 @@ class Trackio(TrackedRun):
             return {"name": place.resumed, "resume": "allow"}
         return {"name": f"{place.name}-{uuid4().hex[:6]}"}  # two runs of one name could not be told apart
 
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        # Accelerate's class calls this with an option of wandb, which trackio stores as a setting.
+        self.tracker.tracker.config.update(plain(settings))
+
     def log_media(self, media: Sequence[Media], *, step: int) -> None:
         from trackio import Image as Picture
         from trackio import Video

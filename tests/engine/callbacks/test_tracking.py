@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorboard
+from accelerate import PartialState
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -120,13 +122,14 @@ class Library(ModuleType):
         super().__init__(name)
         self.runs: list[FakeRun] = []
         self.settings: dict[str, Any] = {}
-        self.config = SimpleNamespace(update=lambda values, allow_val_change: self.settings.update(values))
+        self.config = SimpleNamespace(update=lambda values, allow_val_change: self.settings.update(values))  # of wandb
         self.starting_step = 0
 
     def init(self, **arguments: Any) -> FakeRun:
         run = FakeRun(arguments)
         # What the server has, which trackio keeps under another name.
         run.starting_step = run._next_step = self.starting_step  # type: ignore[attr-defined]
+        run.config = self.settings  # type: ignore[attr-defined]
         self.runs.append(run)
         return run
 
@@ -140,10 +143,11 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return found
 
 
-def start(library: Library, root: Path, *, step: int = 0) -> tuple[Any, Tracker, TrackedMedia]:
+def start(kind: ModuleType, root: Path, *, step: int = 0) -> tuple[Any, Tracker, TrackedMedia]:
     """A run that is started or resumed, without anything to train."""
+    PartialState()  # as every run makes one
     config = load_config(
-        model_name="ltx_video", pretrained_model_name_or_path="x", report_to=library.__name__, output_dir=str(root),
+        model_name="ltx_video", pretrained_model_name_or_path="x", report_to=kind.__name__, output_dir=str(root),
         hub_token="secret", video_resolution_buckets=["9x64x64"], data_root=".", train_steps=9,
     )  # fmt: skip
     run_dir = RunDirectory(root, writes=True)
@@ -199,7 +203,20 @@ def test_a_resumed_run_continues_its_run_and_sends_no_step_twice(library: Librar
     assert shown[8]["samples/00-a"].caption == "a fox\nseed 42"
     assert shown[8]["samples/sheet"].content.width > 8 * 32
     assert library.settings["train_steps"] == 9
-    assert "hub_token" not in library.settings
+    assert not {"hub_token", "allow_val_change"} & set(library.settings)
+
+
+def test_tensorboard_forgets_what_a_rollback_undoes(tmp_path: Path) -> None:
+    state, tracker, media = start(tensorboard, tmp_path)
+    steps(state, tracker, media, to=5)
+    state.step = 3
+    state.run_dir.rewind(3)
+    tracker.on_back(state)
+    steps(state, tracker, media, to=6)
+    tracker.on_end(state)
+    found = events_of(tmp_path / "logs" / "finetrainers")
+    assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [image.step for image in found.Images("samples/00-a")] == [2, 4, 6]
 
 
 def test_what_has_not_arrived_is_sent(library: Library, tmp_path: Path) -> None:
