@@ -29,6 +29,7 @@ from .check import add_check, check_command
 from .ckpt import add_ckpt
 from .demo import add_demo, add_demonstration
 from .estimate import add_estimate, estimate_command
+from .export import add_export
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .serve_reward import add_serve_reward
@@ -228,6 +229,7 @@ def _parser() -> CommandParser:
     tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
     tiny.set_defaults(run=_tiny)
 
+    add_export(commands)
     add_plot(commands)
     add_cache(commands)
     add_ckpt(commands)

@@ -14,6 +14,7 @@ _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
     "train": ("check", "estimate", "prepare", "train"),
     "look": ("plot", "ckpt"),
+    "use": ("export",),
     "tools": ("cache", "serve-reward", "schema", "docs"),
 }
 _EXAMPLES = """examples:
@@ -38,8 +39,7 @@ _INSTEAD = {
     "`train` continues a run: the same command with --resume_from_checkpoint latest": "resume continue",
     "`check` says what happens to every clip, and `prepare` encodes clips and captions before training":
         "precompute preprocess encode data dataset inspect validate",
-    "a run writes its LoRA or its network in diffusers' layout to --output_dir, see docs/reference/training.md":
-        "export convert merge",
+    "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
     "examples/ holds whole files for --config, and `schema` describes them to editors": "init config configure new",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
     "`plot RUN` draws a run's curves; metrics.jsonl in its directory holds them": "report curves log logs",

@@ -41,6 +41,8 @@ OptimizerName = Literal[
     "adamw-torchao-8bit", "adamw-torchao-4bit", "adamw-torchao-fp8",
     "adamw-deepspeed-cpu",
 ]  # fmt: skip
+#: Formats of the result besides that of the run itself.
+ExportFormat = Literal["diffusers", "comfyui", "kohya", "peft", "merged"]
 #: What happens to the clips that do not fill a batch at the end of an epoch.
 EpochEnd = Literal["keep", "drop", "pad", "wrap"]
 #: Parts of the training state that a resumed run can start over.
@@ -448,6 +450,8 @@ class RunSection(Section):
         "always written to metrics.jsonl in `output_dir`.", resume="unlisted")
     tracker_name: str = option("finetrainers", "Project name at the tracker.", resume="unlisted")
     logging_steps: int = option(1, "Log metrics every N optimizer steps, averaged over them.", resume="free", ge=1)
+    export_formats: list[ExportFormat] = option([], "Formats in which the result is also written, to `export/` in "
+        "`output_dir`; `finetrainers export` does so later.", resume="free")
     push_to_hub: bool = option(False, "Upload the result to the hub when training ends.", resume="free")
     hub_token: SecretStr | None = option(None, "Access token of the hub. The default is that of `hf auth login`.",
         resume="unlisted", dumped=False, local=True)

@@ -11,9 +11,11 @@ from finetrainers.utils.faults import fault_point
 from finetrainers.utils.versions import __version__
 
 from .card_facts import write_grid
+from .export_formats import FOLDER, export_formats, print_exported, result_source
 from .initial_weights import LORA_FILE
 from .model_card import model_card
 from .preflight import Preflight
+from .start_report import print_line
 from .state import TrainState
 from .trainable import save_weights
 
@@ -37,6 +39,10 @@ def _write(state: TrainState, checked: Preflight, weights: dict[str, Tensor]) ->
     save_weights(state.run_dir.root, state=state, tensors=weights, dtype=dtype)
     write_grid(state.run_dir.root)
     (state.run_dir.root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
+    if config.run.export_formats:
+        source = result_source(config, state.run_dir.root)
+        for one in export_formats(source, config.run.export_formats, source.folder, overwrite=True):
+            print_exported(one, source, say=print_line)
     if config.run.push_to_hub:
         state.watchdog.enter("uploading")
         push(state)
@@ -52,6 +58,13 @@ def push(state: TrainState) -> None:
     api.upload_folder(
         repo_id=repository.repo_id,
         folder_path=state.run_dir.root,
-        allow_patterns=[LORA_FILE, f"{state.spec.facts.trained}/*", "README.md", "config.toml", "samples/**"],
+        allow_patterns=[
+            LORA_FILE,
+            f"{state.spec.facts.trained}/*",
+            f"{FOLDER}/**",
+            "README.md",
+            "config.toml",
+            "samples/**",
+        ],
         commit_message=f"Trained with finetrainers {__version__}",
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetrainers.config.sections import TrainingSection
+from finetrainers.models.lora_names import PREFIXES, kind_of
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import plural
@@ -20,6 +21,8 @@ from .checkpoints.manifest import MANIFEST, damage
 
 #: Name under which diffusers looks for a LoRA in a folder.
 LORA_FILE = "pytorch_lora_weights.safetensors"
+#: Name of PEFT's settings, next to a LoRA in its format.
+PEFT_CONFIG = "adapter_config.json"
 _PART = re.compile(r"transformer(_\d+)?\.")
 _REGEX_CHARACTERS = re.compile(r"[*+?^$|()\[\]\\]")
 _LORA_NAME = re.compile(r"\.lora_?(A|B|down|up)\b|\.lora_magnitude_vector")
@@ -119,6 +122,10 @@ def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[st
         ValueError: it is no whole safetensors file.
     """
     header = read_header(path)
+    if kind_of(header.shapes) == "peft":
+        config = path.with_name(PEFT_CONFIG)
+        settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        return {name.removeprefix(PREFIXES["peft"]): shape for name, shape in header.shapes.items()}, settings
     stored = json.loads(header.metadata.get("lora_adapter_metadata", "{}"))
     return header.shapes, {without_part(k): v for k, v in stored.items() if without_part(k) != k}
 
@@ -138,8 +145,7 @@ def check_lora(
         ValueError: with every difference.
     """
     ours = {name: match["module"] for name in shapes if (match := _MODULE.match(without_part(name)))}
-    ours = {name: module for name, module in ours.items() if not name.startswith("diffusion_model.")}
-    if not any(".lora_A" in name for name in ours):
+    if kind_of(shapes) is not None or not any(".lora_A" in name for name in ours):
         return
     ranks = sorted({next(iter(shapes[name])) for name in ours if ".lora_A" in name})
     found = []

@@ -28,6 +28,7 @@ from finetrainers.data.video.backends import backend_problem
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import Planner, method_names, method_spec, plan_work
 from finetrainers.methods.spec import MethodSpec, WorkPlan
+from finetrainers.models.lora_names import format_problem
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.utils import faults
@@ -222,6 +223,10 @@ def _check_options(
     kernels = kernel_problems(config, device_type=device, dtype_bytes=computed_bytes(config))
     found.errors += [*rules.errors, *([] if method is None else method.problems(config)), *errors, *kernels.errors]
     found.errors += quantization_problems(config, device_type=device)
+    is_lora, is_dora = config.training.training_type == "lora", config.training.use_dora
+    for wanted in config.run.export_formats:
+        why = format_problem(config.model.model_name, wanted, is_lora=is_lora, is_dora=is_dora)
+        found.errors += [] if why is None else [Problem("--export_formats", why)]
     if config.optimizer.optimizer_in_backward and method is not None and method.accumulates(config):
         message = (
             "frees each gradient as it is made, and a step of this run has several micro-batches, whose gradients add up; use "

@@ -14,7 +14,9 @@ from finetrainers.config.root import TrainConfig, by_current_names, critical_opt
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import WorkPlan
+from finetrainers.models.lora_names import kind_of
 from finetrainers.models.registry import noise_process_of, text_encoders_digest, transformer_digest, vae_digest
+from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 
@@ -156,6 +158,8 @@ def new_run(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | No
             ("full", "lora"): f"{initial.path}, as the base of a new LoRA",
             ("lora", "full-finetune"): f"the model's own, with the LoRA {initial.path} added for good",
         }.get((initial.kind, config.training.training_type), str(initial.path))
+        if initial.kind == "lora" and (kind := kind_of(read_header(initial.path).shapes)) is not None:
+            weights += f", in {kind} format"
         rows = [("weights", weights), ("optimizer, schedule, data, step", "new")]
         if config.training.use_ema:
             rows.append(("moving average", "new, from these weights"))

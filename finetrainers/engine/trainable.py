@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 
@@ -57,6 +57,11 @@ def load_trainable_transformer(
     """
     fault_point("load")
     config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
+    is_begun = checkpoint is None and initial is not None and initial.kind == "lora"
+    if is_begun and initial is not None and config.training.training_type == "lora":
+        with _named_init_from():  # before the network, which takes longer to load
+            state, settings = spec.read_lora(initial.path)
+            check_lora(initial.path, {name: t.shape for name, t in state.items()}, settings, config.training)
     if checkpoint is not None and config.training.training_type == "full-finetune":
         transformer = spec.load_transformer(dtype, folder=checkpoint / spec.facts.trained)
     else:
@@ -67,11 +72,9 @@ def load_trainable_transformer(
     attach(transformer, config.training)
     if checkpoint is not None and config.training.training_type == "lora":
         load_lora_weights(checkpoint, transformer)
-    elif checkpoint is None and initial is not None and initial.kind == "lora":
-        try:
+    elif is_begun and initial is not None:
+        with _named_init_from():
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
-        except ValueError as error:
-            raise ConfigError([Problem("--init_from", str(error))]) from None
     store_frozen_weights(transformer, config, spec, dtype=dtype, device=device)
     blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
     set_activation_memory(transformer, config.memory.stored, blocks=blocks)
@@ -254,9 +257,16 @@ def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, trai
         transformer.unload_lora()  # type: ignore[operator]
         transformer.requires_grad_(True)
         return
-    state, settings = spec.read_lora(path)
-    check_lora(path, {name: tensor.shape for name, tensor in state.items()}, settings, training)
-    _set_adapter(state, transformer, path)
+    _set_adapter(spec.read_lora(path)[0], transformer, path)
+
+
+@contextmanager
+def _named_init_from() -> Iterator[None]:
+    """Within the block, what is wrong with a LoRA is a problem of `--init_from`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError([Problem("--init_from", str(error))]) from None
 
 
 def attach_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from finetrainers.utils.text import plural
 
 from .common import unwrap
 from .files import some
+from .lora_formats import Lora, of_state, read_foreign
 from .weights import non_finite
 
 #: Size of one weight file of a saved network.
@@ -29,12 +30,24 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
 def save_lora(
-    directory: Path, state_dict: Mapping[str, Tensor], metadata: dict[str, Any], *, part: str
+    directory: Path,
+    state_dict: Mapping[str, Tensor],
+    metadata: dict[str, Any],
+    *,
+    part: str,
+    more: Mapping[str, str] | None = None,
 ) -> dict[Path, Written]:
     """Write `pytorch_lora_weights.safetensors`, with rank and alpha in its metadata, as `save_lora_weights` of pipelines does.
 
     `load_lora_weights` of the family's pipeline reads it. Where the pipeline has no such method,
     `load_lora_adapter(..., prefix=part)` of the network does.
+
+    Args:
+        directory: that the file is written into.
+        state_dict: the weights, by PEFT's names.
+        metadata: PEFT's settings.
+        part: what diffusers calls the network.
+        more: further metadata of the file.
 
     Returns:
         What was written.
@@ -46,13 +59,24 @@ def save_lora(
     written = save_safetensors(
         {f"{part}.{name}": value.detach().cpu() for name, value in state_dict.items()},
         path,
-        metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: text},
+        metadata={"format": "pt", **(more or {}), LORA_ADAPTER_METADATA_KEY: text},
     )
     return {path: written}
 
 
-def read_lora(pipeline_cls: Any, path: Path, *, part: str, family: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """See `ModelSpec.read_lora`."""
+def read_lora(pipeline_cls: Any, path: Path, network: Callable[[], nn.Module], *, part: str, family: str) -> Lora:
+    """See `ModelSpec.read_lora`; `network` gives the network on the meta device, where names of other programs need it."""
+    lora = read_foreign(path, network, part=part, family=family) or _read_stock(pipeline_cls, path, part, family)
+    bad = non_finite(lora.state())
+    if bad:
+        raise ValueError(
+            f"{path} holds NaN or infinity in {plural(len(bad), 'tensor')}: {some(bad)}; the file is damaged"
+        )
+    return lora
+
+
+def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:
+    """A LoRA with diffusers' names, or with those that it translates."""
     if hasattr(pipeline_cls, "lora_state_dict"):
         state, metadata = pipeline_cls.lora_state_dict(
             str(path.parent), weight_name=path.name, use_safetensors=True, return_lora_metadata=True
@@ -66,12 +90,11 @@ def read_lora(pipeline_cls: Any, path: Path, *, part: str, family: str) -> tuple
         found = convert_unet_state_dict_to_peft(found)
     if not any("lora_A" in name for name in found):
         raise ValueError(f"{path} holds no LoRA of a {family} {part}")
-    bad = non_finite(found)
-    if bad:
-        raise ValueError(
-            f"{path} holds NaN or infinity in {plural(len(bad), 'tensor')}: {some(bad)}; the file is damaged"
-        )
-    return found, {k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)}
+    settings = {k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)}
+    try:
+        return of_state(found, settings)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def save_full(directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[Path, Written]:

@@ -34,6 +34,7 @@ from .common import DTYPES, input_dtype, unwrap
 from .compiling import compile_blocks
 from .files import MODEL_INDEX, part_folder, read_configs, single_file
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
+from .lora_formats import Lora
 from .pixels import moments_of, to_unit_range
 from .sizes import frozen_bytes, vae_working_bytes
 from .tiling import fitted_vae, tiled_alike, tiled_for_memory
@@ -534,17 +535,21 @@ class ModelSpec(ABC):
         self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]
     ) -> dict[Path, Written]:
         """Write `pytorch_lora_weights.safetensors`, with alpha and rank, as `load_lora_weights` reads them; what was written."""
-        return saving.save_lora(directory, state_dict, adapter_metadata, part=self._lora_prefix)
+        return saving.save_lora(directory, state_dict, adapter_metadata, part=self.lora_prefix)
 
-    def read_lora(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Adapter weights of a LoRA file by their names in the network, and the PEFT settings stored with them.
-
-        Any format that the family's pipeline reads; safetensors only. Without stored settings, alpha is the rank.
+    def lora_of(self, path: Path) -> Lora:
+        """A LoRA file in a format of `lora_names`, or another that the family's pipeline reads; safetensors only.
 
         Raises:
             ValueError: the file holds no LoRA of this network, or one that is not made of numbers.
         """
-        return saving.read_lora(self.pipeline_class, path, part=self._lora_prefix, family=self.name)
+        network = self.transformer_on_meta
+        return saving.read_lora(self.pipeline_class, path, network, part=self.lora_prefix, family=self.name)
+
+    def read_lora(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Its adapter weights by PEFT's names, and PEFT's settings; without these, alpha is the rank."""
+        lora = self.lora_of(path)
+        return lora.state(), dict(lora.settings)
 
     def load_lora(self, transformer: nn.Module, path: Path) -> None:
         """Load a LoRA file as the adapter `default`; see `read_lora`."""
@@ -552,7 +557,7 @@ class ModelSpec(ABC):
         transformer.load_lora_adapter(state, adapter_name="default", prefix=None, metadata=metadata or None)  # type: ignore[operator]
 
     @property
-    def _lora_prefix(self) -> str:
+    def lora_prefix(self) -> str:
         """What the trained part is called in LoRA files: the pipeline's loader, if it has one, knows one name for both experts."""
         return getattr(self.pipeline_class, "transformer_name", self.facts.trained)
 
@@ -562,7 +567,7 @@ class ModelSpec(ABC):
         if not hasattr(self.pipeline_class, "transformer_name"):
             return None
         part = self.facts.trained
-        return {} if part == self._lora_prefix else {f"load_into_{part}": True}
+        return {} if part == self.lora_prefix else {f"load_into_{part}": True}
 
     def load_into(self, pipeline: Any, path: Path) -> None:
         """Load a LoRA file of ours into a pipeline, as its users do."""

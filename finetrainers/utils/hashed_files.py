@@ -86,7 +86,7 @@ def save_safetensors(
         path: the file.
         metadata: free text by key.
     """
-    ordered = sorted(tensors, key=lambda name: (_PLACES[tensors[name].dtype], name))
+    ordered = _ordered(tensors)
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in ordered:
@@ -101,6 +101,20 @@ def save_safetensors(
             if tensors[name].numel():
                 file.write(_bytes_of(tensors[name]))
     return file.written()
+
+
+def data_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the weights in a file that `save_safetensors` writes, without its header, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name in _ordered(tensors):
+        if tensors[name].numel():
+            digest.update(_bytes_of(tensors[name]))
+    return digest.hexdigest()
+
+
+def _ordered(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names in the order of a file."""
+    return sorted(tensors, key=lambda name: (_PLACES[tensors[name].dtype], name))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

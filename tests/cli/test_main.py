@@ -123,6 +123,7 @@ def test_the_commands_are_grouped_by_task(capsys):
         "start:",
         "train:",
         "look:",
+        "use:",
         "tools:",
         "examples:",
     ]

@@ -11,11 +11,13 @@ import yaml
 from diffusers import LTXPipeline
 from PIL import Image
 
+from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.engine import export as module
 from finetrainers.engine.callbacks.samples import write_sample
 from finetrainers.engine.card_facts import write_grid
+from finetrainers.engine.preflight import preflight
 
 
 class LTXVideoTransformer3DModel:
@@ -190,3 +192,16 @@ def test_push_uploads_results_and_nothing_else(tmp_path, monkeypatch):
     module.push(state)
     assert (calls["token"], calls["name"], calls["repo"]) == ("secret-token", "my-lora", "me/my-lora")
     assert not any("checkpoints" in pattern or "precomputed" in pattern for pattern in calls["patterns"])
+
+
+def test_formats_that_cannot_be_written_are_refused_before_training(options):
+    def refusal(**changes):
+        with pytest.raises(ConfigError) as caught:
+            preflight(load_config(**options(**changes)))
+        return str(caught.value)
+
+    assert "--export_formats: comfyui: ComfyUI divides DoRA's magnitudes" in refusal(
+        use_dora=True, export_formats=["comfyui"]
+    )
+    said = refusal(training_type="full-finetune", export_formats=["peft", "diffusers"])
+    assert "--export_formats: peft: it holds a LoRA, and these are all weights; use diffusers or comfyui" in said

@@ -181,6 +181,33 @@ def test_a_diffusers_folder_and_another_programs_lora(
     assert_same(done.weights, ours)
 
 
+@pytest.mark.parametrize(("family", "kind", "rank_is_alpha"), [
+    ("ltx_video", "peft", False), ("hunyuan_video", "kohya", False), ("hunyuan_video", "comfyui", True),
+])  # fmt: skip
+def test_formats_of_other_programs(
+    family: str, kind: str, rank_is_alpha: bool, options: Callable[..., dict], run: Callable[..., Any],
+    begun: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A run writes them at its end, and another one begins with them, bit for bit; layers that are joined there come apart."""
+    alpha = {"lora_alpha": 4} if rank_is_alpha else {}
+    first = run(**options(family, train_steps=1, export_formats=[kind], output_dir=str(tmp_path / "first"), **alpha))
+    assert f"{kind}: {first.root / 'export' / kind}" in capsys.readouterr().out
+    given = first.root / "export" / kind
+    (file,) = given.glob("*.safetensors")
+    values = {**options(family), "train_steps": 1, "lr": 0.0, "weight_decay": 0.0, "optimizer": "adamw", **alpha}
+    done = run(**{**values, "init_from": str(given), "output_dir": str(tmp_path / "second")})
+    assert_same(done.weights, first.weights)
+    assert f"{file}, in {kind} format" in capsys.readouterr().out
+    if kind == "peft":  # whose settings are known before anything is loaded
+        with pytest.raises(ConfigError, match="lora_alpha: 8 in the file, 2 in this run"):
+            preflight(
+                load_config(**{**values, "init_from": str(given), "lora_alpha": 2, "output_dir": str(tmp_path / "n")})
+            )
+    elif kind == "kohya":  # the others before the network is
+        with pytest.raises(ConfigError, match=r"rank: 4 in the file, 8 in this run; lora_alpha: 8 in the file, 16"):
+            run(**{**values, "init_from": str(given), "rank": 8, "lora_alpha": 16, "output_dir": str(tmp_path / "n")})
+
+
 def test_a_lora_that_does_not_fit_is_refused_from_its_header(
     stages: dict[str, Path], options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,0 +1,61 @@
+"""`finetrainers export`: write a run's LoRA or network in the formats of other programs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.models.lora_names import FORMATS
+from finetrainers.utils import exit_codes
+
+from .overview import described
+
+_MORE = """A LoRA is written as diffusers, comfyui, kohya or peft, or added to the model's weights (merged). All weights
+of a full finetuning are written as diffusers, or as one file for comfyui. What was written is read back and compared
+before it gets its name. Without --output_dir it goes to export/ in the run's directory."""
+
+
+def add_export(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    about = "write a LoRA or network for ComfyUI, kohya-ss, PEFT or diffusers, and read it back"
+    examples = (
+        "export runs/first --format comfyui",
+        "export runs/first/checkpoints/step-500 --format comfyui kohya --dtype bf16",
+        "export runs/first --format merged --lora_scale 0.8",
+        "export style.safetensors --format comfyui \\\n      --pretrained_model_name_or_path MODEL",
+    )
+    export = commands.add_parser("export", **described(about, *examples, more=_MORE))
+    export.add_argument("source", metavar="SOURCE", help="a run's --output_dir, a checkpoint, or a LoRA in safetensors")
+    export.add_argument("--format", nargs="+", required=True, choices=FORMATS, help=f"one or several of {' '.join(FORMATS)}", metavar="FORMAT")  # fmt: skip
+    export.add_argument("--output_dir", type=Path, help="gets a folder for each format [export/ of the run]")
+    export.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="dtype on disk [as trained; all weights: bf16]"
+    )
+    export.add_argument("--lora_scale", type=float, help="strength of the LoRA in merged weights [1]")
+    export.add_argument("--overwrite", action="store_true", help="replace what was exported before")
+    export.add_argument("--no_ema", action="store_true", help="of a checkpoint, the trained weights, not their average")
+    export.add_argument("--pretrained_model_name_or_path", help="the model that it is of [as the run says]")
+    export.add_argument("--model_name", help="the family of the model [as its files say]")
+    export.set_defaults(run=_export)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from finetrainers.engine.export_formats import export_formats, find_source, print_exported
+
+    formats = list(dict.fromkeys(arguments.format))
+    if arguments.lora_scale is not None and "merged" not in formats:
+        message = "is the strength in merged weights; other formats leave the strength to the program that loads them"
+        raise ConfigError([Problem("--lora_scale", message)])
+    options = {name: getattr(arguments, name) for name in ("pretrained_model_name_or_path", "model_name")}
+    given = {name: value for name, value in options.items() if value is not None}
+    source = find_source(arguments.source, options=given, use_ema=not arguments.no_ema)
+    folder = arguments.output_dir or source.folder
+    scale = 1.0 if arguments.lora_scale is None else arguments.lora_scale
+    written = export_formats(
+        source, formats, folder, dtype=arguments.dtype, lora_scale=scale, overwrite=arguments.overwrite
+    )
+    for one in written:
+        print_exported(one, source, say=print)
+    return exit_codes.DONE

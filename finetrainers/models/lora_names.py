@@ -1,0 +1,84 @@
+"""The formats of exported weights: which there are, which programs read them, and how their names tell them apart. Imports no torch.
+
+Sources: `comfy/lora.py` and `comfy/ldm/` of ComfyUI; `convert_lora.py` and `networks/lora.py` of kohya-ss/musubi-tuner;
+`videox_fun/utils/lora_utils.py` of aigc-apps/VideoX-Fun; `loaders/lora_pipeline.py` of diffusers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+#: The formats, in the order of the documentation. `merged` is a whole network with a LoRA added.
+FORMATS = ("diffusers", "comfyui", "kohya", "peft", "merged")
+#: What stands before every name of a LoRA in each format.
+PREFIXES: Mapping[str, str] = {"comfyui": "diffusion_model.", "kohya": "lora_unet_", "peft": "base_model.model."}
+#: Which programs read a family's LoRAs in formats that depend on it.
+READERS: Mapping[str, Mapping[str, str]] = {
+    "ltx_video": {"comfyui": "ComfyUI, and diffusers", "kohya": "ComfyUI; no trainer of kohya-ss has LTX-Video"},
+    "hunyuan_video": {"comfyui": "ComfyUI", "kohya": "musubi-tuner"},
+    "cogvideox": {
+        "comfyui": "ComfyUI's own nodes; ComfyUI-CogVideoXWrapper reads the format diffusers",
+        "kohya": "VideoX-Fun, and ComfyUI-CogVideoXWrapper for models of CogVideoX-Fun",
+    },
+}
+#: Programs that leave out what a LoRA does outside of a network's blocks, by family and format.
+BLOCKS_ALONE: Mapping[tuple[str, str], str] = {("hunyuan_video", "kohya"): "musubi-tuner"}
+#: What a network is called in a file's metadata (`modelspec.architecture`), and where its authors' code is.
+ARCHITECTURES: Mapping[str, tuple[str, str]] = {
+    "ltx_video": ("ltx-video", "https://github.com/Lightricks/LTX-Video"),
+    "hunyuan_video": ("hunyuan-video", "https://github.com/Tencent/HunyuanVideo"),
+    "cogvideox": ("cogvideox", "https://github.com/zai-org/CogVideo"),
+}
+_TENCENT = ("transformer.double_blocks.", "transformer.single_blocks.", "transformer.txt_in.")
+
+
+def kind_of(names: Iterable[str]) -> str | None:
+    """The format of a LoRA file by its names: `comfyui`, `kohya` or `peft`; None: diffusers', or unknown."""
+    names = [*names]
+    for kind, prefix in PREFIXES.items():
+        if any(name.startswith(prefix) for name in names):
+            return kind
+    # diffusion-pipe writes the authors' names behind diffusers' prefix, and ComfyUI reads them like its own.
+    return "comfyui" if any(name.startswith(_TENCENT) for name in names) else None
+
+
+def format_problem(family: str, wanted: str, *, is_lora: bool, is_dora: bool) -> str | None:
+    """Why the weights of a run cannot be exported in a format, with the way out; None: they can.
+
+    Args:
+        family: of the model.
+        wanted: the format.
+        is_lora: whether they are a LoRA, not a whole network.
+        is_dora: whether they have DoRA's magnitudes.
+    """
+    if not is_lora:
+        if wanted in ("diffusers", "comfyui"):
+            return None
+        why = "these are all weights already" if wanted == "merged" else "it holds a LoRA, and these are all weights"
+        return f"{wanted}: {why}; use diffusers or comfyui"
+    if wanted not in PREFIXES or wanted == "peft":
+        return None
+    if wanted not in READERS.get(family, {}):
+        return (
+            f"{wanted}: no program is known that reads LoRAs of {family} in this format; use diffusers, peft or merged"
+        )
+    if is_dora and wanted == "comfyui":
+        return (
+            "comfyui: ComfyUI divides DoRA's magnitudes by the norm of the base weights alone, so that it would compute another "
+            "network; use merged, diffusers or peft"
+        )
+    if is_dora:
+        return f"{wanted}: the format has no place for DoRA's magnitudes; use merged, diffusers or peft"
+    return None
+
+
+def readers(family: str, kind: str, *, is_lora: bool = True) -> str | None:
+    """Which programs read a format, for people; None: it is not known."""
+    if not is_lora and kind == "comfyui":
+        return "ComfyUI (models/diffusion_models), and programs that read the authors' files"
+    common = {
+        "diffusers": "diffusers: load_lora_weights" if is_lora else "diffusers: from_pretrained",
+        "peft": "PEFT: PeftModel.from_pretrained",
+        "merged": "diffusers: from_pretrained, without a LoRA",
+    }
+    return common.get(kind) or READERS.get(family, {}).get(kind)

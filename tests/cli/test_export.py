@@ -1,0 +1,200 @@
+"""`finetrainers export`: what it writes for every family, what is left after a failure, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from finetrainers.cli.main import main
+from finetrainers.config.load import dump_toml, load_config
+from finetrainers.engine import export_formats as module
+from finetrainers.models.registry import get_family
+
+LORA = "pytorch_lora_weights.safetensors"
+FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox")
+
+
+@pytest.fixture
+def a_run(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    """`a_run(family, **settings)`: what a run leaves, and the trained network."""
+
+    def build(family: str = "ltx_video", *, full: bool = False, **settings: Any) -> tuple[Path, Any]:
+        root = tmp_path / f"my {family}"
+        kind = {"training_type": "full-finetune"} if full else {}
+        config = load_config(
+            model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), data_root="clips",
+            output_dir=str(root), id_token="MYSTYLE", **kind,
+        )  # fmt: skip
+        spec = get_family(family).load(config.model)
+        network: Any = spec.load_transformer(torch.float32)
+        root.mkdir()
+        if full:
+            with torch.no_grad():
+                next(iter(network.parameters())).add_(1.0)
+            spec.save_full(root, network, network.state_dict())
+        else:
+            network.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=list(spec.facts.lora_targets), **settings))
+            for name, parameter in network.named_parameters():
+                if "lora_B" in name:
+                    nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+            spec.save_lora(root, get_peft_model_state_dict(network), network.peft_config["default"].to_dict())
+        (root / "config.toml").write_text(dump_toml(config))
+        return root, network
+
+    return build
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_formats_of_a_run(
+    family: str, a_run: Callable[..., tuple[Path, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, network = a_run(family)
+    assert main(["export", str(root), "--format", "comfyui", "kohya", "peft", "diffusers", "merged", "--dtype", "fp32",
+                 "--lora_scale", "0.5"]) == 0  # fmt: skip
+    said = capsys.readouterr().out
+    assert said.count("  read back: ") == 5
+    assert f"comfyui: {root}/export/comfyui/my-{family}.safetensors\n  for ComfyUI" in said
+    found = metadata(root / "export" / "comfyui" / f"my-{family}.safetensors")
+    assert (found["ss_network_dim"], found["ss_network_alpha"]) == ("4", "8")
+    assert (found["modelspec.trigger_phrase"], found["modelspec.title"]) == ("MYSTYLE", f"my-{family}")
+    assert found["modelspec.architecture"].endswith("/lora")
+    # The hash is of the weights alone: of what follows the header.
+    content = (root / "export" / "comfyui" / f"my-{family}.safetensors").read_bytes()
+    import hashlib
+
+    digest = hashlib.sha256(content[8 + int.from_bytes(content[:8], "little") :]).hexdigest()
+    assert (found["sshs_model_hash"], found["modelspec.hash_sha256"]) == (digest, f"0x{digest}")
+    # By PEFT itself, at half the strength.
+    network.fuse_lora(lora_scale=0.5)
+    network.unload_lora()
+    expected = network.state_dict()
+    merged = load_file(root / "export" / "merged" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+    again = type(network).from_pretrained(root / "export" / "merged", subfolder="transformer")
+    assert again.config.num_layers == network.config.num_layers
+
+
+def test_merged_weights_are_rounded_once(a_run: Callable[..., tuple[Path, Any]]) -> None:
+    """In bf16, of a LoRA with DoRA: the sum is made in fp32."""
+    root, network = a_run(use_dora=True)
+    assert main(["export", str(root), "--format", "merged"]) == 0
+    merged = load_file(root / "export" / "merged" / "transformer" / "diffusion_pytorch_model.safetensors")
+    base = {name.replace(".base_layer", ""): tensor for name, tensor in network.state_dict().items()}
+    layer = network.get_submodule("transformer_blocks.0.attn1.to_q")
+    layer.base_layer.weight.data = layer.base_layer.weight.data.bfloat16().float()
+    layer.merge()
+    name = "transformer_blocks.0.attn1.to_q.weight"
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+    assert merged[name].equal(layer.base_layer.weight.data.bfloat16())
+    assert merged["proj_in.weight"].equal(base["proj_in.weight"].bfloat16())
+
+
+def test_all_weights_of_a_full_finetuning(
+    a_run: Callable[..., tuple[Path, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for family, key in (
+        ("ltx_video", "model.diffusion_model.patchify_proj.weight"),
+        ("hunyuan_video", "single_blocks.0.linear1.weight"),
+        ("cogvideox", "model.diffusion_model.blocks.0.q.weight"),
+    ):
+        root, network = a_run(family, full=True)
+        assert main(["export", str(root), "--format", "diffusers", "comfyui", "--dtype", "fp32"]) == 0
+        assert key in load_file(root / "export" / "comfyui" / f"my-{family}.safetensors")
+        again = type(network).from_pretrained(root / "export" / "diffusers", subfolder="transformer")
+        assert all(tensor.equal(network.state_dict()[name]) for name, tensor in again.state_dict().items())
+    capsys.readouterr()
+    assert main(["export", str(root), "--format", "kohya", "merged"]) == 2
+    said = capsys.readouterr().err
+    assert "--format: kohya: it holds a LoRA, and these are all weights; use diffusers or comfyui" in said
+    assert "--format: merged: these are all weights already" in said
+
+
+def test_a_checkpoint_and_a_file(
+    a_run: Callable[..., tuple[Path, Any]], tiny_repo: Callable[..., Path], tmp_path: Path, capsys: Any
+) -> None:
+    """A file of another program, too: ComfyUI's becomes musubi-tuner's."""
+    root, _ = a_run("hunyuan_video")
+    assert main(["export", str(root), "--format", "comfyui"]) == 0
+    file = str(
+        shutil.copy(root / "export" / "comfyui" / "my-hunyuan_video.safetensors", tmp_path / "style.safetensors")
+    )
+    capsys.readouterr()
+    assert main(["export", file, "--format", "kohya"]) == 2
+    assert "--pretrained_model_name_or_path: is needed: nothing next to" in capsys.readouterr().err
+    model = ["--pretrained_model_name_or_path", str(tiny_repo("hunyuan_video"))]
+    assert main(["export", file, "--format", "kohya", "--output_dir", str(tmp_path / "out"), *model]) == 0
+    said = capsys.readouterr().out
+    assert "musubi-tuner does not read: context_embedder.token_refiner" in said
+    found = load_file(tmp_path / "out" / "kohya" / "style.safetensors")
+    assert "lora_unet_single_blocks_0_linear1.lora_down.weight" in found
+    # Of another model: said before anything is written.
+    other = ["--pretrained_model_name_or_path", str(tiny_repo("ltx_video")), "--output_dir", str(tmp_path / "b")]
+    assert main(["export", file, "--format", "kohya", *other]) == 2
+    assert "holds no LoRA of a ltx_video transformer, in comfyui format: " in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_nothing_is_replaced_unasked_and_nothing_half_written_stays(
+    a_run: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, _ = a_run()
+    command = ["export", str(root), "--format", "comfyui"]
+    assert main(command) == 0
+    file = root / "export" / "comfyui" / "my-ltx_video.safetensors"
+    first = file.read_bytes()
+    assert main([*command, "--dtype", "bf16"]) == 2
+    assert f"{file.parent} exists; --overwrite replaces it" in capsys.readouterr().err
+    assert file.read_bytes() == first
+    assert main([*command, "--dtype", "bf16", "--overwrite"]) == 0
+    second = file.read_bytes()
+    assert len(second) < len(first)
+    with monkeypatch.context() as patch:  # a converter that forgets a layer
+        import finetrainers.models.lora_files as files
+
+        whole = files.to_stored
+        patch.setattr(files, "to_stored", lambda *given: dict([*whole(*given).items()][2:]))
+        with pytest.raises(ValueError, match=r"was read back without 1 layer: transformer_blocks.0.attn1.to_q"):
+            list(
+                module.export_formats(
+                    module.find_source(str(root), options={}), ["comfyui"], root / "export", overwrite=True
+                )
+            )
+    assert file.read_bytes() == second
+    assert [path.name for path in (root / "export").iterdir()] == ["comfyui"]
+
+
+def test_refusals(a_run: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, _ = a_run(use_dora=True)
+
+    def refusal(*arguments: str) -> str:
+        assert main(["export", *arguments]) == 2
+        return capsys.readouterr().err
+
+    said = refusal(str(root), "--format", "comfyui", "kohya", "peft")
+    assert "--format: comfyui: ComfyUI divides DoRA's magnitudes by the norm of the base weights alone" in said
+    assert "--format: kohya: the format has no place for DoRA's magnitudes; use merged, diffusers or peft" in said
+    assert "peft:" not in said.replace("or peft", "")
+    assert not (root / "export").exists()
+    assert "--lora_scale: is the strength in merged weights" in refusal(
+        str(root), "--format", "peft", "--lora_scale", "0.5"
+    )
+    assert "SOURCE: " in refusal(str(tmp_path / "none"), "--format", "peft")
+    assert "is a model without training" in refusal("demo://ltx", "--format", "peft")
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(root), "--format", "gguf"])
