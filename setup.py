@@ -41,7 +41,16 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["finetrainers", "finetrainers.*"]),
-    package_data={"finetrainers": ["py.typed", "demo/weights/*/*", "demo/weights/*/*/*", "data/inspect/*.html"]},
+    package_data={
+        "finetrainers": [
+            "py.typed",
+            "demo/weights/*/*",
+            "demo/weights/*/*/*",
+            "data/inspect/*.html",
+            "engine/sample/*.html",
+            "utils/*.css",
+        ]
+    },
     # Lower bounds are the versions of .ci/lowest.txt, which CI installs and tries, all together. That of torch is the
     # first version with all that is called: CI has no builds but the newest.
     install_requires=[

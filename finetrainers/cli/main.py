@@ -32,6 +32,7 @@ from .estimate import add_estimate, estimate_command
 from .export import add_export
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
+from .sample import add_sample, sample_command
 from .serve_reward import add_serve_reward
 
 #: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_options_of_a_run = {
         "train": train_command, "check": check_command, "prepare": prepare_command, "estimate": estimate_command,
     }  # fmt: skip
+    if argv and argv[0] == "sample":
+        return _run_sample(argv[1:])
     if argv and argv[0] in with_options_of_a_run:
         return with_options_of_a_run[argv[0]](argv[1:])
     parser = _parser()
@@ -86,6 +89,19 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
         return exit_codes.STOPPED if stopped else exit_codes.DONE
 
     return _run(train, argv, prog=prog, interrupted="stopped before the first step; nothing was saved")
+
+
+def _run_sample(argv: Sequence[str]) -> int:
+    """Sample with these flags; returns an exit code."""
+    use_expandable_segments()
+    if _cannot_start():
+        return exit_codes.CONFIGURATION
+    try:
+        return sample_command(argv)
+    except Exception as error:
+        if not _say_failure(error):
+            raise
+        return exit_codes.FAILED
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -230,6 +246,7 @@ def _parser() -> CommandParser:
     tiny.set_defaults(run=_tiny)
 
     add_export(commands)
+    add_sample(commands)
     add_plot(commands)
     add_cache(commands)
     add_ckpt(commands)

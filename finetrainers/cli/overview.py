@@ -13,7 +13,7 @@ from finetrainers.config.names import names_of
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
     "train": ("check", "estimate", "prepare", "train"),
-    "look": ("plot", "ckpt"),
+    "look": ("sample", "plot", "ckpt"),
     "use": ("export",),
     "tools": ("cache", "serve-reward", "schema", "docs"),
 }
@@ -23,6 +23,7 @@ _EXAMPLES = """examples:
   finetrainers estimate run.toml --gpu 24GB       will it fit, and what makes it
   finetrainers train --config run.toml --dry_run  check all, print the plan
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
+  finetrainers sample runs/mystyle                clips of what was trained
   finetrainers train --help                       the options most people set
   finetrainers COMMAND --help                     more on any command
 
@@ -32,8 +33,7 @@ Several GPUs:
 """
 #: What to use, and the commands that people try for it.
 _INSTEAD = {
-    "samples are drawn while training: `train --validation_prompts PROMPTS --validation_steps N`, or at any time by an "
-    "empty file `control/sample` in the run's directory": "sample generate inference infer predict",
+    "`sample RUN --prompts PROMPTS` draws clips of a run, a checkpoint, a LoRA or a model": "generate inference infer predict",
     "`train` trains: a LoRA or all weights (--training_type), on clips or by rewards (--method)":
         "lora sft grpo finetune fine-tune fit run full-finetune",
     "`train` continues a run: the same command with --resume_from_checkpoint latest": "resume continue",

@@ -54,7 +54,7 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
         if given:
             raise ConfigError([Problem(f"--{given[0]}", "needs --validation_prompts, one prompt per entry")])
         return []
-    if text.endswith((".jsonl", ".toml")) and separator not in text:
+    if text.endswith((".txt", ".jsonl", ".toml")) and separator not in text:
         prompts = _from_file(Path(text))
     else:
         prompts = [_from_entry(entry) for entry in text.split(separator)]
@@ -75,6 +75,12 @@ def _from_entry(entry: str) -> ValidationPrompt:
 
 def _from_file(path: Path) -> list[ValidationPrompt]:
     path, text = read_text(path, option="--validation_prompts")
+    if path.suffix == ".txt":
+        lines = [line.strip() for line in text.splitlines()]
+        found = [_from_entry(line) for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ConfigError([Problem(str(path), "holds no prompts; give one in each line")])
+        return found
     try:
         if path.suffix == ".toml":
             entries = tomllib.loads(text).get("prompts", [])

@@ -414,8 +414,8 @@ class OptimizerSection(Section):
 class ValidationSection(Section):
     """Sample videos and evaluation loss during training."""
 
-    validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .jsonl or "
-        ".toml file of prompts.", resume="free", local=True)
+    validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .txt, "
+        ".jsonl or .toml file of prompts.", resume="free", local=True)
     validation_images: str | None = option(None, "First frame of each prompt, as image paths or URLs joined by "
         "`validation_separator` (image-to-video).", resume="free")
     validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`. "

@@ -21,18 +21,27 @@ from finetrainers.utils.device import device_problem
 from .guards.memory import refusal
 
 
-def make_strategy(config: TrainConfig) -> Strategy:
-    """Join the other processes, and check what depends on the device.
+def join(config: TrainConfig) -> Strategy:
+    """Join the other processes of the launcher.
 
     Raises:
-        ConfigError: options that this device cannot serve, or a GPU that torch cannot use.
+        ConfigError: a GPU that torch cannot use.
     """
     unusable = device_problem()
     if unusable is not None:
         raise ConfigError([Problem("GPU", unusable)])
     torch.backends.cuda.matmul.allow_tf32 = config.run.allow_tf32
     torch.backends.cudnn.allow_tf32 = config.run.allow_tf32
-    parallel = open_strategy(config)
+    return open_strategy(config)
+
+
+def make_strategy(config: TrainConfig) -> Strategy:
+    """Join the other processes, and check what depends on the device.
+
+    Raises:
+        ConfigError: options that this device cannot serve, or a GPU that torch cannot use.
+    """
+    parallel = join(config)
     problems = list(_problems(config, parallel))
     if problems:
         raise ConfigError(problems)

@@ -82,21 +82,21 @@ def preflight(
         ConfigError: everything that is wrong, at once.
     """
     _check_environment()
-    config, family = _resolve_family(config)
+    config, family = resolve_family(config)
     config = _with_targets(config, family.facts)
     found = Findings()
     method = _find_method(config, found)
     earlier = scan_checkpoints(config.run.output_dir)
     checkpoint, initial = _find_weights(config, found)
     config = _with_base(config, initial)
-    _check_paths(config, found)
+    check_paths(config, found)
 
     misplaced = _concern(found, _MODEL_PLACES)
     model_problems = [] if misplaced else family.problems(config.model, weights=weights)
     found.errors += named_as_given(model_problems, initial)
     readable = not misplaced and not model_problems  # else its rules are those of the published checkpoints
     facts = family.facts_of(config.model) if readable else family.facts
-    prompts = _read_prompts(config, found)
+    prompts = read_prompts(config, found)
     if not preparing:
         _check_tracker(config, found)
     _check_options(config, facts, prompts, method, found)
@@ -106,7 +106,8 @@ def preflight(
 
     start = None
     plan = None if method is None else _find_work(config, facts, method, planner, found)
-    _check_control_videos(config, facts, prompts, plan, found)
+    if plan is not None:
+        check_control_videos(config, facts, prompts, plan.size, found)
     if plan is not None and not model_problems and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
             start = _begin(config, plan, checkpoint, initial)
@@ -152,7 +153,7 @@ def _check_environment() -> None:
         raise ConfigError(problems)
 
 
-def _resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
+def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
     """The model's family, which the configuration then names.
 
     Raises:
@@ -164,7 +165,7 @@ def _resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
     except KeyError as error:
         misplaced = Findings()
         if config.model.model_name == AUTO:
-            _check_paths(config, misplaced)
+            check_paths(config, misplaced)
         raise ConfigError(misplaced.errors or [Problem("--model_name", str(error.args[0]))]) from None
 
 
@@ -197,7 +198,7 @@ def _begin(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial
     return resume_run(config, plan, checkpoint, initial=initial, data_size=size)
 
 
-def _read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]:
+def read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]:
     """The validation prompts, whose first frames must be there; images may also be URLs."""
     try:
         prompts = parse_validation_prompts(config.validation)
@@ -295,11 +296,11 @@ def named_as_given(problems: list[Problem], initial: InitialWeights | None) -> l
     return [Problem("--init_from", p.message) if p.where == "--transformer_id" else p for p in problems]
 
 
-def _check_control_videos(
-    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], plan: WorkPlan | None, found: Findings
+def check_control_videos(
+    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], size: tuple[int, int, int], found: Findings
 ) -> None:
-    """Control videos of validation prompts that cannot be read, or are shorter than the sample."""
-    if plan is None or not facts.media:
+    """Control videos of prompts that cannot be read, or are shorter than the sample; `size` is that of prompts without one."""
+    if not facts.media:
         return
     for prompt in prompts:
         if prompt.video is None or not Path(prompt.video).is_file():
@@ -309,7 +310,7 @@ def _check_control_videos(
         except UnusableError as error:
             found.error("validation_videos", f"{prompt.video}: {error}")
             continue
-        needed = (prompt.size or plan.size)[0]
+        needed = (prompt.size or size)[0]
         fps = playback_fps(video.fps, config.validation.validation_frame_rate or facts.geometry.fps)
         available = num_available(video.frames, source_fps=video.fps, fps=fps)
         if available < needed:
@@ -326,7 +327,7 @@ def _check_tracker(config: TrainConfig, found: Findings) -> None:
         found.error("report_to", f"{tracker} is not installed: pip install {tracker}")
 
 
-def _check_paths(config: TrainConfig, found: Findings) -> None:
+def check_paths(config: TrainConfig, found: Findings) -> None:
     """Paths that cannot be right. A model that looks like a path must exist; other names are hub ids."""
     places = [(option, config.get(option)) for option in _MODEL_PLACES if option != "part"]
     for option, value in [*places, *(("part", split_part(text)[1]) for text in config.model.part)]:

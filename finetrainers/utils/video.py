@@ -84,6 +84,28 @@ def gif_of(path: Path, *, width: int) -> tuple[bytes, tuple[int, int]]:
     return data.getvalue(), size
 
 
+def web_video(path: Path, *, max_side: int = 512, max_bytes: int = 300_000) -> bytes:
+    """A video file for a web page: as it is if it is small, else encoded again in at most so many pixels a side."""
+    if path.stat().st_size <= max_bytes:
+        return path.read_bytes()
+    made = io.BytesIO()
+    with av.open(str(path)) as source, av.open(made, "w", format="mp4") as container:
+        given = source.streams.video[0]
+        factor = min(1.0, max_side / max(given.width, given.height))
+        stream = container.add_stream("libx264", rate=given.average_rate)
+        stream.width, stream.height = (max(2, round(side * factor) // 2 * 2) for side in (given.width, given.height))
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "24"}
+        for frame in source.decode(video=0):
+            picture = frame.reformat(width=stream.width, height=stream.height, format="yuv420p")
+            picture.pts = None
+            for packet in stream.encode(picture):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return made.getvalue()
+
+
 def slug(text: str, *, limit: int = 40) -> str:
     """A file-name-safe start of a text."""
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()[:limit].rstrip("-") or "empty"

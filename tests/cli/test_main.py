@@ -151,7 +151,7 @@ def test_default_lengths_of_the_demonstrations_are_those_of_the_help(capsys):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("sample", "samples are drawn while training: `train --validation_prompts"),
+        ("generate", "`sample RUN --prompts PROMPTS` draws clips"),
         ("resume", "--resume_from_checkpoint latest"),
         ("lora", "`train` trains"),
         ("trian", "did you mean 'train'?"),

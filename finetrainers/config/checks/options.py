@@ -63,6 +63,15 @@ def check_config(
     return found
 
 
+def check_sampling(config: TrainConfig, *, facts: Facts, prompts: list[ValidationPrompt]) -> Findings:
+    """Check the rules between the options that samples depend on; see `check_config`."""
+    found = Findings()
+    _check_prompt_sizes(facts.geometry, prompts, found)
+    _check_model(config, facts, found)
+    _check_validation(config, facts, prompts, found)
+    return found
+
+
 def _check_method(config: TrainConfig, found: Findings) -> None:
     """Refuse options of other methods."""
     method = config.training.method
@@ -100,6 +109,10 @@ def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[Validati
     for image in config.data.image_resolution_buckets:
         for problem in geometry.problems(1, *image):
             found.error("image_resolution_buckets", f"{'x'.join(map(str, image))}: {problem}")
+    _check_prompt_sizes(geometry, prompts, found)
+
+
+def _check_prompt_sizes(geometry: Geometry, prompts: list[ValidationPrompt], found: Findings) -> None:
     for number, prompt in enumerate(prompts, start=1):
         for problem in geometry.problems(*prompt.size) if prompt.size else ():
             found.error("validation_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}")

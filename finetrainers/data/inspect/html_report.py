@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jinja2
 from markupsafe import Markup, escape
 
+from finetrainers.utils.page import render_page
 from finetrainers.utils.progress import StageProgress
 
 from ..reading.sources.captions import LONG_CAPTION
@@ -44,10 +44,9 @@ def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgre
         text for item in report["items"] if item["bucket"] for text in item.get("captions") or [item["caption"]]
     ]
     # Names and captions are anybody's: the template escapes them, and the script puts them in as text, never as HTML.
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"percent": lambda share: f"{100 * share:.1f} %", "code": _with_code}
-    template = environment.from_string(Path(__file__).with_name("html_report.html").read_text(encoding="utf-8"))
-    return template.render(
+    return render_page(
+        Path(__file__).with_name("html_report.html"),
+        filters={"percent": lambda share: f"{100 * share:.1f} %", "code": _with_code},
         report=report,
         items=items,
         meanings=dict(MEANINGS),

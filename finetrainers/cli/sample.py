@@ -1,0 +1,196 @@
+"""`finetrainers sample`: clips of a run, of checkpoints, of a LoRA or of a model, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.flags import flat_flag
+from finetrainers.config.given import Given
+from finetrainers.config.names import unknown_option
+from finetrainers.config.root import fields
+from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_of_runs, read_sample_options
+from finetrainers.config.shape import choices, is_list, is_switch, kind
+from finetrainers.utils import exit_codes
+from finetrainers.utils.launch import launched_rank
+from finetrainers.utils.text import nearest, plural
+
+if TYPE_CHECKING:
+    from finetrainers.engine.sample.plan import SamplePlan
+
+_ABOUT = """Sample clips of what was trained, without training. A TARGET is a run directory
+(its result, else its newest checkpoint), a checkpoint, a LoRA in safetensors, or
+a model (a folder, a hub id, demo://NAME). Several give several columns."""
+_EPILOG = """What is not given is as in the run's validation: prompts, size, steps, guidance,
+dtypes. The same prompt and seed give the same clip, whatever else is sampled.
+Clips that are there already are not sampled again.
+
+Options of `finetrainers train` that choose the model and how it computes are
+valid too: --model_name, --pretrained_model_name_or_path, --transformer_dtype,
+--enable_tiling, --enable_model_cpu_offload, --quantize_frozen and others.
+Behind `accelerate launch`, the clips are divided among the processes.
+
+examples:
+  finetrainers sample runs/mystyle
+  finetrainers sample runs/mystyle --prompts "a boat on a lake" \\
+      --lora_scale 0.25 0.5 0.75 1 --compare base
+  finetrainers sample runs/mystyle/checkpoints/step-* --prompts prompts.txt
+  finetrainers sample my.safetensors --prompts "a cat" --size 49x512x768 \\
+      --pretrained_model_name_or_path BASE_MODEL
+
+exit codes:
+  0   every clip is there
+  1   some could not be sampled; the others are there
+  2   invalid options or targets; nothing was loaded
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises its errors, so that they are reported with the others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([Problem("command line", message)])
+
+
+def add_sample(commands: Any) -> None:
+    """The parser of `finetrainers sample`, for the list of commands; `sample_command` is what runs it."""
+    commands.add_parser(
+        "sample", help="sample clips of a run, a checkpoint, a LoRA or a model", parents=[_parser()], add_help=False
+    )
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="finetrainers sample", usage="finetrainers sample TARGET ... [--prompts FILE|TEXT] [options]",
+        description=_ABOUT, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=argparse.SUPPRESS)
+    for name, field in SampleSection.model_fields.items():
+        more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": (field.description or "").replace("%", "%%")}
+        if is_switch(field):
+            more["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+        elif is_list(field):
+            more |= {"nargs": "+", "metavar": "X"}
+        else:
+            of = choices(field.annotation)
+            words = {"integer": "N", "number": "X", "path": "FOLDER", "size": "SIZE"}
+            more["metavar"] = "{" + ",".join(of) + "}" if of else words.get(kind(field.annotation), "TEXT")
+        parser.add_argument(f"--{name}", **more)
+    for name in options_of_runs():
+        more = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if is_switch(fields()[name].field):
+            more["action"] = argparse.BooleanOptionalAction
+        elif is_list(fields()[name].field):
+            more["nargs"] = "*"
+        parser.add_argument(f"--{name}", **more)
+    return parser
+
+
+def sample_command(argv: Sequence[str]) -> int:
+    """Sample as the flags say; an exit code (`utils.exit_codes`)."""
+    try:
+        plan, dry_run = _planned(argv)
+        return _dry_run(plan) if dry_run else _sample(plan)
+    except ConfigError as error:
+        if launched_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return exit_codes.CONFIGURATION
+    except KeyboardInterrupt:
+        if launched_rank() == 0:
+            print("stopped; the same command samples what is missing", file=sys.stderr)
+        return exit_codes.killed_by(signal.SIGINT)
+
+
+def _planned(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
+    """The plan, and whether it is only to be shown.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    from finetrainers.engine.sample.plan import plan_samples
+
+    namespace, unknown = _parser().parse_known_args([flat_flag(argument) for argument in argv])
+    values = vars(namespace)
+    targets = values.pop("targets")
+    problems = [_unknown(argument.partition("=")[0]) for argument in unknown if argument.startswith("--")]
+    if unknown and not problems:
+        problems.append(Problem("command line", f"unexpected {' '.join(unknown)}; TARGETs come first"))
+    if not targets:
+        example = "a run directory, a checkpoint, a LoRA in safetensors or a model: finetrainers sample runs/mystyle"
+        problems.append(Problem("TARGET", f"is missing; name {example}"))
+    options, wrong = read_sample_options({n: values.pop(n) for n in list(values) if n in SampleSection.model_fields})
+    problems += wrong
+    flags = Given(values, {name: f"--{name}" for name in values})
+    try:
+        if any(problem.where == "TARGET" or "flag" in problem.message for problem in problems):
+            raise ConfigError(problems)  # what was meant is not clear
+        plan = plan_samples(targets, options, flags)
+    except ConfigError as error:
+        raise ConfigError(list(dict.fromkeys([*problems, *error.problems])), of="these samples") from None
+    if problems:
+        raise ConfigError(problems, of="these samples")
+    return plan, options.dry_run
+
+
+def _unknown(flag: str) -> Problem:
+    """What is wrong with a flag that the command does not have."""
+    name = flag[2:].removeprefix("no-")
+    if name in VALIDATION_NAMES:
+        return Problem(flag, f"unknown flag; here it is --{VALIDATION_NAMES[name]}")
+    if name in fields():
+        return Problem(flag, "unknown flag; it is an option of training that no sample depends on, remove it")
+    known = (*SampleSection.model_fields, *options_of_runs())
+    close = nearest(name, known, listed=0)
+    return Problem(flag, f"unknown flag{close}") if close else unknown_option(name, flag)
+
+
+def _dry_run(plan: SamplePlan) -> int:
+    for line in _said(plan):
+        print(line)
+    return exit_codes.DONE
+
+
+def _said(plan: SamplePlan) -> list[str]:
+    """What will be drawn, and the warnings."""
+    counts = [
+        plural(len(plan.prompts), "prompt"),
+        plural(len(plan.variants), "column"),
+        plural(len(plan.seeds), "seed"),
+    ]
+    count = len(plan.prompts) * len(plan.variants) * len(plan.seeds)
+    sizes = dict.fromkeys("x".join(map(str, prompt.size or ())) for prompt in plan.prompts)
+    steps = plan.config.validation.validation_inference_steps
+    columns = dict.fromkeys(variant.label for variant in plan.variants)
+    return [
+        f"{plural(count, 'clip')} of {plan.config.model.pretrained_model_name_or_path}: {' x '.join(counts)}, "
+        f"{', '.join(sizes)}, {plural(steps, 'denoising step')}",
+        f"columns: {' | '.join(columns)}",
+        *(f"warning: {warning}" for warning in plan.warnings),
+    ]
+
+
+def _sample(plan: SamplePlan) -> int:
+    from finetrainers.utils.logs import quiet_progress_bars
+    from finetrainers.utils.process_state import gc_paused
+
+    is_main = launched_rank() == 0
+    if is_main:
+        print("\n".join(_said(plan)), flush=True)
+    with gc_paused():
+        from finetrainers.engine.sample.run import draw
+    quiet_progress_bars()
+    drawn = draw(plan)
+    if is_main:
+        there = len(drawn.clips) - drawn.new
+        print(
+            f"{plural(drawn.new, 'clip')} sampled{f', {there} were there already' if there else ''}: {plan.output_dir}"
+        )
+        if drawn.sheet is not None:
+            print(f"contact sheet: {drawn.sheet}\npage:          {drawn.page}")
+        for problem in drawn.problems.values():
+            print(f"not sampled: {problem}", file=sys.stderr)
+    return exit_codes.FAILED if drawn.problems else exit_codes.DONE

@@ -1,0 +1,82 @@
+"""Options of `finetrainers sample`, and which options of a run it takes as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from .base import Section
+from .errors import Problem, value_message
+from .root import fields
+from .values import VideoBucket
+
+#: What the options are called that mean the same in a run's validation.
+VALIDATION_NAMES = {
+    "validation_prompts": "prompts",
+    "validation_images": "image",
+    "validation_videos": "video",
+    "num_validation_videos": "num",
+    "validation_inference_steps": "num_inference_steps",
+    "validation_guidance_scale": "guidance_scale",
+    "validation_frame_rate": "frame_rate",
+}
+#: Options of a run, besides those of the section `model`, that samples depend on.
+_OF_A_RUN = (
+    "layerwise_upcasting_modules", "layerwise_upcasting_storage_dtype", "layerwise_upcasting_skip_modules_pattern",
+    "quantize_frozen", "quantize_skip_modules", "lora_autocast", "mixed_precision", "enable_model_cpu_offload",
+    "allow_tf32", "verbose",
+)  # fmt: skip
+
+
+class SampleSection(Section):
+    """What to sample, and how."""
+
+    prompts: str | None = Field(
+        None,
+        description="PROMPT@@@FxHxW:::PROMPT..., or a .txt file with a prompt in each "
+        "line, or a .jsonl or .toml file [the run's validation prompts]",
+    )
+    image: str | None = Field(
+        None,
+        description="first frame, a path or URL (image-to-video): one for all prompts, or one for each, joined by :::",
+    )
+    video: str | None = Field(None, description="likewise, a video whose first frame is given, or the control video")
+    negative_prompt: str = Field("", description="what samples should not show, for classifier-free guidance")
+    seed: int | None = Field(None, ge=0, description="first seed [the run's]")
+    num: int = Field(1, ge=1, le=1000, description="seeds for each prompt, from the first one on [1]")
+    lora_scale: list[Annotated[float, Field(ge=-10, le=10)]] = Field(
+        [], description="scales of the LoRA; each is a column [1]"
+    )
+    compare: Literal["base"] | None = Field(None, description="a column of the model without the LoRA")
+    size: VideoBucket | None = Field(
+        None, description="frames x height x width, 49x512x768, of prompts without a size [the run's]"
+    )
+    num_inference_steps: int | None = Field(None, ge=1, le=10_000, description="denoising steps [the run's, or 50]")
+    guidance_scale: float | None = Field(
+        None, ge=0, le=1000, description="guidance scale [the run's, or the pipeline's own]"
+    )
+    frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second [the run's, or the model's]")
+    use_ema: bool = Field(
+        True, description="sample from the moving average of the weights where a checkpoint has one [on]"
+    )
+    output_dir: Path | None = Field(
+        None, description="where samples are written and continued [samples/sample in the run directory]"
+    )
+    dry_run: bool = Field(False, description="check everything, say what would be sampled, and stop")
+
+
+def read_sample_options(values: dict[str, Any]) -> tuple[SampleSection, list[Problem]]:
+    """Validate the options; those that are wrong have their defaults, and are problems."""
+    try:
+        return SampleSection.model_validate(values), []
+    except ValidationError as error:
+        wrong = {str(one["loc"][0]): Problem(f"--{one['loc'][0]}", value_message(one)) for one in error.errors()}
+        kept = {name: value for name, value in values.items() if name not in wrong}
+        return SampleSection.model_validate(kept), list(wrong.values())
+
+
+def options_of_runs() -> tuple[str, ...]:
+    """Names of the options of a run that `finetrainers sample` takes: they choose the model and how it computes."""
+    return (*(name for name, option in fields().items() if option.section == "model"), *_OF_A_RUN)

@@ -1,0 +1,114 @@
+"""Samples side by side: a contact sheet, and a part of an HTML page with the videos themselves."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from markupsafe import Markup
+from PIL import Image
+
+from finetrainers.utils.grid_sheet import Tile, TileRow, grid_sheet
+from finetrainers.utils.page import render_page
+from finetrainers.utils.text import shortened
+from finetrainers.utils.video import read_mp4, web_video
+
+_STRIP = 5  # frames of a clip on the contact sheet
+_TEMPLATES = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A clip, or why there is none.
+
+    Attributes:
+        video: its file; None: there is none.
+        facts: what is told when it is enlarged, by name.
+        problem: why there is no video; empty: nobody asked for it.
+    """
+
+    video: Path | None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Clips that are compared, a cell for each column; the label may be empty."""
+
+    label: str
+    cells: Sequence[Cell]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows under a heading, such as a prompt; `note` is set smaller below it."""
+
+    heading: str
+    rows: Sequence[Row]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Groups of rows with the same columns."""
+
+    columns: Sequence[str]
+    groups: Sequence[Group]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All of them."""
+        return [cell for group in self.groups for row in group.rows for cell in row.cells]
+
+
+def sheet(grid: Grid) -> Image.Image:
+    """The contact sheet of a grid: of each clip the middle frame, over a strip of its frames."""
+    groups = [
+        (
+            f"{shortened(' '.join(group.heading.split()), 400)}\n{group.note}",
+            [TileRow(row.label, [_tile(cell) for cell in row.cells]) for row in group.rows],
+        )
+        for group in grid.groups
+    ]
+    return grid_sheet(grid.columns, groups)
+
+
+def _tile(cell: Cell) -> Tile:
+    if cell.video is None:
+        return Tile(None, "failed" if cell.problem else "not sampled")
+    frames, _ = read_mp4(cell.video, columns=_STRIP)
+    return Tile(frames)
+
+
+def grid_html(grid: Grid) -> Markup:
+    """A part of a page: the grid with its videos within it, and what plays them. A page has it once.
+
+    The page has to include `page.css`.
+    """
+    return Markup(render_page(_TEMPLATES / "grid.html", filters={"data_url": _data_url}, grid=grid))
+
+
+def page(grid: Grid, *, title: str, facts: Sequence[tuple[str, str]], problems: Sequence[str] = ()) -> str:
+    """A whole page that needs no other file and no network.
+
+    Args:
+        grid: the clips.
+        title: of the page.
+        facts: what all clips have in common, by name.
+        problems: what went wrong.
+    """
+    return render_page(
+        _TEMPLATES / "page.html",
+        grid=grid_html(grid),
+        title=title,
+        facts=facts,
+        problems=problems,
+        count=len(grid.cells),
+    )
+
+
+def _data_url(video: Path) -> str:
+    return "data:video/mp4;base64," + base64.b64encode(web_video(video)).decode("ascii")

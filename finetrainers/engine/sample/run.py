@@ -1,0 +1,278 @@
+"""Draw the samples of a plan, on one process or several, and write clips, ledger, contact sheet and page."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.models.spec import ModelSpec
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.utils.failures import sentence_of
+from finetrainers.utils.files import write_text_atomic
+from finetrainers.utils.phases import VALIDATION, phase
+from finetrainers.utils.progress import Meter
+from finetrainers.utils.text import plural, shortened
+from finetrainers.utils.video import write_mp4
+
+from ..init_distributed import join
+from ..lock import exclusive
+from ..sampling import EncodedPrompts, PromptRequest, SamplingSettings, prompt_request, sample_seed
+from ..trainable import check_modules
+from .grid import Cell, Grid, Group, Row, page, sheet
+from .ledger import Ledger
+from .plan import Sample, SamplePlan, Variant
+from .sampler import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What came of a plan.
+
+    Attributes:
+        clips: files by key, of this call and of earlier ones.
+        new: how many this call has drawn.
+        problems: why clips are missing, by key.
+        sheet, page: the contact sheet and the page; None where not one clip is there, and on other processes than the first.
+    """
+
+    clips: dict[str, Path]
+    new: int
+    problems: dict[str, str]
+    sheet: Path | None = None
+    page: Path | None = None
+
+
+def draw(plan: SamplePlan) -> Drawn:
+    """Draw what is missing, and write the sheet and the page of all; every process of a launcher must call it.
+
+    Raises:
+        ConfigError: weights do not belong to the model; another process uses the folder, or nothing can be written to it.
+    """
+    _check_weights(plan)
+    with contextlib.closing(join(plan.config)) as parallel, exclusive(plan.output_dir, parallel):
+        ledger = Ledger(plan.output_dir, rank=parallel.rank)
+        samples = plan.samples()
+        # A prompt that is given twice, or a checkpoint that is the result, too, is drawn once.
+        missing = list({sample.key: sample for sample in reversed(samples) if ledger.find(sample) is None}.values())[
+            ::-1
+        ]
+        names = ledger.names(plan, missing)
+        problems: dict[str, str] = {}
+        if parallel.same_on_all(bool(missing)):
+            with phase(VALIDATION):
+                problems = _Drawing(plan, parallel, ledger, names).draw(missing)
+        problems = dict(parallel.gather_objects(list(problems.items())))
+        found = Ledger(plan.output_dir)  # with what the others have drawn
+        clips = {sample.key: file for sample in samples if (file := found.find(sample)) is not None}
+        drawn = Drawn(clips, sum(sample.key in clips for sample in missing), problems)
+        return _show(plan, samples, drawn) if parallel.is_main and clips else drawn
+
+
+def _check_weights(plan: SamplePlan) -> None:
+    """Compare all weight files with the classes that take them, by their headers and by LoRAs' layers, before any is loaded.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    spec = plan.family.load(plan.config.model)
+    problems, _ = spec.examine()
+    weights = list(dict.fromkeys(variant.weights for variant in plan.variants))
+    loras = [one.path for one in weights if one.kind == "lora" and one.path is not None]
+    if loras and not problems:
+        network = spec.transformer_on_meta()
+        for path in loras:
+            try:
+                check_modules(path, spec.read_lora(path)[0], network)
+            except ValueError as error:
+                problems.append(Problem("TARGET", str(error)))
+    expected = spec.parts[spec.facts.trained].__name__
+    for one in weights:
+        if one.kind == "full" and one.path is not None:
+            found = json.loads((one.path / "config.json").read_text(encoding="utf-8")).get("_class_name", expected)
+            if found != expected:
+                problems.append(
+                    Problem("TARGET", f"{one.path} holds a {found}, and {plan.family.name} is a {expected}")
+                )
+    if problems:
+        raise ConfigError(problems, of="these samples")
+
+
+@dataclass
+class _Drawing:
+    """The share of a process."""
+
+    plan: SamplePlan
+    parallel: Strategy
+    ledger: Ledger
+    names: dict[str, str]
+    problems: dict[str, str] = field(default_factory=dict)
+    _steps: int = 0
+
+    def draw(self, missing: Sequence[Sample]) -> dict[str, str]:
+        """Draw this process's share; why clips of it are missing, by key."""
+        plan, parallel = self.plan, self.parallel
+        by_variant = {variant: [one for one in missing if one.variant == variant] for variant in self._order()}
+        mine = {variant: some[parallel.rank :: parallel.world_size] for variant, some in by_variant.items() if some}
+        offload = bool(plan.config.validation.enable_model_cpu_offload)
+        sampler = Sampler(plan.config, plan.family, parallel, offload=offload)
+        used = sorted({sample.prompt for some in mine.values() for sample in some})
+        failed: dict[int, Exception] = {}
+        encoded = sampler.encode([plan.prompts[index] for index in used], negative=plan.negative, failed=failed)
+        total = plan.config.validation.validation_inference_steps * sum(map(len, mine.values()))
+        with Meter("denoised", "steps", enabled=parallel.is_main) as meter:
+            settings = self._settings(sampler.spec, meter, total)
+            for variant, some in mine.items():
+                requests = self._requests(
+                    some, sampler.spec, encoded, settings, {used[k]: e for k, e in failed.items()}
+                )
+                clips = sampler.sample(variant.weights, variant.scale, list(requests.values()))
+                begun = time.monotonic()
+                for one, clip in zip(requests, clips, strict=True):
+                    self._write(one, clip, seconds=time.monotonic() - begun)
+                    begun = time.monotonic()
+        sampler.free()
+        return self.problems
+
+    def _requests(
+        self, samples: Sequence[Sample], spec: ModelSpec, encoded: EncodedPrompts, settings: SamplingSettings,
+        failed: Mapping[int, Exception],
+    ) -> dict[Sample, PromptRequest]:  # fmt: skip
+        """A request for each clip, but for those whose prompt or control video has failed."""
+        found = {}
+        for one in samples:
+            prompt = self.plan.prompts[one.prompt]
+            assert prompt.size is not None
+            try:
+                if one.prompt in failed:
+                    raise failed[one.prompt]
+                found[one] = prompt_request(
+                    spec,
+                    encoded,
+                    list(encoded.prompts).index(prompt),
+                    size=prompt.size,
+                    settings=settings,
+                    seed=one.seed,
+                )
+            except Exception as error:
+                self._failed(one, error)
+        return found
+
+    def _write(self, sample: Sample, clip: np.ndarray | Exception, *, seconds: float) -> None:
+        """Write a clip and its line of the ledger.
+
+        Raises:
+            OSError: the disk is full, say, which ends all of it.
+        """
+        plan, name = self.plan, self.names[sample.key]
+        if isinstance(clip, Exception):
+            self._failed(sample, clip)
+            return
+        comment = f"{plan.prompts[sample.prompt].prompt}\n{sample.variant.name}, seed {sample.seed}"
+        try:
+            write_mp4(plan.output_dir / name, clip, fps=plan.frame_rate, comment=comment)
+        except OSError:
+            raise
+        except Exception as error:
+            self._failed(sample, error)
+        else:
+            self.ledger.add(sample, name, seconds=seconds)
+
+    def _order(self) -> list[Variant]:
+        """Variants whose network is the same follow each other, and the base comes after the LoRAs on it."""
+        kinds = ("lora", "base", "full")
+        return sorted(self.plan.variants, key=lambda one: kinds.index(one.weights.kind))
+
+    def _failed(self, sample: Sample, error: Exception) -> None:
+        """A clip that cannot be drawn is reported, and the others are drawn."""
+        prompt = " ".join(self.plan.prompts[sample.prompt].prompt.split())
+        sentence = sentence_of(error)
+        what = f"{sample.variant.label}, seed {sample.seed}, {shortened(prompt, 60)!r}"
+        said = sentence or f"{type(error).__name__}: {error}"
+        self.problems[sample.key] = f"{what}: {said}"
+        logger.error("%s: %s", what, said, exc_info=error if sentence is None else None)
+
+    def _settings(self, spec: ModelSpec, meter: Meter, total: int) -> SamplingSettings:
+        """How clips are denoised, with a count of the steps where the pipeline tells when one is done."""
+        validation = self.plan.config.validation
+
+        def count(*arguments: Any) -> dict[str, Any]:
+            self._steps = min(self._steps + 1, total)
+            meter(self._steps, total)
+            return {}
+
+        classes = (spec.pipeline_class, spec.image_pipeline_class or spec.pipeline_class)
+        tells = all("callback_on_step_end" in inspect.signature(cls.__call__).parameters for cls in classes)
+        extra = {"callback_on_step_end": count} if tells else {}
+        return SamplingSettings(
+            self.plan.frame_rate, validation.validation_inference_steps, validation.validation_guidance_scale, extra
+        )
+
+
+def _show(plan: SamplePlan, samples: Sequence[Sample], drawn: Drawn) -> Drawn:
+    """Write the contact sheet and the page."""
+    grid = _grid(plan, samples, drawn)
+    places = plan.output_dir / "sheet.png", plan.output_dir / "index.html"
+    unfinished = places[0].with_name(".sheet.unfinished.png")
+    sheet(grid).save(unfinished)
+    unfinished.replace(places[0])
+    weights = [variant.weights for variant in plan.variants if variant.weights.path is not None]
+    guidance = plan.config.validation.validation_guidance_scale
+    facts = [
+        ("model", plan.config.model.pretrained_model_name_or_path),
+        *(("weights", f"{one.label}: {one.path}") for one in dict.fromkeys(weights)),
+        ("denoising", ", ".join([
+            plural(plan.config.validation.validation_inference_steps, "step"),
+            "the pipeline's own guidance" if guidance is None else f"guidance {guidance:g}",
+            *([f"negative prompt {plan.negative!r}"] if plan.negative else []),
+        ])),
+        ("frames", f"{plan.frame_rate:g} per second"),
+        ("seeds", ", ".join(map(str, plan.seeds)) if len(plan.seeds) <= 12 else f"{plan.seeds[0]} to {plan.seeds[-1]}"),
+        ("sampled", time.strftime("%Y-%m-%d %H:%M")),
+    ]  # fmt: skip
+    title = f"Samples of {', '.join(plan.given[:3])}{', ...' if len(plan.given) > 3 else ''}"
+    text = page(grid, title=title, facts=facts, problems=list(drawn.problems.values()))
+    write_text_atomic(places[1], text)
+    return replace(drawn, sheet=places[0], page=places[1])
+
+
+def _grid(plan: SamplePlan, samples: Sequence[Sample], drawn: Drawn) -> Grid:
+    """A group for each prompt. Columns are the variants, with a row for each seed; of one variant they are the seeds."""
+    by_place = {(sample.variant, sample.prompt, sample.seed): sample for sample in samples}
+
+    def cell(variant: Variant, prompt: int, seed: int) -> Cell:
+        sample = by_place[variant, prompt, seed]
+        video = drawn.clips.get(sample.key)
+        text = plan.prompts[prompt].prompt
+        facts = {
+            "prompt": text, "seed": str(seed), "weights": str(variant.weights.path or "the base model"),
+            **({"LoRA scale": f"{variant.scale:g}"} if variant.weights.kind == "lora" else {}),
+            "file": "" if video is None else video.name,
+            "in diffusers": f"generator=torch.Generator().manual_seed({sample_seed(seed, text)})",
+        }  # fmt: skip
+        return Cell(video, facts, drawn.problems.get(sample.key, ""))
+
+    groups = []
+    for index, prompt in enumerate(plan.prompts):
+        if len(plan.variants) == 1:
+            rows = [Row("", [cell(plan.variants[0], index, seed) for seed in plan.seeds])]
+        else:
+            label = "seed {}" if len(plan.seeds) > 1 else ""
+            rows = [Row(label.format(s), [cell(variant, index, s) for variant in plan.variants]) for s in plan.seeds]
+        frames, height, width = prompt.size or (0, 0, 0)
+        seeds = "" if len(plan.variants) == 1 or len(plan.seeds) > 1 else f", seed {plan.seeds[0]}"
+        groups.append(Group(prompt.prompt, rows, f"{frames} frames of {height} x {width}{seeds}"))
+    one = len(plan.variants) == 1
+    columns = [f"seed {seed}" for seed in plan.seeds] if one else [variant.label for variant in plan.variants]
+    return Grid(columns, groups)

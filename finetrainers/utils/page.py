@@ -1,0 +1,26 @@
+"""HTML pages that need no other file and no network: templates that share one style, `page.css`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+
+def render_page(template: Path, *, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any) -> str:
+    """Render a template, which escapes every value, and may include `page.css`.
+
+    Args:
+        template: its file, which may include others of its folder.
+        filters: further filters, by name.
+        values: what the template is given.
+    """
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader([template.parent, Path(__file__).parent], encoding="utf-8"),
+    )
+    environment.filters |= filters or {}
+    return environment.get_template(template.name).render(**values)

@@ -1,0 +1,149 @@
+"""`finetrainers sample` refuses what cannot be sampled before it loads anything, and says everything at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from finetrainers.cli.main import main
+from finetrainers.cli.sample import _parser
+from finetrainers.config.sample import SampleSection, options_of_runs
+from finetrainers.engine.sample import run
+
+
+@pytest.fixture
+def refused(
+    tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """What the command says, which draws nothing; MODEL, I2V and HUNYUAN are tiny repositories, LORA a LoRA of none of them."""
+    monkeypatch.setattr(run, "join", lambda config: pytest.fail("it loads"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mystyle").mkdir(parents=True)
+    save_file({"transformer.blocks.7.to_q.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "lora.safetensors")
+    (tmp_path / "empty.txt").write_text("# nothing\n")
+    places = {"MODEL": ("ltx_video", None), "I2V": ("cogvideox", "i2v"), "HUNYUAN": ("hunyuan_video", None)}
+
+    def say(arguments: Sequence[str]) -> str:
+        given = [str(tiny_repo(*places[one])) if one in places else one for one in arguments]
+        assert main(["sample", *given]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert list(tmp_path.glob("samples*")) == []
+        return printed.err
+
+    return say
+
+
+PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), ["TARGET: is missing"]),
+        (("runs/mystle", *PROMPT), ["there is no 'mystle'", "did you mean 'runs/mystyle'?", "a LoRA in safetensors"]),
+        (("runs/mystyle", *PROMPT), ["holds neither a transformer"]),
+        (("demo://ltxx", *PROMPT), ["no packaged model 'demo://ltxx'; did you mean 'demo://ltx'?"]),
+        (
+            ("lora.safetensors", *PROMPT),
+            ["--pretrained_model_name_or_path: the base model of lora.safetensors is not known"],
+        ),
+        (("MODEL",), ["--prompts: what to sample is not given"]),
+        (("MODEL", "--prompts", "a ball"), ["--size: is not known"]),
+        (("MODEL", "--prompts", "empty.txt"), ["holds no prompts"]),
+        (("MODEL", "--prompts", "absent.jsonl"), ["absent.jsonl"]),
+        (
+            (
+                "MODEL",
+                "--prompts",
+                "a ball@@@9x33x32:::b",
+                "--image",
+                "absent.png",
+                "--num",
+                "0",
+                "--lora_scale",
+                "0.5",
+                "x",
+            ),
+            ["--num: input should be greater than or equal to 1", "--lora_scale: "],
+        ),
+        (
+            (
+                "MODEL",
+                "--prompts",
+                "a ball@@@9x33x32",
+                "--image",
+                "absent.png",
+                "--lora_scale",
+                "0.5",
+                "--compare",
+                "base",
+            ),
+            ["--image: no such file: absent.png", "prompt 1, 9x33x32: ", "--lora_scale: has no effect", "--compare: "],
+        ),
+        (
+            ("MODEL", *PROMPT, "--num_inference_steps", "1"),
+            ["--num_inference_steps: the scheduler", "at least 2, got 1"],
+        ),
+        (("MODEL", *PROMPT, "--negative_prompt", "x", "--guidance_scale", "1"), ["--negative_prompt: has no effect"]),
+        (("HUNYUAN", *PROMPT, "--negative_prompt", "blurry"), ["takes guidance as an input"]),
+        (("HUNYUAN", *PROMPT, "--image", __file__), ["takes no first frame"]),
+        (("I2V", *PROMPT), ["--image: this checkpoint animates an image; give one for each prompt"]),
+        (("MODEL", *PROMPT, "--lr", "1"), ["--lr: unknown flag; it is an option of training"]),
+        (("MODEL", *PROMPT, "--validation_prompts", "x"), ["here it is --prompts"]),
+        (("MODEL", *PROMPT, "--lora_scales", "1"), ["did you mean 'lora_scale'?"]),
+        (("MODEL", *PROMPT, "--vae_dtype", "fp31"), ["--vae_dtype"]),
+        (("MODEL", *PROMPT, "--output_dir", __file__), ["is a file; give a"]),
+        (("MODEL", "HUNYUAN", *PROMPT), ["sample them one after the other"]),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], said: list[str], refused: Callable[..., str]) -> None:
+    text = refused(arguments)
+    assert [one for one in said if one not in text] == [], text
+
+
+def test_a_launcher_that_splits_the_network_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert "launch with accelerate_configs/ddp.yaml" in refused(("MODEL", *PROMPT))
+
+
+def test_a_lora_of_another_model_is_refused(
+    tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, shape, said in (("blocks.7.to_q", 8, "this model does not have"), ("proj_in", 5, "of 5 inputs")):
+        weights = {f"transformer.{name}.lora_A.weight": torch.zeros(4, shape)}
+        save_file({**weights, f"transformer.{name}.lora_B.weight": torch.zeros(8, 4)}, tmp_path / "lora.safetensors")
+        code = main([
+            "sample", str(tmp_path / "lora.safetensors"), "--pretrained_model_name_or_path", str(tiny_repo("ltx_video")), *PROMPT,
+            "--output_dir", str(tmp_path / "out"),
+        ])  # fmt: skip
+        assert code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_would_be_drawn(
+    tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("# mine\na ball@@@1x64x32\n\na star\n")
+    flags = ("--prompts", str(tmp_path / "prompts.txt"), "--size", "9x32x32", "--num", "3", "--dry_run")
+    assert main(["sample", str(tiny_repo("ltx_video")), *flags]) == 0
+    out = capsys.readouterr().out
+    assert "6 clips of" in out
+    assert "2 prompts x 1 column x 3 seeds, 1x64x32, 9x32x32, 50 denoising steps" in out
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sample", "--help"])
+    text = capsys.readouterr().out
+    assert [name for name in SampleSection.model_fields if f"--{name}" not in text] == []
+    assert max(map(len, text.splitlines())) <= 81
+    flags = {action.dest for action in _parser()._actions}
+    assert set(options_of_runs()) <= flags
