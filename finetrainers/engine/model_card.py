@@ -11,6 +11,7 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from finetrainers.config.root import TrainConfig, changed_options, fields
+from finetrainers.models.lora_names import READERS, format_problem
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 from finetrainers.utils.versions import __version__
@@ -97,17 +98,22 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
 ).frames[0]
 encode_video(video, fps={{ fps }}, output_path="video.mp4")
 ```
-{% if is_lora and not packaged %}
+{% if comfyui %}
 ## Use in ComfyUI
 
-The layers in `pytorch_lora_weights.safetensors` have the names of diffusers. This, in the folder of that file, writes
-one for ComfyUI:
+`{{ "pytorch_lora_weights.safetensors" if is_lora else part + "/" }}` has the names of diffusers. In its folder, this writes a file with those of ComfyUI:
 
 ```bash
 finetrainers export . --format comfyui
 ```
 
-Put that into `ComfyUI/models/loras`, and choose it in the node *Load LoRA (Model Only)*, whose strength is the one above.
+{% if is_lora -%}
+Put the file from `export/comfyui/` into `ComfyUI/models/loras`, and choose it in the node *LoraLoaderModelOnly*, whose
+strength is the one above.
+{%- else -%}
+Put the file from `export/comfyui/` into `ComfyUI/models/diffusion_models`, and choose it in the node *Load Diffusion
+Model*.
+{%- endif %}
 {% endif %}
 {%- if results %}
 ## Results
@@ -205,6 +211,7 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         part=spec.facts.trained,
         location=location,
         load_call=spec.load_call(location) if is_lora else "",
+        comfyui=not packaged and _comfyui_reads(config),
         has_strength=spec.facts.trained == "transformer",
         example=checked.prompts[0].prompt if checked.prompts else plan.example,
         fps=round(plan.fps) or round(checked.geometry.fps),
@@ -217,6 +224,13 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         held_out=f"{plan.noun}s",
         settings=[(name, _shown(value)) for name, value in changed.items()],
     )
+
+
+def _comfyui_reads(config: TrainConfig) -> bool:
+    """Whether the result can be exported for ComfyUI."""
+    family, training = config.model.model_name, config.training
+    is_lora = training.training_type == "lora"
+    return family in READERS and not format_problem(family, "comfyui", is_lora=is_lora, is_dora=training.use_dora)
 
 
 def _shown(value: Any) -> str:

@@ -40,7 +40,7 @@ def duration(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 1.5 * length:
             return f"{seconds / length:.{int(unit == 'h')}f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{max(0.0, seconds):.1g} s"
+    return f"{seconds:.0f} s" if seconds >= 9.5 else f"{max(0.0, seconds):.1g} s"
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:

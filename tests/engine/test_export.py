@@ -135,6 +135,9 @@ def test_the_license_is_the_base_models(tmp_path, card, expected):
 ])  # fmt: skip
 def test_the_cards_code_is_python_and_fits_what_was_trained(tmp_path, training_type, expected):
     card = module.model_card(*finished(tmp_path, training_type=training_type))
+    folder = "loras" if training_type == "lora" else "diffusion_models"
+    assert f"into `ComfyUI/models/{folder}`" in card
+    assert ("| strength |" in card) == (training_type == "lora")
     code = card.split("```python")[1].split("```")[0]
     compile(code, "card", "exec")
     assert expected in code
@@ -171,6 +174,13 @@ def test_the_card_shows_the_newest_samples_on_one_picture(tmp_path):
     assert (abs(grid.astype(int) - 240) < 4).mean() > 0.5  # step 12, twice
     assert not (abs(grid.astype(int) - 100) < 4).mean() > 0.1
     assert "![Samples after step 12](samples/grid.jpg)" in module.model_card(state, checked)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"pretrained": "demo://ltx"}])
+def test_comfyui_is_named_only_where_it_reads_the_result(tmp_path, options):
+    card = module.model_card(*finished(tmp_path, **options))
+    assert "ComfyUI" not in card
+    assert "DoRA of rank 8" in card or "LoRA of rank 8" in card
 
 
 def test_push_uploads_results_and_nothing_else(tmp_path, monkeypatch):

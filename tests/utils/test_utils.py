@@ -63,8 +63,8 @@ def test_nearest_and_plural():
 
 
 def test_durations():
-    seconds = (-3, 0, 0.04, 0.38, 7.2, 45, 89, 720, 12240, 400_000)
-    shown = ["0 s", "0 s", "0.04 s", "0.4 s", "7 s", "45 s", "89 s", "12 min", "3.4 h", "5 d"]
+    seconds = (-3, 0, 0.04, 0.38, 7.2, 9.7, 45, 89, 720, 12240, 400_000)
+    shown = ["0 s", "0 s", "0.04 s", "0.4 s", "7 s", "10 s", "45 s", "89 s", "12 min", "3.4 h", "5 d"]
     assert [duration(each) for each in seconds] == shown
 
 
