@@ -337,8 +337,9 @@ def test_pages_recommend_what_the_table_does() -> None:
         ]
         for block in blocks(page, "bash"):
             for words in commands(block.text):
-                if "Lightricks/LTX-Video" in words:
-                    config, _ = parse_flags(train_flags(words) or [])
+                flags = train_flags(words)
+                if "Lightricks/LTX-Video" in words and flags is not None:
+                    config, _ = parse_flags(flags)
                     assert config is not None
                     given.append((block.where, {k: v for k, v in config.flat().items() if f"--{k}" in words}))
         for where, options in given:
