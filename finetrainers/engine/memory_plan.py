@@ -12,11 +12,13 @@ from torch import nn
 
 from finetrainers.config.checks.options import check_config
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.facts import is_network
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.advice import OTHER_WAYS, Advice, cheapest
+from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
 from finetrainers.memory.network_weights import NetworkWeights
-from finetrainers.memory.phases import RESERVE, RunPlan, Surroundings, plan_run
+from finetrainers.memory.phases import RESERVE, TEXTS_AT_ONCE, RunPlan, Surroundings, plan_run
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.optim.rules import optimizer_problems
@@ -43,15 +45,18 @@ class RunMemory:
         self.checked = checked
         self.transformer = network_without_weights(checked) if transformer is None else transformer
         spec = checked.family.load(checked.config.model)
-        parts = {part: frozen_bytes(spec, part) for part in spec.facts.networks[:-1]}
+        networks = (*spec.facts.networks[:-1], *filter(is_network, spec.facts.companions))
+        parts = {part: frozen_bytes(spec, part) for part in networks}
+        bucket, method = checked.plan.heaviest(checked.config)[0], method_spec(checked.config)
         self._peaks: dict[str, Mapping[str, float] | None] = {}  # that were estimated, by configuration
         needs, weights = self.disk(), NetworkWeights(self.transformer, spec)
         self._around = Surroundings(
-            bucket=checked.plan.heaviest(checked.config)[0],
+            bucket=bucket,
             encoded=tuple(checked.plan.buckets) if checked.plan.encodes_clips else (),
             sampled=tuple(prompt.size or checked.plan.size for prompt in checked.prompts),
             parts={part: size for part, size in parts.items() if size is not None},
-            rewards=method_spec(checked.config).reward_bytes(checked.config),
+            rewards=method.reward_bytes(checked.config),
+            scoring=method.scoring_bytes(checked.config, bucket, fps=checked.geometry.fps),
             checkpoint_bytes=needs.checkpoint,
             total=weights.total,
             trained=weights.trained,
@@ -118,20 +123,9 @@ class RunMemory:
 
 
 def _text_bytes(config: TrainConfig, spec: ModelSpec) -> float:
-    """Activations of encoding a batch of texts, of the widest encoder: the tokens in and out of a layer and within it."""
-    try:
-        tokens = max(shape[0] for shape in spec.text_shapes().values() if len(shape) > 1)
-    except (NotImplementedError, ValueError):
-        return 0.0
-    batch = 8 if method_spec(config).caches_texts(config) else config.dataloader.batch_size
-    most = 0.0
-    for part in spec.facts.text_parts:
-        settings = spec.configs.get(part, {})
-        width = settings.get("d_model") or settings.get("hidden_size") or 0
-        within = settings.get("d_ff") or settings.get("intermediate_size") or 0
-        heads = settings.get("num_heads") or settings.get("num_attention_heads") or 0
-        most = max(most, batch * tokens * (2.0 * (6 * width + 3 * within) + 8.0 * heads * tokens))
-    return most
+    """Activations of encoding a batch of texts, of the encoder that takes most."""
+    batch = TEXTS_AT_ONCE if method_spec(config).caches_texts(config) else config.dataloader.batch_size
+    return max((text_working_bytes(spec, part, batch=batch) for part in spec.facts.text_parts), default=0.0)
 
 
 # ---- for people --------------------------------------------------------------------------------------------------------
@@ -159,6 +153,8 @@ def memory_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
     lines += plan.step.swap.lines()
     if plan.unknown:
         lines.append(f"not in it, since not on this disk: {', '.join(map(part_name, plan.unknown))}")
+    if memory.checked.config.memory.compile != "none":
+        lines.append("compiled blocks store less than this; how much is not known without a GPU")
     needs = memory.disk()
     disk = [f"{needs.num_checkpoints} x {file_size(needs.checkpoint)} of checkpoints"] if needs.num_checkpoints else []
     cache = memory.cache_bytes()

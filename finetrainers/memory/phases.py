@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from finetrainers.config.facts import is_network
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
@@ -42,7 +43,7 @@ RESERVE = 0.15
 #: libraries of CUDA add to it; how much was not measured.
 PROCESS_GIB = 0.6
 #: Captions that are encoded at once before training.
-_TEXTS_AT_ONCE = 8
+TEXTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Surroundings:
         sampled: sizes of all validation samples.
         parts: bytes of each frozen network as it is loaded, by part; what is not known is not in it.
         rewards: bytes of the networks of rewards; None: not known.
+        scoring: bytes that rewards take while they score, besides; None: not known.
         text_bytes: bytes that encoding a batch of captions takes besides the encoders.
         checkpoint_bytes: of a checkpoint.
         total, trained: weights of the network, and how many of them are trained.
@@ -69,6 +71,7 @@ class Surroundings:
     sampled: tuple[Size, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
     rewards: float | None = 0.0
+    scoring: float | None = 0.0
     text_bytes: float = 0.0
     checkpoint_bytes: float = 0.0
     total: int = 0
@@ -141,9 +144,12 @@ def plan_run(
     maker = _Phases(config, geometry, transformer, spec, around, step)
     found = maker.on_gpu()
     host = {phase: PROCESS_GIB * GIB + maker.on_host(phase) for phase in found}
-    unknown = [part for part in spec.facts.networks[:-1] if part not in around.parts]
+    networks = (*spec.facts.networks[:-1], *spec.facts.companions)
+    unknown = [part for part in networks if is_network(part) and part not in around.parts]
     if around.rewards is None:
         unknown.append("networks of rewards")
+    if around.scoring is None:
+        unknown.append("activations of rewards")
     together = around.split.masters  # DeepSpeed takes the network from host memory on all processes together
     return RunPlan(
         found, host, step, around.local_processes,
@@ -174,6 +180,8 @@ class _Phases:
         self.texts = {name: parts[name] for name in facts.text_parts if name in parts}
         self.clip_parts = {name: parts[name] for name in facts.clip_parts if name in parts}
         self.vae = {"vae": parts["vae"]} if "vae" in parts else {}
+        #: On the GPU while clips are sampled, otherwise in host memory.
+        self.companions = {name: parts[name] for name in facts.companions if name in parts}
         #: What stays loaded while training.
         self.stays = {} if self.cached else dict(self.texts)
         if self.samples:
@@ -258,18 +266,24 @@ class _Phases:
         scale = self.config.validation.validation_guidance_scale
         branches = 1 if self.spec.facts.guidance is not None or (scale is not None and scale <= 1) else 2
         size = max(self.around.sampled, key=lambda one: self.geometry.num_tokens(*one))
-        denoising = {**self.at_rest, **self.vae, **self._sampling(size, branches), **self._rewards()}
+        denoising = {
+            **self.at_rest, **self.vae, **self.companions, **self._sampling(size, branches), **self._rewards(),
+        }  # fmt: skip
         working = max(vae_working_bytes(self.spec, one) for one in self.around.sampled)
-        decoding = {**self.at_rest, **self.vae, "the VAE at work": working, **self._rewards()}
+        decoding = {**self.at_rest, **self.vae, **self.companions, "the VAE at work": working, **self._rewards()}
         if self.config.validation.enable_model_cpu_offload:  # one of the network and the VAE at a time
-            for name in self.vae:
+            for name in (*self.vae, *self.companions):
                 denoising.pop(name, None)
+                decoding.pop(name, None)
+            decoding |= self.vae
             for name in self.weights:
                 decoding.pop(name, None)
         return max((denoising, decoding), key=lambda parts: sum(parts.values()))
 
     def _rollout(self) -> Mapping[str, float]:
-        trajectories = {"sampled trajectories": self.step["sampled trajectories"], **self._rewards()}
+        trajectories = {
+            "sampled trajectories": self.step["sampled trajectories"], **self._rewards(), **self.companions,
+        }  # fmt: skip
         batch = self.config.dataloader.batch_size
         branches = method_spec(self.config).branches(self.config)
         denoising = {**self.at_rest, **trajectories, **self._sampling(self.around.bucket, batch * branches)}
@@ -278,7 +292,9 @@ class _Phases:
         return max((denoising, decoding), key=lambda parts: sum(parts.values()))
 
     def _reward(self) -> Mapping[str, float]:
-        return {**self.at_rest, "sampled trajectories": self.step["sampled trajectories"], **self._rewards()}
+        scoring = {"activations of rewards": self.around.scoring or 0.0}
+        trajectories = {"sampled trajectories": self.step["sampled trajectories"]}
+        return {**self.at_rest, **trajectories, **self._rewards(), **scoring}
 
     def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:
         """Saving gathers one weight at a time where processes share them, and copies it to the host."""
@@ -297,6 +313,11 @@ class _Phases:
             # The weights are copied for the file, of an asynchronous save everything.
             is_async = self.config.training.async_checkpointing
             found += self.around.checkpoint_bytes if is_async else 4.0 * self.trained
+        sampling = phase in (VALIDATION, ROLLOUT)
+        if (self.around.sampled or self.samples) and not (
+            sampling and not self.config.validation.enable_model_cpu_offload
+        ):
+            found += sum(self.companions.values())
         if phase == VALIDATION and self.config.validation.enable_model_cpu_offload:
             found += sum(self.weights.values()) + sum(self.vae.values())
         return found

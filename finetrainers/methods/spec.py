@@ -261,6 +261,10 @@ class MethodSpec:
         """Bytes of the networks of rewards on a process's device; None: not known."""
         return 0.0
 
+    def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
+        """Bytes that rewards take on a process's device while they score clips of a size, besides networks; None: not known."""
+        return 0.0
+
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
     ) -> MethodMemory:

@@ -113,6 +113,10 @@ class HunyuanVideoSpec(ModelSpec):
             kept=(35.0, 30.4), outside=12.1, checkpointed=1.01, forward=20.2, backward=40.0
         ),
     }
+    text_calls: ClassVar = {
+        "text_encoder": (351, True),
+        "text_encoder_2": (77, False),
+    }  # 95 tokens are of the prompt template
     unquantized = ("^x_embedder", "^context_embedder", "^time_text_embed", "norm", "^proj_out$")
     streams: ClassVar = {
         "time_text_embed|norm": "time", "^context_embedder": "prompt", "add_[qkv]_proj|to_add_out|ff_context": "text",

@@ -75,6 +75,8 @@ class ModelSpec(ABC):
     attention_processor: type[Any] | None = None
     #: Whether the transformer sees texts of the prompt's length, not of one length.
     text_varies: bool = False
+    #: Tokens that a text encoder reads, by part, and whether it keeps all layers' states; default: those of `text_shapes`, no.
+    text_calls: ClassVar[Mapping[str, tuple[int, bool]]] = {}
     #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16` for trained weights that are 16-bit when
     #: they compute (FSDP2, stochastic rounding), where that differs. The defaults lie between those of the families here.
     activations: ClassVar[Mapping[str, Activations]] = {

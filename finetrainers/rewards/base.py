@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class Reward(ABC):
     heads: ClassVar[Mapping[str, Head]] = {"score": Head()}
     #: Default batch size: clips scored together.
     batch_size: int = 8
+    #: The options that name its weights.
+    weights_options: ClassVar[tuple[str, ...]] = ("path",)
 
     @abstractmethod
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
@@ -42,3 +45,17 @@ class Reward(ABC):
             prompts: one text a clip.
             fps: frame rate at which the clips play.
         """
+
+    @classmethod
+    def working_bytes(
+        cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
+    ) -> float | None:
+        """Bytes that scoring takes on its device, besides the network; None: not known, of a network of somebody's own.
+
+        Args:
+            options: of the configuration.
+            size: frames, height and width of a clip.
+            clips: scored at once.
+            fps: frame rate at which the clips play.
+        """
+        return None if "path" in inspect.signature(cls).parameters else 0.0

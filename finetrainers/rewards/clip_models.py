@@ -10,6 +10,7 @@ All raise ValueError if there are no such weights, or if they do not fit.
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from .base import Head, Reward
 from .frames import Frames, normalize_rgb, resize_as_pil, spread_indices, to_bytes
 from .weights import (
     DTYPES,
+    WIDTHS,
     DType,
     WeightsPath,
     build,
@@ -36,6 +38,7 @@ from .weights import (
 
 _CLIP_L = "openai/clip-vit-large-patch14"
 _CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+_FRAME_OF_CLIP_H = 12.5 * 257 * 1280
 
 
 def cropped(frames: Tensor, size: int) -> Tensor:
@@ -67,6 +70,9 @@ class _FrameReward(Reward):
 
     #: What the mean of the frames' scores is multiplied by.
     factor: ClassVar[float] = 1.0
+    #: Pixels of a side, and numbers that a frame takes in the published network at its peak, counted on fake tensors: 16.6 times
+    #: its 257 tokens of 1024 numbers with CLIP-L's activation function, 12.5 times 1280 with that of CLIP-H.
+    frame_numbers: ClassVar[float] = 16.6 * 257 * 1024
 
     def __post_init__(self) -> None:
         self._device = torch_device(self.device)
@@ -83,6 +89,15 @@ class _FrameReward(Reward):
     def pixels(self, frames: Tensor, size: int) -> Tensor:
         """Preprocess bytes `[N, 3, H, W]` for the network: `[N, 3, size, size]`."""
         return cropped(frames, size)
+
+    @classmethod
+    def working_bytes(
+        cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
+    ) -> float | None:
+        """See `Reward.working_bytes`; as of the published network."""
+        defaults = inspect.signature(cls).parameters
+        frames = min(size[0], int(options.get("frames", defaults["frames"].default)))
+        return clips * frames * cls.frame_numbers * WIDTHS[options.get("dtype", defaults["dtype"].default)]
 
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
@@ -142,6 +157,7 @@ class PickScore(_Similarity):
     frames: Frames = 1
 
     heads: ClassVar[Mapping[str, Head]] = {"score": Head(std=26.0)}
+    frame_numbers: ClassVar[float] = _FRAME_OF_CLIP_H
     tokenizer_option: ClassVar[str] = "tokenizer"
 
     def __post_init__(self) -> None:
@@ -164,6 +180,7 @@ class HPSv2(_Similarity):
     path: WeightsPath = "xswu/HPSv2"
     clip: WeightsPath = _CLIP_H
 
+    frame_numbers: ClassVar[float] = _FRAME_OF_CLIP_H
     tokenizer_option: ClassVar[str] = "clip"
 
     def load(self, dtype: torch.dtype) -> Any:
@@ -190,6 +207,8 @@ class Aesthetic(_FrameReward):
 
     path: WeightsPath = "trl-lib/ddpo-aesthetic-predictor"
     clip: WeightsPath = _CLIP_L
+
+    weights_options: ClassVar[tuple[str, ...]] = ("path", "clip")
 
     def load(self, dtype: torch.dtype) -> Any:
         from transformers import CLIPVisionModelWithProjection

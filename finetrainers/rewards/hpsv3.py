@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from .base import Reward
 from .frames import Frames, normalize_rgb, resize_as_pil, spread_indices, to_bytes
-from .videoalign_input import PAIR, fitting_size, patches_of
-from .videoalign_model import Judge, backbone_names
-from .weights import DTYPES, DType, WeightsPath, fetch, fetch_file, read_tensors
+from .videoalign_input import PAIR, PATCH, fitting_size, patches_of
+from .videoalign_model import Judge, backbone_names, working_bytes
+from .weights import DTYPES, WIDTHS, DType, WeightsPath, fetch, fetch_file, read_tensors
 
 MARK = "<|Reward|>"
 
@@ -101,6 +101,18 @@ class HPSv3(Reward):
         state = backbone_names(read_tensors(file, within=["model"]))
         head = preference_head(self.judge.config.text_config.hidden_size)
         self.judge.load(state, head, dtype=DTYPES[dtype], source=file)
+
+    @classmethod
+    def working_bytes(
+        cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
+    ) -> float | None:
+        """See `Reward.working_bytes`."""
+        height, width = fitting_size(*size[1:], min_pixels=_PIXELS, max_pixels=_PIXELS)
+        return working_bytes(
+            patches=(height // PATCH) * (width // PATCH), rows=clips * min(size[0], int(options.get("frames", 4))),
+            text_tokens=len(QUESTION) // 4, hidden=3584, intermediate=18944,
+            bytes_per_number=WIDTHS[options.get("dtype", "bf16")],
+        )  # fmt: skip
 
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.score`; in bf16, scores of one call depend on each other by rounding (about 1e-2)."""

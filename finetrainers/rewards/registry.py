@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from finetrainers.config.rewards import RewardEntry
@@ -118,14 +117,33 @@ def reward_bytes(entry: RewardEntry) -> float | None:
     """
     if entry.reward.startswith(("http://", "https://")) or entry.options.get("device") == "cpu":
         return 0.0
-    parameters = inspect.signature(resolve_reward(entry.reward)).parameters
-    if "path" not in parameters:
+    cls = resolve_reward(entry.reward)
+    parameters = inspect.signature(cls).parameters
+    places = [entry.options.get(name, parameters[name].default) for name in cls.weights_options if name in parameters]
+    sizes = [_file_bytes(place) for place in places]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def _file_bytes(place: str) -> float | None:
+    """Bytes of the weight files at a path, or of a hub id in the hub's cache; None: none are on this disk."""
+    from .weights import on_disk
+
+    found = on_disk(place)
+    if found is None or found.is_file():
+        return None if found is None else float(found.stat().st_size)
+    for patterns in (("*.safetensors",), ("*.pt", "*.pth", "*.bin")):  # of two formats only one is read
+        files = [file for pattern in patterns for file in found.rglob(pattern)]
+        if files:
+            return float(sum(file.stat().st_size for file in files))
+    return None
+
+
+def working_bytes(entry: RewardEntry, size: tuple[int, int, int], *, fps: float) -> float | None:
+    """Bytes that scoring clips of a size takes on a process's device besides the network; None: not known."""
+    if entry.reward.startswith(("http://", "https://")) or entry.options.get("device") == "cpu":
         return 0.0
-    place = Path(entry.options.get("path", parameters["path"].default)).expanduser()
-    if place.is_file():
-        return float(place.stat().st_size)
-    files = [file for pattern in ("*.safetensors", "*.pt", "*.pth", "*.bin") for file in place.rglob(pattern)]
-    return float(sum(file.stat().st_size for file in files)) if files else None
+    cls = resolve_reward(entry.reward)
+    return cls.working_bytes(entry.options, size, clips=entry.batch_size or cls.batch_size, fps=fps)
 
 
 def make_reward(name: str, options: Mapping[str, str]) -> Reward:

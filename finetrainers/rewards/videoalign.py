@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from .base import Head, Reward
 from .frames import normalize_rgb, resize_as_torchvision, to_bytes
-from .videoalign_input import fitting_size, frame_indices, patches_of
-from .videoalign_model import Judge, backbone_names, base_weights, merge_adapter
-from .weights import DTYPES, DType, WeightsPath, fetch, read_tensors
+from .videoalign_input import PAIR, PATCH, fitting_size, frame_indices, patches_of
+from .videoalign_model import Judge, backbone_names, base_weights, merge_adapter, working_bytes
+from .weights import DTYPES, WIDTHS, DType, WeightsPath, fetch, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,8 @@ QUESTION = (
 )
 
 _MIN_PIXELS = 128 * 28 * 28  # of a frame; the checkpoint's configuration has the upper limit
+#: Of the published checkpoint, for the memory estimate.
+_PUBLISHED_FPS, _PUBLISHED_PIXELS = 2.0, 448 * 448
 
 
 class VideoAlign(Reward):
@@ -146,6 +148,18 @@ class VideoAlign(Reward):
         )
         head = nn.Linear(self.judge.config.text_config.hidden_size, len(MARKS), bias=False, device="meta")
         self.judge.load(state, head, dtype=DTYPES[dtype], source=folder)
+
+    @classmethod
+    def working_bytes(
+        cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
+    ) -> float | None:
+        """See `Reward.working_bytes`; with the settings of the published checkpoint."""
+        frames = len(frame_indices(max(2, size[0]), fps=fps, sample_fps=_PUBLISHED_FPS))
+        height, width = fitting_size(*size[1:], min_pixels=_MIN_PIXELS, max_pixels=_PUBLISHED_PIXELS)
+        return working_bytes(
+            patches=frames // PAIR * (height // PATCH) * (width // PATCH), rows=clips, text_tokens=len(QUESTION) // 4,
+            hidden=1536, intermediate=8960, bytes_per_number=WIDTHS[options.get("dtype", "bf16")],
+        )  # fmt: skip
 
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.score`; in bf16, scores of one call depend on each other by rounding (about 1e-2)."""

@@ -69,6 +69,26 @@ class RewardNetwork(nn.Module):
         return self.head(states[rows, places].float())
 
 
+def working_bytes(
+    *, patches: int, rows: int, text_tokens: int, hidden: int, intermediate: int, bytes_per_number: int
+) -> float:
+    """Bytes that `RewardNetwork` takes at its peak besides its weights: of the vision tower, or of the language model.
+
+    Counted on the operations of both: a patch takes 17 of the tower's 1280 numbers, its pixels in fp32 and in the dtype of
+    computation, and its rotary angles; a token 5 hidden states and 3 of the feed-forward layer.
+
+    Args:
+        patches: of each row's videos or images.
+        rows: that are judged at once.
+        text_tokens: of a row's question, about.
+        hidden, intermediate: of the language model.
+        bytes_per_number: as it computes.
+    """
+    seen = rows * patches * ((17 * 1280 + 1176) * bytes_per_number + 1176 * 4 + 640)
+    read = rows * (patches / MERGE**2 + text_tokens) * (5 * hidden + 3 * intermediate) * bytes_per_number
+    return max(seen, read)
+
+
 class Judge:
     """A reward model that is asked a question about videos or images, and judges at the marks in it."""
 

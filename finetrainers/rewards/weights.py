@@ -49,6 +49,9 @@ def check_path(path: str) -> str:
     return path
 
 
+#: Bytes of a number.
+WIDTHS: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
 #: The option of a reward that says where its weights are; checked before anything is loaded.
 WeightsPath = Annotated[str, AfterValidator(check_path)]
 
@@ -70,6 +73,22 @@ def fetch(path: str, *, files: Sequence[str]) -> Path:
         return Path(snapshot_download(path, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError) as error:
         raise ValueError(f"{quoted(path)} is no file or folder here, and the hub does not give it: {error}") from error
+
+
+def on_disk(path: str) -> Path | None:
+    """The file or folder at `path`, or what the hub's cache holds of a hub id; None: nothing. It asks no hub."""
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
+    if not _HUB_ID.fullmatch(path):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
 
 
 def fetch_file(path: str, *, names: Sequence[str]) -> Path:

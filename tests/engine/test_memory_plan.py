@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from finetrainers.memory.estimate import GIB
 from finetrainers.memory.phases import RESERVE
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.sizes import num_weights
-from finetrainers.models.spec import ModelSpec
+from finetrainers.models.spec import ModelSpec, frozen_bytes
+from finetrainers.rewards.clip_models import CLIPScore
 
 
 @pytest.fixture
@@ -167,3 +169,33 @@ def test_the_network_is_built_once(
     assert sum(built) == 1
     assert {p.device.type for p in network_without_weights(run).parameters()} == {"meta"}
     assert "memory, planned" in capsys.readouterr().out
+
+
+def test_another_expert_is_in_it(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only sampling needs is on the GPU while clips are sampled, and on the host otherwise."""
+    prompts = {"validation_prompts": "a cat@@@9x64x64", "validation_steps": 1, "precompute_conditions": True}
+    run = checked(**prompts)
+    plain = RunMemory(run).plan()
+    spec = run.family.load(run.config.model)
+    facts = replace(spec.facts, companions=("text_encoder",))
+    monkeypatch.setattr(ModelSpec, "facts", facts)
+    found, size = RunMemory(run).plan(), frozen_bytes(spec, "text_encoder")
+    assert found.peaks["validation"] == pytest.approx(plain.peaks["validation"] + size)
+    assert found.peaks["training_step"] == plain.peaks["training_step"]
+    assert found.host["training_step"] == pytest.approx(plain.host["training_step"] + size)
+    assert found.host["validation"] == plain.host["validation"]
+    alone = RunMemory(checked(**prompts, enable_model_cpu_offload=True)).plan()
+    assert "text_encoder" not in alone.phases["validation"]
+
+
+def test_rewards_at_work(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"method": "grpo", "rollout_size": "17x128x128", "mixed_precision": "bf16", "reward": ["clipscore=1"]}
+    plan = RunMemory(checked(family="hunyuan_video", **options)).plan()
+    assert plan.phases["reward"]["activations of rewards"] == 8 * 4 * 16.6 * 257 * 1024 * 4
+    monkeypatch.setattr(CLIPScore, "working_bytes", classmethod(lambda *args, **kwargs: None))
+    assert "activations of rewards" in RunMemory(checked(family="hunyuan_video", **options)).plan().unknown
+
+
+def test_compiling_is_left_out_and_said(checked: Callable[..., Preflight]) -> None:
+    memory = RunMemory(checked(compile="regional"))
+    assert "compiled blocks store less" in "\n".join(memory_lines(memory, memory.plan()))

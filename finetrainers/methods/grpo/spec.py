@@ -12,7 +12,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import trained_steps
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.spec import MethodMemory, MethodSpec, WorkPlan
-from finetrainers.rewards.registry import reward_bytes, reward_problems
+from finetrainers.rewards.registry import reward_bytes, reward_problems, working_bytes
 from finetrainers.utils.launch import launched_processes
 
 from .plan import PromptPlan, plan_prompts
@@ -82,6 +82,12 @@ class RewardFinetuning(MethodSpec):
         wanted |= {(e.reward, *sorted(e.options.items())): e for e in config.grpo.eval_reward}
         sizes = [reward_bytes(entry) for entry in wanted.values()]
         return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
+        """Of the reward that takes most: they score one after another."""
+        entries = [*config.grpo.reward, *config.grpo.eval_reward]
+        sizes = [working_bytes(entry, size, fps=fps) for entry in entries]
+        return None if None in sizes else max((size for size in sizes if size is not None), default=0.0)
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float

@@ -1,0 +1,85 @@
+"""Memory of encoding texts, counted: the real text encoder runs on fake tensors, with few of its layers."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .count import LiveStorages, StepShape, fake_weights
+
+if TYPE_CHECKING:
+    from finetrainers.models.spec import ModelSpec
+
+_DEPTHS = ("num_layers", "num_hidden_layers", "num_decoder_layers")
+
+
+def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
+    """Bytes that a text encoder takes for a batch of texts, besides its weights; 0: it is none, or its config is not here.
+
+    Args:
+        spec: of the model.
+        part: of it.
+        batch: texts that are encoded at once.
+    """
+    settings, cls = spec.configs.get(part), spec.parts[part]
+    if settings is None or not issubclass(cls, torch.nn.Module):
+        return 0.0
+    try:
+        most = max((shape[0] for shape in spec.text_shapes().values() if len(shape) > 1), default=0)
+    except NotImplementedError:
+        most = 0
+    tokens, keeps_layers = spec.text_calls.get(part, (most, False))
+    if not tokens:
+        return 0.0
+    bytes_per_number = 4 if getattr(spec.config, f"{part}_dtype", "bf16") == "fp32" else 2
+    return _counted(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, bytes_per_number)
+
+
+@lru_cache(maxsize=64)
+def _counted(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int, bytes_per_number: int) -> float:
+    """Counted with two layers, and with three where the states of all layers are kept: each further one adds as much."""
+    config = json.loads(settings)
+    depth = next((config[name] for name in _DEPTHS if name in config), 2)
+    dtype = torch.float32 if bytes_per_number == 4 else torch.bfloat16
+    two = count_encoder(
+        cls, {**config, **_depth(config, 2)}, tokens, keeps_layers=keeps_layers, batch=batch, dtype=dtype
+    )
+    if not keeps_layers or depth <= 2:
+        return two
+    three = count_encoder(cls, {**config, **_depth(config, 3)}, tokens, keeps_layers=True, batch=batch, dtype=dtype)
+    return two + (depth - 2) * (three - two)
+
+
+def _depth(config: dict[str, Any], most: int) -> dict[str, int]:
+    return {name: min(most, config[name]) for name in _DEPTHS if name in config}
+
+
+def count_encoder(
+    cls: Any, settings: dict[str, Any], tokens: int, *, keeps_layers: bool, batch: int, dtype: torch.dtype
+) -> float:
+    """Bytes at the peak of a forward pass besides the weights.
+
+    Args:
+        cls: of the encoder, of transformers.
+        settings: its config.
+        tokens: of a text.
+        keeps_layers: whether the states of all layers are asked for.
+        batch: texts.
+        dtype: of the weights.
+    """
+    with torch.device("meta"):
+        network = cls(cls.config_class.from_dict(settings)).eval().requires_grad_(False)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fake_weights(network, StepShape((1, 1, 1, 1), frozen=dtype))
+        live = LiveStorages()
+        live.add([*network.parameters(), *network.buffers()])
+        weights = live.live
+        with live:
+            ids, mask = (torch.ones(batch, tokens, dtype=torch.long) for _ in range(2))
+            found = network(input_ids=ids, attention_mask=mask, output_hidden_states=keeps_layers)
+        del found
+        return float(live.peak - weights)
