@@ -59,7 +59,8 @@ class ModelSection(Section):
     model_name: str = option(AUTO, "Model family; `finetrainers models` lists them. `auto` reads it from the model's "
         "files or from its hub id.", resume="same", encodes="both")
     pretrained_model_name_or_path: Place = option(..., "Base model in diffusers layout: a hub id, a local directory, "
-        "or `demo://NAME` for a packaged one.", resume="unlisted", encodes="both", place="model")
+        "or `demo://NAME` for a packaged one. It has the configs, the tokenizers and the scheduler of the run, also where "
+        "single files replace its weights.", resume="unlisted", encodes="both", place="model")
     expert: Literal["high", "low"] | None = option(None, "Which of two networks is trained, if the model has one for "
         "high and one for low noise levels: `high` is its `transformer`, `low` its `transformer_2`.", resume="same")
     revision: str | None = option(None, "Git revision of the hub repository.", resume="free", encodes="both")

@@ -335,7 +335,7 @@ def check_paths(config: TrainConfig, found: Findings) -> None:
             with _noted(found, f"--{option}"):
                 model_path(value)
         elif value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
-            found.error(option, f"no such directory: {value}")
+            found.error(option, f"no such {'file' if value.endswith('.safetensors') else 'directory'}: {value}")
     for option in _FOLDERS:
         folder = config.get(option)
         if folder is not None and (file := _file_on_the_way(folder)) is not None:

@@ -25,9 +25,6 @@ def print_start(checked: Preflight) -> None:
     print_first_line(checked)
     sizes = sizes_on_disk(checked).items()
     print_line("to load: " + ", ".join(f"{name} {'?' if size is None else file_size(size)}" for name, size in sizes))
-    single = checked.family.single_files(checked.config.model)
-    if single:
-        print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))
     print_data(checked)
     print_origin(checked)
     if likely_device_type() == "cuda" and (settings := allocator_settings()):
@@ -36,12 +33,15 @@ def print_start(checked: Preflight) -> None:
 
 
 def print_first_line(checked: Preflight, *, before: str = "") -> None:
-    """What trains on what."""
+    """What trains on what, and which weights come from single files."""
     config = checked.config
     print_line(
         f"{before}{config.training.method} {config.training.training_type} of {config.model.model_name} "
         f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}"
     )
+    single = checked.family.single_files(config.model)
+    if single:
+        print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))
 
 
 def sizes_on_disk(checked: Preflight) -> dict[str, int | None]:

@@ -7,7 +7,7 @@ the opposite; the sources of Tencent/HunyuanVideo, Lightricks/LTX-Video, THUDM/C
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .layouts import Layout, Rule, layout_of, renamed
@@ -257,7 +257,7 @@ def _flat(half: str, blocks: str, parts: tuple[str, ...], names: Iterable[str], 
 
 
 #: By name of the network's class.
-ORIGINALS: Mapping[str, Original] = {
+ORIGINALS: dict[str, Original] = {
     "HunyuanVideoTransformer3DModel": Original("", _hunyuan_transformer),
     "AutoencoderKLHunyuanVideo": Original("", _hunyuan_vae),
     "CogVideoXTransformer3DModel": Original("model.diffusion_model.", _cog_transformer),

@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from diffusers import ModelMixin
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from finetrainers.utils.hashed_files import Written, save_safetensors
 from finetrainers.utils.headers import read_header
 
-from .layouts import Match, match_file, read_tensors, stored_tensors
-from .original import layouts_of, original_layout
+from .layouts import Match, layout_of, match_file, read_tensors, stored_tensors
+from .original import ORIGINALS, layouts_of, original_layout
+
+#: Name of the layout that diffusers' converter of a class reads.
+BY_DIFFUSERS = "diffusers' converter"
 
 
 def match_network(path: Path, network: nn.Module) -> Match:
@@ -29,8 +34,33 @@ def match_network(path: Path, network: nn.Module) -> Match:
     Raises:
         ValueError: the file is no whole safetensors file.
     """
-    shapes = shapes_of(network)
-    return match_file(read_header(path).shapes, shapes, layouts_of(type(network).__name__, shapes))
+    shapes, held = shapes_of(network), read_header(path).shapes
+    match = match_file(held, shapes, layouts_of(type(network).__name__, shapes))
+    if match.missing:
+        empty = {name: torch.empty(shape, device="meta") for name, shape in held.items()}
+        found = _converted(network, empty)
+        if found is not None:
+            converted = {name: tuple(tensor.shape) for name, tensor in found.items()}
+            other = match_file(converted, shapes, {BY_DIFFUSERS: layout_of(shapes, ())})
+            match = other if len(other.missing) < len(match.missing) else match
+    return match
+
+
+def _converted(network: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """The tensors of a file by diffusers' own converter, for classes without a layout here; None: it does not know them."""
+    name = type(network).__name__
+    if name in ORIGINALS or name not in SINGLE_FILE_LOADABLE_CLASSES:
+        return None
+    convert = SINGLE_FILE_LOADABLE_CLASSES[name]["checkpoint_mapping_fn"]
+    try:
+        return convert(checkpoint=tensors, config=dict(network.config))  # type: ignore[operator,arg-type]
+    except (
+        KeyError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+    ):  # whatever a converter does with names that it does not expect
+        return None
 
 
 def shapes_of(network: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -82,7 +112,12 @@ def _load_transformers(cls: Any, settings: Any, path: Path, dtype: torch.dtype) 
 
 
 def _read(path: Path, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return read_tensors(path, match_network(path, network), shapes_of(network))
+    match = match_network(path, network)
+    if match.kind == BY_DIFFUSERS:
+        found = _converted(network, load_file(path))
+        assert found is not None, "it has converted the shapes"
+        return iter((name, found[name]) for name in match.needed if name in found)
+    return read_tensors(path, match, shapes_of(network))
 
 
 def save_single_file(

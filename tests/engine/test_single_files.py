@@ -16,6 +16,7 @@ from torch import Tensor
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
+from finetrainers.data.cache.encoder_index import recall_files, remember_files
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.ready import examine_weights
 from finetrainers.engine.training import train
@@ -204,6 +205,15 @@ def test_weights_of_a_single_file_are_part_of_what_is_resumed(
     with pytest.raises(ConfigError, match=r"the transformer's weights are not those of then"):
         run(**{**more, "train_steps": 3})
     other = files / "clip_l.safetensors"
+    checked = preflight(
+        load_config(**options("hunyuan_video", text_encoder_2_id=str(other), output_dir=str(files / "none")))
+    )
+    spec, folder = checked.family.load(checked.config.model), files / "cache"
+    remember_files(folder, spec, "of then")
+    assert recall_files(folder, spec) == "of then"
+    save_file(load_file(other), files / "next.safetensors")
+    (files / "next.safetensors").replace(other)
+    assert recall_files(folder, spec) is None  # encodings of other weights are not taken for theirs
     with pytest.raises(ConfigError, match=r"--init_from: .* holds none of the network's tensors, such as x_embedder"):
         run(**options("hunyuan_video", init_from=str(other), output_dir=str(files / "none")))
     begun = options("hunyuan_video", train_steps=1, lr=0.0, weight_decay=0.0, training_type="full-finetune", init_from=file, output_dir=str(files / "run"))  # fmt: skip
