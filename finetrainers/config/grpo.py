@@ -122,8 +122,8 @@ class GRPOSection(Section):
         "sample frames. The default is the rate the model was trained at.", resume="free", gt=0, le=1000)
     keep_pairs: bool = option(False, "Write the clips with the highest and the lowest advantage of each prompt to "
         "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free")
-    keep_rollouts: int | None = option(None, "Write the best and the worst clip of a prompt, with their scores, to "
-        "`rollouts/` every N rollouts; a tracker shows them. 0 writes none. The default is 10 with a tracker, else 0.",
+    keep_rollouts_every: int | None = option(None, "Write the best and the worst clip of a prompt, with their scores, "
+        "to `rollouts/` every N rollouts; a tracker shows them. 0 writes none. The default is 10 with a tracker, else 0.",
         resume="free", ge=0)
     reward_on_error: Literal["raise", "mask"] = option("raise", "If a reward fails or returns no number: stop the run, "
         "or leave the clip out and count it.", resume="free")

@@ -96,7 +96,7 @@ def curve(directory: str | Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 def test_every_family_trains(family: str, training_type: str, options: Callable[..., dict[str, Any]]) -> None:
     given = options(family, training_type=training_type, lr=1e-3, keep_pairs=family == "ltx_video")
-    given |= {"keep_rollouts": 2} if family == "ltx_video" else {}
+    given |= {"keep_rollouts_every": 2} if family == "ltx_video" else {}
     state = run(preflight(load_config(**given)))
     assert state is not None
     found = records(given["output_dir"])

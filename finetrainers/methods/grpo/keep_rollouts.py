@@ -32,7 +32,7 @@ class RolloutKeeper:
         parallel: the processes of the run.
         fps: frame rate of the clips.
         """
-        asked = config.grpo.keep_rollouts
+        asked = config.grpo.keep_rollouts_every
         self.folder = config.run.output_dir / "rollouts"
         self.every = (_EVERY if config.run.report_to != "none" else 0) if asked is None else asked
         self.updates = config.grpo.updates_per_rollout

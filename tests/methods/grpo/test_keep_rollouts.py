@@ -38,7 +38,7 @@ def test_the_best_and_the_worst_clip_of_the_first_prompt_are_written(tmp_path: P
     """By two ranks, of which one has both; of every third rollout, under its first optimizer step."""
     for rollout in range(4):
         for rank in (0, 1):
-            found = keeper(tmp_path, OneOf(rank, 2), keep_rollouts=3)
+            found = keeper(tmp_path, OneOf(rank, 2), keep_rollouts_every=3)
             jobs = [Job(rollout, rank, Prompt(("a cat", "a dog")[rank], ""), k) for k in range(3)]
             clips = {
                 k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8)
@@ -63,7 +63,7 @@ def test_the_best_and_the_worst_clip_of_the_first_prompt_are_written(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("options", "every"), [({}, 0), ({"report_to": "wandb"}, 10), ({"report_to": "wandb", "keep_rollouts": 0}, 0)]
+    ("options", "every"), [({}, 0), ({"report_to": "wandb"}, 10), ({"report_to": "wandb", "keep_rollouts_every": 0}, 0)]
 )
 def test_a_tracker_is_shown_every_tenth_rollout(options: dict[str, Any], every: int, tmp_path: Path) -> None:
     assert keeper(tmp_path, OneOf(), **options).every == every
