@@ -58,6 +58,7 @@ class OneProcess:
     """The part of `Strategy` that saving uses, for one process."""
 
     is_main, writes_own_files, scaler, optimizer_layout = True, False, None, "one process"
+    weights_are_whole = True
 
     def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return model.state_dict()

@@ -22,7 +22,7 @@ from finetrainers.utils.seeding import derive_seed
 from .callbacks.base import Callback, Record
 from .callbacks.metrics import summarized
 from .checkpoints.async_save import BackgroundSave
-from .checkpoints.save import save_checkpoint
+from .checkpoints.save import reserve_memory, save_checkpoint
 from .guards.memory import Attempt, memory_advice
 from .guards.memory_probe import probe_memory, wants_memory_probe
 from .guards.rollback import roll_back
@@ -32,8 +32,8 @@ from .throughput import peak_flops, rates
 logger = logging.getLogger(__name__)
 
 _SAVING_TAKES = (
-    "A checkpoint is put together in host memory, under FSDP2 on rank 0 and of all ranks' parts; --async_checkpointing "
-    "takes as much again for a copy of it"
+    "A checkpoint is put together in host memory, under FSDP2 on rank 0 and of all ranks' parts; elsewhere "
+    "--async_checkpointing takes a copy of the whole training state"
 )
 
 
@@ -51,6 +51,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.saving = BackgroundSave(parallel=state.parallel, watchdog=state.watchdog)
         self._peak_flops = peak_flops(state.parallel.device)
+        self._expects_save = True  # no step and no save yet
         self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
     def run(self) -> None:
@@ -193,15 +194,25 @@ class Trainer:
         is_due = state.step == state.total_steps or (every > 0 and state.step % every == 0)
         asked = (requests.save or requests.stop is not None) and state.method.can_stop_after(state.step)
         if not (asked or is_due):
+            self._expect_save()
             return
         state.watchdog.enter("checkpoint")
         started = time.perf_counter()
         with phase(CHECKPOINT):
             save_checkpoint(state, self.saving)
         self._blocked_s += time.perf_counter() - started
-        requests.save = False
+        requests.save = self._expects_save = False
         if asked and requests.stop is not None and state.step < state.total_steps:
             state.stopped_by = requests.stop
+
+    def _expect_save(self) -> None:
+        """After the first step, if a save in the background will follow, get the memory for it."""
+        training, step = self.state.config.training, self.state.step
+        every = training.checkpointing_steps
+        follows = every > 0 and step // every * every + every < self.state.total_steps
+        if self._expects_save and follows and training.async_checkpointing:
+            reserve_memory(self.state, self.saving)
+        self._expects_save = False
 
     @memory_advice("sampling or evaluating")
     def _sample_if_due(self) -> None:

@@ -19,6 +19,7 @@ KILLS: list[tuple[str, list[int]]] = [
     ("kill@save.prune:1", [1, 2]),
     ("kill@save.remove:1", [2, 3]),  # step 1 has lost its name, its files are still there
     ("kill@update:2", [3, 4]),  # step 4 was saved, step 5 not reached
+    ("kill@save.copy:1", [3, 4]),  # a save in the background
     ("term@save.write:1", [5, 6]),  # a preemption in the middle of saving: finished; the next step is the last
     ("kill@save:2", [6, 7]),
     ("kill@resume", [6, 7]),
@@ -32,7 +33,8 @@ def test_a_run_that_is_killed_again_and_again_ends_like_any_other(
     killed = train("kill@start")
     assert killed.wait() == -signal.SIGKILL
     for fault, left in KILLS:
-        killed = train(fault, resume=files.root.joinpath("checkpoints").exists())
+        in_background = {"async_checkpointing": True} if "copy" in fault else {}
+        killed = train(fault, resume=files.root.joinpath("checkpoints").exists(), **in_background)
         expected = exit_codes.STOPPED if fault.startswith("term") else -signal.SIGKILL
         assert killed.wait() == expected, f"{fault}\n{killed.stderr}"
         assert f"FINETRAINERS_FAULT: {fault.partition(':')[0].replace('@', ' at ')}, visit" in killed.stderr

@@ -50,6 +50,10 @@ class BackgroundSave:
             if error is not None:
                 logger.error("%s failed", self._what, exc_info=error)
 
+    def prepare(self, job: Callable[[], None]) -> None:
+        """Let the thread do something before the first save; its error is left to the save, which does it again."""
+        self._executor.submit(job)
+
     def start(self, job: Callable[[], None] | None, *, what: str) -> None:
         """Begin a save; none may be in flight.
 

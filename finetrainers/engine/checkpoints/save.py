@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,9 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from finetrainers.parallel.strategy import below_wrapper
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_json_atomic
@@ -67,15 +69,23 @@ class Snapshot:
     optimizer: dict[str, Any] | None
     facts: dict[str, Any]
 
-    def on_host(self, staging: Staging) -> tuple[Snapshot, Callable[[], None]]:
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What refers to the training's own tensors."""
+        return self.state, self.trained, self.files, self.optimizer
+
+    def on_host(self, staging: Staging, *, spare: Iterable[Tensor] = ()) -> tuple[Snapshot, Callable[[], None]]:
         """A copy in host memory, which no later step changes; the snapshot itself refers to the training's own tensors.
+
+        Args:
+            staging: has the memory.
+            spare: see `Staging.begin`.
 
         Returns:
             The copy, and what fills it; see `Staging.begin`.
         """
-        content = self.state, self.trained, self.files, self.optimizer
         # A method changes its tensors when it likes, the others change in the update and for sampling.
-        copied, fill = staging.begin(content, at_once=self.files.get(_METHOD_FILE, {}))
+        copied, fill = staging.begin(self.content, at_once=self.files.get(_METHOD_FILE, {}), spare=spare)
         state, trained, files, optimizer = copied
         return replace(self, state=state, trained=trained, files=files, optimizer=optimizer), fill
 
@@ -157,6 +167,16 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
     return final
 
 
+def reserve_memory(state: TrainState, background: BackgroundSave) -> None:
+    """Let the thread of the rank that writes get host memory for the first copy, while training goes on; after an update.
+
+    What is gathered from other processes is not copied, so that there is little to get. Other ranks need not call this: where
+    weights are whole, a snapshot asks nobody.
+    """
+    if state.parallel.is_main and state.parallel.weights_are_whole:
+        background.prepare(state.staging.reserve(take_snapshot(state).content))
+
+
 def _in_background(state: TrainState) -> bool:
     """Whether a thread writes; training ends with the last checkpoint of a run, so that nothing would be gained."""
     if not state.config.training.async_checkpointing:
@@ -181,7 +201,11 @@ def _job(
     run_dir, step, limit = state.run_dir, state.step, state.config.training.checkpointing_limit
     fill: Callable[[], None] | None = None
     if in_background:
-        snapshot, fill = snapshot.on_host(state.staging)
+        spare: list[Tensor] = []
+        if not state.parallel.weights_are_whole:
+            sources = [state.transformer.state_dict(), below_wrapper(state.optimizer).state_dict()]
+            spare = gathered(snapshot, sources)
+        snapshot, fill = snapshot.on_host(state.staging, spare=spare)
     begun = time.perf_counter()
 
     def write() -> None:
@@ -242,6 +266,23 @@ def take_snapshot(state: TrainState) -> Snapshot:
             "tracker_run": state.run_dir.tracker_run,
         },
     )  # fmt: skip
+
+
+def gathered(snapshot: Snapshot, sources: Any) -> list[Tensor]:
+    """Weights and optimizer state that were put together from several processes, in host memory that nothing else uses.
+
+    Args:
+        snapshot: which has them.
+        sources: the tensors that they were gathered from; what one process has alone may be the same tensor.
+    """
+    used = {part.untyped_storage().data_ptr() for tensor in tensors_in(sources) for part in parts_of(tensor)}
+    return [
+        tensor
+        for tensor in tensors_in([snapshot.trained, snapshot.optimizer])
+        if not is_traceable_wrapper_subclass(tensor)
+        and tensor.device.type == "cpu"
+        and tensor.untyped_storage().data_ptr() not in used
+    ]
 
 
 def _bytes_needed(state: TrainState, snapshot: Snapshot) -> int:

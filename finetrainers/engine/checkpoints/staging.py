@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -37,10 +37,38 @@ class Staging:
         self._copied = threading.Event()
         self._copied.set()
         self.waited_s = 0.0
-        self._kept: list[torch.UntypedStorage] = []  # those of the last copy
+        self._reserved = threading.Event()
+        self._reserved.set()
+        self._kept: list[torch.UntypedStorage] = []  # those of the last copy, or for the first one
         self._buffers: dict[torch.device, _PageLocked] = {}
 
-    def begin(self, value: T, *, at_once: Any = ()) -> tuple[T, Callable[[], None]]:
+    def reserve(self, value: Any) -> Callable[[], None]:
+        """Get the memory of the first copy before that is due: getting it from the system takes longer than copying.
+
+        Args:
+            value: what will be copied.
+
+        Returns:
+            What gets it. It has to be called, in any thread, and `begin` waits for it.
+        """
+        assert not self._kept, "there is memory already"
+        storages = {s.data_ptr(): s for t in tensors_in(value) for p in parts_of(t) for s in [p.untyped_storage()]}
+        sizes = [storage.nbytes() for storage in storages.values()]
+        self._reserved.clear()
+
+        def get() -> None:
+            try:
+                for size in sizes:
+                    storage = torch.UntypedStorage(size)
+                    # The system gives a page when it is first written to.
+                    np.copyto(torch.empty(0, dtype=torch.uint8).set_(storage).numpy(), 0)  # type: ignore[call-overload]
+                    self._kept.append(storage)
+            finally:
+                self._reserved.set()
+
+        return get
+
+    def begin(self, value: T, *, at_once: Any = (), spare: Iterable[Tensor] = ()) -> tuple[T, Callable[[], None]]:
         """A copy of nested dictionaries, lists and tuples, with all tensors in host memory, whose content comes later.
 
         Written to a file it gives the same bytes as the original on the host: strides, subclasses (torchao's low-bit
@@ -49,12 +77,15 @@ class Staging:
         Args:
             value: what to copy; no copy made before may be in use any more.
             at_once: tensors of it that are copied before this returns, since nobody waits before changing them.
+            spare: tensors of it that nobody else uses. They are not copied.
 
         Returns:
             The copy, and a function that fills it. It has to be called, in any thread, and `wait` waits for it.
         """
         assert self._copied.is_set(), "a copy has not been made"
+        self._reserved.wait()
         copies = _Copies(self._kept)
+        copies.tensors.update((id(tensor), tensor) for tensor in spare)
         for tensor in tensors_in(at_once):
             copies.add(tensor)
         devices = {
@@ -122,7 +153,8 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [part for name in names for part in parts_of(getattr(tensor, name))]
+    held = [getattr(tensor, name) for name in names]  # of a DTensor, its mesh is among them
+    return [part for one in held if isinstance(one, Tensor) for part in parts_of(one)]
 
 
 class _Copies:

@@ -10,6 +10,7 @@ import shutil
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,14 +120,30 @@ def saved(root: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bytes_are_the_same(name: str, options: Callable[..., dict], tmp_path: Path) -> None:
-    """Though training has gone on meanwhile as far as it may; and a run continues from it exactly."""
+def test_the_bytes_are_the_same(
+    name: str, options: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though training has gone on meanwhile as far as it may; and a run continues from it exactly.
+
+    The thread has got the memory since the first step, so that the first save waits no longer than later ones.
+    """
+    begin, missing = Staging.begin, []
+
+    def noted(staging: Staging, *arguments: Any, **named: Any) -> Any:
+        staging._reserved.wait()
+        ready = Counter(storage.nbytes() for storage in staging._kept)
+        begun = begin(staging, *arguments, **named)
+        missing.append(Counter(storage.nbytes() for storage in staging._kept) - ready)
+        return begun
+
+    monkeypatch.setattr(Staging, "begin", noted)
     at_once, later = tmp_path / "at once", tmp_path / "later"
     train(load_config(**options(name, output_dir=str(at_once))))
     values = options(name, output_dir=str(later), async_checkpointing=True)
     with writer_held_until(3) as held:
         train(load_config(**values))
     assert held == [2]  # the last one is not written in the background
+    assert missing == [Counter()]
     expected = {step: saved(at_once, step) for step in (2, 4)}
     assert {"state.json", "optimizer.pt"} < expected[2].keys()
     assert ("ema.safetensors" in expected[2]) == (name == "full")
@@ -337,6 +354,48 @@ def test_copies_are_written_as_their_originals_are() -> None:
     fill()
     assert other["one"].tolist() == list(range(100))
     assert other["table"].tolist() == list(range(16))
+
+
+def test_memory_of_the_first_copy_is_got_before_it() -> None:
+    table = torch.arange(1000.0)
+    value = {"table": table, "view": table[:10], "one": torch.ones(3)}
+    staging = Staging()
+    get = staging.reserve(value)
+    thread = threading.Timer(0.2, get)
+    thread.start()
+    copied, fill = staging.begin(value)  # waits
+    assert not thread.is_alive() or staging._reserved.is_set()
+    fill()
+    assert pickled(copied) == pickled(value)
+    staging = Staging()
+    staging.reserve(value)()
+    places = {storage.data_ptr() for storage in staging._kept}
+    copied, fill = staging.begin(value)
+    fill()
+    assert {tensor.untyped_storage().data_ptr() for tensor in copied.values()} == places
+    assert len(places) == 2
+
+
+def test_what_was_gathered_is_not_copied_again() -> None:
+    """Of one process's own tensors, as in groups of one, there is a copy all the same."""
+    own, moment = torch.ones(3), torch.ones(3)
+    trained = {"gathered": torch.zeros(4), "own": own, "view": own[:2]}
+    optimizer = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": moment}}, "param_groups": [{"params": [0]}]}
+    snapshot = saving.Snapshot({}, trained, dict, {"ema.safetensors": {"a": torch.ones(2)}}, optimizer, {})
+    spare = saving.gathered(snapshot, [{"a.weight": own}, {"state": {7: {"exp_avg": moment}}}])
+    copied, fill = snapshot.on_host(Staging(), spare=spare)
+    fill()
+    assert copied.optimizer is not None
+    state = copied.optimizer["state"][0]
+    assert copied.trained["gathered"] is trained["gathered"]
+    assert state["step"] is optimizer["state"][0]["step"]  # type: ignore[index]
+    own.zero_()
+    moment.zero_()
+    snapshot.files["ema.safetensors"]["a"].zero_()
+    assert copied.trained["own"].tolist() == [1, 1, 1]
+    assert copied.trained["view"].tolist() == [1, 1]
+    assert state["exp_avg"].tolist() == [1, 1, 1]
+    assert copied.files["ema.safetensors"]["a"].tolist() == [1, 1]
 
 
 def test_what_changes_weights_waits_for_the_copy() -> None:
