@@ -60,9 +60,9 @@ class _PeakReader:
         self.pid = os.getpid()
         self._status = self._clear = -1
         with contextlib.suppress(OSError):  # no Linux
-            self._status = os.open(_SELF / "status", os.O_RDONLY | os.O_CLOEXEC)
+            self._status = os.open(_SELF / "status", os.O_RDONLY)
         with contextlib.suppress(OSError):  # /proc may be read-only
-            self._clear = os.open(_SELF / "clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+            self._clear = os.open(_SELF / "clear_refs", os.O_WRONLY)
         self._least: int | None = None
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class _PeakReader:
         if self._status < 0:
             return psutil.Process().memory_info().rss
         said = _max_rss()
-        peak = said if self._least is not None and said > self._least else self._high_water_mark()
+        peak = self._high_water_mark() if said is None or self._least is None or said <= self._least else said
         if self._clear >= 0:
             with contextlib.suppress(OSError):
                 os.pwrite(self._clear, b"5", 0)
@@ -93,9 +93,12 @@ class _PeakReader:
 _reader: _PeakReader | None = None
 
 
-def _max_rss() -> int:
-    import resource  # not on Windows
-
+def _max_rss() -> int | None:
+    """What `getrusage` says, in bytes; None where there is none."""
+    try:
+        import resource
+    except ImportError:
+        return None
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
