@@ -2,9 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/data.py            everything, in minutes
     OMP_NUM_THREADS=1 python benchmarks/data.py --decode   frames of a clip, against decoding and resizing all of it
+    OMP_NUM_THREADS=1 python benchmarks/data.py --range    49 consecutive frames, against a plain read by PyAV, with memory
     OMP_NUM_THREADS=1 python benchmarks/data.py --check    checking files, and a start with 100 000 known ones (data_check.py)
     OMP_NUM_THREADS=1 python benchmarks/data.py --wait     how long steps wait for their batches (data_cache.py)
     OMP_NUM_THREADS=1 python benchmarks/data.py --startup  a start with a cache of 100 000 entries (data_cache.py)
+    OMP_NUM_THREADS=1 python benchmarks/data.py --fill     filling the cache, against a plain loop (data_fill.py)
     OMP_NUM_THREADS=1 python benchmarks/data.py --memory   what is held after each of ten epochs (data_memory.py)
 
 Each part prints a table; ratios are between ways that took turns in one process. The scripts in brackets have the sizes as
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,13 +36,15 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 import av  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from finetrainers.data.buckets.buckets import cover_size  # noqa: E402
+from finetrainers.data.buckets.clip import Clip  # noqa: E402
 from finetrainers.data.buckets.frames import Selection, select_frames  # noqa: E402
 from finetrainers.data.inspect.probe import probe  # noqa: E402
 from finetrainers.data.video.backends import backend_problem  # noqa: E402
-from finetrainers.data.video.decode import read_frames, resize  # noqa: E402
+from finetrainers.data.video.decode import load_clip, read_frames, resize  # noqa: E402
 from finetrainers.data.video.pyav import PyavReader  # noqa: E402
 from finetrainers.demo.clips import video_folder  # noqa: E402
 
@@ -48,11 +53,16 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     "check": ("data_check", [], "how fast files are checked, and a start with many known ones"),
     "wait": ("data_cache", ["--wait"], "how long steps wait for their batches"),
     "startup": ("data_cache", ["--startup"], "a start with a large cache"),
+    "fill": ("data_fill", [], "how long filling the cache takes"),
     "memory": ("data_memory", [], "what is held after each epoch"),
 }
 #: Decoding what is wanted should be this much faster than decoding and resizing everything.
 TARGET_DECODE = 3.0
+#: Of a plain read of consecutive frames, reading a clip should take at most this much of the CPU and wall time; and so many MB
+#: in all, of a process that does nothing else.
+TARGET_RANGE, TARGET_TOTAL = 1.05, 500.0
 _SECONDS, _FRAMES, _SIZE = 10, 49, (480, 832)
+_RANGE, _RANGE_SIZE = range(100, 149), (512, 768)
 #: Which frames: name, rate, selection. None: the clip's own rate.
 _CUTS: tuple[tuple[str, float | None, Selection], ...] = (
     ("49 frames of the middle, 25 fps", None, "middle"),
@@ -186,18 +196,23 @@ def write_clip(path: Path) -> Path:
 
 def peak_memory(name: str, path: Path, indices: Sequence[int], height: int, width: int) -> float:
     """MB by which a process that does nothing else grows at most."""
+    return peaks(name, path, indices, height, width)[0]
+
+
+def peaks(name: str, path: Path, indices: Sequence[int], height: int, width: int) -> tuple[float, float]:
+    """MB by which a process that does nothing else grows at most, and what it has then, its imports included."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return pool.apply(_grown, (name, path, indices, height, width))
 
 
-def _grown(name: str, path: Path, indices: Sequence[int], height: int, width: int) -> float:
+def _grown(name: str, path: Path, indices: Sequence[int], height: int, width: int) -> tuple[float, float]:
     torch.set_num_threads(1)
     if name in ("decord", "torchcodec"):
         backend_problem(name)  # its libraries are not counted
     before = _memory("VmRSS")
-    _WAYS[name](path, indices, height, width)
-    return _memory("VmHWM") - before
+    (_WAYS | _RANGE_WAYS)[name](path, indices, height, width)
+    return _memory("VmHWM") - before, _memory("VmHWM")
 
 
 def _memory(field: str) -> float:
@@ -212,6 +227,68 @@ def _all_frames(path: Path) -> list[Tensor]:
         return [torch.from_numpy(np.asarray(f.to_ndarray(format="rgb24"))) for f in container.decode(video=0)]
 
 
+# ---- consecutive frames ----------------------------------------------------------------------------------------
+
+
+def as_a_clip(path: Path, indices: Sequence[int], height: int, width: int) -> Tensor:
+    """What training reads: consecutive frames, resized to cover the bucket and cropped, `[3, T, H, W]`."""
+    clip = Clip(0, path, "", "video", (len(indices), height, width), 25.0, 250, 25.0, 1280, 720, start=indices[0])
+    return load_clip(clip, generator=torch.Generator())
+
+
+def plainly(path: Path, indices: Sequence[int], height: int, width: int, *, threads: str | None = None) -> Tensor:
+    """The same without care for memory: PyAV seeks and decodes, frames are kept as they are stored, and resized together."""
+    frames = []
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        if threads is not None:
+            stream.thread_type = threads
+        container.seek(round(indices[0] / 25 / stream.time_base), stream=stream)
+        for frame in container.decode(stream):
+            number = round(frame.time * 25)
+            if number > indices[-1]:
+                break
+            if number >= indices[0]:
+                frames.append(frame.to_ndarray(format="rgb24"))
+    video = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    full = cover_size(720, 1280, height, width)
+    video = F.interpolate(video, size=full, mode="bicubic", antialias=True)
+    top, left = (full[0] - height) // 2, (full[1] - width) // 2
+    return video[:, :, top : top + height, left : left + width].transpose(0, 1)
+
+
+_RANGE_WAYS: dict[str, Callable[[Path, Sequence[int], int, int], Tensor]] = {
+    "reading a clip": as_a_clip,
+    "plain PyAV": plainly,
+    "plain PyAV, frame threads": partial(plainly, threads="AUTO"),
+}
+
+
+def consecutive(directory: Path, *, repeats: int) -> bool:
+    """Compare reading a clip with a plain read of the same frames; whether time and memory reach the aims."""
+    path = write_clip(directory / "clip.mp4")
+    ways = [Way(name, run) for name, run in _RANGE_WAYS.items()]
+    for _ in range(repeats):
+        pictures = [way.measure(path, _RANGE, *_RANGE_SIZE) for way in ways]
+        if not all(torch.equal(pictures[0], other) for other in pictures[1:]):
+            sys.exit("the ways do not give the same frames")
+    print(f"frames {_RANGE[0]} to {_RANGE[-1]} of 1280x720, H.264, resized to 910x512 and cropped to 768x512\n")
+    print("| way | CPU s | wall s | CPU, ratio | wall, ratio | MB more | MB in all |\n|---|---|---|---|---|---|---|")
+    reached = True
+    for way in ways:
+        cpu, wall = (statistics.median(times) for times in (way.cpu, way.wall))
+        ratios = [
+            statistics.median(a / b for a, b in zip(getattr(ways[0], kind), getattr(way, kind), strict=True))
+            for kind in ("cpu", "wall")
+        ]
+        grown, peak = peaks(way.name, path, _RANGE, *_RANGE_SIZE)
+        shown = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"| {way.name} | {cpu:.2f} | {wall:.2f} | {shown} | {grown:.0f} | {peak:.0f} |", flush=True)
+        reached &= max(ratios) <= TARGET_RANGE and (way is not ways[0] or peak <= TARGET_TOTAL)
+    print(f"\nratios are of reading a clip to each; aim: at most {TARGET_RANGE:g}, and {TARGET_TOTAL:.0f} MB in all")
+    return reached
+
+
 # ---- command ---------------------------------------------------------------------------------------------------
 
 
@@ -219,19 +296,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the parts that were asked for and print them; exit with 1 if one misses its aim."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decode", action="store_true", help="frames of a clip against decoding all of it")
+    parser.add_argument("--range", action="store_true", help="consecutive frames against a plain read by PyAV")
     for part, (script, _, what) in OTHERS.items():
         parser.add_argument(f"--{part}", action="store_true", help=f"{what} ({script}.py)")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each way, for --decode [5]")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each way, for --decode and --range [5]")
     options = parser.parse_args(argv)
-    parts = [part for part in ("decode", *OTHERS) if getattr(options, part)] or ["decode", *OTHERS]
+    parts = [part for part in ("decode", "range", *OTHERS) if getattr(options, part)]
+    parts = parts or ["decode", "range", *OTHERS]
     machine = platform.processor() or platform.machine()
     print(
         f"{machine}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, torch {torch.__version__}, PyAV {av.__version__}\n"
     )
     reached = True
-    if "decode" in parts:
-        with tempfile.TemporaryDirectory() as directory:
-            reached &= decode(Path(directory), repeats=options.repeats)
+    for part, measure in (("decode", decode), ("range", consecutive)):
+        if part in parts:
+            with tempfile.TemporaryDirectory() as directory:
+                reached &= measure(Path(directory), repeats=options.repeats)
     sys.path.insert(0, str(Path(__file__).parent))
     for part in parts:
         if part in OTHERS:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.decode import load_clip, read_frames, read_image, resize
+from finetrainers.data.video.pyav import PyavReader
 from finetrainers.models.spec import to_unit_range
 from finetrainers.utils.seeding import generator
 
@@ -68,6 +71,30 @@ def test_rotated_clips_come_out_upright(tmp_path: Path, make_video, rotation: in
     expected = np.rot90(pictures[1], k=rotation // 90)
     assert np.abs(upright - expected).mean() < 12
     assert np.abs(upright - np.rot90(expected, k=2)).mean() > 40
+
+
+def test_two_decoded_frames_are_in_memory_at_a_time(real_clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is resized and the one that is decoded meanwhile, however many a clip has."""
+    alive, most, frames = 0, 0, PyavReader.frames
+
+    def gone() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def counted(self: PyavReader, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        nonlocal alive, most
+        for number, pixels in frames(self, numbers):
+            alive += 1
+            most = max(most, alive)
+            weakref.finalize(pixels if pixels.base is None else pixels.base, gone)
+            yield number, pixels
+            del pixels
+
+    monkeypatch.setattr(PyavReader, "frames", counted)
+    clip = clip_of(real_clips / "bikes.mp4", (49, 32, 64))
+    assert load_clip(clip, generator=torch.Generator()).dtype == torch.uint8
+    assert alive == 0
+    assert most <= 2
 
 
 def test_resize_is_pils_antialiased_bicubic(real_clips: Path) -> None:
