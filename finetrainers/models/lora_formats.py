@@ -21,14 +21,14 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from finetrainers.utils.hashed_files import save_safetensors
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.text import plural
 
 from .files import some
-from .layouts import Layout, Rows, layout_of, match_file, read_tensors, renamed, stored_tensors
+from .layouts import Layout, Rows, layout_of, renamed
 from .lora_names import PREFIXES, kind_of
-from .original import layouts_of, original_layout
+from .original import COMFYUI, layouts_of, original_layout
+from .single_file import save_single_file
 
 #: Formats with names of their own.
 Foreign = Literal["comfyui", "kohya"]
@@ -39,16 +39,6 @@ _HUNYUAN_EMBEDDERS = (
     (r"^txt_in\.c_embedder\.linear_1\.", "txt_in.c_embedder.in_layer."),
     (r"^txt_in\.c_embedder\.linear_2\.", "txt_in.c_embedder.out_layer."),
 )
-#: ComfyUI's own CogVideoX, from diffusers' names.
-_COG_COMFYUI = (
-    (r"^transformer_blocks\.(\d+)\.", r"blocks.\1."),
-    (r"\.attn1\.to_([qkv])\.", r".\1."),
-    (r"\.attn1\.to_out\.0\.", ".attn_out."),
-    (r"\.attn1\.norm_", ".norm_"),
-    (r"\.ff\.net\.0\.proj\.", ".ff_proj."),
-    (r"\.ff\.net\.2\.", ".ff_out."),
-    (r"^(time|ofs)_embedding\.linear_", r"\1_embedding_linear_"),
-)
 _LTX, _HUNYUAN, _COG = "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel"
 #: Layer names in LoRA files, by class of network and format, from the names of the network's tensors.
 _LAYOUTS: Mapping[tuple[str, Foreign], Callable[[list[str]], Layout]] = {
@@ -56,7 +46,7 @@ _LAYOUTS: Mapping[tuple[str, Foreign], Callable[[list[str]], Layout]] = {
     (_LTX, "kohya"): lambda names: original_layout(_LTX, names)[0],
     (_HUNYUAN, "comfyui"): lambda names: renamed(original_layout(_HUNYUAN, names)[0], _HUNYUAN_EMBEDDERS),
     (_HUNYUAN, "kohya"): lambda names: original_layout(_HUNYUAN, names)[0],
-    (_COG, "comfyui"): lambda names: renamed(layout_of(names, ()), _COG_COMFYUI),
+    (_COG, "comfyui"): lambda names: original_layout(_COG, names, COMFYUI)[0],
     # VideoX-Fun's prefix ends with two underscores.
     (_COG, "kohya"): lambda names: renamed(layout_of(names, ()), [("^", ".")]),
 }
@@ -364,18 +354,5 @@ def save_original(path: Path, network: nn.Module, tensors: Mapping[str, Tensor])
         ValueError: the layout is not known, or the file is not what was to be written.
     """
     name = _stock(network)
-    layout, prefix = original_layout(name, tensors)
-    if name == _COG:  # its authors' layout is that of another program's checkpoints
-        layout = renamed(layout_of(tensors, ()), _COG_COMFYUI)
-    expected = stored_tensors(layout, {key: tensor.detach().cpu() for key, tensor in tensors.items()}, prefix)
-    save_safetensors(expected, path, metadata={"format": "pt"})
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    names = [*tensors]
-    known = {**layouts_of(name, names), "ComfyUI": layout}
-    match = match_file(read_header(path).shapes, shapes, known)
-    problems = match.problems(str(path))
-    if problems:
-        raise ValueError("; ".join(problems))
-    for key, tensor in read_tensors(path, match, shapes):
-        if not tensor.equal(tensors[key].cpu()):
-            raise ValueError(f"{path} was read back with another {key}")
+    # The layout of CogVideoX's authors is that of another program's checkpoints.
+    save_single_file(path, name, tensors, kind=COMFYUI if name == _COG else None)

@@ -14,6 +14,8 @@ from .layouts import Layout, Rule, layout_of, renamed
 
 #: Name of the layout of a network's own names.
 DIFFUSERS = "diffusers"
+#: Name of the layout of ComfyUI's own modules.
+COMFYUI = "ComfyUI's"
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ def layouts_of(class_name: str, names: Iterable[str]) -> dict[str, Layout]:
     return own | (ORIGINALS[class_name].layouts(names) if class_name in ORIGINALS else {})
 
 
-def original_layout(class_name: str, names: Iterable[str]) -> tuple[Layout, str]:
-    """The layout of the network's authors, and the prefix of its names.
+def original_layout(class_name: str, names: Iterable[str], kind: str | None = None) -> tuple[Layout, str]:
+    """The layout of the network's authors, or another of the class, and the prefix of its names.
 
     Raises:
         ValueError: the class has none here.
@@ -48,7 +50,8 @@ def original_layout(class_name: str, names: Iterable[str]) -> tuple[Layout, str]
             "Diffusers layout always works"
         )
     original = ORIGINALS[class_name]
-    return next(iter(original.layouts([*names]).values())), original.prefix
+    layouts = original.layouts([*names])
+    return layouts[next(iter(layouts)) if kind is None else kind], original.prefix
 
 
 # ---- HunyuanVideo --------------------------------------------------------------------------------------------------
@@ -126,7 +129,7 @@ _HUNYUAN_COMFYUI = (
 
 def _hunyuan_transformer(names: list[str]) -> dict[str, Layout]:
     tencent = layout_of(names, HUNYUAN_TRANSFORMER)
-    return {"Tencent's": tencent, "ComfyUI's": renamed(tencent, _HUNYUAN_COMFYUI)}
+    return {"Tencent's": tencent, COMFYUI: renamed(tencent, _HUNYUAN_COMFYUI)}
 
 
 def _hunyuan_vae(names: list[str]) -> dict[str, Layout]:
@@ -141,7 +144,7 @@ def _hunyuan_vae(names: list[str]) -> dict[str, Layout]:
     )
     return {
         "Tencent's": layout_of(names, ()),
-        "ComfyUI's": renamed(comfyui, [(r"\.conv_shortcut\.", ".nin_shortcut.")]),
+        COMFYUI: renamed(comfyui, [(r"\.conv_shortcut\.", ".nin_shortcut.")]),
     }
 
 
@@ -173,8 +176,21 @@ COG_TRANSFORMER = (
 )
 
 
+#: From diffusers' names to those of ComfyUI's own CogVideoX.
+COG_COMFYUI = (
+    (r"^transformer_blocks\.(\d+)\.", r"blocks.\1."),
+    (r"\.attn1\.to_([qkv])\.", r".\1."),
+    (r"\.attn1\.to_out\.0\.", ".attn_out."),
+    (r"\.attn1\.norm_", ".norm_"),
+    (r"\.ff\.net\.0\.proj\.", ".ff_proj."),
+    (r"\.ff\.net\.2\.", ".ff_out."),
+    (r"^(time|ofs)_embedding\.linear_", r"\1_embedding_linear_"),
+)
+
+
 def _cog_transformer(names: list[str]) -> dict[str, Layout]:
-    return {"SwissArmyTransformer's": layout_of(names, COG_TRANSFORMER)}
+    authors, comfyui = layout_of(names, COG_TRANSFORMER), renamed(layout_of(names, ()), COG_COMFYUI)
+    return {"SwissArmyTransformer's": authors, COMFYUI: comfyui}
 
 
 def _latent_diffusion(names: Iterable[str]) -> list[Rule]:

@@ -120,22 +120,27 @@ def _read(path: Path, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return read_tensors(path, match, shapes_of(network))
 
 
-def save_single_file(
-    path: Path, class_name: str, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
-) -> Written:
-    """Write a network's weights in the layout of its authors' single file.
+def save_single_file(path: Path, class_name: str, tensors: Mapping[str, Tensor], *, kind: str | None = None) -> Written:
+    """Write a network's weights to a single file, in the layout of its authors or another of its class, and read it back.
 
     Args:
         path: the file.
         class_name: of the network, such as `HunyuanVideoTransformer3DModel`.
         tensors: all of its weights, in diffusers layout, in the dtype to be written.
-        metadata: free text by key.
+        kind: of the layout; see `original`.
 
     Raises:
-        ValueError: the original layout of the class is not known.
+        ValueError: the class has no such layout, or the file is not what was to be written.
     """
-    layout, prefix = original_layout(class_name, tensors)
+    layout, prefix = original_layout(class_name, tensors, kind)
     on_host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    return save_safetensors(
-        stored_tensors(layout, on_host, prefix), path, metadata={"format": "pt", **(metadata or {})}
-    )
+    written = save_safetensors(stored_tensors(layout, on_host, prefix), path, metadata={"format": "pt"})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    match = match_file(read_header(path).shapes, shapes, layouts_of(class_name, shapes))
+    problems = match.problems(str(path))
+    if problems:
+        raise ValueError("; ".join(problems))
+    for name, tensor in read_tensors(path, match, shapes):
+        if not tensor.equal(on_host[name]):
+            raise ValueError(f"{path} was read back with another {name}")
+    return written

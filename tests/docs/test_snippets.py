@@ -131,7 +131,6 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_repo: Callable[..., Pat
             f'checkpointing_steps = 1\noutput_dir = "runs/{name}"\n'
         )
     write_single_file(repo, root / "ltx-video-2b.safetensors")
-    shutil.copytree(repo / "transformer", root / "runs" / "full" / "transformer")
     done = python_of_module(
         "-m", "finetrainers", "train", "--config", "run.toml", "--output_dir", "runs/mystyle", cwd=root
     )
