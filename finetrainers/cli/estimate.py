@@ -131,7 +131,7 @@ def _estimate(argv: Sequence[str], own: argparse.Namespace, gpu: float | None) -
     from finetrainers.memory.phases import RESERVE
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries may speak when they are imported
-        memory = RunMemory(checked)
+        memory = RunMemory(checked, gpu_gib=gpu)
         plan = memory.plan()
         fits = gpu is None or (1 + RESERVE) * plan.peak <= GIB * gpu
         advice = None if fits or gpu is None else memory.advice(gpu)

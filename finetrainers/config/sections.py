@@ -328,10 +328,11 @@ ActivationMemory = Literal["none", "checkpoint", "keep_attention", "offload"]
 class MemorySection(Section):
     """What saves GPU memory, and what happens when it runs out. See also [optimizer], [parallel] and [model]."""
 
-    activation_memory: ActivationMemory | None = option(None, "What each block stores for the backward pass: all of its "
-        "activations (`none`), its input, from which the rest is recomputed (`checkpoint`), its input and what "
-        "attention returned, so that attention is not recomputed (`keep_attention`), or the same in pinned host memory "
-        "(`offload`). Gradients are bitwise equal. The "
+    activation_memory: ActivationMemory | Literal["auto"] | None = option(None, "What each block stores for the backward "
+        "pass: all of its activations (`none`), its input, from which the rest is recomputed (`checkpoint`), its input and "
+        "what attention returned, so that attention is not recomputed (`keep_attention`), or the same in pinned host memory "
+        "(`offload`). Gradients are bitwise equal. `auto` chooses the fastest of these, and the share of the blocks, that is "
+        "estimated to fit the GPU or `memory_budget`, and chooses once more after the first measured step. The "
         "default is `checkpoint` with `gradient_checkpointing`, else `none`.", resume="free")
     gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
         "time.", resume="free", former_table="training")
@@ -375,9 +376,17 @@ class MemorySection(Section):
 
     @property
     def stored(self) -> ActivationMemory:
-        """What blocks store, with the default resolved."""
+        """What blocks store, with the default resolved; for `auto`, which a run replaces by its choice, `checkpoint`."""
+        if self.activation_memory == "auto":
+            return "checkpoint"
         recomputes = self.gradient_checkpointing or self.selective_checkpointing is not None
         return self.activation_memory or ("checkpoint" if recomputes else "none")
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether backward recomputes every block."""
+        is_known = self.stored != "none" and self.activation_memory != "auto"
+        return is_known and self.selective_checkpointing in (None, 1.0)
 
 
 class OptimizerSection(Section):

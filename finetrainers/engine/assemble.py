@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import count, takewhile
 from typing import Any
 
@@ -19,7 +21,8 @@ from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
 
-from .block_swap import block_swap, check_number_of_blocks
+from .activation_memory import activation_planner, with_activations
+from .block_swap import block_swap, check_number_of_blocks, number_to_swap
 from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
 from .callbacks.metrics import MetricsFile, RewardFiles
@@ -65,7 +68,10 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     watchdog.enter("loading")
     global_batch = config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.data_size
     lr = config.optimizer.lr * (global_batch if config.optimizer.scale_lr else 1)
-    transformer, optimizer = _load_trained(checked, spec, parallel, lr=lr)
+    number = number_to_swap(checked, spec, parallel)
+    activations = activation_planner(checked, spec, parallel, blocks_to_swap=number)
+    resolved = replace(checked, config=with_activations(config, activations))
+    transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr, blocks_to_swap=number)
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(
         MethodParts(
@@ -81,12 +87,14 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
         watchdog=watchdog, memory=memory, checkpoint_fields=start.checkpoint_fields(config),
         ema=make_ema(config, network), meter=measure_calls(spec, network),
     )  # fmt: skip
+    if activations is not None:
+        state.guards.memory.recompute_more = partial(activations.recompute_more, state)
     callbacks = _make_callbacks(state, checked, source, scheduler=scheduler, encoded=encoded)
     restore(state, start)
     _start_records(state, checked)
     begun = start.schedule_start
     schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - begun), first_step=begun)
-    return Trainer(state, lr_at=schedule, callbacks=callbacks)
+    return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
 
 
 def _print_notes(checked: Preflight, spec: ModelSpec, first_frame_p: float) -> None:
@@ -105,9 +113,11 @@ def _sampling_dtype(config: TrainConfig, parallel: Strategy) -> torch.dtype:
     return parallel.compute_dtype(trainable_dtype(config) if is_full else DTYPES[config.model.transformer_dtype])
 
 
-def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr: float) -> tuple[nn.Module, Any]:
+def _load_trained(
+    checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr: float, blocks_to_swap: int
+) -> tuple[nn.Module, Any]:
     """The transformer, with what is trained attached, and its optimizer, as the strategy has prepared them."""
-    config, swap = checked.config, block_swap(checked, spec, parallel)
+    config, swap = checked.config, block_swap(blocks_to_swap, spec, parallel)
     with loading(checked, "transformer"):
         return parallel.prepare(
             lambda: load_trainable_transformer(checked, spec, trainable_dtype(config), device=parallel.device),

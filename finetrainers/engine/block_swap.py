@@ -39,13 +39,14 @@ def check_number_of_blocks(config: TrainConfig, spec: ModelSpec) -> None:
         )
 
 
-def block_swap(checked: Preflight, spec: ModelSpec, parallel: Strategy) -> Swap | None:
-    """What swaps the blocks of a network that is to be trained; None where all stay on the device.
-
-    Every rank must call it; all swap equally many.
-    """
+def number_to_swap(checked: Preflight, spec: ModelSpec, parallel: Strategy) -> int:
+    """How many blocks are swapped, the same on all ranks, which must all call it."""
     asked = checked.config.memory.blocks_to_swap
-    number = parallel.same_on_all(_fewest(checked, spec, parallel)) if asked == "auto" else asked
+    return parallel.same_on_all(_fewest(checked, spec, parallel)) if asked == "auto" else asked
+
+
+def block_swap(number: int, spec: ModelSpec, parallel: Strategy) -> Swap | None:
+    """What swaps so many blocks of a network that is to be trained; None where all stay on the device."""
     if not number:
         return None
 

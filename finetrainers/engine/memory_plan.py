@@ -14,6 +14,14 @@ from finetrainers.config.checks.options import check_config
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import is_network
 from finetrainers.config.root import TrainConfig
+from finetrainers.memory.activation_auto import (
+    ASSUMED_FLOPS,
+    ASSUMED_LINK,
+    HOST_SHARE,
+    activation_model,
+    with_choice,
+)
+from finetrainers.memory.activation_plan import Choice, Machine
 from finetrainers.memory.advice import OTHER_WAYS, Advice, cheapest
 from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
@@ -24,8 +32,9 @@ from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.parallel.sharding import expected_split, with_launcher
 from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.host_memory import room
 from finetrainers.utils.launch import launched_processes, local_world_size
-from finetrainers.utils.phases import VALIDATION, label
+from finetrainers.utils.phases import TRAINING_STEP, VALIDATION, label
 from finetrainers.utils.text import aligned, file_size, plural
 
 from .preflight import Preflight, preflight
@@ -37,12 +46,16 @@ from .trainable import network_without_weights
 class RunMemory:
     """The estimate of a run, for its own options and for others."""
 
-    def __init__(self, checked: Preflight, transformer: nn.Module | None = None) -> None:
+    def __init__(
+        self, checked: Preflight, transformer: nn.Module | None = None, *, gpu_gib: float | None = None
+    ) -> None:
         """Args:
         checked: the run, whose model's configs are on this disk.
         transformer: on the meta device, with its adapter attached.
+        gpu_gib: memory that `--activation_memory auto` plans for; default: `memory_budget`, else that of this machine's GPU.
         """
         self.checked = checked
+        self.gpu_gib = gpu_gib or checked.config.memory.memory_budget
         self.transformer = network_without_weights(checked) if transformer is None else transformer
         spec = checked.family.load(checked.config.model)
         networks = (*spec.facts.networks[:-1], *filter(is_network, spec.facts.companions))
@@ -65,8 +78,8 @@ class RunMemory:
             local_processes=local_world_size(),
         )
 
-    def plan(self, config: TrainConfig | None = None) -> RunPlan:
-        """The memory of each phase; `config`: with other options that save memory."""
+    def plan(self, config: TrainConfig | None = None, *, gpu_gib: float | None = None) -> RunPlan:
+        """The memory of each phase; `config`: with other options that save memory; `gpu_gib`: for another GPU."""
         config = config or self.checked.config
         spec = self.checked.family.load(config.model)
         around = replace(
@@ -75,7 +88,30 @@ class RunMemory:
             split=expected_split(config.parallel),
             text_bytes=_text_bytes(config, spec),
         )
-        return plan_run(config, self.checked.geometry, self.transformer, spec=spec, around=around)
+        chosen = None
+        if config.memory.activation_memory == "auto":
+            chosen = self._activations(config, spec, around, gpu_gib=gpu_gib or self.gpu_gib or _gpu_gib())
+            config = with_choice(config, None if chosen is None else chosen[0])
+        plan = plan_run(config, self.checked.geometry, self.transformer, spec=spec, around=around)
+        return replace(plan, activations=chosen)
+
+    def _activations(
+        self, config: TrainConfig, spec: ModelSpec, around: Surroundings, *, gpu_gib: float | None
+    ) -> tuple[Choice, Machine] | None:
+        """What `auto` chooses, with assumed speeds; None: there is no GPU to plan for."""
+        if gpu_gib is None:
+            return None
+        bucket, geometry = around.bucket, self.checked.geometry
+        model = activation_model(
+            config, geometry, self.transformer, spec=spec, bucket=bucket, batch_size=around.clips, split=around.split
+        )
+        step = plan_run(with_choice(config, None), geometry, self.transformer, spec=spec, around=around)
+        others = step.peaks[TRAINING_STEP] - GIB * step.step.total
+        machine = Machine(
+            GIB * gpu_gib / (1 + RESERVE) - others, HOST_SHARE * room().total / around.local_processes,
+            ASSUMED_FLOPS, ASSUMED_LINK,
+        )  # fmt: skip
+        return model.choose(machine), machine
 
     def disk(self) -> Needs:
         """What the run writes, without the cache."""
@@ -105,21 +141,30 @@ class RunMemory:
         """The cheapest options with which the run fits a GPU; None: there are none."""
 
         def peaks(config: TrainConfig) -> Mapping[str, float] | None:
-            key = f"{device_type} {config.model_dump_json()}"
+            key = f"{budget_gib} {device_type} {config.model_dump_json()}"
             if key not in self._peaks:
-                self._peaks[key] = self._peaks_of(config, device_type)
+                self._peaks[key] = self._peaks_of(config, device_type, budget_gib)
             return self._peaks[key]
 
         return cheapest(self.checked.config, peaks, budget=GIB * budget_gib / (1 + RESERVE))
 
-    def _peaks_of(self, config: TrainConfig, device_type: str) -> Mapping[str, float] | None:
+    def _peaks_of(self, config: TrainConfig, device_type: str, budget_gib: float) -> Mapping[str, float] | None:
         """Bytes of each phase; None: the run would be refused."""
         rules = check_config(config, facts=self.checked.facts, prompts=self.checked.prompts)
         parts = with_launcher(config.parallel).fsdp is not None
         errors, _ = optimizer_problems(
             config, device_type=device_type, num_processes=launched_processes(), updates_parts=parts
         )
-        return None if rules.errors or errors else self.plan(config).peaks
+        return None if rules.errors or errors else self.plan(config, gpu_gib=budget_gib).peaks
+
+
+def _gpu_gib() -> float | None:
+    """Memory of this machine's GPU; None: there is none."""
+    if likely_device_type() != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else None
 
 
 def _text_bytes(config: TrainConfig, spec: ModelSpec) -> float:
@@ -150,6 +195,7 @@ def memory_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
     options = with_launcher(memory.checked.config.parallel)
     if launched_processes() == 1 and (options.fsdp is not None or options.deepspeed):
         lines.append("planned for 1 process; finetrainers estimate --num_processes N plans for N")
+    lines += _activation_lines(memory, plan)
     lines += plan.step.swap.lines()
     if plan.unknown:
         lines.append(f"not in it, since not on this disk: {', '.join(map(part_name, plan.unknown))}")
@@ -160,6 +206,21 @@ def memory_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
     cache = memory.cache_bytes()
     disk += [f"cache {file_size(cache)}"] if cache else []
     return [*lines, f"disk: {', '.join([*disk, f'result {file_size(needs.result)}'])}"]
+
+
+def _activation_lines(memory: RunMemory, plan: RunPlan) -> list[str]:
+    """What `--activation_memory auto` chooses."""
+    if memory.checked.config.memory.activation_memory != "auto":
+        return []
+    if plan.activations is None:
+        return ["--activation_memory auto: none on a CPU; --gpu 24GB says what it chooses on that GPU"]
+    choice, machine = plan.activations
+    speed = f"{machine.flops / 1e12:.0f} TFLOP/s, {machine.link / 1e9:.0f} GB/s"
+    return [
+        f"--activation_memory auto, assuming {speed}, {machine.host / GIB:.1f} GiB of host memory for activations:",
+        f"  {choice.what}",
+        f"  {choice.why(machine)}",
+    ]
 
 
 def fit_lines(plan: RunPlan, gpu_gib: float, advice: Advice | None) -> list[str]:
@@ -205,6 +266,12 @@ def as_json(memory: RunMemory, plan: RunPlan, gpu_gib: float | None, advice: Adv
         },
         "unknown": list(plan.unknown),
     }  # fmt: skip
+    if plan.activations is not None:
+        choice, _ = plan.activations
+        found["activation_memory"] = {
+            "setting": choice.stored, "blocks": choice.number, "of": choice.total, "host": round(choice.host),
+            "slowdown_percent": round(100 * choice.slower, 1), "fits": choice.fits,
+        }  # fmt: skip
     if gpu_gib is not None:
         found["gpu_gib"] = gpu_gib
         found["fits"] = (1 + RESERVE) * plan.peak <= GIB * gpu_gib

@@ -20,6 +20,8 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A40": 149.7, "A10": 125, "RTX A6000": 154.8,
     "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "MI300X": 1307.4,
 }  # fmt: skip
+#: What makes of a device's name that of another chip, or of a part of one (MIG).
+_OTHER_CHIPS = ("Laptop", "Ti", "D", "SUPER", "MIG")
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -27,6 +29,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     words = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
+    if any(f" {other} " in words for other in _OTHER_CHIPS):
+        return None
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words), None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,6 +19,7 @@ from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import CHECKPOINT, TRAINING_STEP, phase
 from finetrainers.utils.seeding import derive_seed
 
+from .activation_memory import ActivationPlanner
 from .callbacks.base import Callback, Record
 from .callbacks.metrics import summarized
 from .checkpoints.async_save import BackgroundSave
@@ -40,15 +41,24 @@ _SAVING_TAKES = (
 class Trainer:
     """Trains the network of a state for a number of optimizer steps."""
 
-    def __init__(self, state: TrainState, *, lr_at: Callable[[int], float], callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        lr_at: Callable[[int], float],
+        callbacks: Sequence[Callback] = (),
+        activations: ActivationPlanner | None = None,
+    ) -> None:
         """Args:
         state: the run, new or restored from a checkpoint.
         lr_at: learning rate of optimizer step n, from 0.
         callbacks: watchers, in order.
+        activations: chooses what blocks store; None: the options say it.
         """
         self.state = state
         self.lr_at = lr_at
         self.callbacks = list(callbacks)
+        self.activations = activations
         self.saving = BackgroundSave(parallel=state.parallel, watchdog=state.watchdog)
         self._peak_flops = peak_flops(state.parallel.device)
         self._expects_save = True  # no step and no save yet
@@ -125,12 +135,14 @@ class Trainer:
             state.run_dir.event(step=state.step + 1, **event)
         fault_point("step")
         totals: dict[str, Tensor | float] = {}
+        started = time.perf_counter()
         if len(step):
             set_lr(state.optimizer, self.lr_at(state.step))
             early = in_backward(state.optimizer)
             if early is not None:  # weights change from here on
                 self._blocked_s += state.staging.wait()
-            for attempt in guards.memory.attempts(step):  # after an OOM once more, in smaller micro-batches
+            for attempt in _attempts(state, step):
+                started = time.perf_counter()
                 with attempt:
                     totals = {**accumulate_gradients(state, attempt)}
             with memory_advice("exchanging and clipping gradients"):
@@ -144,6 +156,7 @@ class Trainer:
             totals |= state.meter.take()
         # The step's one wait for the device, before the update: NaN must not get into the weights.
         record = parallel.mean(totals)
+        self._measure(step, record, seconds=time.perf_counter() - started)
         action = guards.nonfinite.judge(state.step + 1, record)
         if action == "update" and len(step):
             record |= guards.spikes.look(state.step + 1, record)
@@ -156,6 +169,11 @@ class Trainer:
             return None
         state.step += 1
         return record
+
+    def _measure(self, step: Step[Any], record: Record, *, seconds: float) -> None:
+        """Let what blocks store follow from what a step has taken."""
+        if self.activations is not None:
+            self.activations.look(self.state, step, seconds=seconds, operations=record.get("flops"))
 
     @memory_advice("updating the weights")
     def _update(self) -> None:
@@ -258,6 +276,12 @@ class Trainer:
         """Tell the callbacks that the results, or the checkpoint of a run that was stopped, are on disk."""
         for callback in self.callbacks:
             callback.on_end(self.state)
+
+
+def _attempts(state: TrainState, step: Step[Any]) -> Iterable[Attempt]:
+    """Attempts at a step, after an OOM once more in smaller micro-batches; the meter counts the last one."""
+    attempts = state.guards.memory.attempts(step)
+    return attempts if state.meter is None else state.meter.last_of(attempts)
 
 
 def accumulate_gradients(state: TrainState, micro_batches: Attempt) -> dict[str, Tensor]:

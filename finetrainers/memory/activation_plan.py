@@ -1,14 +1,15 @@
-"""Which blocks store what for the backward pass, and how much that is. Imports no torch."""
+"""Which blocks store what for the backward pass, how much that is, and the choice of it. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor
 from typing import TypeVar
 
 from finetrainers.config.facts import Activations
 from finetrainers.config.sections import ActivationMemory
+from finetrainers.utils.text import file_size
 
 T = TypeVar("T")
 
@@ -69,9 +70,144 @@ def activation_units(
         forward, backward = max(forward, total + counted.outside), max(backward, total + counted.outside)
     if stored != "offload":
         return ActivationUnits(total, forward - total, backward - total)
-    # Of several inputs that a block stores, those that others get as well stay on the device.
-    own = 1.0 + attention
+    own = counted.checkpointed + attention
     offloaded = max(0, len(recomputed) - 1 - LAST) * own
     copying = min(offloaded, IN_FLIGHT * own)
     total -= offloaded
     return ActivationUnits(total, forward - offloaded - total + copying, backward - offloaded - total, offloaded)
+
+
+# ---- the choice (`--activation_memory auto`) -----------------------------------------------------------------------------
+
+#: Settings, the simplest first.
+SETTINGS: tuple[ActivationMemory, ...] = ("none", "checkpoint", "keep_attention", "offload")
+#: Of two settings whose steps take as long, up to this share, the simpler one is chosen.
+_AS_FAST = 0.005
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a micro-batch computes and copies, whatever blocks store.
+
+    Attributes:
+        forward, backward: floating-point operations.
+        attention: those of `forward` in the attentions.
+        copied: bytes that a block swap copies to the device, in forward and in backward together.
+    """
+
+    forward: float
+    backward: float
+    attention: float
+    copied: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a process has to compute with.
+
+    Attributes:
+        device: bytes on the device that tensors may take.
+        host: bytes of host memory that activations may take.
+        flops: operations a second.
+        link: bytes a second between host and device, in each direction.
+    """
+
+    device: float
+    host: float
+    flops: float
+    link: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What blocks store, and what comes of it.
+
+    Attributes:
+        stored, number: the setting, and how many of the blocks it holds for.
+        total: all blocks.
+        device, host: bytes that a process is planned to take.
+        slower: how much longer a step takes than one that stores everything, as a share.
+        fits: whether the device and the host have as much.
+    """
+
+    stored: ActivationMemory
+    number: int
+    total: int
+    device: float
+    host: float
+    slower: float
+    fits: bool = True
+
+    @property
+    def share(self) -> float | None:
+        """As `selective_checkpointing`."""
+        return None if self.number in (0, self.total) else self.number / self.total
+
+    @property
+    def what(self) -> str:
+        """What is chosen."""
+        if self.stored == "none":
+            return "none"
+        return f"{self.stored} for {'all' if self.number == self.total else self.number} of {self.total} blocks"
+
+    def why(self, machine: Machine) -> str:
+        """Why, and what it takes."""
+        planned = f"{file_size(self.device)} of {file_size(machine.device)}"
+        if not self.fits:
+            return f"nothing fits, {planned}: {file_size(self.device - machine.device)} are missing"
+        if self.stored == "none":
+            return f"all activations fit, {planned}"
+        host = f", {file_size(self.host)} of host memory" if self.host else ""
+        return f"the fastest that fits, {planned}{host}, {100 * self.slower:.0f} % slower than none"
+
+
+#: Bytes on the device and on the host with a setting for so many blocks.
+Sizes = Callable[[ActivationMemory, int], tuple[float, float]]
+
+
+def choose(
+    total: int, sizes: Sizes, work: StepWork, machine: Machine, *, settings: Sequence[ActivationMemory] = SETTINGS,
+    whole: bool = False,
+) -> Choice:  # fmt: skip
+    """The setting with which a step takes least time, of those that fit; all blocks checkpointed if none does.
+
+    Each setting holds for the fewest blocks with which it fits.
+
+    Args:
+        total: number of blocks.
+        sizes: the estimate.
+        work: of a micro-batch.
+        machine: that it runs on.
+        settings: to choose from, the simplest first.
+        whole: whether a setting must hold for all blocks.
+    """
+
+    def choice(stored: ActivationMemory, number: int, *, fits: bool = True) -> Choice:
+        device, host = sizes(stored, number)
+        slower = _seconds(work, machine, stored, number / total, host) / _seconds(work, machine, "none", 0.0, 0.0) - 1
+        return Choice(stored, number, total, device, host, slower, fits)
+
+    fitting: list[Choice] = []
+    for stored in settings:
+        for number in (0,) if stored == "none" else (total,) if whole else range(1, total + 1):
+            device, host = sizes(stored, number)
+            if device <= machine.device and host <= machine.host:
+                fitting.append(choice(stored, number))
+                break
+    if not fitting:
+        return choice("checkpoint", total, fits=False)
+    least = min(one.slower for one in fitting)
+    return next(one for one in fitting if one.slower <= least + _AS_FAST)
+
+
+def recomputed(work: StepWork, stored: ActivationMemory, share: float) -> float:
+    """Operations that backward repeats, of blocks that are taken to be equal."""
+    return share * (work.forward - (work.attention if stored in ("keep_attention", "offload") else 0.0))
+
+
+def _seconds(work: StepWork, machine: Machine, stored: ActivationMemory, share: float, host: float) -> float:
+    """A micro-batch: what computing does not hide of copies is waited for."""
+    forward, backward = work.forward, work.backward + recomputed(work, stored, share)
+    to_device = work.copied / 2
+    copies = max(host, to_device) / machine.link, (host + to_device) / machine.link
+    return max(forward / machine.flops, copies[0]) + max(backward / machine.flops, copies[1])

@@ -147,6 +147,14 @@ def with_switches(config: TrainConfig, switches: Sequence[Switch]) -> TrainConfi
     return config
 
 
+def has_what_it_needs(config: TrainConfig, switch: Switch) -> bool:
+    """Whether a switch would save anything: every setting that recomputes all blocks counts as `gradient_checkpointing`."""
+    return all(
+        config.memory.recomputes_all if name == "gradient_checkpointing" else config.get(name) == value
+        for name, value in switch.needs.items()
+    )
+
+
 def _useful(config: TrainConfig, peaks: Peaks, switches: Sequence[Switch]) -> list[Switch]:
     """The switches that may be set, and lower a phase, by themselves or with what they need."""
     found = []
@@ -174,7 +182,7 @@ def _by_price(switches: Sequence[Switch]) -> Iterator[list[Switch]]:
 def _peaks_with(config: TrainConfig, chosen: Sequence[Switch], peaks: Peaks) -> Mapping[str, float] | None:
     """The estimate with a set of switches; None: refused, or one of them lacks what it needs."""
     changed = with_switches(config, chosen)
-    if any(changed.get(name) != value for switch in chosen for name, value in switch.needs.items()):
+    if not all(has_what_it_needs(changed, switch) for switch in chosen):
         return None
     return peaks(changed)
 

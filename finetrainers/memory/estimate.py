@@ -133,12 +133,14 @@ class MemoryPlan:
         total: the peak.
         swap: bytes that swapped blocks take in host memory and on the way from there.
         offloaded: activations in host memory.
+        at_rest: what is there between steps.
     """
 
     parts: Mapping[str, float]
     total: float
     swap: SwapSizes = NO_SWAP
     offloaded: float = 0.0
+    at_rest: float = 0.0
 
 
 def estimate(workload: Workload) -> MemoryPlan:
@@ -183,7 +185,8 @@ def estimate(workload: Workload) -> MemoryPlan:
         "activations kept": saved,
         "one block in backward": in_backward,
     }
-    return MemoryPlan(parts, sum(fixed.values()) + moving, workload.swap, units.on_host * unit)
+    at_rest = sum(fixed.values())
+    return MemoryPlan(parts, at_rest + moving, workload.swap, units.on_host * unit, at_rest)
 
 
 def estimate_for(
@@ -197,7 +200,26 @@ def estimate_for(
     split: Split = WHOLE,
     weights: NetworkWeights | None = None,
 ) -> MemoryPlan:
-    """The estimate for each process of a configured run; `transformer` may lie on the meta device.
+    """The estimate for each process of a configured run; see `workload_of`."""
+    return estimate(
+        workload_of(
+            config, geometry, transformer, spec=spec, bucket=bucket, batch_size=batch_size, split=split, weights=weights
+        )
+    )
+
+
+def workload_of(
+    config: TrainConfig,
+    geometry: Geometry,
+    transformer: nn.Module,
+    *,
+    spec: ModelSpec,
+    bucket: tuple[int, int, int],
+    batch_size: int | None = None,
+    split: Split = WHOLE,
+    weights: NetworkWeights | None = None,
+) -> Workload:
+    """What decides the memory of each process of a configured run; `transformer` may lie on the meta device.
 
     Args:
         config: the run.
@@ -221,29 +243,27 @@ def estimate_for(
         weights, width=width, split=split, sums=not (split.keeps_gradients and accumulates),
         swapped=swapped_blocks(config, weights.blocks), saved=_saved(config, weights, spec),
     )  # fmt: skip
-    return estimate(
-        Workload(
-            frozen_bytes=frozen,
-            swap=swap,
-            num_trainable=weights.trained,
-            num_blocks=tuple(len(getattr(transformer, name)) for name in spec.blocks),
-            hidden=spec.width(transformer),
-            num_tokens=geometry.num_tokens(*bucket),
-            batch_size=kept.batch_size,
-            trainable_bytes=_HALF if masters else trainable_bytes,
-            optimizer_bytes=_optimizer_bytes_on_device(config, split, masters=masters),
-            stored=config.memory.stored,
-            share=config.memory.selective_checkpointing,
-            activations=activations_of(config, spec, split, halved=halved),
-            accumulates=accumulates,
-            ema=config.training.use_ema,
-            copy_bytes=kept.copies,
-            trajectory_bytes=kept.trajectories,
-            gradients_stay=_gradients_stay(config, split),
-            split=split,
-            gathered=gathered,
-            casts=not halved,
-        )
+    return Workload(
+        frozen_bytes=frozen,
+        swap=swap,
+        num_trainable=weights.trained,
+        num_blocks=tuple(len(getattr(transformer, name)) for name in spec.blocks),
+        hidden=spec.width(transformer),
+        num_tokens=geometry.num_tokens(*bucket),
+        batch_size=kept.batch_size,
+        trainable_bytes=_HALF if masters else trainable_bytes,
+        optimizer_bytes=_optimizer_bytes_on_device(config, split, masters=masters),
+        stored=config.memory.stored,
+        share=config.memory.selective_checkpointing,
+        activations=activations_of(config, spec, split, halved=halved),
+        accumulates=accumulates,
+        ema=config.training.use_ema,
+        copy_bytes=kept.copies,
+        trajectory_bytes=kept.trajectories,
+        gradients_stay=_gradients_stay(config, split),
+        split=split,
+        gathered=gathered,
+        casts=not halved,
     )
 
 

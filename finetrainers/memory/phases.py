@@ -27,6 +27,7 @@ from finetrainers.utils.phases import (
     VALIDATION,
 )  # fmt: skip
 
+from .activation_plan import Choice, Machine
 from .estimate import DTYPE_BYTES, GIB, MemoryPlan, activations_of, estimate_for, optimizer_state_bytes
 from .network_weights import NetworkWeights
 
@@ -94,6 +95,7 @@ class RunPlan:
         local_processes: processes that share the memory of a machine.
         one_by_one: bytes that the processes of a machine load one after another, each at its turn.
         unknown: what is not in the figures.
+        activations: what `--activation_memory auto` chooses, and for what machine; None: the options say it, or all is stored.
     """
 
     phases: Mapping[str, Mapping[str, float]]
@@ -102,6 +104,7 @@ class RunPlan:
     local_processes: int = 1
     one_by_one: float = 0.0
     unknown: tuple[str, ...] = ()
+    activations: tuple[Choice, Machine] | None = None
 
     @property
     def peaks(self) -> dict[str, float]:

@@ -7,11 +7,13 @@ counted, and what checkpointing recomputes is not: model FLOPs, not those of the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import nn
+
+T = TypeVar("T")
 
 #: Which numbers go through a layer: the tokens of the clip, of the text, both as one sequence, the text as it was given (no
 #: trained layer comes before it), or a vector per noise level.
@@ -170,6 +172,13 @@ class FlopMeter:
         self._operations += operations
         if trains:
             self._tokens += tokens.clips * tokens.video
+
+    def last_of(self, attempts: Iterable[T]) -> Iterator[T]:
+        """The attempts at a step, of which only the last one is counted: what an OOM retry repeats is no throughput."""
+        before = self._operations, self._tokens
+        for attempt in attempts:
+            self._operations, self._tokens = before
+            yield attempt
 
     def take(self) -> dict[str, float]:
         """`flops` and `tokens` since the last time."""

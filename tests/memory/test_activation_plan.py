@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from finetrainers.config.facts import Activations
-from finetrainers.memory.activation_plan import activation_units, spread
+from finetrainers.config.sections import ActivationMemory
+from finetrainers.memory.activation_plan import Choice, Machine, StepWork, activation_units, choose, spread
 
 COUNTED = Activations(kept=(20.0, 30.0), outside=5.0, checkpointed=1.0, forward=8.0, backward=25.0, attention=2.0)
 
@@ -41,3 +43,65 @@ def test_spread() -> None:
 def test_units(stored: str, share: float | None, expected: tuple[float, float, float]) -> None:
     units = activation_units(COUNTED, (2, 2), stored, share)
     assert (units.stored, units.in_forward, units.in_backward) == expected
+
+
+GIB = 2**30
+#: Of ten blocks each stores 4 GiB, checkpointed none of them; kept attention takes 1 GiB, on the host 0.
+WORK = StepWork(forward=10e12, backward=20e12, attention=6e12)
+
+
+def sizes(stored: ActivationMemory, number: int) -> tuple[float, float]:
+    recomputed = {"none": 4.0, "checkpoint": 0.0, "keep_attention": 1.0, "offload": 0.25}[stored]
+    host = 0.75 * number if stored == "offload" else 0.0
+    return GIB * (10 + 4.0 * (10 - number) + recomputed * number), GIB * host
+
+
+def chosen(*, device: float, host: float = 100, link: float = 20e9, flops: float = 10e12, **more: object) -> Choice:
+    return choose(10, sizes, WORK, Machine(GIB * device, GIB * host, flops, link), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "number"),
+    [
+        ({"device": 50}, "none", 0),
+        # Attention is most of the work: all ten blocks without it are 4 TFLOP, five with it are 5.
+        ({"device": 20, "link": 0.1e9}, "keep_attention", 10),
+        ({"device": 30, "link": 0.1e9}, "keep_attention", 7),
+        ({"device": 15, "link": 0.1e9}, "checkpoint", 9),
+        ({"device": 15}, "offload", 10),
+        ({"device": 30}, "offload", 6),
+        ({"device": 15, "host": 7}, "checkpoint", 9),
+        # On a fast device, copies are hidden no more, and computing costs less than waiting.
+        ({"device": 15, "flops": 10e15}, "checkpoint", 9),
+        ({"device": 30, "settings": ("none", "checkpoint")}, "checkpoint", 5),
+        ({"device": 30, "whole": True, "settings": ("checkpoint", "keep_attention")}, "keep_attention", 10),
+        ({"device": 9}, "checkpoint", 10),
+    ],
+)
+def test_choice(given: dict[str, Any], stored: str, number: int) -> None:
+    """The fastest that fits, for the fewest blocks; by trying all settings for all numbers of blocks."""
+    found = chosen(**given)
+    assert (found.stored, found.number) == (stored, number)
+    assert found.fits == (given["device"] > 9)
+    assert found.share == (None if number in (0, 10) else number / 10)
+    assert len(spread(range(10), found.share)) == number or stored == "none"
+
+
+def test_a_choice_in_words() -> None:
+    machine = Machine(20 * GIB, 100 * GIB, 10e12, 20e9)
+    found = chosen(device=30)
+    assert found.what == "offload for 6 of 10 blocks"
+    assert (
+        found.why(machine) == "the fastest that fits, 27.5 GiB of 20 GiB, 4.5 GiB of host memory, 8 % slower than none"
+    )
+    assert chosen(device=50).what == "none"
+    assert chosen(device=50).why(machine).startswith("all activations fit")
+    nothing = chosen(device=9)
+    assert nothing.what == "checkpoint for all of 10 blocks"
+    assert nothing.why(Machine(9 * GIB, 0, 1, 1)) == "nothing fits, 10 GiB of 9 GiB: 1 GiB are missing"
+
+
+def test_of_equally_fast_settings_the_simpler_one_is_chosen() -> None:
+    assert choose(10, sizes, StepWork(1e12, 2e12, 0.0), Machine(20 * GIB, 0, 1e12, 1)).stored == "checkpoint"
+    same = choose(4, lambda *_: (1.0, 0.0), WORK, Machine(2.0, 1.0, 1e12, 1e9), settings=("keep_attention", "offload"))
+    assert (same.stored, same.number) == ("keep_attention", 1)

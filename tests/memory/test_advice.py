@@ -11,7 +11,7 @@ from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory import advice
-from finetrainers.memory.advice import SWITCHES, Switch, cheapest, with_switches
+from finetrainers.memory.advice import SWITCHES, Switch, cheapest, has_what_it_needs, with_switches
 
 CONFIG = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere")
 
@@ -79,6 +79,16 @@ def test_cheapest_set(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert given.peaks == peaks(given.config)
         for _, saved in given.switches:
             assert max(given.peaks.values()) + saved > budget  # each is needed
+
+
+def test_every_setting_that_recomputes_counts_as_checkpointing() -> None:
+    casts = next(switch for switch in SWITCHES if "layerwise_upcasting_modules" in switch.options)
+    base = {"model_name": "ltx_video", "pretrained_model_name_or_path": "somewhere"}
+    for stored in ("checkpoint", "keep_attention", "offload"):
+        assert has_what_it_needs(load_config(**base, activation_memory=stored), casts)
+        assert not has_what_it_needs(load_config(**base, activation_memory=stored, selective_checkpointing=0.5), casts)
+    assert has_what_it_needs(load_config(**base, gradient_checkpointing=True), casts)
+    assert not has_what_it_needs(CONFIG, casts)
 
 
 def test_what_stays_and_what_needs_another() -> None:

@@ -21,7 +21,7 @@ from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
 
 aten = torch.ops.aten
-MEMORY_PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "memory.md"
+MEMORY_PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "activation-memory.md"
 
 
 def _forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

@@ -46,8 +46,9 @@ def jobs(
         if stage == 1:  # it differs from 2 in when gradients are exchanged, and in nothing that adapters change
             continue
         todo[lora.name] = {**options(lora, **LORA, **SAMPLES), "_zero_stage": stage}
-        # Again from the second step, in the same directory.
-        todo[f"resumed {stage}"] = {**todo[lora.name], "resume_from_checkpoint": "2"}
+        # Again from the second step, in the same directory, with what blocks store kept, or on the host.
+        stored = "keep_attention" if stage == 2 else "offload"
+        todo[f"resumed {stage}"] = {**todo[lora.name], "resume_from_checkpoint": "2", "activation_memory": stored}
         todo[f"poisoned {stage}"] = {
             **options(root / f"poisoned {stage}", **FULL, on_nonfinite="skip"), "_zero_stage": stage, "_poisoned": 1,
         }  # fmt: skip

@@ -203,6 +203,8 @@ def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[
 
 
 def _check_activation_memory(memory: MemorySection, found: Findings) -> None:
+    if memory.activation_memory == "auto" and memory.selective_checkpointing is not None:
+        found.error("selective_checkpointing", "--activation_memory auto chooses the share of the blocks; drop one")
     if memory.activation_memory != "none":
         return
     for other in ("gradient_checkpointing", "selective_checkpointing"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,6 +114,8 @@ class MemoryGuard:
         self.parallel = parallel
         self.run_dir = run_dir
         self.refusal = refusal
+        #: Lets blocks store less, on all ranks, before micro-batches are halved; whether they do (`ActivationPlanner`).
+        self.recompute_more: Callable[[], bool] = lambda: False
         self.sizes: dict[tuple[int, ...], int] = {}  # the most samples at once, by latent size, where that is not all
 
     def attempts(self, step: Step[Any]) -> Iterator[Attempt]:
@@ -136,6 +138,8 @@ class MemoryGuard:
                 return
             self.parallel.drop_gradients()
             free_memory()
+            if self.recompute_more():
+                continue
             if worst == 2:
                 where = "this" if mine == 2 else "another"
                 why = "" if attempt.error is None else f" ({attempt.error})"

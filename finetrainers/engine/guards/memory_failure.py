@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.memory.advice import SWITCHES, Switch, with_switches
+from finetrainers.memory.advice import SWITCHES, Switch, has_what_it_needs, with_switches
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.phases import RESERVE
 from finetrainers.utils.host_memory import Room, room
@@ -217,12 +217,17 @@ def _helps(switch: Switch, config: TrainConfig) -> bool:
     """Whether a switch is off, may be on in this run, and is not what the user has decided otherwise."""
     is_lora = config.training.training_type == "lora"
     fits = {
+        "gradient_checkpointing": config.memory.activation_memory is None and config.memory.stored == "none",
         "quantize_frozen": is_lora and not (config.training.use_dora or config.memory.layerwise_upcasting_modules),
         "optimizer": not is_lora,
         "precompute_batch_size": config.data.precompute_batch_size > 1,
         "enable_slicing": config.dataloader.batch_size > 1 or config.data.precompute_batch_size > 1,
     }
     changed = any(config.changed(name) for name in switch.options if name != "precompute_batch_size")
-    needed = all(config.get(name) == value for name, value in switch.needs.items())
     is_on = with_switches(config, [switch]) == config
-    return not changed and needed and not is_on and all(fits.get(name, True) for name in switch.options)
+    return (
+        not changed
+        and has_what_it_needs(config, switch)
+        and not is_on
+        and all(fits.get(name, True) for name in switch.options)
+    )

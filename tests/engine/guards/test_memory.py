@@ -94,8 +94,10 @@ def test_gradients_from_before_the_failure_are_dropped(
         run(**values)
     with pytest.MonkeyPatch.context() as patch:
         kept, sizes = keep_gradients(patch), short_of_memory(patch, SFT, fits=1, after=1)
-        run(**{**values, "output_dir": str(tmp_path / "split")})
+        split = run(**{**values, "output_dir": str(tmp_path / "split")})
     assert sizes == [2, 2, 1, 1, 1, 1]
+    [record] = (record for record in split.metrics if "step_s" in record)
+    assert record["tokens_per_s"] * record["step_s"] == pytest.approx(4 * 8), "what failed is no throughput"
     assert_close(kept, expected)
 
 
@@ -155,7 +157,7 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "exchanging and clipping gradients": (
         lambda trainer: Trainer.train_step(trainer, Step([None])),
         {"guards": SimpleNamespace(memory=SimpleNamespace(attempts=lambda _: [])), "step": 0,
-         "optimizer": SimpleNamespace(param_groups=[]), "parallel": SimpleNamespace(all_reduce=fail)},
+         "meter": None, "optimizer": SimpleNamespace(param_groups=[]), "parallel": SimpleNamespace(all_reduce=fail)},
     ),
     "updating the weights": (
         Trainer._update,

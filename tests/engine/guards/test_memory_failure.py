@@ -115,6 +115,7 @@ def test_the_phase_is_that_of_the_cause(tmp_path: Path, monkeypatch: pytest.Monk
         ({"batch_size": 4, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}, TRAINING_STEP,
          "--batch_size 1 --gradient_accumulation_steps 8"),
         ({"gradient_checkpointing": True}, TRAINING_STEP, "--quantize_frozen int8"),
+        ({"activation_memory": "checkpoint"}, TRAINING_STEP, "--quantize_frozen int8"),
         ({"gradient_checkpointing": True, "use_dora": True}, TRAINING_STEP, "smaller or shorter clips"),
         ({"gradient_checkpointing": True, "training_type": "full-finetune"}, TRAINING_STEP,
          "--optimizer adamw-torchao-8bit"),
