@@ -142,7 +142,7 @@ _INSTEAD = {
         "gradient_checkpointing_cpu_offload",
     "--quantize_frozen int8, fp8 or nf4 stores the frozen weights in 8 or 4 bits":
         "fp8_base fp8_scaled fp8 quantize quantization base_model_precision load_in_8bit load_in_4bit qlora",
-    "--text_encoder_dtype float8_e4m3fn stores the text encoder in 8 bits":
+    "--quantize_text_encoders int8, fp8 or nf4 stores the text encoders in 8 or 4 bits":
         "fp8_llm quantize_te quantize_text_encoder load_text_encoder_in_8bit",
     "docs/how-to/memory.md says which options save memory; --gradient_checkpointing is the first":
         "lowram lowvram low_vram highvram medvram",

@@ -86,6 +86,9 @@ class ModelSection(Section):
         encodes="text")
     text_encoder_3_dtype: DType | None = option(None, "Weight dtype of a third text encoder. It is refused, since no "
         "supported family has one.", resume="free", encodes="text")
+    quantize_text_encoders: Literal["none", "int8", "fp8", "nf4"] = option("none", "Quantize the linear layers of the text "
+        "encoders. `int8` and `fp8` have a scale for each row, `nf4` (bitsandbytes, CUDA only) one for each 64 weights. "
+        "Embeddings differ slightly, and are cached under another name.", resume="free", encodes="text")
     transformer_dtype: DType = option("bf16", "Dtype of the frozen transformer weights and of the network's inputs. "
         "Trained weights have that of `master_weights`.", resume="free")
     attn_backend: Annotated[AttnBackendName, BeforeValidator(backend_name)] = option("auto", "Attention backend of the "

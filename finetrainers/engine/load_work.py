@@ -9,6 +9,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.loading.text_conditioning import TextCache, TextConditioning
+from finetrainers.memory.quantized_encoders import load_text_encoders
 from finetrainers.methods.registry import load_source, method_spec
 from finetrainers.methods.spec import WorkPlan, WorkSource
 from finetrainers.models.spec import ModelSpec, Parts, VAEStats
@@ -43,7 +44,7 @@ def load_texts(
         print_line("text encoders are not loaded: every caption is in the cache")
         return recalled, None
     with loading(checked, "text encoder"):
-        encoders = parallel.in_turns("loading the text encoders", lambda: spec.load_text_encoders().to(parallel.device))
+        encoders = parallel.in_turns("loading the text encoders", lambda: load_text_encoders(spec, parallel.device))
     watchdog.enter("encoding")
     with phase(ENCODING_TEXT):
         with parallel.raise_on_all_ranks("encoding the prompts"):

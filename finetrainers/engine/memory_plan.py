@@ -27,6 +27,7 @@ from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
 from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.memory.phases import RESERVE, TEXTS_AT_ONCE, RunPlan, Surroundings, plan_run
+from finetrainers.memory.quantized_encoders import encoder_bytes_saved, largest_layer_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.optim.rules import optimizer_problems
@@ -82,8 +83,10 @@ class RunMemory:
         """The memory of each phase; `config`: with other options that save memory; `gpu_gib`: for another GPU."""
         config = config or self.checked.config
         spec = self.checked.family.load(config.model)
+        parts = {part: size - encoder_bytes_saved(spec, part) for part, size in self._around.parts.items()}
         around = replace(
             self._around,
+            parts=parts,
             clips=self.checked.plan.heaviest(config)[1],
             split=expected_split(config.parallel),
             text_bytes=_text_bytes(config, spec),
@@ -170,7 +173,10 @@ def _gpu_gib() -> float | None:
 def _text_bytes(config: TrainConfig, spec: ModelSpec) -> float:
     """Activations of encoding a batch of texts, of the encoder that takes most."""
     batch = TEXTS_AT_ONCE if method_spec(config).caches_texts(config) else config.dataloader.batch_size
-    return max((text_working_bytes(spec, part, batch=batch) for part in spec.facts.text_parts), default=0.0)
+    working = (
+        text_working_bytes(spec, part, batch=batch) + largest_layer_bytes(spec, part) for part in spec.facts.text_parts
+    )
+    return max(working, default=0.0)
 
 
 # ---- for people --------------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch({"precompute_batch_size": 1}, "the VAE encodes clips one by one before training", 1, 0),
     Switch({"enable_model_cpu_offload": True}, "slower validation samples: parts travel from host memory", 2, 0),
     Switch({"precompute_conditions": True}, "disk for the cache, and one fixed crop of every clip", 3, 0),
+    Switch({"quantize_text_encoders": "int8"}, "text encoders are rounded to int8: prompts are encoded a bit differently", 5, 0),
     Switch({"enable_tiling": True}, "the VAE works in tiles: slower, and latents differ slightly", 4, 0),
     Switch({"offload_trajectory": True}, "sampled latents travel to host memory and back", 4),
     Switch({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),

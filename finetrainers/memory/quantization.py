@@ -82,6 +82,19 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
 
 
+class QuantizedEncoderLinear(QuantizedLinear):
+    """A layer of a text encoder, which says what dtype it takes: T5 asks its layers by the dtype of their weights."""
+
+    def __init__(self, layer: nn.Linear, kind: Kind) -> None:
+        super().__init__(layer, kind)
+        self._dtype = layer.weight.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """No numbers, in the dtype that the layer computes in."""
+        return torch.empty(0, dtype=self._dtype)
+
+
 class _Product(torch.autograd.Function):
     """A linear layer whose weight is dequantized in forward and in backward."""
 
@@ -141,7 +154,12 @@ def quantizable_layers(transformer: nn.Module, *, skip: Sequence[str]) -> list[t
 
 
 def quantize_frozen(
-    transformer: nn.Module, kind: Kind, *, skip: Sequence[str], device: torch.device | None = None
+    transformer: nn.Module,
+    kind: Kind,
+    *,
+    skip: Sequence[str],
+    device: torch.device | None = None,
+    layer_class: type[QuantizedLinear] = QuantizedLinear,
 ) -> list[QuantizedLayer]:
     """Quantize the frozen linear layers of a network in place, one after the other.
 
@@ -153,20 +171,26 @@ def quantize_frozen(
         kind: the format.
         skip: regular expressions, searched in module names, of what keeps its dtype.
         device: computes; default: where the weights are.
+        layer_class: of the layers that take the place.
 
     Returns:
         The layers, with the error of each.
     """
     chosen = quantizable_layers(transformer, skip=skip)
-    return [_replace(transformer, name, layer, kind, device) for name, layer in chosen]
+    return [_replace(transformer, name, layer_class, layer, kind, device) for name, layer in chosen]
 
 
 def _replace(
-    transformer: nn.Module, name: str, layer: nn.Linear, kind: Kind, device: torch.device | None
+    transformer: nn.Module,
+    name: str,
+    layer_class: type[QuantizedLinear],
+    layer: nn.Linear,
+    kind: Kind,
+    device: torch.device | None,
 ) -> QuantizedLayer:
     home = layer.weight.device
     layer.weight.data = layer.weight.data.to(device or home)
-    quantized = QuantizedLinear(layer, kind)
+    quantized = layer_class(layer, kind)
     error = math.nan if layer.weight.is_meta else _error(quantized.dequantized(torch.float32), layer.weight.detach())
     parent, _, own = name.rpartition(".")
     setattr(transformer.get_submodule(parent), own, quantized.to(home))

@@ -81,7 +81,7 @@ def test_other_derived_sets_are_what_they_were():
     assert those(encodes="vae") == {"vae_id", "vae_dtype", "enable_tiling"}
     assert those(encodes="text") == {
         "tokenizer_id", "tokenizer_2_id", "text_encoder_id", "text_encoder_2_id", "text_encoder_dtype",
-        "text_encoder_2_dtype", "text_encoder_3_dtype",
+        "text_encoder_2_dtype", "text_encoder_3_dtype", "quantize_text_encoders",
     }  # fmt: skip
 
 

@@ -171,6 +171,10 @@ def _check_lora_autocast(config: TrainConfig, found: Findings) -> None:
 
 
 def _check_quantization(config: TrainConfig, found: Findings) -> None:
+    if config.model.quantize_text_encoders != "none":
+        for name in ("text_encoder_dtype", "text_encoder_2_dtype"):
+            if str(config.get(name)).startswith("float8"):
+                found.error(name, "the weights are quantized already by --quantize_text_encoders; drop one of them")
     if config.memory.quantize_frozen == "none":
         return
     if config.training.training_type != "lora":
@@ -192,14 +196,19 @@ def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[
         config: the run.
         device_type: where it will train: `cpu`, `cuda`, `xpu`.
     """
-    if config.memory.quantize_frozen != "nf4":
-        return
-    where = "--quantize_frozen nf4"
-    if device_type != "cuda":
-        yield Problem(where, f"needs a CUDA device, and this run is on {device_type}; use int8, which works everywhere")
-    elif find_spec("bitsandbytes") is None:
-        message = "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8"
-        yield Problem(where, message)
+    for name in ("quantize_frozen", "quantize_text_encoders"):
+        if config.get(name) != "nf4":
+            continue
+        where = f"--{name} nf4"
+        if device_type != "cuda":
+            yield Problem(
+                where, f"needs a CUDA device, and this run is on {device_type}; use int8, which works everywhere"
+            )
+        elif find_spec("bitsandbytes") is None:
+            message = (
+                "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8"
+            )
+            yield Problem(where, message)
 
 
 def _check_activation_memory(memory: MemorySection, found: Findings) -> None:

@@ -169,7 +169,9 @@ def describe_model(model: ModelSection, part: Part) -> str:
     name = Path(place).name if Path(place).exists() else place
     dtype = options["vae_dtype" if part == "vae" else "text_encoder_dtype"]
     tiled = ", tiled" if part == "vae" and model.enable_tiling else ""
-    return f"{model.model_name} {'VAE' if part == 'vae' else 'text'} of {name}, {dtype}{tiled}"
+    kind = options.get("quantize_text_encoders")
+    quantized = f", quantized to {kind}" if kind else ""
+    return f"{model.model_name} {'VAE' if part == 'vae' else 'text'} of {name}, {dtype}{tiled}{quantized}"
 
 
 def encoder_options(model: ModelSection, part: Part) -> dict[str, object]:
@@ -177,6 +179,8 @@ def encoder_options(model: ModelSection, part: Part) -> dict[str, object]:
     values = {name: getattr(model, name) for name, option in fields().items() if option.encodes in (part, "both")}
     if not values["part"]:  # so that names are what they were before it was an option
         del values["part"]
+    if values.get("quantize_text_encoders") == "none":
+        del values["quantize_text_encoders"]
     if "enable_tiling" in values:  # which clips are tiled by default, the entries' own keys say
         values["enable_tiling"] = bool(values["enable_tiling"])
     return values

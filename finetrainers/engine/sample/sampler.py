@@ -14,6 +14,7 @@ from torch import nn
 
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
+from finetrainers.memory.quantized_encoders import load_text_encoders
 from finetrainers.models.registry import Family
 from finetrainers.models.spec import DTYPES
 from finetrainers.parallel.strategy import Strategy
@@ -51,7 +52,7 @@ class Sampler:
         self, prompts: Sequence[ValidationPrompt], *, negative: str = "", failed: dict[int, Exception] | None = None
     ) -> EncodedPrompts:
         """Encode prompts, with the text encoders loaded for it; see `encode_prompts`."""
-        load = lambda: self.spec.load_text_encoders().to(self.parallel.device)  # noqa: E731
+        load = lambda: load_text_encoders(self.spec, self.parallel.device)  # noqa: E731
         encoders = self.parallel.in_turns("loading the text encoders", load)
         encoded = encode_prompts(self.spec, encoders, prompts, None, negative=negative, failed=failed)
         del encoders

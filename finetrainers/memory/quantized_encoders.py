@@ -1,0 +1,52 @@
+"""Text encoders whose linear layers are quantized (`--quantize_text_encoders`)."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetrainers.models.spec import DTYPES, ModelSpec, Parts
+
+from .quantization import QuantizedEncoderLinear, bytes_saved, quantizable_layers, quantize_frozen
+
+
+def load_text_encoders(spec: ModelSpec, device: torch.device) -> Parts:
+    """Tokenizers and text encoders on the device; quantized layer by layer, so that it never holds more than the result."""
+    encoders, kind = spec.load_text_encoders(), spec.config.quantize_text_encoders
+    if kind != "none":
+        for network in encoders.modules.values():
+            if isinstance(network, nn.Module):
+                quantize_frozen(network, kind, skip=(), device=device, layer_class=QuantizedEncoderLinear)
+    return encoders.to(device)
+
+
+def encoder_bytes_saved(spec: ModelSpec, part: str) -> float:
+    """Bytes by which a text encoder becomes smaller; 0: its config is not on this disk, or it is not quantized."""
+    kind, settings = spec.config.quantize_text_encoders, spec.configs.get(part)
+    if kind == "none" or settings is None or part not in spec.facts.text_parts:
+        return 0.0
+    width = DTYPES[str(getattr(spec.config, f"{part}_dtype", "bf16"))].itemsize
+    return _sizes(spec.parts[part], json.dumps(settings, sort_keys=True), kind, width)[0]
+
+
+def largest_layer_bytes(spec: ModelSpec, part: str) -> float:
+    """Bytes of the largest weight as a layer multiplies with it, which is dequantized for each use."""
+    kind, settings = spec.config.quantize_text_encoders, spec.configs.get(part)
+    if kind == "none" or settings is None or not issubclass(spec.parts[part], nn.Module):
+        return 0.0
+    width = DTYPES[str(getattr(spec.config, f"{part}_dtype", "bf16"))].itemsize
+    return _sizes(spec.parts[part], json.dumps(settings, sort_keys=True), kind, width)[1]
+
+
+@lru_cache(maxsize=64)
+def _sizes(cls: Any, settings: str, kind: str, width: int) -> tuple[float, float]:
+    """Bytes saved, and of the largest layer."""
+    with torch.device("meta"):
+        network = cls(cls.config_class.from_dict(json.loads(settings))).requires_grad_(False)
+    saved = bytes_saved(network, kind, skip=(), width=width)
+    largest = max((layer.weight.numel() for _, layer in quantizable_layers(network, skip=())), default=0)
+    return float(sum(saved.values())), float(largest * width)
