@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -149,8 +150,16 @@ def _unknown(flag: str) -> Problem:
 
 
 def _dry_run(plan: SamplePlan) -> int:
+    from finetrainers.engine.sample.memory import sampling_bytes
+    from finetrainers.engine.sample.run import check_weights
+    from finetrainers.utils.text import file_size
+
+    check_weights(plan)
     for line in _said(plan):
         print(line)
+    spec = plan.family.load(plan.config.model)
+    print(f"memory, estimated: {file_size(sampling_bytes(plan, spec))} at the peak of sampling")
+    print(f"clips would be written to {plan.output_dir}")
     return exit_codes.DONE
 
 
@@ -183,6 +192,7 @@ def _sample(plan: SamplePlan) -> int:
     with gc_paused():
         from finetrainers.engine.sample.run import draw
     quiet_progress_bars()
+    gc.freeze()  # as for training: the libraries' objects live to the end
     drawn = draw(plan)
     if is_main:
         there = len(drawn.clips) - drawn.new

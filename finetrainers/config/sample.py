@@ -58,9 +58,7 @@ class SampleSection(Section):
         None, ge=0, le=1000, description="guidance scale [the run's, or the pipeline's own]"
     )
     frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second [the run's, or the model's]")
-    use_ema: bool = Field(
-        True, description="sample from the moving average of the weights where a checkpoint has one [on]"
-    )
+    no_ema: bool = Field(False, description="of a checkpoint, the trained weights, not their moving average")
     output_dir: Path | None = Field(
         None, description="where samples are written and continued [samples/sample in the run directory]"
     )

@@ -137,6 +137,8 @@ def test_a_dry_run_says_what_would_be_drawn(
     out = capsys.readouterr().out
     assert "6 clips of" in out
     assert "2 prompts x 1 column x 3 seeds, 1x64x32, 9x32x32, 50 denoising steps" in out
+    assert "memory, estimated: " in out
+    assert "clips would be written to samples" in out
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,11 @@ class SamplePlan:
         """Frames per second of the clips."""
         return self.config.validation.validation_frame_rate or self.facts.geometry.fps
 
+    @property
+    def sizes(self) -> list[Size]:
+        """Frames, height and width of the clips, each size once."""
+        return list(dict.fromkeys(prompt.size for prompt in self.prompts if prompt.size is not None))
+
     def samples(self) -> list[Sample]:
         """All clips, by column, then by prompt, then by seed."""
         common = self._common()
@@ -203,7 +208,7 @@ def _targets(given: Sequence[str], options: SampleSection, found: Findings) -> l
     targets = []
     for one in given:
         try:
-            targets.append(find_target(one, use_ema=options.use_ema))
+            targets.append(find_target(one, use_ema=not options.no_ema))
         except ConfigError as error:
             found.errors += error.problems
         except ValueError as error:

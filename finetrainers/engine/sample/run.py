@@ -30,6 +30,7 @@ from ..sampling import EncodedPrompts, PromptRequest, SamplingSettings, prompt_r
 from ..trainable import check_modules
 from .grid import Cell, Grid, Group, Row, page, sheet
 from .ledger import Ledger
+from .memory import offloads
 from .plan import Sample, SamplePlan, Variant
 from .sampler import Sampler
 
@@ -60,7 +61,7 @@ def draw(plan: SamplePlan) -> Drawn:
     Raises:
         ConfigError: weights do not belong to the model; another process uses the folder, or nothing can be written to it.
     """
-    _check_weights(plan)
+    check_weights(plan)
     with contextlib.closing(join(plan.config)) as parallel, exclusive(plan.output_dir, parallel):
         ledger = Ledger(plan.output_dir, rank=parallel.rank)
         samples = plan.samples()
@@ -80,7 +81,7 @@ def draw(plan: SamplePlan) -> Drawn:
         return _show(plan, samples, drawn) if parallel.is_main and clips else drawn
 
 
-def _check_weights(plan: SamplePlan) -> None:
+def check_weights(plan: SamplePlan) -> None:
     """Compare all weight files with the classes that take them, by their headers and by LoRAs' layers, before any is loaded.
 
     Raises:
@@ -125,7 +126,10 @@ class _Drawing:
         plan, parallel = self.plan, self.parallel
         by_variant = {variant: [one for one in missing if one.variant == variant] for variant in self._order()}
         mine = {variant: some[parallel.rank :: parallel.world_size] for variant, some in by_variant.items() if some}
-        offload = bool(plan.config.validation.enable_model_cpu_offload)
+        spec = plan.family.load(plan.config.model)
+        offload, note = offloads(plan, spec, device=parallel.device)
+        if note and parallel.is_main:
+            logger.warning("%s", note)
         sampler = Sampler(plan.config, plan.family, parallel, offload=offload)
         used = sorted({sample.prompt for some in mine.values() for sample in some})
         failed: dict[int, Exception] = {}

@@ -96,8 +96,10 @@ class Sampler:
                 waiting = waiting[1:]
                 yield found
                 if isinstance(found, Exception):
+                    found.__traceback__ = None  # whose frames hold tensors
+                    del clips
+                    free_memory()
                     break
-            free_memory()
 
     def free(self) -> None:
         """Free the network and the VAE."""
@@ -115,8 +117,9 @@ class Sampler:
     def _with(self, weights: Weights, scale: float) -> nn.Module:
         """The network with these weights."""
         if self._network is None or not self._put(weights):
-            self._network = self._held = None
-            free_memory()
+            if self._network is not None:
+                self._network = self._held = None
+                free_memory()
             self._network = self.parallel.in_turns("loading the transformer", lambda: self._load(weights))
         if weights.kind != "base":
             self._held = weights

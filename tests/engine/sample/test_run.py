@@ -48,14 +48,19 @@ def validated(
     return start
 
 
-@pytest.mark.parametrize("kind", ["lora", "ema", "full-finetune"])
+#: Options that decide over the numbers of samples, spread over the kinds of weights.
+KINDS = {
+    "lora": {"transformer_dtype": "bf16", "quantize_frozen": "int8", "quantize_skip_modules": ["^proj_out$"]},
+    "ema": {"use_ema": True, "ema_decay": 0.5, "use_rslora": True, "use_dora": True, "vae_dtype": "bf16"},
+    "full-finetune": {"training_type": "full-finetune", "mixed_precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_sampled_as_it_was_validated(
     kind: str, validated: Callable[..., Any], sample: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    training_type = "full-finetune" if kind == "full-finetune" else "lora"
-    root, frames = validated(
-        training_type=training_type, **({"use_ema": True, "ema_decay": 0.5} if kind == "ema" else {})
-    )
+    root, frames = validated(**KINDS[kind])
     assert not np.array_equal(frames[1, 0, 0], frames[2, 0, 0])
     steps = [root / "checkpoints" / f"step-{step}" for step in (1, 2)]
     code, found = sample(*steps, "--seed", 6, "--prompts", PROMPTS[1], "--output_dir", root.parent / "steps")
@@ -77,7 +82,7 @@ def test_a_run_is_sampled_as_it_was_validated(
 
     if kind == "ema":
         for raw in (steps[1], root):  # the newest checkpoint has the weights that the result's average is of
-            code, found = sample(raw, "--no-use_ema", "--prompts", PROMPTS[0], "--output_dir", root / "raw" / raw.name)
+            code, found = sample(raw, "--no_ema", "--prompts", PROMPTS[0], "--output_dir", root / "raw" / raw.name)
             assert not np.array_equal(next(iter(found.values())), frames[2, 0, 0])
     if kind == "lora":
         # A checkpoint that was copied elsewhere brings its options; a run without a result has its newest checkpoint.
