@@ -2,6 +2,7 @@
 
 Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank),
 `_slow_saving` (seconds), `_zero_stage` (of DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of NaN)
+`_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
 and `_sharing` (whether all ranks train on the same samples, as they would if a sample was split over them).
 """
 
@@ -28,9 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.engine import activation_memory
 from finetrainers.engine.checkpoints import save as saving
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
+from finetrainers.memory.activation_plan import Machine
 from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.parallel.ranks import Ranks
@@ -71,6 +74,10 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
         patch.setattr(Ranks, "data_rank", 0)
         patch.setattr(Ranks, "data_size", 1)
         patch.setattr("finetrainers.engine.preflight.launched_processes", lambda: 1)
+    measured_on = options.pop("_measured_on", None)
+    if measured_on is not None:
+        patch.setattr(activation_memory, "_machine", lambda *_: (Machine(2.0**40, 2.0**40, 1e9, 1.0), 0.0))
+        patch.setattr(activation_memory, "measured_peak", lambda _: 1.001 * 2**40 if measured_on == RANK else 0.0)
     SFT.loss = poisoned(options.pop("_poisoned", 0))  # type: ignore[method-assign]
 
     def fail(*_: Any, **__: Any) -> None:

@@ -48,7 +48,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "pairs": {"method": "dpo", "dpo": {"beta": 50.0}, "eval_num_items": 1, "eval_steps": 1, "train_steps": 3, "max_grad_norm": 0.02},
     "whole": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
     "swapped": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "blocks_to_swap": 4, "activation_memory": "offload"},
-    "in the background": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3, "checkpointing_steps": 1, "async_checkpointing": True},
+    "in the background": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3, "checkpointing_steps": 1, "async_checkpointing": True, "activation_memory": "auto", "memory_budget": 100, "_measured_on": 1},
     "the writer fails": {"train_steps": 4, "checkpointing_steps": 1, "async_checkpointing": True, "_fail_saving_on": 0},
     "quantized": {"quantize_frozen": "fp8", "train_steps": 2},
     "rank 0 fails": {"_fail_saving_on": 0},
@@ -179,6 +179,14 @@ def test_saving_in_the_background_changes_nothing(ranks: Ranks) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
     whole = [found.step for found in scan_checkpoints(saved) if found.damage is None]
     assert whole == [1, 2, 3]
+
+
+def test_all_ranks_change_what_blocks_store(ranks: Ranks) -> None:
+    """Rank 1 alone has measured that it does not fit; the weights are those without (see above)."""
+    events = map(json.loads, (ranks.directory("in the background") / "events.jsonl").read_text().splitlines())
+    assert [event["setting"] for event in events if event["event"] == "activation_memory"] != []
+    one, other = ranks["in the background"]
+    assert one["digest"] == other["digest"]
 
 
 @pytest.mark.parametrize("job", ["rank 0 fails", "the writer fails"])
