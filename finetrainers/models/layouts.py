@@ -128,7 +128,7 @@ class Match:
         """The file's tensors that the network does not have, but for those of the model's other parts."""
         return sorted(name for name in self.held if name not in self.layout and not _OTHERS.search(name))
 
-    def problems(self, place: str) -> list[str]:
+    def problems(self, place: str, config: str = "the config") -> list[str]:
         """What makes the file unfit for the network: all tensors that it lacks, with the nearest it has, and those of other shapes."""
         found = []
         if self.held and len(self.missing) == len(self.needed):
@@ -143,7 +143,8 @@ class Match:
             name = self.misshapen[0]
             more = f" ({len(self.misshapen)} such tensors)" if len(self.misshapen) > 1 else ""
             found.append(
-                f"{self.prefix}{name} in {place} has shape {self.held[name]}, and the config asks for {self.needed[name]}{more}"
+                f"{self.prefix}{name} in {place} has shape {self.held[name]}, and {config} asks for "
+                f"{self.needed[name]}{more}"
             )
         return found
 

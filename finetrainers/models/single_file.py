@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,7 @@ def _converted(network: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tens
     convert = SINGLE_FILE_LOADABLE_CLASSES[name]["checkpoint_mapping_fn"]
     try:
         return convert(checkpoint=tensors, config=dict(network.config))  # type: ignore[operator,arg-type]
-    except (
-        KeyError,
-        IndexError,
-        RuntimeError,
-        TypeError,
-    ):  # whatever a converter does with names that it does not expect
+    except (KeyError, IndexError, RuntimeError, TypeError):  # a converter may do anything with unexpected names
         return None
 
 
@@ -82,7 +76,7 @@ def load_single_file(cls: Any, settings: Any, path: Path, dtype: torch.dtype) ->
     """
     if not issubclass(cls, ModelMixin):
         return _load_transformers(cls, settings, path, dtype)
-    with init_empty_weights(), _default_dtype(dtype):  # as `from_pretrained`, whose positions then are the same
+    with init_empty_weights():
         network: Any = cls.from_config(settings)
     fp32 = cls._keep_in_fp32_modules or ()
     tensors = {}
@@ -92,16 +86,6 @@ def load_single_file(cls: Any, settings: Any, path: Path, dtype: torch.dtype) ->
     missing = network.load_state_dict(tensors, strict=False, assign=True).missing_keys
     network.register_to_config(_name_or_path=str(path))
     return network.eval(), {"missing_keys": missing}
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _load_transformers(cls: Any, settings: Any, path: Path, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:

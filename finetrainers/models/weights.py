@@ -20,6 +20,7 @@ from finetrainers.utils.text import plural
 
 from .files import (
     cast_to_float8,
+    component_file,
     folder_on_disk,
     option_of,
     part_config,
@@ -108,7 +109,8 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
             f"{where}: {path} holds weights that were cast to 8 bits ({cast}), without scales: they are read and cast to "
             f"the dtype of the {part}, and what the first cast has rounded off stays lost"
         )
-    return [Problem(where, text) for text in match.problems(str(path))], warnings
+    config_file = component_file(config, part, "config.json")
+    return [Problem(where, text) for text in match.problems(str(path), str(config_file))], warnings
 
 
 def compare(network: nn.Module, held: Shapes) -> tuple[list[str], list[str], list[str]]:

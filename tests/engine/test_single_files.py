@@ -149,7 +149,8 @@ def test_what_is_wrong_with_single_files_is_said_at_once(
     assert problems[1].startswith(f"--vae_id: {files / 'vae.safetensors'} lacks 52 tensors: ")
     assert problems[2:] == [
         f"--transformer_id: {path} lacks 1 tensor: {name} (it has {name.replace('qkv', 'qkw')})",
-        f"--transformer_id: model.model.single_blocks.0.linear1.bias in {path} has shape (5,), and the config asks for (224,)",
+        f"--transformer_id: model.model.single_blocks.0.linear1.bias in {path} has shape (5,), and "
+        f"{tiny_repo('hunyuan_video')}/transformer/config.json asks for (224,)",
     ]
 
     def quantized(extra: dict[str, Tensor], *, file: str = "transformer.safetensors") -> str:
