@@ -205,7 +205,7 @@ def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
     """
     from safetensors.torch import load_file
 
-    from finetrainers.models.lora_files import with_averages
+    from finetrainers.models.lora_files import check_outputs, with_averages
 
     from .trainable import check_modules
 
@@ -213,6 +213,7 @@ def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
     try:
         lora = spec.lora_of(source.weights.path)
         check_modules(source.weights.path, lora.state(), network)
+        check_outputs(lora, network)
     except ValueError as error:
         raise ConfigError([Problem("SOURCE", str(error))]) from None
     averages = source.weights.averages

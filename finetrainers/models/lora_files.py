@@ -21,7 +21,17 @@ from .lora_names import BLOCKS_ALONE, PREFIXES
 from .spec import ModelSpec
 from .weights import non_finite
 
-__all__ = ["Checked", "Lora", "cast", "check_written", "lora_metadata", "save_original", "with_averages", "write_lora"]
+__all__ = [
+    "Checked",
+    "Lora",
+    "cast",
+    "check_outputs",
+    "check_written",
+    "lora_metadata",
+    "save_original",
+    "with_averages",
+    "write_lora",
+]
 
 #: Relative difference of a layer's output that rounding to a dtype explains, twice.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -191,6 +201,20 @@ def _difference(found: Factors, expected: Factors) -> float:
         return float("inf")
     own = expected.magnitude.float()
     return max(error, float((found.magnitude.float() - own).norm() / own.norm()))
+
+
+def check_outputs(lora: Lora, network: nn.Module) -> None:
+    """Compare the outputs of a LoRA's layers with the network's.
+
+    Raises:
+        ValueError: they are of another model.
+    """
+    for name, one in lora.layers.items():
+        outputs = network.get_parameter(f"{name}.weight").shape[0]
+        if one.up.shape[0] != outputs:
+            raise ValueError(
+                f"{name} has {one.up.shape[0]} outputs, and this model's {outputs}; is it a LoRA of this model?"
+            )
 
 
 def with_averages(lora: Lora, averages: Mapping[str, Tensor]) -> Lora:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.engine.export_formats import export_formats, find_source
 from finetrainers.engine.initial_weights import find_initial_weights
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.training import train
@@ -134,6 +135,23 @@ def test_from_a_whole_transformer(
                     transformer_id=str(values["pretrained_model_name_or_path"]),
                 )
             )
+
+
+def test_a_checkpoint_exports_its_averages(stages: dict[str, Path], tmp_path: Path) -> None:
+    """Which the run's result is; or the trained weights."""
+    for name, root in stages.items():
+        checkpoint = root / "checkpoints" / "step-2"
+        for use_ema, expected in ((True, root), (False, checkpoint)):
+            source = find_source(str(checkpoint), options={}, use_ema=use_ema)
+            assert source.folder == root / "export" / "step-2"
+            assert source.name == f"{root.name}-step-2"
+            (one,) = export_formats(source, ["diffusers"], tmp_path / f"{name} {use_ema}", dtype="fp32")
+            if name == "lora":
+                assert_same(load_file(one.path), load_file(expected / LORA))
+                continue
+            # The result is in `transformer_dtype`.
+            found, known = transformer(one.path), transformer(expected / "transformer")
+            assert_same({key: value.to(known[key].dtype) for key, value in found.items()}, known)
 
 
 @pytest.mark.parametrize("use_dora", [False, True])

@@ -21,6 +21,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.models.lora_files import cast, check_written, lora_metadata, with_averages, write_lora
 from finetrainers.models.lora_formats import Factors, Lora, from_stored, of_state, to_stored
 from finetrainers.models.lora_names import format_problem, kind_of
+from finetrainers.models.original import layouts_of
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
 
@@ -186,6 +187,46 @@ def test_diffusers_converter_reads_the_joined_layers_of_hunyuan_video() -> None:
             stored[f"diffusion_model.{name}.lora_A.weight"], stored[f"diffusion_model.{name}.lora_B.weight"], 1.0
         )
         torch.testing.assert_close(effect(theirs), effect(ours), rtol=1e-4, atol=1e-3)
+
+
+def comfyui_keys(family: str, network: nn.Module) -> set[str]:
+    """Names that ComfyUI looks for in LoRA files, as `model_lora_keys_unet` makes them of the names of its own network."""
+    names = [*network.state_dict()]
+    layouts = layouts_of(type(network).__name__, names)
+    if family == "cogvideox":
+        own = {
+            name.replace("transformer_blocks.", "blocks.").replace("attn1.to_out.0", "attn_out").replace("attn1.to_", "")
+            .replace("ff.net.0.proj", "ff_proj").replace("ff.net.2", "ff_out").replace("embedding.linear", "embedding_linear")
+            for name in names
+        }  # fmt: skip
+    else:
+        own = {*layouts[{"hunyuan_video": "ComfyUI's", "ltx_video": "Lightricks'"}[family]]}
+    found = set()
+    for key in (f"diffusion_model.{name}" for name in own if name.endswith(".weight")):
+        plain = key.removesuffix(".weight")
+        found |= {plain, "lora_unet_" + plain.removeprefix("diffusion_model.").replace(".", "_")}
+        if family == "hunyuan_video":  # of diffusion-pipe and older files
+            old = (
+                key.replace("_mod.lin.", "_mod.linear.")
+                .replace("_attn.qkv.", "_attn_qkv.")
+                .replace("_attn.proj.", "_attn_proj.")
+            )
+            old = (
+                old.replace("mlp.0.", "mlp.fc1.")
+                .replace("mlp.2.", "mlp.fc2.")
+                .replace(".modulation.lin.", ".modulation.linear.")
+            )
+            found.add(old.removesuffix(".weight"))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_comfyui_finds_every_layer(family: str) -> None:
+    network, lora = adapter(family, device="meta")
+    keys = comfyui_keys(family, network)
+    for kind in ("comfyui", *(["kohya"] if family == "ltx_video" else [])):
+        layers = {re.sub(r"\.(lora_(A|B|down|up)\.weight|alpha)$", "", name) for name in to_stored(lora, network, kind)}
+        assert sorted(layers - keys) == []
 
 
 def test_layers_that_are_joined_there_and_only_partly_trained() -> None:
