@@ -35,7 +35,8 @@ def add_export(commands: Any) -> None:
     )
     export.add_argument("--lora_scale", type=float, help="strength of the LoRA in merged weights [1]")
     export.add_argument("--overwrite", action="store_true", help="replace what was exported before")
-    export.add_argument("--no_ema", action="store_true", help="of a checkpoint, the trained weights, not their average")
+    about_ema = "of a checkpoint, the moving average of its weights, where it has one [on]"
+    export.add_argument("--use_ema", action=argparse.BooleanOptionalAction, default=True, help=about_ema)
     export.add_argument("--pretrained_model_name_or_path", help="the model that it is of [as the run says]")
     export.add_argument("--model_name", help="the family of the model [as its files say]")
     export.set_defaults(run=_export)
@@ -50,7 +51,7 @@ def _export(arguments: argparse.Namespace) -> int:
         raise ConfigError([Problem("--lora_scale", message)])
     options = {name: getattr(arguments, name) for name in ("pretrained_model_name_or_path", "model_name")}
     given = {name: value for name, value in options.items() if value is not None}
-    source = find_source(arguments.source, options=given, use_ema=not arguments.no_ema)
+    source = find_source(arguments.source, options=given, use_ema=arguments.use_ema)
     folder = arguments.output_dir or source.folder
     scale = 1.0 if arguments.lora_scale is None else arguments.lora_scale
     written = export_formats(

@@ -102,7 +102,8 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     path = target.weights.path
     home = target.home or (path.parent if path.is_file() else path)
     step = step_of(path.parent) if target.weights.is_checkpoint else None
-    name = path.stem if target.home is None and path.is_file() else home.resolve().name
+    named_itself = target.home is None and path.is_file() and path.name != LORA_FILE
+    name = path.stem if named_itself else home.resolve().name
     if step is not None:
         return Source(given, target.weights, config, f"{_plain(name)}-step-{step}", home / FOLDER / f"step-{step}")
     return Source(given, target.weights, config, _plain(name), home / FOLDER)
