@@ -77,6 +77,15 @@ class QuantizedLinear(nn.Module):
             x.to(dtype), self.codes, self.scale, bias, self.kind, (self.out_features, self.in_features)
         )
 
+    def __getattr__(self, name: str) -> Any:
+        """As of `nn.Module`; PEFT asks for the weight when it adds a LoRA to it for good."""
+        if name == "weight":
+            raise AttributeError(
+                f"the weights of this layer are quantized to {self.kind}, and a LoRA cannot be added to them for good; add it to "
+                "the unquantized network: finetrainers export --format merged"
+            )
+        return super().__getattr__(name)
+
     def extra_repr(self) -> str:
         """As of `nn.Linear`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"

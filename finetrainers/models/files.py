@@ -334,8 +334,7 @@ def _examine(config: ModelSection, part: str, weights: bool) -> Iterator[str]:
         variant = None if replacement_of(config, part) else config.variant
         header, problems = stored_header(folder, part, variant, is_complete=is_local)
         yield from problems
-        if part.startswith("transformer"):
-            yield from _quantized_already(folder, header)
+        yield from _quantized_already(folder, header, part)
 
 
 def _examine_single(config: ModelSection, part: str, path: Path) -> Iterator[str]:
@@ -401,19 +400,27 @@ def cast_to_float8(header: Header) -> str | None:
     return next((dtype for dtype in header.dtypes.values() if dtype.startswith("F8_")), None)
 
 
-def _quantized_already(folder: Path, header: Header) -> Iterator[str]:
-    """Refuse weights that another tool has quantized."""
+def _quantized_already(folder: Path, header: Header, part: str) -> Iterator[str]:
+    """Refuse weights that another tool has quantized; those of text encoders, transformers reads by its own config."""
     settings = {}
     with contextlib.suppress(ValueError):  # said already
         settings = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    is_text_encoder = part.startswith("text_encoder")
     if "quantization_config" in settings:
+        if is_text_encoder:
+            return
         how = settings["quantization_config"] or {}
         what: str | None = f"its config.json says quantization_config, by {how.get('quant_method', 'bitsandbytes')}"
     else:
         what = quantized_as(header)
     if what is None:
         return
-    yield f"{folder} holds quantized weights ({what}), {_GIVE_UNQUANTIZED}"
+    advice = _GIVE_UNQUANTIZED
+    if is_text_encoder:
+        advice = advice.replace("--quantize_frozen", "--quantize_text_encoders")
+    elif not part.startswith("transformer"):
+        advice = advice.partition(", which")[0]
+    yield f"{folder} holds quantized weights ({what}), {advice}"
 
 
 def _json_problems(folder: Path) -> Iterator[str]:

@@ -212,3 +212,11 @@ def _unquantized(spec: Any, config: Any) -> nn.Module:
     meta = spec.transformer_on_meta()
     attach(meta, config.training)
     return meta
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lora_is_not_added_to_codes_for_good(kind: Any) -> None:
+    network = transformer(BF16)
+    quantize_frozen(network, kind, skip=SKIP)
+    with pytest.raises(AttributeError, match=f"quantized to {kind}.*finetrainers export --format merged"):
+        network.fuse_lora()

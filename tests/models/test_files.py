@@ -302,6 +302,14 @@ def test_weights_that_are_quantized_already_are_refused_by_name(repo: Path) -> N
             state[name] = state[name].to(torch.float8_e4m3fn)
             state[name.removesuffix("weight") + "scale_weight"] = torch.ones(1)
 
+    encoder = repo / "text_encoder" / "model.safetensors"
+    before = encoder.read_bytes()
+    change(encoder, lambda state: state.update({"encoder.scaled_fp8": torch.ones(1)}))
+    (problem,) = said(repo)
+    assert "(scales of its weights, as in ComfyUI's fp8 files: encoder.scaled_fp8), and these are not read" in problem
+    assert "--quantize_text_encoders int8" in problem
+    encoder.write_bytes(before)
+
     change(repo / TRANSFORMER, as_comfyui_does)
     (problem,) = said(repo)
     assert (
