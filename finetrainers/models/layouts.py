@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _PROBES = 12
 #: In a file that holds the whole model, what belongs to its other parts; and statistics that no network has.
 _OTHERS = re.compile(
-    r"^(vae|first_stage_model|text_encoders?|cond_stage_model|conditioner|vision_tower|multi_modal_projector|lm_head|decoder|loss)\."
+    r"^(vae|first_stage_model|text_encoders?|cond_stage_model|conditioner|vision_tower|multi_modal_projector|lm_head|loss)\."
     r"|per_channel_statistics\.|position_ids$|inv_freq$|^(logit_scale|text_projection\.weight)$|(^|\.)lm_head\.weight$"
 )
 
