@@ -96,9 +96,9 @@ def web_video(path: Path, *, max_side: int = 512, max_bytes: int = 300_000) -> b
         stream.width, stream.height = (max(2, round(side * factor) // 2 * 2) for side in (given.width, given.height))
         stream.pix_fmt = "yuv420p"
         stream.options = {"crf": "24"}
-        for frame in source.decode(video=0):
+        for number, frame in enumerate(source.decode(video=0)):
             picture = frame.reformat(width=stream.width, height=stream.height, format="yuv420p")
-            picture.pts = None
+            picture.pts, picture.time_base = number, 1 / Fraction(given.average_rate or 1)
             for packet in stream.encode(picture):
                 container.mux(packet)
         for packet in stream.encode():

@@ -30,7 +30,7 @@ from finetrainers.utils.files import file_sha256, read_jsonl
 from finetrainers.utils.video import slug
 
 from ..preflight import check_control_videos, check_paths, read_prompts, resolve_family
-from .weights import BASE, Target, Weights, find_target, named_apart
+from .weights import BASE, Target, Weights, find_target, in_order, named_apart
 
 Size = tuple[int, int, int]
 #: Options of a run that no pixel depends on, or that are named by what they lead to.
@@ -161,7 +161,7 @@ def plan_samples(given: Sequence[str], options: SampleSection, flags: Given) -> 
     """
     found = Findings()
     found.errors += _launcher_problems()
-    targets = named_apart(_targets(given, options, found))
+    targets = named_apart(in_order(_targets(given, options, found)))
     if len(targets) < len(given):
         raise ConfigError(found.errors)
     config = _one_model(targets, flags, found)

@@ -102,6 +102,16 @@ def find_target(given: str, *, use_ema: bool = True) -> Target:
     return Target(given, Weights(name, "lora", found.path, digest=file_sha256(found.path)), source, home)
 
 
+def in_order(targets: list[Target]) -> list[Target]:
+    """Checkpoints of one run by their steps, since a shell puts step-500 behind step-1000; anything else as it was given."""
+    places = [one.weights.path.parent if one.weights.path is not None else Path() for one in targets]
+    steps = [step_of(place) or step_of(place.parent) for place in places]
+    if len({one.home for one in targets}) > 1 or None in steps:
+        return targets
+    by_step = sorted(zip(steps, range(len(targets)), strict=True), key=lambda pair: (pair[0] or 0, pair[1]))
+    return [targets[place] for _, place in by_step]
+
+
 def named_apart(targets: list[Target]) -> list[Target]:
     """Targets whose labels differ: equal ones get the names of their runs or files in front, or the whole name."""
     for name in (lambda one: f"{one.origin} {one.weights.label}", lambda one: one.given):

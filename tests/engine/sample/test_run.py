@@ -63,7 +63,7 @@ def test_a_run_is_sampled_as_it_was_validated(
     root, frames = validated(**KINDS[kind])
     assert not np.array_equal(frames[1, 0, 0], frames[2, 0, 0])
     steps = [root / "checkpoints" / f"step-{step}" for step in (1, 2)]
-    code, found = sample(*steps, "--seed", 6, "--prompts", PROMPTS[1], "--output_dir", root.parent / "steps")
+    code, found = sample(*reversed(steps), "--seed", 6, "--prompts", PROMPTS[1], "--output_dir", root.parent / "steps")
     assert code == 0
     assert dict.fromkeys(found, 0) == {
         f"a-blue-ball-on-a-hill_step-{step}{'' if kind == 'full-finetune' else '_scale-1'}_seed-6.mp4": 0
@@ -71,7 +71,7 @@ def test_a_run_is_sampled_as_it_was_validated(
     }
     for (_, clip), step in zip(sorted(found.items()), (1, 2), strict=True):
         assert np.array_equal(clip, frames[step, 1, 1])
-    capsys.readouterr()
+    assert "columns: step 1 | step 2" in capsys.readouterr().out
 
     code, found = sample(root, "--num", 2)
     assert code == 0
