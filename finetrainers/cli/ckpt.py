@@ -14,6 +14,9 @@ from finetrainers.utils.text import duration, file_size
 
 from .overview import described
 
+#: What is said of a checkpoint that `finetrainers sync` has copied.
+_COPY = "without optimizer state: it can be sampled from, not resumed"
+
 
 def add_ckpt(commands: Any) -> None:
     """Add the subcommand and its own to the parser's."""
@@ -42,28 +45,37 @@ def add_ckpt(commands: Any) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
+    from finetrainers.engine.checkpoints.best import best_checkpoint
     from finetrainers.engine.checkpoints.find import checkpoints_dir, scan_checkpoints
+    from finetrainers.engine.checkpoints.manifest import lacks_optimizer
 
     found = scan_checkpoints(arguments.run_directory)
+    copies = {one.step: one for one in scan_checkpoints(arguments.run_directory, weights_only=True)}
+    best = best_checkpoint(arguments.run_directory)
     if not found:
         raise ConfigError([Problem("RUN", f"no checkpoint in {checkpoints_dir(arguments.run_directory)}")])
     print(f"{'step':>8}  {'size':>9}  {'age':>9}  state")
     for one in found:
-        if one.damage is not None:
+        copied = one.damage is not None and lacks_optimizer(one.path)
+        if one.damage is not None and not copied:
             print(f"{one.step:>8}  {'-':>9}  {'-':>9}  {one.damage}")
-        else:
-            print(f"{one.step:>8}  {file_size(one.size):>9}  {duration(round(time.time() - one.saved_at)):>9}  ok")
+            continue
+        of = copies[one.step] if copied else one
+        notes = (", the best" if best == one.path else "") + (f"; {_COPY}" if copied else "")
+        age = duration(round(time.time() - of.saved_at))
+        print(f"{one.step:>8}  {file_size(of.size):>9}  {age:>9}  ok{notes}")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from finetrainers.engine.checkpoints.manifest import damage
+    from finetrainers.engine.checkpoints.manifest import damage, lacks_optimizer
 
     damaged = False
     for path in (found for given in arguments.path for found in _checkpoints(given)):
-        wrong = damage(path, contents=True)
+        copied = lacks_optimizer(path)
+        wrong = damage(path, contents=True, weights_only=copied)
         damaged |= wrong is not None
-        print(f"{path}: {wrong or _ok(path)}")
+        print(f"{path}: {wrong or _ok(path)}{f'; {_COPY}' if copied and wrong is None else ''}")
     return 1 if damaged else 0
 
 

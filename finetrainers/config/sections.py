@@ -298,7 +298,7 @@ class TrainingSection(Section):
     checkpointing_steps: int = option(500, "Save a checkpoint, the whole training state, every N optimizer steps. 0 "
         "saves only at the end.", resume="free", ge=0)
     checkpointing_limit: int | None = option(None, "Keep only the newest N checkpoints. An older one is deleted once a "
-        "newer one is complete.", resume="free", ge=1)
+        "newer one is complete. The one that `finetrainers watch` marks as the best is kept, too.", resume="free", ge=1)
     async_checkpointing: bool = option(False, "Write checkpoints in the background, from a copy in host memory that holds "
         "the trained weights, the optimizer state and the EMA. Training waits only before the next update, until that copy is "
         "complete.", resume="free")

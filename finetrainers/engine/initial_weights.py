@@ -66,7 +66,7 @@ def find_initial_weights(given: str) -> InitialWeights:
     if found is not None:
         return found
     if checkpoints_dir(path).is_dir():  # a run that has not come to its end
-        newest = find_checkpoint("latest", path)
+        newest = find_checkpoint("latest", path, weights_only=True)
         assert newest is not None
         return _in_checkpoint(given, newest)
     raise ValueError(
@@ -76,7 +76,7 @@ def find_initial_weights(given: str) -> InitialWeights:
 
 
 def _in_checkpoint(given: str, path: Path) -> InitialWeights:
-    wrong = damage(path, contents=True)
+    wrong = damage(path, contents=True, weights_only=True)
     if wrong is not None:
         raise ValueError(f"the checkpoint {path} is damaged: {wrong}")
     found = _in_folder(given, path)

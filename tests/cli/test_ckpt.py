@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetrainers.cli.main import main
+from finetrainers.engine.checkpoints.best import mark_best
 from finetrainers.engine.checkpoints.manifest import write_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,27 @@ def test_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[2].split()[-3:-1] == ["0", "s"] or rows[2].split()[-3:-1] == ["1", "s"]
     assert main(["ckpt", "ls", str(tmp_path / "none")]) == 2
     assert "no checkpoint in" in capsys.readouterr().err
+
+
+def test_the_best_one_and_a_copy_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best, copy = make(tmp_path, 5), make(tmp_path, 10)
+    mark_best(best)
+    (copy / "optimizer.pt").write_bytes(b"x")
+    (copy / "manifest.json").unlink()
+    write_manifest(copy, facts={"step": 10})
+    (copy / "optimizer.pt").unlink()
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert rows[0].endswith("ok, the best")
+    assert rows[1].endswith("ok; without optimizer state: it can be sampled from, not resumed")
+    assert main(["ckpt", "verify", str(tmp_path)]) == 0
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[1]
+        .endswith("step-10: ok; without optimizer state: it can be sampled from, not resumed")
+    )
+    (copy / "ema.safetensors").write_bytes(b"x")
+    assert main(["ckpt", "verify", str(copy)]) == 1
 
 
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

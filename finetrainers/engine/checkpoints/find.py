@@ -11,7 +11,7 @@ from typing import Any
 
 from finetrainers.utils.launch import launched_rank
 
-from .manifest import damage, read_manifest, total_size
+from .manifest import damage, lacks_optimizer, read_manifest, total_size
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,11 @@ logger = logging.getLogger(__name__)
 FORMAT = 3
 #: Ending of a checkpoint's name while another one of the same step takes its place.
 REPLACED = ".replaced"
+#: What is said of a checkpoint that cannot be resumed, because `finetrainers sync` has copied it, and not its optimizer.
+WITHOUT_OPTIMIZER = (
+    "has no optimizer state: it is a copy to sample from. Resume where it was trained, or start a new run from its weights "
+    "with --init_from"
+)
 _STEP_DIR = re.compile(rf"^(?:step-(?P<step>\d+)|\.step-(?P<replaced>\d+){re.escape(REPLACED)})$")
 
 
@@ -47,8 +52,13 @@ class Found:
     saved_at: float = 0.0
 
 
-def scan_checkpoints(output_dir: Path) -> list[Found]:
-    """Every checkpoint of a run, whole or damaged, oldest step first. Half-written ones have another name."""
+def scan_checkpoints(output_dir: Path, *, weights_only: bool = False) -> list[Found]:
+    """Every checkpoint of a run, whole or damaged, oldest step first. Half-written ones have another name.
+
+    Args:
+        output_dir: of the run.
+        weights_only: whether one without its optimizer state counts as whole, too.
+    """
     root = checkpoints_dir(output_dir)
     if not root.is_dir():
         return []
@@ -58,7 +68,7 @@ def scan_checkpoints(output_dir: Path) -> list[Found]:
         # One that was being replaced when its process died counts only if the new one is not there.
         if step is not None and (step not in by_step or not path.name.endswith(REPLACED)):
             by_step[step] = path
-    return [_look_at(step, path) for step, path in sorted(by_step.items())]
+    return [_look_at(step, path, weights_only) for step, path in sorted(by_step.items())]
 
 
 def step_of(path: Path) -> int | None:
@@ -67,28 +77,33 @@ def step_of(path: Path) -> int | None:
     return None if match is None else int(match["step"] or match["replaced"])
 
 
-def _look_at(step: int, path: Path) -> Found:
-    wrong = damage(path, contents=False)
+def _look_at(step: int, path: Path, weights_only: bool) -> Found:
+    wrong = damage(path, contents=False, weights_only=weights_only)
     if wrong is not None:
         return Found(step, path, wrong)
     manifest = read_manifest(path)
     return Found(step, path, None, size=total_size(manifest), saved_at=float(manifest.get("saved_at", 0.0)))
 
 
-def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
+def find_checkpoint(wanted: str | None, output_dir: Path, *, weights_only: bool = False) -> Path | None:
     """The checkpoint that `auto`, `latest`, a step number or a directory names; None when none is wanted.
 
     Every byte of it is compared with its manifest. `latest` falls back to the newest that passes, with a warning for
     each that does not. So does `auto`, but where there are none, not even damaged ones, it wants none.
 
+    Args:
+        wanted: what names it.
+        output_dir: of the run.
+        weights_only: whether its optimizer state may be missing.
+
     Raises:
         ValueError: it does not exist or is damaged; the message lists those that exist.
     """
-    root, found = checkpoints_dir(output_dir), scan_checkpoints(output_dir)
+    root, found = checkpoints_dir(output_dir), scan_checkpoints(output_dir, weights_only=weights_only)
     if wanted is None or (wanted == "auto" and not found):
         return None
     if wanted in ("auto", "latest"):
-        return _newest_verified(root, found)
+        return _newest_verified(root, found, weights_only=weights_only)
     names = ", ".join(str(one.step) for one in found if one.damage is None) or "none"
     if wanted.isdigit():
         named = [one.path for one in found if one.step == int(wanted)]
@@ -101,24 +116,28 @@ def find_checkpoint(wanted: str | None, output_dir: Path) -> Path | None:
             raise ValueError(
                 f"{wanted} is not a checkpoint (no state.json); give `auto`, `latest`, a step ({names}) or a directory"
             )
-    wrong = damage(path, contents=True)
+    wrong = damage(path, contents=True, weights_only=weights_only)
     if wrong is not None:
+        if lacks_optimizer(path):
+            raise ValueError(f"{path} {WITHOUT_OPTIMIZER}")
         raise ValueError(f"{path} is damaged: {wrong}; `latest` takes the newest whole one (whole by size: {names})")
     return path
 
 
-def _newest_verified(root: Path, found: list[Found]) -> Path:
+def _newest_verified(root: Path, found: list[Found], *, weights_only: bool) -> Path:
     """The newest checkpoint whose every byte is what was saved."""
     if not found:
         raise ValueError(f"no checkpoint in {root}; leave the option out to start a new run")
     damaged: list[str] = []
     for one in reversed(found):
-        wrong = one.damage or damage(one.path, contents=True)
+        wrong = one.damage or damage(one.path, contents=True, weights_only=weights_only)
         if wrong is None:
             for line in damaged:
                 _warn("continuing from %s, because a newer checkpoint is damaged: %s", one.path, line)
             return one.path
         damaged.append(f"{one.path.name}: {wrong}")
+    if not weights_only and all(lacks_optimizer(one.path) for one in found):
+        raise ValueError(f"every checkpoint in {root} {WITHOUT_OPTIMIZER}")
     raise ValueError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})")
 
 

@@ -24,6 +24,8 @@ _BEFORE = {"format", "step", "saved_at", "packages", "config", "data", "tracker_
 _INFORMATIVE: dict[str, type | tuple[type, ...]] = {"packages": dict, "config": dict, "saved_at": (int, float)}
 #: Without it there is nothing to continue.
 _STATE = "state.json"
+#: Files and folders that only resuming needs: a copy of a checkpoint to sample from may lack them.
+_OPTIMIZER = ("optimizer.pt", "deepspeed")
 
 
 def write_manifest(
@@ -104,7 +106,12 @@ def _check_own(manifest: Mapping[str, Any], content: bytes) -> None:
         raise ValueError(f"it does not list {_STATE}")
 
 
-def damage(directory: Path, *, contents: bool) -> str | None:
+def is_optimizer_state(name: str) -> bool:
+    """Whether a file that a manifest lists is of the optimizer, which samples do not need."""
+    return PurePosixPath(name).parts[0] in _OPTIMIZER
+
+
+def damage(directory: Path, *, contents: bool, weights_only: bool = False) -> str | None:
     """What is wrong with a checkpoint's files, naming the first; None if nothing is.
 
     Links, pipes and devices count as damage, and are not read.
@@ -112,11 +119,14 @@ def damage(directory: Path, *, contents: bool) -> str | None:
     Args:
         directory: the checkpoint.
         contents: also read every byte and compare the SHA-256; without, existence and sizes are looked at.
+        weights_only: of a checkpoint that nobody will resume from: its optimizer state is not looked at, and may be missing.
     """
     try:
         files = read_manifest(directory)["files"]
     except (ValueError, OSError) as error:
         return str(error)
+    if weights_only:
+        files = {name: expected for name, expected in files.items() if not is_optimizer_state(name)}
     for name, expected in files.items():
         found = _look_at(directory, name, size=expected["size"])
         if found is not None:
@@ -147,6 +157,14 @@ def _look_at(directory: Path, name: str, *, size: int) -> str | None:
     if kind is not None:
         return f"{name} {kind}"
     return None if stat.st_size == size else f"{name} has {stat.st_size} bytes instead of {size}"
+
+
+def lacks_optimizer(directory: Path) -> bool:
+    """Whether a checkpoint is whole but for its optimizer state, of which nothing is there: a copy, by names and sizes."""
+    if damage(directory, contents=False, weights_only=True) is not None:
+        return False
+    names = [name for name in read_manifest(directory)["files"] if is_optimizer_state(name)]
+    return bool(names) and not any((directory / name).exists() for name in names)
 
 
 def total_size(manifest: Mapping[str, Any]) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import fsync_dir, fsync_tree
 
+from .best import best_checkpoint
 from .find import REPLACED, scan_checkpoints
 from .manifest import write_manifest
 
@@ -81,13 +82,15 @@ def publish(
 def prune(output_dir: Path, *, step: int, limit: int | None) -> list[Path]:
     """Remove all but the newest `limit` checkpoints up to `step`; what was removed.
 
-    Only whole ones count and only whole ones are removed: damaged ones stay until somebody looks at them.
+    Only whole ones count and only whole ones are removed: damaged ones stay until somebody looks at them. The one that is
+    marked as the best stays, too.
     """
     fault_point("save.prune")
     if limit is None:
         return []
     whole = [found for found in scan_checkpoints(output_dir) if found.damage is None and found.step <= step]
-    gone = [found.path for found in whole[:-limit]]
+    best = best_checkpoint(output_dir)
+    gone = [found.path for found in whole[:-limit] if found.path != best]
     for path in gone:
         _remove(path)
     return gone

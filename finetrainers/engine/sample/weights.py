@@ -157,7 +157,7 @@ def _checkpoint(given: str, path: Path, *, use_ema: bool) -> Target:
 
 def _run(given: str, path: Path, *, use_ema: bool) -> Target:
     source = file_source(path / _CONFIG) if (path / _CONFIG).is_file() else Given()
-    whole = [one for one in scan_checkpoints(path) if one.damage is None]
+    whole = [one for one in scan_checkpoints(path, weights_only=True) if one.damage is None]
     result = None
     with contextlib.suppress(ValueError):
         result = find_initial_weights(given)
@@ -169,7 +169,7 @@ def _run(given: str, path: Path, *, use_ema: bool) -> Target:
         if not continued and (use_ema or not source.values.get("use_ema")):
             digest = file_sha256(result.path) if result.path.is_file() else _folder_digest(result.path)
             return Target(given, Weights("result", result.kind, result.path, digest=digest), source, path)
-    newest = find_checkpoint("latest", path)
+    newest = find_checkpoint("latest", path, weights_only=True)
     assert newest is not None
     found = _checkpoint(str(newest), newest, use_ema=use_ema)
     return Target(given, found.weights, source if source.values else found.source, path)

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from finetrainers.config.errors import ConfigError
 from finetrainers.engine.checkpoints import publish, restore
 from finetrainers.engine.checkpoints import save as saving
+from finetrainers.engine.checkpoints.best import best_checkpoint, mark_best
 from finetrainers.engine.checkpoints.find import find_checkpoint, scan_checkpoints
-from finetrainers.engine.checkpoints.manifest import damage, read_manifest, write_manifest
+from finetrainers.engine.checkpoints.manifest import damage, lacks_optimizer, read_manifest, write_manifest
 
 
 def make(root: Path, *steps: int) -> None:
@@ -87,6 +88,54 @@ def test_only_whole_checkpoints_count_and_only_they_are_pruned(tmp_path: Path) -
     publish.prune(tmp_path, step=5, limit=1)
     assert steps_of(tmp_path) == [4]
     assert publish.prune(tmp_path, step=5, limit=None) == []
+
+
+def test_the_best_checkpoint_is_not_pruned(tmp_path: Path) -> None:
+    make(tmp_path, 1, 2, 3, 4)
+    root = tmp_path / "checkpoints"
+    assert best_checkpoint(tmp_path) is None
+    mark_best(root / "step-1")
+    assert best_checkpoint(tmp_path) == root / "step-1"
+    assert (root / "best" / "state.json").read_text() == '{"step": 1}'
+    mark_best(root / "step-2")
+    assert [path.name for path in publish.prune(tmp_path, step=4, limit=1)] == ["step-1", "step-3"]
+    assert steps_of(tmp_path) == [2, 4]
+    make(tmp_path, 2)  # reached again
+    assert best_checkpoint(tmp_path) == root / "step-2"
+    shutil.rmtree(root / "step-2")
+    assert best_checkpoint(tmp_path) is None
+    assert publish.prune(tmp_path, step=4, limit=1) == []
+
+
+def test_a_copy_without_optimizer_state_can_be_sampled_from_and_not_resumed(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for step in (1, 2):
+        temporary = publish.reserve(root / f"step-{step}", needed=0)
+        (temporary / "deepspeed" / "a").mkdir(parents=True)
+        for name in ("state.json", "optimizer.pt", "deepspeed/a/b.pt"):
+            (temporary / name).write_text(json.dumps({"step": step}))
+        publish.publish(temporary, root / f"step-{step}", facts={"step": step})
+    (root / "step-2" / "optimizer.pt").write_text("cut")
+    assert damage(root / "step-2", contents=True, weights_only=True) is None
+    assert not lacks_optimizer(root / "step-2")
+    assert not lacks_optimizer(root / "step-1")
+    with pytest.raises(ValueError, match=r"is damaged: optimizer\.pt has 3 bytes"):
+        find_checkpoint("2", tmp_path)
+    (root / "step-2" / "optimizer.pt").unlink()
+    shutil.rmtree(root / "step-2" / "deepspeed")
+    assert lacks_optimizer(root / "step-2")
+    assert find_checkpoint("latest", tmp_path, weights_only=True) == root / "step-2"
+    assert find_checkpoint("latest", tmp_path) == root / "step-1"
+    with pytest.raises(ValueError, match=r"step-2 has no optimizer state: it is a copy .* --init_from"):
+        find_checkpoint("2", tmp_path)
+    shutil.rmtree(root / "step-1")
+    for wanted in ("latest", "auto"):
+        with pytest.raises(ValueError, match=r"every checkpoint in .* has no optimizer state: it is a copy"):
+            find_checkpoint(wanted, tmp_path)
+    break_file(tmp_path, 2)
+    assert not lacks_optimizer(root / "step-3")
+    with pytest.raises(ValueError, match="damaged"):
+        find_checkpoint("latest", tmp_path, weights_only=True)
 
 
 def test_with_a_limit_of_one_there_is_a_whole_checkpoint_at_every_moment(
