@@ -34,6 +34,7 @@ from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .sample import add_sample, sample_command
 from .serve_reward import add_serve_reward
+from .sync import add_sync
 
 #: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
 _TRACEBACK = "FINETRAINERS_TRACEBACK"
@@ -252,6 +253,7 @@ def _parser() -> CommandParser:
     add_ckpt(commands)
     add_demo(commands)
     add_serve_reward(commands)
+    add_sync(commands)
 
     schema = commands.add_parser("schema", help="print the JSON schema of config files, for editors")
     schema.set_defaults(run=_schema)

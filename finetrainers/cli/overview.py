@@ -13,8 +13,8 @@ from finetrainers.config.names import names_of
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
     "train": ("check", "estimate", "prepare", "train"),
-    "look": ("sample", "plot", "ckpt"),
-    "use": ("export",),
+    "look": ("sample", "watch", "plot", "ckpt"),
+    "use": ("export", "sync"),
     "tools": ("cache", "serve-reward", "schema", "docs"),
 }
 _EXAMPLES = """examples:

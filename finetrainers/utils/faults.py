@@ -53,6 +53,10 @@ POINTS = {
     "vae": "the VAE is about to encode or decode clips",
     "sample": "validation samples are about to be sampled",
     "export": "the results are about to be written",
+    "sample.record": "a clip of `finetrainers sample` or `watch` is written, its line of the ledger is not",
+    "watch.score": "`watch` has sampled a checkpoint, and its clips are about to be scored",
+    "watch.best": "`watch` has recorded scores, and is about to mark the best checkpoint",
+    "sync.manifest": "`sync` has copied a checkpoint's weights, and not its manifest",
 }
 #: Kinds of faults.
 KINDS = {

@@ -1,0 +1,80 @@
+"""`finetrainers sync`: copy a run's published checkpoints to another machine, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils import exit_codes
+from finetrainers.utils.text import duration
+
+from .overview import described
+
+_MORE = """Only published checkpoints are copied, without optimizer state, and the weights before the manifest, so that
+`finetrainers watch` on the other machine never takes half a checkpoint for a whole one. The run's settings, metrics and
+events come along. Nothing is deleted at the target without --prune."""
+#: Seconds before the first retry; each further one waits twice as long.
+_FIRST_RETRY_S = 5
+_LAST_RETRY_S = 300
+_TRIES_ONCE = 4
+
+
+def add_sync(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    examples = (
+        "sync runs/mystyle me@gpu-box:runs/mystyle --every 100",
+        'sync runs/mystyle me@gpu-box:runs/mystyle --rsh "ssh -p 2222" --once',
+    )
+    about = "copy a run's checkpoints to another machine with rsync, for `watch`"
+    sync = commands.add_parser("sync", **described(about, *examples, more=_MORE))
+    sync.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
+    sync.add_argument("target", metavar="TARGET", help="user@host:folder, or a folder")
+    sync.add_argument("--every", type=float, default=100.0, metavar="SECONDS", help="pause between two looks [100]")
+    sync.add_argument("--once", action="store_true", help="copy what is there, and exit")
+    sync.add_argument("--prune", action="store_true", help="delete checkpoints at the target that the run has deleted, but for the best")  # fmt: skip
+    sync.add_argument("--rsh", metavar="COMMAND", help="what rsync connects with [ssh]")
+    sync.set_defaults(run=_sync)
+
+
+def _sync(arguments: argparse.Namespace) -> int:
+    from finetrainers.engine.sync import Sync
+
+    if not 0 < arguments.every < 1e7:
+        raise ConfigError([Problem("--every", f"{arguments.every:g} is not a number of seconds above 0")])
+    sync = Sync(arguments.run_directory, arguments.target, arguments.rsh, arguments.prune)
+    sync.check()
+    try:
+        return _copy_on(sync, every=arguments.every, once=arguments.once)
+    except KeyboardInterrupt:
+        print("stopped; the same command copies what is missing", file=sys.stderr)
+        return exit_codes.killed_by(signal.SIGINT)
+
+
+def _copy_on(sync: Any, *, every: float, once: bool) -> int:
+    """Copy, and copy again; a failure is reported, and retried after a pause that grows."""
+    from finetrainers.engine.sync import TransferError, told
+
+    failures = 0
+    while True:
+        try:
+            arrived = sync.transfer()
+        except TransferError as error:
+            failures += 1
+            pause = min(_FIRST_RETRY_S * 2 ** (failures - 1), _LAST_RETRY_S)
+            if once and failures == _TRIES_ONCE:
+                print(f"error: {error}", file=sys.stderr)
+                return exit_codes.FAILED
+            print(f"{error}; retry {failures} in {duration(pause)}", file=sys.stderr, flush=True)
+        else:
+            failures, pause = 0, every
+            for one in arrived:
+                print(told(one, sync.target), flush=True)
+            if once:
+                print("" if arrived else f"{sync.target} has every published checkpoint", end="" if arrived else "\n")
+                return exit_codes.DONE
+        time.sleep(pause)

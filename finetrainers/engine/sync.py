@@ -1,0 +1,174 @@
+"""Copy a run's published checkpoints with rsync, without optimizer state, and weights before manifests. Imports no torch.
+
+Whoever reads the copy compares it with the manifest, as everywhere, and so never takes half a checkpoint for a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.faults import fault_point
+from finetrainers.utils.files import file_sha256, not_there
+from finetrainers.utils.text import duration, file_size
+
+from .checkpoints.best import BEST
+from .checkpoints.find import Found, checkpoints_dir, scan_checkpoints
+from .checkpoints.manifest import MANIFEST, is_optimizer_state, read_manifest
+
+logger = logging.getLogger(__name__)
+
+#: Files of the run directory itself that are copied: settings, metrics, events, the fate of the data, the model card.
+_SMALL = (".toml", ".json", ".jsonl", ".md", ".txt")
+#: A transfer in which nothing moves for so long is ended, and retried.
+_TIMEOUT_S = 120
+_REMOTE = re.compile(r"^(?:[^/:]+:|rsync://)")
+
+
+class TransferError(ExpectedError):
+    """Rsync failed."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A checkpoint that has arrived."""
+
+    name: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass
+class Sync:
+    """Copies of a run.
+
+    Attributes:
+        run: its directory.
+        target: `user@host:dir`, or a folder.
+        rsh: the command that rsync connects with, instead of ssh.
+        prune: whether checkpoints that the run does not have any more are deleted at the target.
+    """
+
+    run: Path
+    target: str
+    rsh: str | None = None
+    prune: bool = False
+    _arrived: dict[str, str] = field(default_factory=dict)  # SHA-256 of the manifest by name
+
+    def check(self) -> None:
+        """Check what is known before anything is copied.
+
+        Raises:
+            ConfigError: everything that is wrong, at once.
+        """
+        problems = []
+        if not self.run.is_dir():
+            problems.append(Problem("RUN", f"{self.run} {not_there(self.run, folder=True)}"))
+        elif not (self.run / "config.toml").is_file() and not checkpoints_dir(self.run).is_dir():
+            problems.append(
+                Problem("RUN", f"{self.run} has neither config.toml nor checkpoints/; give a run's --output_dir")
+            )
+        is_remote = _REMOTE.match(self.target) is not None
+        if is_remote and self.target.endswith(":"):
+            problems.append(Problem("TARGET", f"{self.target} names no folder; give user@host:folder"))
+        if not is_remote and Path(self.target).resolve() == self.run.resolve():
+            problems.append(Problem("TARGET", f"{self.target} is the run itself"))
+        if shutil.which("rsync") is None:
+            problems.append(Problem("rsync", "is not installed; apt-get install rsync (here, and at the target)"))
+        if is_remote and not self.rsh and not self.target.startswith("rsync:") and shutil.which("ssh") is None:
+            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
+        if problems:
+            raise ConfigError(problems, of="this copy")
+
+    def transfer(self) -> list[Copied]:
+        """Copy what the target does not have; the checkpoints that have arrived.
+
+        Raises:
+            TransferError: rsync failed. What arrived before stays, and the next call copies the rest.
+        """
+        self._copy(self._small_files())
+        published = [one for one in scan_checkpoints(self.run, weights_only=True) if one.damage is None]
+        found = [copied for one in published if (copied := self._checkpoint(one)) is not None]
+        if self.prune and published:  # a disk that is not mounted has none
+            self._prune()
+        return found
+
+    def _small_files(self) -> list[str]:
+        files = [path for path in sorted(self.run.iterdir()) if path.suffix in _SMALL and path.is_file()]
+        logs = self.run / "logs"
+        files += [path for path in sorted(logs.rglob("*")) if path.is_file() and "wandb" not in path.parts]
+        return [path.relative_to(self.run).as_posix() for path in files if not path.name.startswith(".")]
+
+    def _checkpoint(self, found: Found) -> Copied | None:
+        """Copy a checkpoint that has not arrived yet; None if it had, or has been removed meanwhile."""
+        name, begun = found.path.name, time.monotonic()
+        try:
+            files, digest = read_manifest(found.path)["files"], file_sha256(found.path / MANIFEST)
+            if name.startswith(".") or self._arrived.get(name) == digest:
+                return None
+            needed = {file: entry["size"] for file, entry in files.items() if not is_optimizer_state(file)}
+            place = found.path.relative_to(self.run).as_posix()
+            self._copy([f"{place}/{file}" for file in needed])
+            fault_point("sync.manifest")
+            self._copy([f"{place}/{MANIFEST}"])
+        except (OSError, ValueError, TransferError) as error:
+            if isinstance(error, TransferError) and (found.path / MANIFEST).is_file():
+                raise
+            logger.info("%s was removed while it was copied; the next ones follow", name)
+            return None
+        self._arrived[name] = digest
+        return Copied(name, sum(needed.values()), time.monotonic() - begun)
+
+    def _copy(self, files: Sequence[str]) -> None:
+        """Copy files of the run, named relative to it, to the same places at the target."""
+        # A step that was saved again may have the size of the old one, and a time within the same second.
+        arguments = [
+            "--archive",
+            "--no-owner",
+            "--no-group",
+            "--modify-window=-1",
+            "--mkpath",
+            "--partial-dir=.rsync-partial",
+        ]
+        self._rsync([*arguments, "--from0", "--files-from=-", f"{self.run.resolve()}/", self.target], "\0".join(files))
+
+    def _prune(self) -> None:
+        """Delete checkpoints at the target that the run has pruned, but for the one that is marked as the best there."""
+        there = f"{self.target.rstrip('/')}/checkpoints"
+        best = None
+        with contextlib.suppress(TransferError):  # there is none
+            best = re.search(rf"{BEST} -> (step-\d+)", self._rsync(["--links", "--list-only", f"{there}/{BEST}"]))
+        protected = [] if best is None else [f"--filter=P /{best[1]}"]
+        # Without --recursive, what is within a checkpoint that stays is not looked at.
+        arguments = ["--dirs", "--existing", "--delete", *protected, "--include=/step-*", "--exclude=/*"]
+        self._rsync([*arguments, f"{checkpoints_dir(self.run).resolve()}/", f"{there}/"])
+
+    def _rsync(self, arguments: Sequence[str], given: str = "") -> str:
+        """Run rsync; what it prints.
+
+        Raises:
+            TransferError: it failed; the message has its last line.
+        """
+        rsh = [] if self.rsh is None else [f"--rsh={self.rsh}"]
+        command = ["rsync", f"--timeout={_TIMEOUT_S}", *rsh, *arguments]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            # Its last line has its own source code's position; what happened is said before it.
+            said = next((line for line in lines if not line.startswith("rsync error:")), "it says no more")
+            raise TransferError(f"rsync to {self.target} failed with exit code {done.returncode}: {said}")
+        return done.stdout
+
+
+def told(copied: Copied, target: str) -> str:
+    """A line about a checkpoint that has arrived."""
+    return f"{copied.name}: {file_size(copied.num_bytes)} copied to {target} in {duration(copied.seconds)}"

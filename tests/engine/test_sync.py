@@ -1,0 +1,218 @@
+"""Copies by rsync over a real sshd on the loopback address: never half a checkpoint, no optimizer state, nothing deleted unasked."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetrainers.cli import sync as command
+from finetrainers.cli.main import main
+from finetrainers.config.errors import ConfigError
+from finetrainers.engine import sync as syncing
+from finetrainers.engine.checkpoints import publish
+from finetrainers.engine.checkpoints.best import mark_best
+from finetrainers.engine.checkpoints.find import find_checkpoint, scan_checkpoints
+from finetrainers.engine.checkpoints.manifest import damage
+from finetrainers.engine.sync import Sync, TransferError
+from finetrainers.utils import faults
+
+SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").is_file() else None)
+needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+
+
+def make(run: Path, *steps: int, content: str = "") -> None:
+    for step in steps:
+        final = run / "checkpoints" / f"step-{step}"
+        temporary = publish.reserve(final, needed=0)
+        for name in ("state.json", "weights.safetensors", "optimizer.pt"):
+            (temporary / name).write_text(json.dumps({"step": step, "content": content or name}))
+        publish.publish(temporary, final, facts={"step": step})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    root = tmp_path / "a run"
+    make(root, 1, 2)
+    (root / "config.toml").write_text("x = 1\n")
+    (root / "metrics.jsonl").write_text("{}\n")
+    (root / ".lock").touch()
+    (root / "weights.safetensors").touch()
+    (root / "logs" / "project").mkdir(parents=True)
+    (root / "logs" / "project" / "events.out").write_text("x")
+    return root
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> Iterator[str]:
+    """The command that connects to a server of this test's own, with keys of its own."""
+    if SSHD is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("sshd is not installed")
+    folder = tmp_path / "ssh"
+    folder.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lines = [
+        f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {folder}/host", f"AuthorizedKeysFile {folder}/authorized",
+        "StrictModes no", "UsePAM no", "PasswordAuthentication no", f"PidFile {folder}/pid", "PermitRootLogin yes",
+    ]  # fmt: skip
+    (folder / "config").write_text("\n".join(lines) + "\n")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    log = open(folder / "log", "w")  # noqa: SIM115 - the server's, for as long as it runs
+    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log)
+    try:
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        else:
+            pytest.skip(f"sshd does not start here: {(folder / 'log').read_text()[-200:]}")
+        options = ["UserKnownHostsFile=/dev/null", "StrictHostKeyChecking=no", "IdentitiesOnly=yes", "LogLevel=ERROR"]
+        yield f"ssh -F none -p {port} -i {folder}/user " + " ".join(f"-o {one}" for one in options)
+    finally:
+        server.terminate()
+        server.wait()
+        log.close()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@needs_rsync
+def test_a_copy_over_ssh(run: Path, ssh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = tmp_path / "there" / "copy"
+    target = f"{getpass.getuser()}@127.0.0.1:{there}"
+    arguments = ["sync", str(run), target, "--once", "--rsh", ssh]
+    assert main(arguments) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert [line.split(":")[0] for line in said.splitlines()] == ["step-1", "step-2"]
+    small = {"config.toml", "metrics.jsonl", "logs/project/events.out"}
+    copied = {f"checkpoints/step-{step}/{name}" for step in (1, 2) for name in ("manifest.json", "state.json", "weights.safetensors")}  # fmt: skip
+    assert names(there) == small | copied
+    assert [one.damage for one in scan_checkpoints(there, weights_only=True)] == [None, None]
+    assert damage(there / "checkpoints" / "step-2", contents=True, weights_only=True) is None
+    with pytest.raises(ValueError, match="no optimizer state: it is a copy"):
+        find_checkpoint("latest", there)
+
+    # Pruned here, and there only if asked; what is best there stays, as does what is none of ours.
+    make(run, 3)
+    shutil.rmtree(run / "checkpoints" / "step-1")
+    shutil.rmtree(run / "checkpoints" / "step-2")
+    (there / "checkpoints" / "mine").mkdir()
+    mark_best(there / "checkpoints" / "step-2")
+    assert main(arguments) == 0
+    assert {path.name for path in (there / "checkpoints").iterdir()} == {"best", "mine", "step-1", "step-2", "step-3"}
+    assert main([*arguments, "--prune"]) == 0
+    assert {path.name for path in (there / "checkpoints").iterdir()} == {"best", "mine", "step-2", "step-3"}
+    assert damage(there / "checkpoints" / "step-2", contents=True, weights_only=True) is None
+    shutil.rmtree(run / "checkpoints" / "step-3")
+    assert main([*arguments, "--prune"]) == 0  # a run without a checkpoint prunes none
+    assert (there / "checkpoints" / "step-3").is_dir()
+
+
+@needs_rsync
+def test_the_manifest_comes_last_and_a_replaced_step_waits(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    states: list[list[str | None]] = []
+
+    def look(name: str) -> None:
+        assert name == "sync.manifest"
+        found = scan_checkpoints(there, weights_only=True)
+        states.append([one.damage or damage(one.path, contents=True, weights_only=True) for one in found])
+
+    monkeypatch.setattr(syncing, "fault_point", look)
+    sync = Sync(run, str(there))
+    assert [one.name for one in sync.transfer()] == ["step-1", "step-2"]
+    assert [[one and one.split(":")[0] for one in state] for state in states] == [
+        ["manifest.json is missing"], [None, "manifest.json is missing"],
+    ]  # fmt: skip
+    assert sync.transfer() == []
+    make(run, 2, content="another one")
+    states.clear()
+    assert [one.name for one in sync.transfer()] == ["step-2"]
+    [[_, replaced]] = states
+    assert replaced is not None
+    assert "bytes instead of" in replaced or "SHA-256" in replaced
+    assert damage(there / "checkpoints" / "step-2", contents=True, weights_only=True) is None
+
+    # A checkpoint that is pruned while it is copied costs nothing.
+    make(run, 3, 4)
+    monkeypatch.setattr(syncing, "fault_point", lambda name: shutil.rmtree(run / "checkpoints" / "step-3", True))
+    assert [one.name for one in sync.transfer()] == ["step-4"]
+
+
+@needs_rsync
+def test_a_killed_copy_goes_on(run: Path, tmp_path: Path, python: Any) -> None:
+    there = tmp_path / "there"
+    killed = python(
+        "-m", "finetrainers", "sync", str(run), str(there), "--once", FINETRAINERS_FAULT="kill@sync.manifest:2"
+    )
+    assert killed.wait() == -9
+    states = [one.damage for one in scan_checkpoints(there, weights_only=True)]
+    assert states[0] is None
+    assert states[1] is not None
+    assert len(Sync(run, str(there)).transfer()) == 2
+    assert [one.damage for one in scan_checkpoints(there, weights_only=True)] == [None, None]
+
+
+@needs_rsync
+def test_failures_are_retried_with_a_growing_pause(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(command.time, "sleep", pauses.append)
+    broken = ["sync", str(run), "nobody@nowhere:x", "--once", "--rsh", "false"]
+    assert main(broken) == 1
+    assert pauses == [5, 10, 20]
+    err = capsys.readouterr().err
+    assert err.count("rsync to nobody@nowhere:x failed with exit code") == 4
+    assert "; retry 1 in 5 s" in err
+    # Without --once it goes on for ever, here until the connection is there.
+    pauses.clear()
+    copy = Sync.transfer
+
+    def flaky(self: Sync) -> Any:
+        if len(pauses) == 8:
+            raise KeyboardInterrupt
+        if len(pauses) < 7:
+            raise TransferError("no route")
+        return copy(self)
+
+    monkeypatch.setattr(Sync, "transfer", flaky)
+    assert main(["sync", str(run), str(tmp_path / "there")]) == 130
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 100]
+
+
+def test_what_cannot_be_copied_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError) as refused:
+        Sync(tmp_path / "none", "me@host:").check()
+    text = str(refused.value)
+    for part in ("RUN", "does not exist", "names no folder", "apt-get install rsync", "apt-get install openssh-client"):
+        assert part in text
+    with pytest.raises(ConfigError, match="is the run itself"):
+        Sync(run, str(run)).check()
+    with pytest.raises(ConfigError, match="neither config"):
+        Sync(tmp_path, "x").check()
+    assert main(["sync", str(run), "x", "--every", "0"]) == 2
+    assert "--every: 0 is not a number of seconds" in capsys.readouterr().err
+    assert "sync.manifest" in faults.POINTS
