@@ -47,8 +47,10 @@ setup(
             "demo/weights/*/*",
             "demo/weights/*/*/*",
             "data/inspect/*.html",
+            "engine/report/*.html",
             "engine/sample/*.html",
             "utils/*.css",
+            "utils/*.html",
         ]
     },
     # Lower bounds are the versions of .ci/lowest.txt, which CI installs and tries, all together. That of torch is the

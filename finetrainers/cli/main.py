@@ -32,6 +32,7 @@ from .estimate import add_estimate, estimate_command
 from .export import add_export
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
+from .report import add_report
 from .sample import add_sample, sample_command
 from .serve_reward import add_serve_reward
 from .sync import add_sync
@@ -248,6 +249,7 @@ def _parser() -> CommandParser:
 
     add_export(commands)
     add_sample(commands)
+    add_report(commands)
     add_plot(commands)
     add_cache(commands)
     add_ckpt(commands)

@@ -13,7 +13,7 @@ from finetrainers.config.names import names_of
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
     "train": ("check", "estimate", "prepare", "train"),
-    "look": ("sample", "watch", "plot", "ckpt"),
+    "look": ("sample", "report", "watch", "plot", "ckpt"),
     "use": ("export", "sync"),
     "tools": ("cache", "serve-reward", "schema", "docs"),
 }
@@ -24,6 +24,7 @@ _EXAMPLES = """examples:
   finetrainers train --config run.toml --dry_run  check all, print the plan
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
   finetrainers sample runs/mystyle                clips of what was trained
+  finetrainers report runs/mystyle                the run on one page
   finetrainers train --help                       the options most people set
   finetrainers COMMAND --help                     more on any command
 
@@ -42,7 +43,7 @@ _INSTEAD = {
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
     "examples/ holds whole files for --config, and `schema` describes them to editors": "init config configure new",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
-    "`plot RUN` draws a run's curves; metrics.jsonl in its directory holds them": "report curves log logs",
+    "`report RUN` puts a run on a page, and `plot RUN` draws its curves": "curves log logs summary compare dashboard",
     "`ckpt` lists, verifies and compares checkpoints": "checkpoint checkpoints verify",
     "`demo reward` shows reward finetuning, and `train --method grpo` does it": "reward rewards",
     "`finetrainers --help` lists the commands": "help",

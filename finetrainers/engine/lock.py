@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 from filelock import FileLock, Timeout
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -59,6 +60,18 @@ def exclusive(output_dir: Path, parallel: Strategy) -> Iterator[None]:
         if problem is not None:
             raise ConfigError([Problem("--output_dir", problem)])
         yield
+
+
+def in_use(output_dir: Path) -> bool:
+    """Whether a run has the lock, by what it has written down; nothing is locked for the answer.
+
+    A run of another machine counts until its file is gone: a run that is killed leaves it.
+    """
+    try:
+        found = json.loads((output_dir / _HOLDER).read_bytes())
+        return found["host"] != socket.gethostname() or psutil.pid_exists(found["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 @contextlib.contextmanager

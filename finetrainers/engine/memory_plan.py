@@ -317,6 +317,23 @@ def print_planned(checked: Preflight) -> None:
     )
 
 
+def planned_peaks(checked: Preflight) -> dict[str, dict[str, float]]:
+    """GiB that the estimate has for each phase of a process, named as the measured peaks; empty if it cannot be made."""
+    if checked.family.configs_not_here(checked.config.model):
+        return {}
+    plan = run_memory(checked).plan()
+    if likely_device_type() == "cpu":
+        return {phase: {"host": round((size + plan.host[phase]) / GIB, 4)} for phase, size in plan.peaks.items()}
+    return {
+        phase: {
+            "allocated": round(size / GIB, 4),
+            "reserved": round((1 + RESERVE) * size / GIB, 4),
+            "host": round(plan.host[phase] / GIB, 4),
+        }
+        for phase, size in plan.peaks.items()
+    }
+
+
 def within_budget(checked: Preflight) -> Preflight:
     """The run with the cheapest options that fit `memory_budget`, which are printed.
 

@@ -16,10 +16,11 @@ from .export import export
 from .guards.memory_failure import MemoryFailures
 from .init_distributed import make_strategy
 from .lock import exclusive
-from .memory_plan import print_planned, within_budget
+from .memory_plan import planned_peaks, print_planned, within_budget
 from .memory_recorder import MemoryRecorder
 from .preflight import Preflight
 from .ready import examine_weights, get_ready
+from .report.page import write_run_report
 from .room import check_room
 from .start_report import print_memory, print_results, print_stopped, print_warnings
 from .state import TrainState
@@ -59,6 +60,8 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
                 trainer = assemble(checked, parallel, watchdog, memory)
             trainer.callbacks.extend(callbacks)
             state = failures.state = trainer.state
+            if parallel.is_main and (planned := planned_peaks(checked)):
+                state.run_dir.event("memory_planned", step=state.step, gib=planned)
             # Until here a signal ends the process as always: there is nothing to save yet.
             with state.requests.signals.listening() if handle_signals else contextlib.nullcontext():
                 trainer.run()
@@ -74,12 +77,20 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
     if state.stopped_by is None:
         with phase(CHECKPOINT):
             export(state, checked)
+        state.run_dir.event("finished", step=state.step)
         trainer.finish()
+        _report(state)
         print_results(state.run_dir.root)
         print_memory(state.memory.all_peaks)
         return
     state.run_dir.event("stopped", step=state.step, by=state.stopped_by)
     trainer.finish()
+    _report(state)
     # Launchers end all processes once one has exited with a code other than 0, and rank 0 has records to close.
     state.parallel.barrier()
     print_stopped(step=state.step, by=state.stopped_by, resume_command=state.run_dir.resume_command)
+
+
+def _report(state: TrainState) -> None:
+    if state.parallel.is_main:
+        write_run_report(state.run_dir.root)

@@ -1,4 +1,4 @@
-"""Plots of a run's metrics: losses, rewards, KL divergence, time per phase. Needs matplotlib when called."""
+"""Plots of a run's metrics: losses, rewards, KL divergence, time per phase. A picture needs matplotlib when it is drawn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ Record = Mapping[str, Any]
 Records = Sequence[Record]
 Points = tuple[list[float], list[float]]
 _REACH = 5  # records to either side that a moving average covers, at most
+_LONG = 100  # of more records than five times this, the share of a moving average to either side is 1 / so many
 _COLUMNS = 2
 _NAME = 24  # characters of a legend
 _FOOTER = 140  # characters of a line
@@ -30,15 +32,17 @@ class Panel:
 
     Attributes:
         title: above it.
-        names: numbers that it shows; one that ends in `/` stands for all that begin so.
+        names: numbers that it shows; one that ends in `/` or `_` stands for all that begin so.
         style: how their points are drawn; `band` is a moving average with the mean deviation within a group around it.
         x: the number that they are drawn over.
+        may_be_log: whether its axis is logarithmic where values differ by orders of magnitude.
     """
 
     title: str
     names: tuple[str, ...]
     style: Literal["line", "smoothed", "band", "dots"] = "line"
     x: str = "step"
+    may_be_log: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def plot_run(directory: Path) -> Path:
     metrics, events = directory / "metrics.jsonl", directory / "events.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{directory} is no run directory: it holds no metrics.jsonl")
-    figure = draw(read_jsonl(metrics)[0], _marks(read_jsonl(events)[0] if events.is_file() else []))
+    figure = draw(read_metrics(metrics), marks_of(read_jsonl(events)[0] if events.is_file() else []))
     if figure is None:
         raise ValueError(f"{metrics} has no records to draw yet")
     picture = directory / "curves.png"
@@ -66,15 +70,27 @@ def plot_run(directory: Path) -> Path:
     return picture
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl` in order. Of steps that a resumed run has redone, only the later ones count."""
+    found: list[dict[str, Any]] = []
+    for record in read_jsonl(path)[0]:
+        if not is_number(record.get("step")):
+            continue
+        if found and record["step"] < found[-1]["step"]:
+            found = [earlier for earlier in found if earlier["step"] < record["step"]]
+        found.append(record)
+    return found
+
+
 def draw(records: Records, marks: Marks | None = None) -> Any:
     """A matplotlib figure with a panel for each kind of metric that varies, most important first; None without any."""
     from matplotlib.figure import Figure
 
-    records = [record for record in records if _is_number(record.get("step"))]
+    records = [record for record in records if is_number(record.get("step"))]
     names = dict.fromkeys(name for record in records for name in record)
     constant = {name: value for name in names if (value := _constant(records, name)) is not None}
     varying = [name for name in names if name not in constant]
-    panels = [(panel, found) for panel in _panels(names) if (found := _matching(varying, panel.names))]
+    panels = [(panel, found) for _, panel in panels_of(names) if (found := matching(varying, panel.names))]
     if not panels:
         return None
     marks = marks or Marks()
@@ -88,7 +104,7 @@ def draw(records: Records, marks: Marks | None = None) -> Any:
         axes.set(xlabel=_XLABELS[panel.x])
         axes.xaxis.get_major_locator().set_params(integer=True)  # steps, and those of a sampler, are whole
         axes.set_title(panel.title, fontsize="medium", loc="left")
-        finish(axes, several=len(_matching(names, panel.names)) > 1)
+        finish(axes, several=len(matching(names, panel.names)) > 1)
         if panel.x == "step":
             _mark(axes, marks, last=max(record["step"] for record in records))
     for axes in grid[len(panels) :]:
@@ -114,46 +130,53 @@ def averaged(axes: Any, points: Points, label: str) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbors: a sixth of all to either side, at least one and at most five."""
-    reach = min(_REACH, max(1, len(values) // 6))
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - reach) : i + reach + 1])]
+    """The mean of each value and its neighbors: a sixth of all to either side, at least one, at most five or 1 %."""
+    count = len(values)
+    reach = max(min(_REACH, max(1, count // 6)), count // _LONG)
+    sums = [0.0, *accumulate(values)]
+    ends = [(max(0, i - reach), min(count, i + reach + 1)) for i in range(count)]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
 
 
 def points(records: Records, name: str, x: str = "step") -> Points:
     """Points (x, y) of a metric over the step or another metric, of the records that have both."""
-    found = [(record[x], record[name]) for record in records if all(_is_number(record.get(n)) for n in (x, name))]
+    found = [(record[x], record[name]) for record in records if all(is_number(record.get(n)) for n in (x, name))]
     return [a for a, _ in found], [b for _, b in found]
 
 
-def _panels(names: Mapping[str, Any]) -> list[Panel]:
-    """All panels, most important first."""
-    loss = Panel("training loss (smoothed)", ("loss",), style="smoothed")
-    rewards = [
-        Panel("reward of held-out prompts", ("eval_reward/",)),
-        Panel("reward of rollouts (smoothed; band: spread in groups)", (_REWARD,), style="band"),
-        Panel("distance from the model before training (KL, smoothed)", ("kl",), style="smoothed"),
-        Panel("reward against that distance", (_REWARD,), style="dots", x="kl"),
-        Panel("groups that teach nothing (share)", ("constant_groups",)),
-        Panel("clipped ratios (share)", ("clipped_high", "clipped_low")),
-        Panel("where gradients come from, by noise level", ("gradient/",)),
-    ]
-    rest = [
-        Panel("gradient norm", ("grad_norm", "grad_norm_max")),
-        Panel("learning rate", ("lr",)),
-        Panel("seconds", ("step_s", "seconds/")),
-    ]
+def panels_of(names: Mapping[str, Any]) -> list[tuple[str, Panel]]:
+    """All panels, each with the group that it belongs to, most important first."""
+    scored = bool(matching(names, (_REWARD,)))
+    loss = ("loss", Panel("training loss (smoothed)", ("loss",), style="smoothed"))
     losses = [
-        Panel("pairs whose preferred clip has gained more (share)", ("eval_accuracy", "accuracy")),
-        Panel("fall of the error against the model before training", ("gain_chosen", "gain_rejected")),
-        Panel("loss on held-out clips", ("eval_loss",)),
+        ("loss", Panel("pairs whose preferred clip has gained more (share)", ("eval_accuracy", "accuracy"))),
+        ("loss", Panel("fall of the error against the model before training", ("gain_chosen", "gain_rejected"))),
+        ("loss", Panel("loss on held-out clips", ("eval_loss",))),
+        ("loss", Panel("loss on held-out clips, by noise level", ("eval_loss_",))),
         loss,
     ]
-    return [*rewards, *rest, loss] if _matching(names, (_REWARD,)) else [*losses, *rest]
+    rewards = [
+        ("rewards", Panel("reward of held-out prompts", ("eval_reward/",))),
+        ("rewards", Panel("reward of rollouts (smoothed; band: spread in groups)", (_REWARD,), style="band")),
+        ("rewards", Panel("distance from the model before training (KL, smoothed)", ("kl",), style="smoothed")),
+        ("rewards", Panel("reward against that distance", (_REWARD,), style="dots", x="kl")),
+        ("rewards", Panel("groups that teach nothing (share)", ("constant_groups",))),
+        ("rewards", Panel("clipped ratios (share)", ("clipped_high", "clipped_low"))),
+        ("rewards", Panel("where gradients come from, by noise level", ("gradient/",))),
+    ]
+    rest = [
+        ("optimization", Panel("gradient norm", ("grad_norm", "grad_norm_max"), may_be_log=True)),
+        ("optimization", Panel("learning rate", ("lr",))),
+        ("speed", Panel("seconds", ("step_s", "seconds/", "waiting_s", "checkpoint_s"))),
+        ("speed", Panel("tokens per second", ("tokens_per_s",))),
+        ("speed", Panel("model FLOPs utilization (MFU)", ("mfu",))),
+    ]
+    return [*rewards, *rest, loss] if scored else [*losses, *rewards, *rest]
 
 
-def _matching(names: Sequence[str] | Mapping[str, Any], wanted: Sequence[str]) -> list[str]:
+def matching(names: Sequence[str] | Mapping[str, Any], wanted: Sequence[str]) -> list[str]:
     """Names that match one of the patterns, in order of appearance."""
-    return [n for n in names if any(n.startswith(w) if w.endswith("/") else n == w for w in wanted)]
+    return [n for n in names if any(n.startswith(w) if w.endswith(("/", "_")) else n == w for w in wanted)]
 
 
 def _constant(records: Records, name: str) -> float | None:
@@ -164,8 +187,8 @@ def _constant(records: Records, name: str) -> float | None:
 
 def _footer(constant: Mapping[str, float], marks: Marks) -> str:
     """The footer: metrics that are left out, and what marks mean."""
-    known = [wanted for panel in _panels(dict.fromkeys([_REWARD])) + _panels({}) for wanted in panel.names]
-    left_out = [f"{name} {constant[name]:.4g}" for name in _matching(constant, known)]
+    known = [wanted for _, panel in panels_of(dict.fromkeys([_REWARD])) + panels_of({}) for wanted in panel.names]
+    left_out = [f"{name} {constant[name]:.4g}" for name in matching(constant, known)]
     texts = [f"constant: {', '.join(left_out)}"] if left_out else []
     if marks.resumed:
         texts.append("dashed: resumed")
@@ -174,12 +197,12 @@ def _footer(constant: Mapping[str, float], marks: Marks) -> str:
     return "\n".join(textwrap.wrap(";  ".join(texts), _FOOTER))
 
 
-def _marks(events: Records) -> Marks:
-    """Marks from a run's events."""
+def marks_of(events: Records) -> Marks:
+    """Steps that a run's events tell of."""
 
     def steps(kinds: tuple[str, ...]) -> list[float]:
         found = [event.get("step") for event in events if event.get("event") in kinds]
-        return sorted({float(step) for step in found if _is_number(step) and step})
+        return sorted({float(step) for step in found if is_number(step) and step})
 
     return Marks(resumed=steps(("start", "rollback")), sampled=steps(("samples",)))
 
@@ -194,19 +217,20 @@ def _mark(axes: Any, marks: Marks, *, last: float) -> None:
         axes.plot(sampled, [0.0] * len(sampled), "^", color="0.5", markersize=4, clip_on=False, transform=at_the_bottom)
 
 
-def _label(name: str) -> str:
+def label_of(name: str) -> str:
     """A metric's name in a legend: without its prefix, which the title states, and shortened to the legend's width."""
-    own = name.partition("/")[2] or name
+    own = name.removeprefix("eval_loss_").partition("/")[2] or name.removeprefix("eval_loss_")
     return own if len(own) <= _NAME else f"{own[: _NAME - 2]}.."
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a record's value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _plot(axes: Any, records: Records, panel: Panel, name: str) -> None:
     """Draw one number of a panel."""
-    found, label = points(records, name, panel.x), _label(name)
+    found, label = points(records, name, panel.x), label_of(name)
     if panel.style == "line":
         axes.plot(*found, "o-" if name.startswith("eval") or len(found[0]) == 1 else "-", label=label, markersize=4)
     elif panel.style == "dots":
@@ -214,7 +238,7 @@ def _plot(axes: Any, records: Records, panel: Panel, name: str) -> None:
     else:
         averaged(axes, found, label)
     spread = name.replace(_REWARD, "group_std/", 1)
-    both = [record for record in records if _is_number(record.get(name)) and _is_number(record.get(spread))]
+    both = [record for record in records if is_number(record.get(name)) and is_number(record.get(spread))]
     if panel.style == "band" and both:
         rows = [(r["step"], r[name] - r[spread], r[name] + r[spread]) for r in both]
         axes.fill_between(*zip(*rows, strict=True), alpha=0.15, color=axes.lines[-1].get_color())

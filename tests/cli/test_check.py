@@ -170,9 +170,9 @@ def test_what_the_page_shows_of_captions_and_code() -> None:
         assert len(bars) <= 12
         assert bars[-1]["low"] <= longest <= bars[-1]["high"]
         assert all(bar["long"] == (bar["high"] >= 1000) for bar in bars)
-    assert html_report._with_code("`a` <b> `c`, d") == "<code>a</code> &lt;b&gt; <code>c</code>, d"
-    assert html_report._with_code("it`s <i>") == "it`s &lt;i&gt;"
-    assert html_report._with_code("`a` it`s") == "<code>a</code> it`s"
+    assert html_report.with_code("`a` <b> `c`, d") == "<code>a</code> &lt;b&gt; <code>c</code>, d"
+    assert html_report.with_code("it`s <i>") == "it`s &lt;i&gt;"
+    assert html_report.with_code("`a` it`s") == "<code>a</code> it`s"
 
 
 def test_wrong_configurations_are_told_apart(

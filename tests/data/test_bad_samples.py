@@ -132,7 +132,7 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
     for _ in range(4):
         next(steps)
         seen.append(source.news())
-    assert seen[-1] == ({"bad_samples": 1.0}, [])
+    assert (seen[-1][0]["bad_samples"], seen[-1][1]) == (1.0, [])
     [event] = [event for _, events in seen for event in events]
     assert event["kind"] == "bad_sample"
     assert event["file"].endswith("2.mp4")

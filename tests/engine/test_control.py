@@ -177,8 +177,8 @@ def test_files_ask_for_a_checkpoint_samples_and_the_end(
         stopped = run(**values)
     assert stopped.state.stopped_by == "control/stop"
     assert names(stopped.events) == [
-        ("start", 0), ("save_requested", None), ("checkpoint", 2), ("sample_requested", None), ("samples", 3),
-        ("stop_requested", None), ("checkpoint", 5), ("memory", 5), ("stopped", 5),
+        ("start", 0), ("memory_planned", 0), ("save_requested", None), ("checkpoint", 2), ("sample_requested", None),
+        ("samples", 3), ("stop_requested", None), ("checkpoint", 5), ("memory", 5), ("stopped", 5),
     ]  # fmt: skip
     assert [r["step"] for r in stopped.metrics if "eval_loss" in r] == [0, 3]
     assert [path.name for path in (stopped.root / "control").iterdir()] == ["typo"]

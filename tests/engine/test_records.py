@@ -21,6 +21,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.root import changed_options, fields
 from finetrainers.engine.callbacks.samples import write_sample
 from finetrainers.engine.callbacks.validation import Validation
+from finetrainers.engine.report.run_records import read_run
 from finetrainers.engine.training import train
 
 ROOT = Path(__file__).parents[2]
@@ -107,12 +108,20 @@ def test_what_a_run_leaves(options: Callable[..., dict], run: Callable[..., Any]
     done = run(**values)
     assert {path.name for path in done.root.iterdir()} == {
         "README.md", "checkpoints", "config.toml", "env.json", "events.jsonl", "manifest.jsonl", "metrics.jsonl",
-        "pytorch_lora_weights.safetensors", ".lock",
+        "pytorch_lora_weights.safetensors", "report.html", ".lock",
     }  # fmt: skip
     again = load_config(done.root / "config.toml")
     assert again == done.state.config
     assert json.loads((done.root / "env.json").read_text())["packages"]["torch"]
-    assert [event["event"] for event in done.events] == ["start", "checkpoint", "memory"]
+    assert [event["event"] for event in done.events] == [
+        "start", "memory_planned", "checkpoint", "memory", "finished",
+    ]  # fmt: skip
+    found = read_run(done.root)
+    assert found.values("loss") == [record["loss"] for record in done.metrics if "loss" in record]
+    assert found.status == "finished"
+    assert found.planned_memory().keys() == found.measured_memory().keys()
+    assert 0 < found.values("seconds/data")[0] < found.values("step_s")[0]
+    assert "finished</span>" in (done.root / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,12 @@ def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgre
     # Names and captions are anybody's: the template escapes them, and the script puts them in as text, never as HTML.
     return render_page(
         Path(__file__).with_name("html_report.html"),
-        filters={"percent": lambda share: f"{100 * share:.1f} %", "code": _with_code},
+        filters={"percent": lambda share: f"{100 * share:.1f} %", "code": with_code},
         report=report,
         items=items,
         meanings=dict(MEANINGS),
         gap=GAP,
-        shares=_shares(report["counts"]),
+        shares=shares_of(report["counts"]),
         lengths=_lengths([len(caption) for caption in captions]),
         without_pictures=max(sum(item["width"] > 0 for item in report["items"]) - MOST_PICTURES, 0),
     )
@@ -75,7 +75,7 @@ def _pictures(items: list[dict[str, Any]], *, jobs: int | None, progress: StageP
 _NOT_SHOWN = frozenset({"too_large", "decoder_failed", "outside_root"})
 
 
-def _shares(counts: dict[str, Any]) -> list[dict[str, Any]]:
+def shares_of(counts: dict[str, Any]) -> list[dict[str, Any]]:
     """Segments of the status bar: a name to filter by, words, a count, and a color."""
     found = [
         {"name": "train", "text": "trained on", "count": counts["train"], "color": "good"},
@@ -117,7 +117,7 @@ def _lengths(lengths: Sequence[int]) -> dict[str, Any] | None:
     }
 
 
-def _with_code(text: str) -> Markup:
+def with_code(text: str) -> Markup:
     """Text whose parts in backticks are set as code."""
     parts = escape(text).split("`")
     if len(parts) % 2 == 0:  # the last one is not closed

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetrainers.config.root import TrainConfig
 
 from ..reading.status import MARKS, MEANINGS, STATUSES
-from .item_report import ItemReport
 from .plan import DatasetPlan
 
 #: Changes when keys of a report change their meaning or go.
@@ -25,9 +24,7 @@ def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dic
         config: what was checked.
         decoded: whether every file was decoded from end to end.
     """
-    statuses = Counter(item.status for item in plan.items)
-    marks = Counter(mark for item in plan.items for mark in item.marks)
-    uses = Counter(item.use for item in plan.items)
+    items = [item.record() for item in plan.items]
     return {
         "format": REPORT_FORMAT,
         "model": config.model.model_name,
@@ -35,26 +32,34 @@ def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dic
         "decoded": decoded,
         "usable": plan.problem is None,
         "problem": str(plan.problem).partition("\n")[0] if plan.problem else None,
-        "counts": {
-            "items": len(plan.items),
-            **{use: uses[use] for use in ("train", "eval", "skipped", "rejected")},
-            "statuses": {status: statuses[status] for status in STATUSES if statuses[status]},
-            "marks": {mark: marks[mark] for mark in MARKS if marks[mark]},
-        },
+        "counts": counts_of(items),
         "buckets": plan.bucket_rows(),
-        "reasons": _reasons(plan.items),
+        "reasons": reasons_of(items),
         "notes": list(plan.notes),
         "warnings": list(plan.remarks),
-        "items": [item.record() for item in plan.items],
+        "items": items,
     }
 
 
-def _reasons(items: Sequence[ItemReport]) -> list[dict[str, Any]]:
-    """Why items are left out, and the marks of the others, each with a count and the first names."""
+def counts_of(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many items of a manifest have which use, status and marks."""
+    statuses = Counter(item["status"] for item in items)
+    marks = Counter(mark for item in items for mark in item["marks"])
+    uses = Counter(item["use"] for item in items)
+    return {
+        "items": len(items),
+        **{use: uses[use] for use in ("train", "eval", "skipped", "rejected")},
+        "statuses": {status: statuses[status] for status in STATUSES if statuses[status]},
+        "marks": {mark: marks[mark] for mark in MARKS if marks[mark]},
+    }
+
+
+def reasons_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Why items of a manifest are left out, and the marks of the others, each with a count and the first names."""
     names: dict[str, list[str]] = defaultdict(list)
     for item in items:
-        for kind in (item.status, *item.marks):
-            names[kind].append(item.name)
+        for kind in (item["status"], *item["marks"]):
+            names[kind].append(item["name"])
     return [
         {
             "kind": kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,6 +71,7 @@ class TrainingData:
             parallel=parallel, share=config.data.max_bad_share, num_files=len({clip.path for clip in plan.clips})
         )
         self._events: list[dict[str, Any]] = []
+        self._waited_s = 0.0  # for the clips of the last step
         self._epoch = -1  # the one that was counted last
         self._eval: list[tuple[Batch, bool]] | None = None
         self.precomputed: dict[str, Encoded] = {}
@@ -142,7 +144,10 @@ class TrainingData:
             bad: list[BadSample] = []
             batches: list[Batch] = []
             try:
-                for raw in next(raw_steps):
+                started = time.perf_counter()
+                loaded = next(raw_steps)
+                self._waited_s = time.perf_counter() - started
+                for raw in loaded:
                     batches.append(self._encoder(raw))
                     bad += raw.bad
             except Exception as caught:  # whatever it is, the other ranks must not wait for this one
@@ -161,12 +166,16 @@ class TrainingData:
             self._events.append({"kind": "left_out", "epoch": epoch, "clips": left_out})
 
     def news(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics of the last step, the same on every rank, and the events since the last call."""
+        """Metrics of the last step, of the same names on every rank, and the events since the last call.
+
+        `seconds/data` is how long the step has waited for its clips to be loaded.
+        """
         events = [*self._bad_samples.events, *self._events]
         self._bad_samples.events.clear()
         self._events.clear()
         known = len(self._bad_samples.known)
-        return ({"bad_samples": float(known)} if known else {}), events
+        metrics = {"seconds/data": self._waited_s}
+        return (metrics | {"bad_samples": float(known)} if known else metrics), events
 
     def dry_batches(self) -> Iterator[tuple[str, Batch]]:
         """A batch of each bucket, largest first, of the clips with the longest captions; the same on every rank."""

@@ -27,11 +27,13 @@ class Cell:
         video: its file; None: there is none.
         facts: what is told when it is enlarged, by name.
         problem: why there is no video; empty: nobody asked for it.
+        caption: what stands below it.
     """
 
     video: Path | None
     facts: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Grid:
-    """Groups of rows with the same columns."""
+    """Groups of rows with the same columns; `missing` stands where there is no clip."""
 
     columns: Sequence[str]
     groups: Sequence[Group]
+    missing: str = "not sampled"
 
     @property
     def cells(self) -> list[Cell]:
@@ -84,10 +87,7 @@ def _tile(cell: Cell) -> Tile:
 
 
 def grid_html(grid: Grid) -> Markup:
-    """A part of a page: the grid with its videos within it, and what plays them. A page has it once.
-
-    The page has to include `page.css`.
-    """
+    """A part of a page: the grid with its videos within it, and what plays them. The page has to include `page.css`."""
     return Markup(render_page(_TEMPLATES / "grid.html", filters={"data_url": _data_url}, grid=grid))
 
 

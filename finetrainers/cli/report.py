@@ -1,0 +1,85 @@
+"""`finetrainers report`: a page on one run, or on several that are compared."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.text import file_size
+
+from .overview import described
+
+_MORE = (
+    "The page is one HTML file that needs no other and no network: curves, samples by prompt and step, rollouts, memory, "
+    "data, events, settings, and the command that repeats the run. It is made from what is in the run directory, also "
+    "while the run trains or after a crash. Several runs are drawn over each other, and their settings are compared"
+)
+
+
+def add_report(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    about = "put a run, or several side by side, on one HTML page"
+    examples = ("report runs/mystyle", "report runs/rank16 runs/rank64 --output compared.html")
+    report = commands.add_parser("report", **described(about, *examples, more=f"{_MORE}."))
+    report.add_argument("directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir")
+    where = "where to write it [RUN/report.html; of several runs report.html here]"
+    report.add_argument("--output", type=Path, metavar="FILE", help=where)
+    count = "how many videos it has at most; larger ones are made smaller [36]"
+    report.add_argument("--videos", type=_count, metavar="N|none", help=count)
+    report.set_defaults(run=_report)
+
+
+def _count(text: str) -> int:
+    """A number of videos, or `none`."""
+    if text == "none":
+        return 0
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none")
+    return int(text)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from finetrainers.engine.report.run_records import read_run, run_problem
+
+    roots = list(dict.fromkeys(arguments.directory))
+    problems = [Problem("RUN", f"{root} {problem}") for root in roots if (problem := run_problem(root)) is not None]
+    output = arguments.output or (roots[0] if len(roots) == 1 else Path()) / "report.html"
+    problems += _place_problems(output, given=arguments.output is not None)
+    if problems:
+        raise ConfigError(problems)
+    from finetrainers.engine.report.media import VideoLimits
+    from finetrainers.engine.report.page import MOST_VIDEOS, make_report
+    from finetrainers.utils.files import write_text_atomic
+
+    limits = VideoLimits(MOST_VIDEOS if arguments.videos is None else arguments.videos)
+    runs = [read_run(root, name=name) for root, name in zip(roots, _names(roots), strict=True)]
+    page = make_report(runs, limits)
+    write_text_atomic(output, page)
+    print(f"{output} ({file_size(output.stat().st_size)})")
+    return 0
+
+
+def _names(roots: list[Path]) -> list[str]:
+    """What runs are called: the end of their paths that tells them apart."""
+    if len(roots) == 1:
+        return [""]
+    paths = [root.resolve().parts for root in roots]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(root) for root in roots]
+
+
+def _place_problems(output: Path, *, given: bool) -> list[Problem]:
+    """Why nothing can be written there."""
+    if output.is_dir():
+        return [Problem("--output", f"{output} is a folder; give a file in it")]
+    folder = next((parent for parent in output.absolute().parents if parent.exists()), output.absolute().parent)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        way = "" if given else "; give another file with --output"
+        return [Problem("--output", f"nothing can be written to {folder}{way}")]
+    return []
