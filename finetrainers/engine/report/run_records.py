@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.root import by_current_names, fields, flat_name, sections, split_name
-from finetrainers.utils.curves import Points, points, read_metrics
+from finetrainers.utils.curves import Points, is_number, points, read_metrics
 from finetrainers.utils.files import not_there, read_jsonl
 from finetrainers.utils.phases import PHASES
 
@@ -64,7 +64,19 @@ class RunRecords:
 
     def points(self, name: str, x: str = "step") -> Points:
         """Points of a metric, by step or by another metric."""
-        return points(self.metrics, name, x)
+        return self._by_step.get(name, ([], [])) if x == "step" else points(self.metrics, name, x)
+
+    @cached_property
+    def _by_step(self) -> dict[str, Points]:
+        """Points of all metrics; one pass, since a long run has many."""
+        found: dict[str, Points] = {}
+        for record in self.metrics:
+            for name, value in record.items():
+                if is_number(value):
+                    xs, ys = found.setdefault(name, ([], []))
+                    xs.append(record["step"])
+                    ys.append(value)
+        return found
 
     def values(self, name: str) -> list[float]:
         """A metric's values."""
@@ -73,7 +85,7 @@ class RunRecords:
     @property
     def names(self) -> list[str]:
         """Names of all metrics."""
-        return list(dict.fromkeys(name for record in self.metrics for name in record))
+        return list(self._by_step)
 
     @property
     def training_seconds(self) -> float:
@@ -90,12 +102,11 @@ class RunRecords:
         for event in self.of_kind("memory"):
             _keep_greatest(found, event.get("gib"))
         if not found:
-            for record in self.metrics:
-                for name, value in record.items():
-                    prefix, _, rest = name.partition("/")
-                    phase, _, what = rest.partition("/")
-                    if prefix == "memory" and what:
-                        _keep_greatest(found, {phase: {what.removesuffix("_gib"): value}})
+            for name, (_, values) in self._by_step.items():
+                prefix, _, rest = name.partition("/")
+                phase, _, what = rest.partition("/")
+                if prefix == "memory" and what:
+                    _keep_greatest(found, {phase: {what.removesuffix("_gib"): max(values)}})
         return {phase: found[phase] for phase in PHASES if phase in found}
 
     def planned_memory(self) -> dict[str, dict[str, float]]:

@@ -137,7 +137,9 @@ def _memory_figure(run: RunRecords) -> Iterator[Figure]:
 
 
 def compared(runs: Sequence[RunRecords]) -> list[tuple[str, list[Figure | None]]]:
-    """Rows of a table of several runs: a figure of each, or None."""
+    """Rows of a table of several runs: a figure of each, or None. One run has tiles instead."""
+    if len(runs) == 1:
+        return []
     of_runs = [{figure.name: figure for figure in figures_of(run)} for run in runs]
     names = dict.fromkeys(name for figures in of_runs for name in figures)
     return [(name, [figures.get(name) for figures in of_runs]) for name in names]
