@@ -49,7 +49,7 @@ def _report(arguments: argparse.Namespace) -> int:
     output = arguments.output or (roots[0] if len(roots) == 1 else Path()) / "report.html"
     problems += _place_problems(output, given=arguments.output is not None)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, of="these runs")
     from finetrainers.engine.report.media import VideoLimits
     from finetrainers.engine.report.page import MOST_VIDEOS, make_report
     from finetrainers.utils.files import write_text_atomic
@@ -63,7 +63,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _names(roots: list[Path]) -> list[str]:
-    """What runs are called: the end of their paths that tells them apart."""
+    """What runs are called: as they are given, or the end of their paths that tells them apart."""
+    if not any(root.is_absolute() or set(root.parts) <= {"..", "."} for root in roots):
+        return [root.as_posix() for root in roots]
     if len(roots) == 1:
         return [""]
     paths = [root.resolve().parts for root in roots]
