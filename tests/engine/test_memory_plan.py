@@ -19,6 +19,7 @@ from finetrainers.engine.memory_plan import (
     fit_lines,
     memory_lines,
     offloads_samples,
+    planned_peaks,
     print_planned,
     within_budget,
 )
@@ -199,3 +200,17 @@ def test_rewards_at_work(checked: Callable[..., Preflight], monkeypatch: pytest.
 def test_compiling_is_left_out_and_said(checked: Callable[..., Preflight]) -> None:
     memory = RunMemory(checked(compile="regional"))
     assert "compiled blocks store less" in "\n".join(memory_lines(memory, memory.plan()))
+
+
+def test_a_run_records_its_plan(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names of what is measured; without a GPU all of it is host memory."""
+    run = checked()
+    plan = RunMemory(run).plan()
+    on_host = planned_peaks(run)
+    assert on_host.keys() == plan.peaks.keys()
+    size, host = plan.peaks["training_step"], plan.host["training_step"]
+    assert on_host["training_step"] == {"host": pytest.approx((size + host) / GIB, abs=1e-4)}
+    monkeypatch.setattr(memory_plan, "likely_device_type", lambda: "cuda")
+    assert planned_peaks(run)["training_step"] == pytest.approx(
+        {"allocated": size / GIB, "reserved": (1 + RESERVE) * size / GIB, "host": host / GIB}, abs=1e-4
+    )
