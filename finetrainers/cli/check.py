@@ -20,6 +20,7 @@ from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
 
 from .demo import positive_integer
+from .overview import CommandLine
 
 _SHOWN = 30  # reasons in full, on the terminal
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:
@@ -42,8 +43,8 @@ def add_check(commands: Any) -> None:
     )
 
 
-def _own_options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _own_options() -> CommandLine:
+    parser = CommandLine(
         prog="finetrainers check",
         description="Report the status of every item of a dataset: its bucket, or why it cannot be used.",
         epilog=_EPILOG,

@@ -17,6 +17,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launcher_environment
 
 from .demo import positive_integer
+from .overview import CommandLine
 
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first.
 No weights are read: config files of the model are enough.
@@ -42,8 +43,8 @@ def add_estimate(commands: Any) -> None:
     )
 
 
-def _own_options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _own_options() -> CommandLine:
+    parser = CommandLine(
         prog="finetrainers estimate",
         description="Estimate the memory of a run in each phase, on the GPU and on the host, and the disk it needs.",
         epilog=_EPILOG,

@@ -22,23 +22,27 @@ def add_export(commands: Any) -> None:
     about = "write a LoRA or network for ComfyUI, kohya-ss, PEFT or diffusers, and read it back"
     examples = (
         "export runs/first --format comfyui",
-        "export runs/first/checkpoints/step-500 --format comfyui kohya --dtype bf16",
+        "export runs/first/checkpoints/step-500 --format comfyui kohya \\\n      --dtype bf16",
         "export runs/first --format merged --lora_scale 0.8",
         "export style.safetensors --format comfyui \\\n      --pretrained_model_name_or_path MODEL",
     )
-    export = commands.add_parser("export", **described(about, *examples, more=_MORE))
+    export = commands.add_parser("export", **described(about, *examples, more=_MORE), usage="finetrainers export SOURCE --format FORMAT [FORMAT ...] [options]")  # fmt: skip
     export.add_argument("source", metavar="SOURCE", help="a run's --output_dir, a checkpoint, or a LoRA in safetensors")
     export.add_argument("--format", nargs="+", required=True, choices=FORMATS, help=f"one or several of {' '.join(FORMATS)}", metavar="FORMAT")  # fmt: skip
-    export.add_argument("--output_dir", type=Path, help="gets a folder for each format [export/ of the run]")
+    export.add_argument(
+        "--output_dir", type=Path, metavar="FOLDER", help="gets a folder for each format [export/ of the run]"
+    )
     export.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="dtype on disk [as trained; all weights: bf16]"
     )
-    export.add_argument("--lora_scale", type=float, help="strength of the LoRA in merged weights [1]")
+    export.add_argument("--lora_scale", type=float, metavar="X", help="strength of the LoRA in merged weights [1]")
     export.add_argument("--overwrite", action="store_true", help="replace what was exported before")
     about_ema = "of a checkpoint, the moving average of its weights, where it has one [on]"
     export.add_argument("--use_ema", action=argparse.BooleanOptionalAction, default=True, help=about_ema)
-    export.add_argument("--pretrained_model_name_or_path", help="the model that it is of [as the run says]")
-    export.add_argument("--model_name", help="the family of the model [as its files say]")
+    export.add_argument(
+        "--pretrained_model_name_or_path", metavar="MODEL", help="the model that it is of [as the run says]"
+    )
+    export.add_argument("--model_name", metavar="NAME", help="the family of the model [as its files say]")
     export.set_defaults(run=_export)
 
 

@@ -30,7 +30,7 @@ from .ckpt import add_ckpt
 from .demo import add_demo, add_demonstration
 from .estimate import add_estimate, estimate_command
 from .export import add_export
-from .overview import CommandParser, described, unknown_command
+from .overview import CommandLine, CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report
 from .sample import add_sample, sample_command
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in parser.commands.choices:
         print(f"error: {unknown_command(argv[0], list(parser.commands.choices))}", file=sys.stderr)
         return exit_codes.CONFIGURATION
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse(argv)
     if arguments.command is None:
         parser.print_help()
         return 0
@@ -220,7 +220,7 @@ def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigErro
 def _parser() -> CommandParser:
     parser = CommandParser(prog="finetrainers", description="LoRA and full finetuning of video diffusion models.")
     parser.add_argument("--version", action="version", version=f"finetrainers {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandLine)
     parser.commands = commands
 
     commands.add_parser("train", help="train a model", add_help=False)

@@ -96,9 +96,11 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     config = build_config([target.source, overrides])
     try:
         config = config.model_copy(update={"model": with_family(config.model)})
-        get_family(config.model.model_name)
+        family = get_family(config.model.model_name)
     except KeyError as error:
         raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
+    if options and (problems := family.problems(config.model, weights=False)):
+        raise ConfigError(problems)
     path = target.weights.path
     home = target.home or (path.parent if path.is_file() else path)
     step = step_of(path.parent) if target.weights.is_checkpoint else None

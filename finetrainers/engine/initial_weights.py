@@ -108,9 +108,10 @@ def _in_folder(given: str, path: Path) -> InitialWeights | None:
 def _in_file(given: str, path: Path) -> InitialWeights:
     """A LoRA, or all weights of a transformer, which are compared with the network where the model's files are."""
     if path.suffix != ".safetensors":
-        raise ValueError(
-            f"{path} is not a safetensors file; pickles (.bin, .ckpt, .pt, .pth) are not loaded, convert it first"
-        )
+        what = "a pickle, which is never loaded; convert it to safetensors first"
+        if path.suffix not in (".bin", ".ckpt", ".pt", ".pth"):
+            what = "not a safetensors file; give weights in safetensors, a run directory, a checkpoint or a diffusers folder"
+        raise ValueError(f"{path} is {what}")
     shapes, _ = read_lora_header(path)
     return InitialWeights(given, "lora" if any(_LORA_NAME.search(name) for name in shapes) else "full", path)
 

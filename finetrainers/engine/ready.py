@@ -46,11 +46,17 @@ def examine_weights(checked: Preflight) -> Preflight:
     """The run, if its weight files have what the networks need, by their headers; the first step that needs torch.
 
     Raises:
-        ConfigError: tensors are missing, or of other shapes.
+        ConfigError: tensors are missing, or of other shapes; or the LoRA to start from is one of another model.
     """
-    problems, warnings = checked.family.load(checked.config.model).examine()
+    spec, initial = checked.family.load(checked.config.model), checked.start.initial
+    problems, warnings = spec.examine()
     if problems:
-        raise ConfigError(named_as_given(problems, checked.start.initial))
+        raise ConfigError(named_as_given(problems, initial))
+    is_known = checked.unseen is None
+    if checked.start.checkpoint is None and initial is not None and initial.kind == "lora" and is_known:
+        from .trainable import check_initial_lora
+
+        check_initial_lora(initial, spec, checked.config.training)
     if not checked.config.run.dry_run:  # which prints all its warnings together
         print_warnings(warnings)
     return replace(checked, warnings=[*checked.warnings, *warnings])

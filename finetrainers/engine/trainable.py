@@ -28,7 +28,7 @@ from finetrainers.utils.hashed_files import Written
 from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import nearest
 
-from .initial_weights import LORA_FILE, check_lora, is_expression, is_target, without_part
+from .initial_weights import LORA_FILE, InitialWeights, check_lora, is_expression, is_target, without_part
 from .preflight import Preflight, named_as_given
 from .start_report import print_line
 from .state import TrainState
@@ -58,10 +58,6 @@ def load_trainable_transformer(
     fault_point("load")
     config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
     is_begun = checkpoint is None and initial is not None and initial.kind == "lora"
-    if is_begun and initial is not None and config.training.training_type == "lora":
-        with _named_init_from():  # before the network, which takes longer to load
-            state, settings = spec.read_lora(initial.path)
-            check_lora(initial.path, {name: t.shape for name, t in state.items()}, settings, config.training)
     if checkpoint is not None and config.training.training_type == "full-finetune":
         transformer = spec.load_transformer(dtype, folder=checkpoint / spec.facts.trained)
     else:
@@ -258,6 +254,19 @@ def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, trai
         transformer.requires_grad_(True)
         return
     _set_adapter(spec.read_lora(path)[0], transformer, path)
+
+
+def check_initial_lora(initial: InitialWeights, spec: ModelSpec, training: TrainingSection) -> None:
+    """Refuse a LoRA file of `--init_from`, in whatever format, that is of another network or another adapter.
+
+    Raises:
+        ConfigError: with every difference.
+    """
+    with _named_init_from():
+        state, settings = spec.read_lora(initial.path)
+        check_modules(initial.path, state, spec.transformer_on_meta())
+        if training.training_type == "lora":
+            check_lora(initial.path, {name: t.shape for name, t in state.items()}, settings, training)
 
 
 @contextmanager

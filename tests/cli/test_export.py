@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from finetrainers.cli.main import main
@@ -134,6 +134,7 @@ def test_a_checkpoint_and_a_file(
     file = str(
         shutil.copy(root / "export" / "comfyui" / "my-hunyuan_video.safetensors", tmp_path / "style.safetensors")
     )
+    save_file(load_file(file), file)  # without the header, which names the model
     capsys.readouterr()
     assert main(["export", file, "--format", "kohya"]) == 2
     assert "--pretrained_model_name_or_path: is needed: nothing next to" in capsys.readouterr().err
@@ -196,5 +197,54 @@ def test_refusals(a_run: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys
     )
     assert "SOURCE: " in refusal(str(tmp_path / "none"), "--format", "peft")
     assert "is a model without training" in refusal("demo://ltx", "--format", "peft")
-    with pytest.raises(SystemExit, match="2"):
-        main(["export", str(root), "--format", "gguf"])
+    (tmp_path / "notes.toml").write_text("")
+    assert "not a safetensors file; give weights" in refusal(str(tmp_path / "notes.toml"), "--format", "peft")
+    for wrong, message in (
+        (["--format", "comfy"], "--format: unknown value 'comfy'; did you mean 'comfyui'? Valid: diffusers, comfyui"),
+        (["--format", "gguf"], "--format: unknown value 'gguf'; valid: diffusers, comfyui"),
+        (["--format", "peft", "--overwirte"], "--overwirte: unknown flag; did you mean '--overwrite'?"),
+        (["--format", "merged", "--lora_scale", "abc"], "--lora_scale: not a number, got 'abc'"),
+        (["b", "--format", "peft"], "unexpected b"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["export", str(root), *wrong])
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {message}"), said
+        assert said.endswith("finetrainers export --help lists the options\n")
+
+
+def test_an_exported_file_names_its_base_model(
+    a_run: Callable[..., tuple[Path, Any]],
+    tiny_repo: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root, _ = a_run()
+    assert main(["export", str(root), "--format", "comfyui"]) == 0
+    file = shutil.copy(root / "export" / "comfyui" / "my-ltx_video.safetensors", tmp_path / "style.safetensors")
+    assert main(["export", str(file), "--format", "peft", "--output_dir", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    model = ["--pretrained_model_name_or_path", str(tiny_repo("hunyuan_video"))]
+    assert (
+        main(
+            [
+                "export",
+                str(file),
+                "--format",
+                "peft",
+                "--output_dir",
+                str(tmp_path / "other"),
+                *model,
+                "--model_name",
+                "ltx_video",
+            ]
+        )
+        == 2
+    )
+    assert "HunyuanVideoTransformer3DModel, and ltx_video is a LTXVideo" in capsys.readouterr().err
+    tensors = load_file(file)
+    # Other programs write the name of a file, which nothing can be loaded by.
+    for name in ("hunyuan/mp_rank_00.pt", "ltx-video-2b.safetensors", ""):
+        save_file(tensors, file, metadata={"ss_sd_model_name": name})
+        assert main(["export", str(file), "--format", "peft", "--output_dir", str(tmp_path / "other")]) == 2
+        assert "--pretrained_model_name_or_path: is needed" in capsys.readouterr().err

@@ -52,7 +52,7 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
             ("lora.safetensors", *PROMPT),
             ["--pretrained_model_name_or_path: the base model of lora.safetensors is not known"],
         ),
-        (("MODEL",), ["--prompts: what to sample is not given"]),
+        (("MODEL",), ["--prompts: no prompts are given"]),
         (("MODEL", "--prompts", "a ball"), ["--size: is not known"]),
         (("MODEL", "--prompts", "empty.txt"), ["holds no prompts"]),
         (("MODEL", "--prompts", "absent.jsonl"), ["absent.jsonl"]),

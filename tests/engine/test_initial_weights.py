@@ -254,14 +254,22 @@ def test_a_lora_that_does_not_fit_is_refused_from_its_header(
 def test_a_lora_of_another_model_is_refused_before_it_is_trained(
     stages: dict[str, Path], options: Callable[..., dict], tmp_path: Path
 ) -> None:
-    """Names that fit, and sizes that do not: seen when the network is there."""
+    """Names that fit, and sizes that do not; layers of another family, in the format of another program."""
     wide = {
         name: torch.cat([t, t], dim=-1) if "lora_A" in name else t
         for name, t in load_file(stages["lora"] / LORA).items()
     }
     save_file(wide, tmp_path / "wide.safetensors")
-    with pytest.raises(ConfigError, match=r"to_k.lora_A.weight is \[4, 64\] in the file, \[4, 32\] here"):
-        train(load_config(**options(init_from=str(tmp_path / "wide.safetensors"), lora_alpha=4)))
+    other = {f"lora_unet_single_blocks_0_linear1.{n}": torch.ones(4, 4) for n in ("lora_down.weight", "lora_up.weight")}
+    save_file(other, tmp_path / "other.safetensors")
+    for name, message in (
+        ("wide", r"adapts .*to_k of 64 inputs, and this model's has 32; is it a LoRA of this model\?"),
+        ("other", "holds no LoRA of a ltx_video transformer, in kohya format: "),
+    ):
+        given = options(init_from=str(tmp_path / f"{name}.safetensors"), lora_alpha=4)
+        for is_dry in (True, False):
+            with pytest.raises(ConfigError, match=f"--init_from: .*{message}"):
+                train(load_config(**given, dry_run=is_dry))
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -273,7 +281,7 @@ def test_what_is_none_is_said(tmp_path: Path, stages: dict[str, Path]) -> None:
 
     assert "no such file or directory" in refusal(tmp_path / "none")
     (tmp_path / "old.pth").write_bytes(b"\x80\x04")
-    assert "pickles (.bin, .ckpt, .pt, .pth) are not loaded" in refusal(tmp_path / "old.pth")
+    assert "a pickle, which is never loaded" in refusal(tmp_path / "old.pth")
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "config.json").write_text("{}")

@@ -276,7 +276,9 @@ def _prompts(
         values |= {"validation_prompts": options.prompts, "validation_images": None, "validation_videos": None}
     section = section.model_copy(update=values)
     if section.validation_prompts is None:
-        found.error("prompts", "what to sample is not given, and the run has no validation prompts; give some")
+        found.error(
+            "prompts", "no prompts are given, and there is no run with validation prompts; give --prompts FILE or TEXT"
+        )
         return _with(config, section), []
     try:
         count = len(parse_validation_prompts(section))

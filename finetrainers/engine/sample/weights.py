@@ -12,6 +12,7 @@ from finetrainers.config.given import Given
 from finetrainers.config.load import file_source
 from finetrainers.config.root import by_current_names
 from finetrainers.utils.files import file_sha256, not_there
+from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
 
 from ..checkpoints.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
@@ -106,7 +107,7 @@ def in_order(targets: list[Target]) -> list[Target]:
     """Checkpoints of one run by their steps, since a shell puts step-500 behind step-1000; anything else as it was given."""
     places = [one.weights.path.parent if one.weights.path is not None else Path() for one in targets]
     steps = [step_of(place) or step_of(place.parent) for place in places]
-    if len({one.home for one in targets}) > 1 or None in steps:
+    if len({one.home and one.home.resolve() for one in targets}) > 1 or None in steps:
         return targets
     by_step = sorted(zip(steps, range(len(targets)), strict=True), key=lambda pair: (pair[0] or 0, pair[1]))
     return [targets[place] for _, place in by_step]
@@ -148,7 +149,8 @@ def _checkpoint(given: str, path: Path, *, use_ema: bool) -> Target:
     digest = " ".join(manifest["files"][file.relative_to(path).as_posix()]["sha256"] for file in of)
     step = step_of(path)
     label = path.name if step is None else f"step {step}"
-    home = path.resolve().parent.parent
+    home, near = path.resolve().parent.parent, path.parent.parent
+    home = near if near.resolve() == home else home  # as the user spells it, where that is the same
     weights = Weights(label, found.kind, found.path, averages, digest, is_checkpoint=True)
     if (home / _CONFIG).is_file():
         return Target(given, weights, file_source(home / _CONFIG), home)
@@ -178,7 +180,7 @@ def _run(given: str, path: Path, *, use_ema: bool) -> Target:
 def _base_of(lora: Path) -> Given:
     """The base model of a LoRA file, as its metadata or a model card next to it tells."""
     _, settings = read_lora_header(lora)
-    base = settings.get("base_model_name_or_path")
+    base = settings.get("base_model_name_or_path") or _exported_from(lora)
     card = lora.parent / "README.md"
     if not base and card.is_file():
         import yaml
@@ -188,6 +190,17 @@ def _base_of(lora: Path) -> Given:
             header = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0].strip() else None
             base = header.get("base_model") if isinstance(header, Mapping) else None
     return _values(pretrained_model_name_or_path=base) if isinstance(base, str) and base else Given()
+
+
+def _exported_from(lora: Path) -> str | None:
+    """The base model that an exported file's header names, if it can be found here or on the hub; others write file names."""
+    named = read_header(lora).metadata.get("ss_sd_model_name", "")
+    on_hub = (
+        named.count("/") == 1
+        and not named.startswith((".", "/", "~"))
+        and not named.endswith((".safetensors", ".ckpt", ".pt"))
+    )
+    return named if named.startswith(SCHEME) or on_hub or (named and Path(named).is_dir()) else None
 
 
 def _values(**values: Any) -> Given:
