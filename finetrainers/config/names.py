@@ -39,6 +39,7 @@ _SAME = {
     "hf_dataset": "dataset_name",
     "hf_subset": "dataset_config_name",
     "id_token": "trigger_word trigger",
+    "prior_preservation_weight": "prior_loss_weight diff_output_preservation_multiplier",
     "caption_dropout_p": "caption_dropout_rate caption_dropout caption_dropout_probability",
     "precompute_conditions": "enable_precomputation",
     "precompute_dir": "precomputation_dir",
@@ -119,8 +120,9 @@ _INSTEAD = {
         "cache_latents cache_latents_to_disk cache_text_encoder_outputs cache_text_encoder_outputs_to_disk "
         "cache_text_embeddings cache_text_embeds precompute_latents precompute_text_embeddings",
     "the cache is in --precompute_dir, with --precompute_conditions": "cache_directory latent_cache_dir",
-    "there is no prior preservation; leave it out":
-        "class_data_dir class_prompt with_prior_preservation prior_loss_weight num_class_images reg_data_dir",
+    "prior preservation needs no clips of the class: the base model is the teacher; use --prior_preservation_weight 1 and "
+    "--class_prompt":
+        "class_data_dir with_prior_preservation num_class_images reg_data_dir",
     "clips and captions are not augmented; --video_reshape_mode random crops at random":
         "random_flip flip_aug color_aug shuffle_caption shuffle_tokens keep_tokens skip_frames_start skip_frames_end",
     "clips are always sorted into buckets; --resolutions with --num_ar_buckets chooses sizes for you":

@@ -24,6 +24,7 @@ from .sections import (
     TrainingSection,
     ValidationSection,
 )
+from .sft import SFTSection
 
 
 def _table(section: type[Section]) -> Any:
@@ -41,6 +42,7 @@ class TrainConfig(Section):
     memory: MemorySection = _table(MemorySection)
     grpo: GRPOSection = _table(GRPOSection)
     dpo: DPOSection = _table(DPOSection)
+    sft: SFTSection = _table(SFTSection)
     optimizer: OptimizerSection = _table(OptimizerSection)
     parallel: ParallelSection = _table(ParallelSection)
     validation: ValidationSection = _table(ValidationSection)

@@ -68,7 +68,7 @@ def plan_work(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool)
 
 _REWARDED = "finetrainers.methods.grpo.spec:RewardFinetuning"
 
-register_method("sft", "finetrainers.methods.sft:SFT")
+register_method("sft", "finetrainers.methods.sft:SFT", spec="finetrainers.methods.sft_spec:SupervisedFinetuning")
 register_method("grpo", "finetrainers.methods.grpo.method:GRPO", spec=_REWARDED)
 register_method("nft", "finetrainers.methods.grpo.nft:NFT", spec=_REWARDED)
 register_method("dpo", "finetrainers.methods.dpo.method:DPO", spec="finetrainers.methods.dpo.spec:PreferencePairs")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,58 @@ from torch import Tensor, nn
 
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.diffusion.timesteps import NoiseLevels
-from finetrainers.models.spec import Batch
+from finetrainers.models.spec import Batch, VideoMeta
 from finetrainers.utils.seeding import derive_seed, generator
 
 from .base import Evaluation, MethodParts, Metrics, Step, Summary, standard_normal
 from .held_out import held_out_means
+from .reference import reference_model
+
+
+@dataclass(frozen=True)
+class Prior:
+    """A micro-batch of the prior preservation loss: the samples of one of clips, to be predicted with their prior prompts.
+
+    It is one by itself so that the two losses are backpropagated in turn, which takes the memory of one.
+
+    Attributes:
+        clips: the samples.
+    """
+
+    clips: Batch
+
+    @property
+    def latent_size(self) -> tuple[int, ...]:
+        """That of every clip."""
+        return self.clips.latent_size
+
+    def __len__(self) -> int:
+        return len(self.clips)
+
+    def split(self, pieces: int) -> list[Prior]:
+        """Exactly so many; see `Batch.split`."""
+        return [Prior(piece) for piece in self.clips.split(pieces)]
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Samples at their noise levels, with one time for each sample `[B]`, or for each of its latent frames `[B, T]`.
+
+    Attributes:
+        x0, eps, x_t: clean latents, noise, and noisy latents.
+        t: drawn process time.
+        frame_t: that of each frame, where frames differ.
+        trained: 1 for frames that the loss counts, 0 for given ones; None: all count.
+        meta: see `VideoMeta`.
+    """
+
+    x0: Tensor
+    eps: Tensor
+    x_t: Tensor
+    t: Tensor
+    frame_t: Tensor
+    trained: Tensor | None
+    meta: VideoMeta
 
 
 class SFT:
@@ -48,25 +95,50 @@ class SFT:
         self.first_frame_p = parts.first_frame_p
         self.seed = config.training.seed
         self.batches = parts.source
+        self.prior_weight = config.sft.prior_preservation_weight
+        self.reference = reference_model(parts) if self.prior_weight else None
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Batch]]:
         for batches in self.batches.steps(start):
             metrics, events = self.batches.news()
-            yield Step(batches, metrics=metrics, events=events)
+            yield Step([*batches, *self._priors(batches)], metrics=metrics, events=events)
 
     def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Batch]]]:
         for name, batch in self.batches.dry_batches():
             yield name, Step([batch])
+            for prior in self._priors([batch]):
+                yield f"{name}, prior preservation", Step([prior])
+
+    def _priors(self, batches: Sequence[Batch]) -> list[Prior]:
+        return [Prior(batch) for batch in batches] if self.reference is not None else []
 
     def can_stop_after(self, step: int) -> bool:
         return True
 
-    def loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss(self, transformer: nn.Module, batch: Batch | Prior) -> tuple[Tensor, Metrics]:
+        if isinstance(batch, Prior):
+            return self._prior_loss(transformer, batch.clips)
         per_sample, weight = self.errors(transformer, batch, purpose="train", quantile=None)
         # What would multiply by 1 is left out: a step of a small network feels each operation.
         loss = (per_sample if weight is None else weight * per_sample).mean()
         loss = loss if batch.weight == 1.0 else loss * batch.weight
         return loss, {"loss": loss.detach()}
+
+    def _prior_loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Mean squared difference between the predictions of the network and of the reference model, with prior prompts.
+
+        The noisy latents are those of the clips' own loss. The metric is the difference without its weight.
+        """
+        assert self.reference is not None, "prior preservation needs a reference model"
+        assert batch.prior is not None, "prior preservation needs prior prompts"
+        noised = self._noised(batch, purpose="train", quantile=None)
+        # First, since the network's stored activations would add to what this takes.
+        with torch.no_grad(), self.reference(transformer) as network:
+            teacher = self.spec.predict(network, noised.x_t, noised.frame_t, batch.prior, noised.meta).float()
+        student = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.prior, noised.meta)
+        error = F.mse_loss(student.float(), teacher, reduction="none")
+        difference = _per_sample(error, noised)[0].mean() * batch.weight
+        return self.prior_weight * difference, {"prior_loss": difference.detach()}
 
     def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
         """Unweighted per-sample loss `[B]` at one fixed noise-level quantile, with noise fixed per sample."""
@@ -85,28 +157,26 @@ class SFT:
             purpose: decides, with the seed of the run and a sample's key, what is drawn for it.
             quantile: of the noise level, without loss weights; None: drawn.
         """
+        noised = self._noised(batch, purpose=purpose, quantile=quantile)
+        weight = None if quantile is not None else self.noise_levels.weight(noised.t)
+        prediction = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.conditions, noised.meta)
+        target = self.process.target(noised.x0, noised.eps, noised.t)
+        return _per_sample(F.mse_loss(prediction.float(), target, reduction="none"), noised, weight)
+
+    def _noised(self, batch: Batch, *, purpose: str, quantile: float | None) -> Noised:
+        """The samples at their noise levels; see `errors`."""
         device = batch.moments.device
         generators = [generator("cpu", self.seed, purpose, *key) for key in batch.sample_keys]
         noise = standard_normal(generators, self.spec.latent_shape(batch.moments), device)
         x0, context = self.spec.section(self.spec.latents(batch.moments, noise, self.vae_stats), generators)
         eps = standard_normal(generators, x0.shape[1:], device)
         t = self._times(generators, x0, quantile)
-        weight = None if quantile is not None else self.noise_levels.weight(t)
 
         meta, trained = self.spec.condition(batch, x0, self._given_first_frame(batch, purpose), self.vae_stats)
         if context:
             meta = replace(meta, extra={**meta.extra, **context})
         frame_t = t if trained is None else t.view(len(x0), -1) * trained
-        x_t = self.process.add_noise(x0, eps, frame_t)
-        prediction = self.spec.predict(transformer, x_t, frame_t, batch.conditions, meta)
-        error = F.mse_loss(prediction.float(), self.process.target(x0, eps, t), reduction="none")
-        if trained is None and t.ndim == 1:
-            return error.flatten(1).mean(1), weight
-        # A given frame is an input, not something to predict: it leaves the loss and the mean.
-        per_frame, trained = error.mean(dim=(1, 3, 4)), torch.ones_like(frame_t) if trained is None else trained
-        if weight is not None and weight.ndim == 2:
-            per_frame, weight = per_frame * weight, None
-        return (per_frame * trained).sum(1) / trained.sum(1), weight
+        return Noised(x0, eps, self.process.add_noise(x0, eps, frame_t), t, frame_t, trained, meta)
 
     def _times(self, generators: Sequence[torch.Generator], x0: Tensor, quantile: float | None) -> Tensor:
         """Process time of each sample `[B]`, or of each of its latent frames `[B, T]`; `quantile` is the same for all."""
@@ -148,3 +218,16 @@ class SFT:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             raise ValueError(f"supervised finetuning has no state to restore, got {sorted(state)}")
+
+
+def _per_sample(error: Tensor, noised: Noised, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Means `[B]` of an error over latents that are not given, and the loss weight that is left to multiply them."""
+    trained = noised.trained
+    if trained is None and noised.t.ndim == 1:
+        return error.flatten(1).mean(1), weight
+    # A given frame is an input, not something to predict: it leaves the loss and the mean.
+    per_frame = error.mean(dim=(1, 3, 4))
+    trained = torch.ones_like(noised.frame_t) if trained is None else trained
+    if weight is not None and weight.ndim == 2:
+        per_frame, weight = per_frame * weight, None
+    return (per_frame * trained).sum(1) / trained.sum(1), weight

@@ -136,6 +136,7 @@ class Batch:
         sample_keys: per sample `(epoch, item)`, from which its random numbers are derived.
         clip: what else `ModelSpec.encode_clip` made of the clips, by name, batch first.
         weight: this micro-batch's share of the optimizer step, so that the step's losses sum to its mean.
+        prior: text conditioning of the samples' prior prompts, where there are any.
     """
 
     moments: Tensor
@@ -144,6 +145,7 @@ class Batch:
     sample_keys: Sequence[tuple[int, int]]
     clip: Mapping[str, Tensor] = field(default_factory=dict)
     weight: float = 1.0
+    prior: Conditions | None = None
 
     def __len__(self) -> int:
         return self.moments.shape[0]
@@ -164,6 +166,7 @@ class Batch:
             sample_keys=self.sample_keys[rows],
             clip={name: tensor[rows] for name, tensor in self.clip.items()},
             weight=weight,
+            prior=None if self.prior is None else self.prior.rows(rows),
         )
 
     def split(self, pieces: int) -> list[Batch]:

@@ -24,7 +24,15 @@ KEYS = ((0, 3), (0, 1), (2, 3))
 class Setting:
     """A method around a real spec whose network is replaced by a recorder with a fixed answer."""
 
-    def __init__(self, repository: Path, family: str, *, first_frame_p: float = 0.0, **diffusion: Any) -> None:
+    def __init__(
+        self,
+        repository: Path,
+        family: str,
+        *,
+        first_frame_p: float = 0.0,
+        prior_preservation_weight: float = 0.0,
+        **diffusion: Any,
+    ) -> None:
         self.spec = get_family(family).load(
             ModelSection(
                 model_name=family,
@@ -39,6 +47,7 @@ class Setting:
         self.parts: Any = MethodParts(
             config=TrainConfig(
                 model=self.spec.config, diffusion=DiffusionSection(**diffusion), training={"seed": SEED},  # type: ignore[arg-type]
+                sft={"prior_preservation_weight": prior_preservation_weight},  # type: ignore[arg-type]
             ),
             spec=self.spec, process=self.process, scheduler=self.scheduler, geometry=self.spec.facts.geometry,
             vae_stats=self.spec.vae_stats(self.vae), first_frame_p=first_frame_p, source=None, parallel=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from every_family import FAMILIES
 from torch import Tensor
 
 from finetrainers.methods.base import standard_normal
+from finetrainers.models.spec import Conditions
 from finetrainers.utils.seeding import derive_seed
 
 
@@ -69,6 +71,40 @@ def test_loss(family: str, tiny_repo: Callable[..., Path]) -> None:
     close(metrics["loss"], loss.detach())
     assert loss.requires_grad
     assert not metrics["loss"].requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_prior_preservation_loss(family: str, tiny_repo: Callable[..., Path]) -> None:
+    """Both networks see the clips' noisy latents with the prior prompts; each answers in its own way, in float64 here."""
+    setting = Setting(tiny_repo(family), family, prior_preservation_weight=3.0)
+    batch = replace(make_batch(setting, weight=0.75), prior=Conditions({"embeds": torch.ones(3, 2, 2)}))
+    asked: list[tuple[str, bool]] = []
+    student, teacher = torch.nn.Identity(), torch.nn.ReLU()
+
+    def predict(network: Any, x: Tensor, t: Tensor, conditions: Conditions, meta: Any) -> Tensor:
+        asked.append((type(network).__name__, torch.is_grad_enabled()))
+        assert torch.equal(conditions["embeds"], torch.ones(len(x), 2, 2))
+        seen.append(x.clone())
+        return (0.5 * x if network is teacher else x.sin()).requires_grad_(torch.is_grad_enabled())
+
+    seen: list[Tensor] = []
+    setting.method.loss(student, batch)
+    setting.spec.predict = predict  # type: ignore[method-assign]
+    setting.method.reference = lambda _: nullcontext(teacher)
+    [prior] = setting.method._priors([batch])
+    loss, metrics = setting.method.loss(student, prior)
+    assert asked == [("ReLU", False), ("Identity", True)]
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], setting.seen[0][0])  # as the clips' own loss saw them
+    expected = [e["x"] for e in derive(setting, family, batch, "train", uniform)]
+    difference = sum(((x.sin() - 0.5 * x) ** 2).mean() for x in expected) / 3
+    close(loss, 3.0 * 0.75 * difference)
+    close(metrics["prior_loss"], 0.75 * difference)
+    assert loss.requires_grad
+    pieces = prior.split(2)
+    close(sum(setting.method.loss(student, piece)[0] for piece in pieces), loss.detach())
+    assert [len(piece) for piece in pieces] == [1, 2]
+    assert prior.latent_size == batch.latent_size
 
 
 @pytest.mark.parametrize("family", ["ltx_video", "cogvideox"])

@@ -41,6 +41,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "hybrid": {**LORA, **HYBRID, "dry_batches": "on"},
     "offloaded": MIXED,
     "pairs": PAIRS,
+    "prior": {
+        **FULL,
+        "prior_preservation_weight": 5.0,
+        "class_prompt": "a pattern",
+        "eval_num_items": 1,
+        "eval_steps": 2,
+    },
     "quantized": {**QUANTIZED, "activation_memory": "auto", "memory_budget": 100, "_measured_on": 1},
     "whole": {"family": "hunyuan_video", **LORA, **SAMPLES},
     "swapped": {"family": "hunyuan_video", **LORA, **SAMPLES, "blocks_to_swap": 3, "activation_memory": "offload"},
@@ -70,6 +77,13 @@ def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactor
         "full": {**FULL, "gradient_accumulation_steps": 4},
         "offloaded": bf16,
         "pairs": {**PAIRS, "batch_size": 2},
+        "prior": {
+            **FULL,
+            "prior_preservation_weight": 5.0,
+            "class_prompt": "a pattern",
+            "eval_num_items": 1,
+            "eval_steps": 2,
+        },
         "quantized": {**QUANTIZED, "batch_size": 2},
     }
     for name, changes in larger.items():
@@ -96,7 +110,7 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], *, rtol: float = 1e-5, a
         torch.testing.assert_close(value, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("name", ["lora", "full", "hybrid", "pairs", "quantized"])
+@pytest.mark.parametrize("name", ["lora", "full", "hybrid", "pairs", "prior", "quantized"])
 def test_same_training_as_one_process(name: str, jobs: Any, single: dict[str, Path]) -> None:
     root, (rank, other) = jobs
     kind = "fsdp2 in groups of 1" if name == "hybrid" else "fsdp2"

@@ -46,6 +46,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "hunyuan": {"family": "hunyuan_video", "train_steps": 1, **FULL},
     "cog": {"family": "cogvideox", "train_steps": 1, **FULL},
     "pairs": {"method": "dpo", "dpo": {"beta": 50.0}, "eval_num_items": 1, "eval_steps": 1, "train_steps": 3, "max_grad_norm": 0.02},
+    "prior": {"prior_preservation_weight": 5.0, "class_prompt": "a pattern", "gradient_accumulation_steps": 2, "lora_dropout": 0.2, "train_steps": 3},
     "whole": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
     "swapped": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "blocks_to_swap": 4, "activation_memory": "offload"},
     "in the background": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3, "checkpointing_steps": 1, "async_checkpointing": True, "activation_memory": "auto", "memory_budget": 100, "_measured_on": 1},
@@ -107,7 +108,7 @@ def test_swapped_blocks_change_nothing(ranks: Ranks) -> None:
         assert swapped["results"] == whole["results"]
 
 
-@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog", "pairs", "quantized"])
+@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog", "pairs", "prior", "quantized"])
 def test_two_ranks_are_one_with_twice_the_batch(
     job: str, ranks: Ranks, options: Callable[..., dict], tmp_path: Path
 ) -> None:
@@ -120,6 +121,10 @@ def test_two_ranks_are_one_with_twice_the_batch(
         torch.testing.assert_close(
             metrics(ranks.directory(job), *pairs), metrics(tmp_path, *pairs), rtol=1e-3, atol=1e-5
         )
+    if job == "prior":
+        found = [metrics(path, "prior_loss") for path in (ranks.directory(job), tmp_path)]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-9)
+        assert found[0][-1] > 0
     if "eval_steps" in changes:
         # One held-out clip on two ranks: the second one's share does not count.
         ours, theirs = (metrics(path, "eval_loss", "eval_loss_0.30") for path in (ranks.directory(job), tmp_path))

@@ -17,6 +17,7 @@ from ..buckets.buckets import Bucket, bucket_text
 from ..buckets.clip import Clip, all_cuts
 from ..buckets.windows import encoded_clips
 from ..reading.items import DataError
+from ..reading.prior_prompts import PriorPrompts
 from .batch_counts import BatchCounts
 from .item_report import ItemReport, crop_loss, is_enlarged
 
@@ -43,6 +44,7 @@ class DatasetPlan:
             checkpoints.
         problem: why it cannot be trained on; None if it can.
         dataset_toml: the file of several datasets, if they came from one.
+        prior: the prior prompt of every sample; None: there are none.
     """
 
     items: tuple[ItemReport, ...]
@@ -56,6 +58,7 @@ class DatasetPlan:
     fingerprint: str
     problem: DataError | None = None
     dataset_toml: str | None = None
+    prior: PriorPrompts | None = None
 
     noun = "clip"
     fingerprint_of = "files, captions, buckets, repeats or held-out items"
@@ -129,8 +132,9 @@ class DatasetPlan:
         return list(encoded_clips((*all_cuts(self.clips), *self.eval_clips)))
 
     def all_captions(self) -> list[str]:
-        """All captions that may be encoded."""
-        return [caption for clip in (*self.clips, *self.eval_clips) for caption in clip.all_captions]
+        """All captions that may be encoded, and all prior prompts."""
+        captions = [caption for clip in (*self.clips, *self.eval_clips) for caption in clip.all_captions]
+        return captions if self.prior is None else [*captions, *self.prior.texts_for(captions)]
 
     def bucket_rows(self) -> list[dict[str, Any]]:
         """A row for each bucket in use, largest first; one that clips may fall through to counts them, too."""

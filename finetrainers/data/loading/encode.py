@@ -17,6 +17,7 @@ from finetrainers.models.spec import MOMENTS, Batch, Conditions, VideoMeta
 from finetrainers.utils.seeding import generator
 
 from ..buckets.windows import cut_latents
+from ..reading.prior_prompts import PriorPrompts
 from .loader import RawBatch
 
 #: Text conditioning of prompts, batch first.
@@ -25,8 +26,8 @@ EncodeText = Callable[[Sequence[str]], Conditions]
 #: of each clip's noise; see `ModelSpec.encode_clip`.
 EncodeClip = Callable[[Tensor, Sequence[torch.Generator]], Mapping[str, Tensor]]
 
-#: Prefixes of text conditioning in a cached batch: of the caption, and of the empty prompt.
-TEXT, EMPTY = "text.", "empty."
+#: Prefixes of text conditioning in a cached batch: of the caption, of the empty prompt, and of the prior prompt.
+TEXT, EMPTY, PRIOR = "text.", "empty.", "prior."
 
 
 def dropped_captions(sample_keys: Sequence[tuple[int, int]], *, probability: float, seed: int) -> list[bool]:
@@ -53,18 +54,21 @@ class Encoder:
         data: DataSection,
         seed: int,
         device: torch.device | str = "cpu",
+        prior: PriorPrompts | None = None,
     ) -> None:
         """Args:
         encode_text, encode_clip: the model's encoders; None if everything is in the cache.
         data: caption dropout options.
         seed: seed of the run.
         device: where batches go.
+        prior: see `DatasetPlan`.
         """
         self.encode_text = encode_text
         self.encode_clip = encode_clip
         self.data = data
         self.seed = seed
         self.device = device
+        self.prior = prior
 
     def __call__(self, raw: RawBatch, *, dropout: bool = True) -> Batch:
         """Make a batch of what was fetched; evaluation turns caption dropout off."""
@@ -78,7 +82,7 @@ class Encoder:
             conditions = _with_prefix(raw.cached, TEXT)
             if to_empty and any(drop):
                 conditions = _replace_rows(conditions, _with_prefix(raw.cached, EMPTY), drop)
-            clip = {name: tensor for name, tensor in raw.cached.items() if not name.startswith((TEXT, EMPTY))}
+            clip = {name: tensor for name, tensor in raw.cached.items() if not name.startswith((TEXT, EMPTY, PRIOR))}
         if not to_empty and any(drop):
             conditions = _replace_rows(conditions, conditions.zeroed(), drop)
         moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in clip.items()}
@@ -89,7 +93,15 @@ class Encoder:
             sample_keys=raw.sample_keys,
             clip=moved,
             weight=raw.weight,
+            prior=None if self.prior is None else self._prior(raw, self.prior).trimmed().to(self.device),
         )
+
+    def _prior(self, raw: RawBatch, prior: PriorPrompts) -> Conditions:
+        if not raw.pixels:
+            return _with_prefix(raw.cached, PRIOR)
+        assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
+        pairs = zip(raw.clips, raw.sample_keys, strict=True)
+        return self.encode_text([prior.of(clip.caption_for(key, seed=self.seed), key) for clip, key in pairs])
 
     def _texts(self, raw: RawBatch, emptied: Sequence[bool]) -> Conditions:
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"

@@ -27,9 +27,10 @@ from ..buckets.clip import Clip
 from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..cache.store import CacheError, TensorCache, is_finite
+from ..reading.prior_prompts import PriorPrompts
 from .bad_samples import BadSample, Substitutes, load_clips
 from .batch_sampler import MicroBatch
-from .encode import EMPTY, TEXT, EncodeClip, EncodeText, stacked
+from .encode import EMPTY, PRIOR, TEXT, EncodeClip, EncodeText, stacked
 from .loader import PixelFetch, RawBatch
 from .prefetch import AHEAD, prefetch
 from .workers import Workers
@@ -224,6 +225,7 @@ class CacheFetch:
 
     keys: CacheKeys
     substitutes: Substitutes | None = None
+    prior: PriorPrompts | None = None
 
     def __call__(self, batch: MicroBatch) -> RawBatch:
         """Read moments and conditioning, and that of the empty prompt where captions may be dropped.
@@ -241,7 +243,9 @@ class CacheFetch:
         moments = self._read(self.keys.video(encoded_clip(clip)), str(clip.path))
         # Copied, so that a window does not keep its whole segment in memory.
         moments = {name: cut_latents(tensor, clip).clone() for name, tensor in moments.items()}
-        return {**moments, **self._text(clip.caption_for(key, seed=self.keys.seed), TEXT)}
+        caption = clip.caption_for(key, seed=self.keys.seed)
+        prior = {} if self.prior is None else self._text(self.prior.of(caption, key), PRIOR)
+        return {**moments, **self._text(caption, TEXT), **prior}
 
     def _text(self, caption: str, prefix: str) -> dict[str, Tensor]:
         tensors = self._read(self.keys.text(caption), f"the caption {caption!r}")

@@ -80,11 +80,13 @@ class TrainingData:
         strict: CacheFetch | DecodeFetch
         if texts.encode is None:
             self.vae: nn.Module | None = None
-            strict = CacheFetch(self._encode_clips(texts.keys, clip_encoders))
+            strict = CacheFetch(self._encode_clips(texts.keys, clip_encoders), prior=plan.prior)
         else:
             self.vae, encode_clip = clip_encoders["vae"], partial(self._encode_clip, clip_encoders)
             strict = DecodeFetch(seed)
-        self._encoder = Encoder(texts.encode, encode_clip, data=config.data, seed=seed, device=parallel.device)
+        self._encoder = Encoder(
+            texts.encode, encode_clip, data=config.data, seed=seed, device=parallel.device, prior=plan.prior
+        )
         # Only training clips have substitutes. Those of a held-out one would change what the evaluation loss is of.
         substitutes = Substitutes(all_cuts(plan.clips)) if config.data.max_bad_share else None
         self._fetch_strictly = plan.fetch_with(strict)

@@ -1,0 +1,82 @@
+"""What a run asks of supervised finetuning before it is loaded; see `MethodSpec`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from finetrainers.config.errors import Problem
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+from finetrainers.data.reading.datasets import read_datasets
+from finetrainers.data.reading.items import DataError
+from finetrainers.data.reading.prior_prompts import PriorPrompts, without_triggers
+
+from .grpo.prompts import read_prompts
+from .spec import MethodMemory, MethodSpec
+
+if TYPE_CHECKING:
+    from finetrainers.data.inspect.plan import DatasetPlan
+    from finetrainers.data.inspect.probe_all import ProbeOptions
+
+_WAYS = (
+    "give --class_prompt TEXT, --prior_prompts FILE, or an --id_token, without which captions are then prior prompts"
+)
+
+
+class SupervisedFinetuning(MethodSpec):
+    """Supervised finetuning trains on clips; with prior preservation it compares the network with the reference model."""
+
+    def survey(self, config: TrainConfig, geometry: Geometry, options: ProbeOptions | None = None) -> DatasetPlan:
+        plan = super().survey(config, geometry, options)
+        return replace(plan, prior=_prior_prompts(config, plan)) if _preserves(config) else plan
+
+    def problems(self, config: TrainConfig) -> list[Problem]:
+        section = config.sft
+        if section.class_prompt is not None and section.prior_prompts is not None:
+            return [Problem("--class_prompt", "and --prior_prompts both say the prior prompts; drop one of them")]
+        return []
+
+    def accumulates(self, config: TrainConfig) -> bool:
+        return _preserves(config) or super().accumulates(config)
+
+    def uses_reference(self, config: TrainConfig) -> bool:
+        return _preserves(config)
+
+    def memory(
+        self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
+    ) -> MethodMemory:
+        """The two losses of a batch are backpropagated in turn, so that clips are seen once at a time."""
+        needs_copy = _preserves(config) and config.training.training_type == "full-finetune"
+        return MethodMemory(copies=reference if needs_copy else 0.0, trajectories=0.0, batch_size=batch_size)
+
+
+def _preserves(config: TrainConfig) -> bool:
+    return config.sft.prior_preservation_weight > 0
+
+
+def _prior_prompts(config: TrainConfig, plan: DatasetPlan) -> PriorPrompts:
+    """The configured prior prompts.
+
+    Raises:
+        DataError: a file cannot be read, or no caption differs from its prior prompt.
+    """
+    section = config.sft
+    if section.class_prompt is not None:
+        texts: tuple[str, ...] = (section.class_prompt.strip(),)
+    elif section.prior_prompts is not None:
+        prompts = read_prompts(section.prior_prompts).prompts
+        if any(prompt.embedding is not None for prompt in prompts):
+            raise DataError(
+                f"--prior_prompts {section.prior_prompts}: embeddings are not read; give a .txt or .jsonl file"
+            )
+        texts = tuple(prompt.text for prompt in prompts)
+    else:
+        texts = ()
+    tokens = [one.data.id_token for one in read_datasets(config.data)]
+    triggers = tuple(dict.fromkeys(token.strip() for token in tokens if token and token.strip()))
+    captions = [caption for clip in plan.clips for caption in clip.all_captions]
+    if not texts and captions and all(without_triggers(caption, triggers) == caption for caption in captions):
+        raise DataError(f"--prior_preservation_weight: there are no prior prompts; {_WAYS}")
+    return PriorPrompts(texts, triggers, config.training.seed)
