@@ -40,7 +40,7 @@ def prior_config(directory: Path, *, steps: int, weight: float, prior: str = "ca
     write_clips(directory / "clips", training_scenes(NEW, look=LOOK, colors=(COLOR,)), reword=with_new_word)
     (directory / "prior.txt").write_text("\n".join(captions_of(training_scenes(_PRIOR, seed=1))) + "\n")
     options = changed_options(quickstart_config(directory, steps=steps))
-    options |= {"eval_num_items": 0, "eval_steps": None, "validation_prompts": None, "validation_guidance_scale": None}
+    options |= {"eval_num_items": 0, "eval_steps": None, "validation_steps": None, "validation_prompts": None}
     if weight:
         prompts = {"prior_prompts": str(directory / "prior.txt")} if prior == "captions" else {"class_prompt": ""}
         options |= {"prior_preservation_weight": weight, **prompts}

@@ -127,10 +127,6 @@ class GRPOSection(Section):
         resume="free", ge=0)
     reward_on_error: Literal["raise", "mask"] = option("raise", "If a reward fails or returns no number: stop the run, "
         "or leave the clip out and count it.", resume="free")
-    eval_prompts: Path | None = option(None, "Held-out prompts in the formats of `prompts`. They are scored before and "
-        "after training, and every `eval_steps`.", resume="free")
-    eval_reward: list[Reward] = option([], "Rewards that score held-out prompts. Others than `reward` reveal reward "
-        "hacking. The default is `reward`.", resume="free")
 # fmt: on
 
 

@@ -66,6 +66,20 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
     ]
 
 
+def parse_eval_prompts(section: ValidationSection) -> list[ValidationPrompt]:
+    """The prompts of `eval_prompts`; empty when it is not given.
+
+    Raises:
+        ConfigError: an unreadable file, or a malformed size.
+    """
+    path = section.eval_prompts
+    if path is None:
+        return []
+    if path.suffix not in (".txt", ".jsonl", ".toml"):
+        raise ConfigError([Problem("--eval_prompts", f"{path} must be a .txt, .jsonl or .toml file")])
+    return _from_file(path, option="--eval_prompts")
+
+
 def _from_entry(entry: str) -> ValidationPrompt:
     text, mark, size = entry.rpartition("@@@")
     if not mark:
@@ -73,8 +87,8 @@ def _from_entry(entry: str) -> ValidationPrompt:
     return _prompt({"prompt": text.strip(), **({"size": size.strip()} if size.strip() else {})}, "--validation_prompts")
 
 
-def _from_file(path: Path) -> list[ValidationPrompt]:
-    path, text = read_text(path, option="--validation_prompts")
+def _from_file(path: Path, *, option: str = "--validation_prompts") -> list[ValidationPrompt]:
+    path, text = read_text(path, option=option)
     if path.suffix == ".txt":
         lines = [line.strip() for line in text.splitlines()]
         found = [_from_entry(line) for line in lines if line and not line.startswith("#")]

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, SecretStr
 from .attention import AttnBackendName, backend_name
 from .base import Section
 from .option import option
+from .rewards import Reward
 from .values import (
     BucketShare,
     BucketSize,
@@ -425,7 +426,7 @@ class OptimizerSection(Section):
 
 
 class ValidationSection(Section):
-    """Sample videos and evaluation loss during training."""
+    """Sample videos, and evaluation by loss and by rewards, during training."""
 
     validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .txt, "
         ".jsonl or .toml file of prompts.", resume="free", local=True)
@@ -447,7 +448,13 @@ class ValidationSection(Section):
     enable_model_cpu_offload: bool | None = option(None, "Sample with the model's parts in host memory, each on the GPU "
         "only while it is used (CUDA). By default only if the estimate says that sampling does not fit the GPU otherwise.",
         resume="free")
-    eval_steps: int | None = option(None, "Measure the evaluation loss every N optimizer steps.", resume="free", ge=1)
+    eval_steps: int | None = option(None, "Measure the evaluation loss, and score held-out prompts, every N optimizer steps.", resume="free", ge=1)
+    eval_prompts: Path | None = option(None, "Held-out prompts: .txt (one per line) or .jsonl (key `prompt`). They are "
+        "sampled and scored before and after training, and every `eval_steps`. The default is `validation_prompts`; reward "
+        "finetuning has none.", resume="free", former_table="grpo")
+    eval_reward: list[Reward] = option([], "Rewards that score samples of held-out prompts, as `reward` names them; only "
+        "samples change, not what is trained. Reward finetuning takes `reward` by default; others than these reveal reward "
+        "hacking.", resume="free", former_table="grpo")
     eval_num_timesteps: int = option(5, "Number of fixed noise levels of the evaluation loss.", resume="free", ge=1,
         le=100)
 

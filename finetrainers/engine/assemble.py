@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count, takewhile
@@ -27,6 +27,7 @@ from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
 from .callbacks.metrics import MetricsFile, RewardFiles
 from .callbacks.progress import ProgressLine
+from .callbacks.scores import SampleScores
 from .callbacks.tracking import TrackedMedia, Tracker
 from .callbacks.validation import Validation
 from .checkpoints.restore import check_restorable, restore
@@ -101,7 +102,7 @@ def _print_notes(checked: Preflight, spec: ModelSpec, first_frame_p: float) -> N
     """Defaults that the model's own files have decided."""
     if first_frame_p > 0 and checked.config.data.first_frame_conditioning_p is None and checked.plan.encodes_clips:
         print_line(f"note: {first_frame_p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
-    sizes = (*checked.plan.buckets, *(prompt.size for prompt in checked.prompts if prompt.size is not None))
+    sizes = (*checked.plan.buckets, *(prompt.size for prompt in checked.sampled if prompt.size is not None))
     tiled = dict.fromkeys("x".join(map(str, size)) for size in sizes if spec.tiles_by_size(size))
     if tiled:
         print_line(f"note: the VAE works on tiles of {', '.join(tiled)}, to take less than 24 GiB (--no-enable_tiling)")
@@ -147,18 +148,48 @@ def _make_callbacks(
     if state.method.evaluates:
         callbacks.append(MethodEvaluation(fps=checked.plan.fps))
     if encoded is not None:
-        callbacks.append(
-            Validation(
-                encoded=encoded,
-                size=checked.plan.size,
-                section=config.validation.model_copy(update={"enable_model_cpu_offload": _offloads(state, checked)}),
-                frame_rate=config.validation.validation_frame_rate or checked.geometry.fps,
-                scheduler=scheduler,
-                load_vae=lambda: state.spec.load_vae() if source.vae is None else source.vae,
-                due=_validation_schedule(state, source),
-            )
-        )
+        callbacks += _make_validations(state, checked, source, scheduler=scheduler, encoded=encoded)
     return callbacks if tracker is None else [*callbacks, TrackedMedia(tracker)]
+
+
+def _make_validations(
+    state: TrainState, checked: Preflight, source: WorkSource, *, scheduler: Any, encoded: EncodedPrompts
+) -> Iterator[Validation]:
+    """What samples the validation prompts, and what samples the prompts that rewards score, unless these are the same."""
+    config, scores = state.config, None
+    rate = config.validation.validation_frame_rate or checked.geometry.fps
+    changes = {"enable_model_cpu_offload": _offloads(state, checked), "validation_frame_rate": rate}
+    section = config.validation.model_copy(update=changes)
+    due = _validation_schedule(state, source)
+    if config.validation.eval_reward and not method_spec(config).samples:
+        scores = SampleScores(config.validation.eval_reward, state.parallel)
+    validation = partial(
+        Validation,
+        size=checked.plan.size,
+        scheduler=scheduler,
+        load_vae=lambda: state.spec.load_vae() if source.vae is None else source.vae,
+    )
+    count = len(checked.prompts)
+    if scores is not None and checked.scored:
+        held_out, one = (
+            encoded.part(count, len(encoded.prompts)),
+            section.model_copy(update={"num_validation_videos": 1}),
+        )
+        yield validation(encoded=held_out, section=one, due=_scoring_schedule(state), scores=scores, prefix="eval-")
+        scores = None
+    if checked.prompts:
+        both = due if scores is None else _either(due, _scoring_schedule(state))
+        yield validation(encoded=encoded.part(0, count), section=section, due=both, scores=scores)
+
+
+def _scoring_schedule(state: TrainState) -> Callable[[int], bool]:
+    """Whether to score samples after a step: every `eval_steps`, and after the last step."""
+    every = state.config.validation.eval_steps
+    return lambda step: step == state.total_steps or bool(every and step % every == 0)
+
+
+def _either(one: Callable[[int], bool], other: Callable[[int], bool]) -> Callable[[int], bool]:
+    return lambda step: one(step) or other(step)
 
 
 def _offloads(state: TrainState, checked: Preflight) -> bool:

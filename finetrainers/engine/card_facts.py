@@ -92,7 +92,11 @@ def evaluated_samples(root: Path) -> list[Sample]:
 
 def figures(root: Path) -> tuple[int, int, list[Figure]] | None:
     """What was measured on held-out items: the first and the last step, and each number then and at its best."""
-    records = [r for r in read_jsonl(root / "metrics.jsonl")[0] if any(name.startswith("eval_") for name in r)]
+    by_step: dict[int, dict[str, Any]] = {}  # losses and rewards have records of their own
+    for record in read_jsonl(root / "metrics.jsonl")[0]:
+        if any(name.startswith("eval_") for name in record):
+            by_step.setdefault(int(record["step"]), {}).update(record)
+    records = list(by_step.values())
     if len(records) < 2:
         return None
     first, last = records[0], records[-1]

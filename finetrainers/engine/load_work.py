@@ -31,7 +31,7 @@ def load_texts(
     *,
     samples_in: torch.dtype | None = None,
 ) -> tuple[TextConditioning, EncodedPrompts | None]:
-    """Phase 1: the conditioning of all texts, and the validation prompts in the dtype that they are sampled in, if any.
+    """Phase 1: the conditioning of all texts, and the prompts of samples in the dtype that they are sampled in, if any.
 
     Encoders that nobody needs, since the cache has every text, are not loaded; those that encode beforehand are freed.
     """
@@ -39,7 +39,7 @@ def load_texts(
     _check_same_plan(plan, parallel)
     texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel)
     cached = method_spec(config).caches_texts(config)
-    sampling = samples_in if checked.prompts else None
+    sampling = samples_in if checked.sampled else None
     if cached and sampling is None and (recalled := texts.recall()) is not None:
         print_line("text encoders are not loaded: every caption is in the cache")
         return recalled, None
@@ -48,7 +48,7 @@ def load_texts(
     watchdog.enter("encoding")
     with phase(ENCODING_TEXT):
         with parallel.raise_on_all_ranks("encoding the prompts"):
-            prompts = None if sampling is None else encode_prompts(spec, encoders, checked.prompts, sampling)
+            prompts = None if sampling is None else encode_prompts(spec, encoders, checked.sampled, sampling)
         conditioning = texts.encode(encoders) if cached else texts.live(encoders)
     del encoders
     free_memory()

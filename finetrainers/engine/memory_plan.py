@@ -67,10 +67,10 @@ class RunMemory:
         self._around = Surroundings(
             bucket=bucket,
             encoded=tuple(checked.plan.buckets) if checked.plan.encodes_clips else (),
-            sampled=tuple(prompt.size or checked.plan.size for prompt in checked.prompts),
+            sampled=tuple(prompt.size or checked.plan.size for prompt in checked.sampled),
             parts={part: size for part, size in parts.items() if size is not None},
             rewards=method.reward_bytes(checked.config),
-            scoring=method.scoring_bytes(checked.config, bucket, fps=checked.geometry.fps),
+            scoring=method.scoring_bytes(checked.config, _largest_scored(checked, bucket), fps=checked.geometry.fps),
             checkpoint_bytes=needs.checkpoint,
             total=weights.total,
             trained=weights.trained,
@@ -153,12 +153,20 @@ class RunMemory:
 
     def _peaks_of(self, config: TrainConfig, device_type: str, budget_gib: float) -> Mapping[str, float] | None:
         """Bytes of each phase; None: the run would be refused."""
-        rules = check_config(config, facts=self.checked.facts, prompts=self.checked.prompts)
+        rules = check_config(config, facts=self.checked.facts, prompts=self.checked.prompts, scored=self.checked.scored)
         parts = with_launcher(config.parallel).fsdp is not None
         errors, _ = optimizer_problems(
             config, device_type=device_type, num_processes=launched_processes(), updates_parts=parts
         )
         return None if rules.errors or errors else self.plan(config, gpu_gib=budget_gib).peaks
+
+
+def _largest_scored(checked: Preflight, bucket: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The size of the clips that rewards score: those that are trained on, or samples of prompts."""
+    if method_spec(checked.config).samples:
+        return bucket
+    sizes = [prompt.size or checked.plan.size for prompt in checked.scored or checked.prompts]
+    return max(sizes, key=math.prod, default=bucket)
 
 
 def _gpu_gib() -> float | None:
@@ -369,7 +377,7 @@ def offloads_samples(checked: Preflight, *, gpu_bytes: float | None) -> bool:
         gpu_bytes: memory of the GPU; None: there is none, or the strategy cannot move weights.
     """
     asked = checked.config.validation.enable_model_cpu_offload
-    if asked is not None or gpu_bytes is None or not checked.prompts:
+    if asked is not None or gpu_bytes is None or not checked.sampled:
         return bool(asked)
     needed = (1 + RESERVE) * run_memory(checked).plan().peaks.get(VALIDATION, 0.0)
     if needed <= gpu_bytes:

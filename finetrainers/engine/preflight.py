@@ -16,7 +16,7 @@ from finetrainers.config.checks.options import check_config, quantization_proble
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
+from finetrainers.config.prompts import ValidationPrompt, parse_eval_prompts, parse_validation_prompts
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO
 from finetrainers.config.values import split_part
@@ -60,6 +60,12 @@ class Preflight:
     warnings: list[str] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)  # the checkpoints among which it has chosen
     unseen: str | None = None  # why nothing is known of the model itself; for a dry run
+    scored: list[ValidationPrompt] = field(default_factory=list)  # of `eval_prompts`, where the method does not sample
+
+    @property
+    def sampled(self) -> list[ValidationPrompt]:
+        """All prompts that samples are drawn of with the pipeline."""
+        return [*self.prompts, *self.scored]
 
     @property
     def geometry(self) -> Geometry:
@@ -97,9 +103,10 @@ def preflight(
     readable = not misplaced and not model_problems  # else its rules are those of the published checkpoints
     facts = family.facts_of(config.model) if readable else family.facts
     prompts = read_prompts(config, found)
+    scored = _read_scored(config, method, found)
     if not preparing:
         _check_tracker(config, found)
-    _check_options(config, facts, prompts, method, found)
+    _check_options(config, facts, prompts, scored, method, found)
     config = _with_media(config, facts)
     if earlier and not preparing:  # damaged ones too
         _check_earlier(config, found)
@@ -107,14 +114,22 @@ def preflight(
     start = None
     plan = None if method is None else _find_work(config, facts, method, planner, found)
     if plan is not None:
-        check_control_videos(config, facts, prompts, plan.size, found)
+        check_control_videos(config, facts, [*prompts, *scored], plan.size, found)
     if plan is not None and not model_problems and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
             start = _begin(config, plan, checkpoint, initial)
     if found.errors or plan is None or start is None:
         raise ConfigError(found.errors)
     return Preflight(
-        config, family, facts, prompts, plan, start, [*found.warnings, *plan.warnings, *start.warnings], earlier
+        config,
+        family,
+        facts,
+        prompts,
+        plan,
+        start,
+        [*found.warnings, *plan.warnings, *start.warnings],
+        earlier,
+        scored=scored,
     )
 
 
@@ -198,6 +213,21 @@ def _begin(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial
     return resume_run(config, plan, checkpoint, initial=initial, data_size=size)
 
 
+def _read_scored(config: TrainConfig, method: MethodSpec | None, found: Findings) -> list[ValidationPrompt]:
+    """The prompts of `eval_prompts`, where the method does not read and sample them itself."""
+    if method is None or method.samples or not config.validation.eval_reward:
+        return []
+    try:
+        prompts = parse_eval_prompts(config.validation)
+    except ConfigError as error:
+        found.errors += error.problems
+        return []
+    for place in (place for prompt in prompts for place in (prompt.image, prompt.video) if place):
+        if not place.startswith(("http://", "https://")) and not Path(place).is_file():
+            found.error("eval_prompts", f"no such file: {place}")
+    return prompts
+
+
 def read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]:
     """The validation prompts, whose first frames must be there; images may also be URLs."""
     try:
@@ -215,10 +245,15 @@ def read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]
 
 
 def _check_options(
-    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], method: MethodSpec | None, found: Findings
+    config: TrainConfig,
+    facts: Facts,
+    prompts: list[ValidationPrompt],
+    scored: list[ValidationPrompt],
+    method: MethodSpec | None,
+    found: Findings,
 ) -> None:
     """The options among each other, with the method and on this device; and the faults that were asked for."""
-    rules = check_config(config, facts=facts, prompts=prompts)
+    rules = check_config(config, facts=facts, prompts=prompts, scored=scored)
     device = likely_device_type()
     errors, warnings = optimizer_problems(config, device_type=device, num_processes=launched_processes())
     kernels = kernel_problems(config, device_type=device, dtype_bytes=computed_bytes(config))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.estimate import optimizer_state_bytes
+from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import DTYPES
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.launch import launched_processes
@@ -142,9 +145,19 @@ def _samples_size(checked: Preflight) -> int:
     config: TrainConfig = checked.config
     every, todo = config.validation.validation_steps, _total_steps(checked) - checked.start.step
     times = 1 + (max(0, todo) // every if every else 0)
+    scored, again = config.validation.eval_steps if config.validation.eval_reward else None, 0
+    if scored and not method_spec(config).samples:
+        again = 1 + max(0, todo) // scored  # before training, too
+    videos = config.validation.num_validation_videos
+    size = _sample_bytes(checked, checked.prompts) * videos * (times + (0 if checked.scored else again))
+    return round(size + _sample_bytes(checked, checked.scored) * (1 + again))
+
+
+def _sample_bytes(checked: Preflight, prompts: Sequence[ValidationPrompt]) -> float:
+    """Of a video of each prompt, and its contact sheet."""
     size = 0.0
-    for prompt in checked.prompts:
+    for prompt in prompts:
         frames, height, width = prompt.size or checked.plan.size
         sheet = _SHEET_BYTES * min(frames, _SHEET_FRAMES)
-        size += (_VIDEO_BYTES * frames + sheet) * height * width * config.validation.num_validation_videos
-    return round(size * times)
+        size += (_VIDEO_BYTES * frames + sheet) * height * width
+    return size

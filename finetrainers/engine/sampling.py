@@ -40,6 +40,12 @@ class EncodedPrompts:
     images: Sequence[Any]
     negative: Conditions
 
+    def part(self, start: int, stop: int) -> EncodedPrompts:
+        """Some of the prompts."""
+        return EncodedPrompts(
+            self.prompts[start:stop], self.conditions[start:stop], self.images[start:stop], self.negative
+        )
+
 
 @dataclass(frozen=True)
 class SamplingSettings:

@@ -75,7 +75,7 @@ def load_trainable_transformer(
     blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
     set_activation_memory(transformer, config.memory.stored, blocks=blocks)
     if config.memory.compile == "regional":
-        sizes = {*checked.plan.buckets, *(prompt.size or checked.plan.size for prompt in checked.prompts)}
+        sizes = {*checked.plan.buckets, *(prompt.size or checked.plan.size for prompt in checked.sampled)}
         spec.compile_blocks(transformer, num_sizes=len(sizes))
     return transformer
 

@@ -215,7 +215,9 @@ class _Phases:
         if self.around.encoded:
             found[ENCODING_CLIPS] = self._encoding_clips()
         if self.samples:
-            found[ROLLOUT], found[REWARD] = self._rollout(), self._reward()
+            found[ROLLOUT] = self._rollout()
+        if method_spec(self.config).rewards(self.config):
+            found[REWARD] = self._reward()
         if self.around.sampled:
             found[VALIDATION] = self._validation()
         found[CHECKPOINT] = self._gathering(self.at_rest)
@@ -252,7 +254,8 @@ class _Phases:
         }  # fmt: skip
 
     def _rewards(self) -> dict[str, float]:
-        return {"networks of rewards": self.around.rewards or 0.0} if self.samples else {}
+        """What stays on the device from the start; 0 where there are none."""
+        return {"networks of rewards": self.around.rewards or 0.0}
 
     def _sampling(self, size: Size, batch: int) -> dict[str, float]:
         """A forward pass without backward: what forward needs besides what blocks store for it."""

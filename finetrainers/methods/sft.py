@@ -76,7 +76,7 @@ class Noised:
 class SFT:
     """Supervised finetuning of any registered model."""
 
-    headline = ("loss", "eval_loss")
+    headline = ("loss", "eval_loss", "prior_loss", "eval_reward/")
     summaries: Mapping[str, Summary] = {"bad_samples": "last"}
 
     def __init__(self, parts: MethodParts[TrainingData]) -> None:

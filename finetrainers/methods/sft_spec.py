@@ -33,10 +33,10 @@ class SupervisedFinetuning(MethodSpec):
         return replace(plan, prior=_prior_prompts(config, plan)) if _preserves(config) else plan
 
     def problems(self, config: TrainConfig) -> list[Problem]:
-        section = config.sft
+        section, found = config.sft, super().problems(config)
         if section.class_prompt is not None and section.prior_prompts is not None:
-            return [Problem("--class_prompt", "and --prior_prompts both say the prior prompts; drop one of them")]
-        return []
+            found.append(Problem("--class_prompt", "and --prior_prompts both say the prior prompts; drop one of them"))
+        return found
 
     def accumulates(self, config: TrainConfig) -> bool:
         return _preserves(config) or super().accumulates(config)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
+from finetrainers.rewards.registry import reward_bytes, reward_problems, working_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -212,8 +214,17 @@ class MethodSpec:
         return survey_dataset(config, geometry, options=options)
 
     def problems(self, config: TrainConfig) -> list[Problem]:
-        """What is wrong with options that a registry of the method's own has to be asked about."""
-        return []
+        """What is wrong with options that a registry has to be asked about: by default, with rewards."""
+        return [
+            Problem(f"--{option}", message)
+            for option in ("reward", "eval_reward")
+            for entry in config.get(option)
+            for message in reward_problems(entry)
+        ]
+
+    def rewards(self, config: TrainConfig) -> list[RewardEntry]:
+        """All rewards that a run loads."""
+        return list(config.validation.eval_reward)
 
     def check(self, plan: Any, config: TrainConfig, *, spec: ModelSpec) -> None:
         """Compare the options with the checkpoint's small files, before any weight is loaded (imports torch).
@@ -258,12 +269,18 @@ class MethodSpec:
         return 1
 
     def reward_bytes(self, config: TrainConfig) -> float | None:
-        """Bytes of the networks of rewards on a process's device; None: not known."""
-        return 0.0
+        """Bytes of the networks of rewards on a process's device, of each once, as it is published; None: not known."""
+        wanted = {(entry.reward, *sorted(entry.options.items())): entry for entry in self.rewards(config)}
+        sizes = [reward_bytes(entry) for entry in wanted.values()]
+        return None if None in sizes else sum((size for size in sizes if size is not None), 0.0)
 
     def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
-        """Bytes that rewards take on a process's device while they score clips of a size, besides networks; None: not known."""
-        return 0.0
+        """Bytes that rewards take on a process's device while they score clips of a size, besides networks; None: not known.
+
+        They are those of the reward that takes most, since rewards score one after another.
+        """
+        sizes = [working_bytes(entry, size, fps=fps) for entry in self.rewards(config)]
+        return None if None in sizes else max((size for size in sizes if size is not None), default=0.0)
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float

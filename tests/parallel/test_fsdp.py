@@ -77,13 +77,7 @@ def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactor
         "full": {**FULL, "gradient_accumulation_steps": 4},
         "offloaded": bf16,
         "pairs": {**PAIRS, "batch_size": 2},
-        "prior": {
-            **FULL,
-            "prior_preservation_weight": 5.0,
-            "class_prompt": "a pattern",
-            "eval_num_items": 1,
-            "eval_steps": 2,
-        },
+        "prior": {**JOBS["prior"], "batch_size": 2},
         "quantized": {**QUANTIZED, "batch_size": 2},
     }
     for name, changes in larger.items():

@@ -29,8 +29,9 @@ def check_data(config: TrainConfig, facts: Facts, found: Findings) -> None:
     _check_precomputation(config, found)
     _check_batch_sizes(config, found)
     _check_first_frame(config, facts, found)
-    if config.validation.eval_steps and not data.eval_num_items:
-        found.error("eval_steps", "the evaluation loss needs held-out items; set --eval_num_items")
+    if config.validation.eval_steps and not data.eval_num_items and not config.validation.eval_reward:
+        message = "the evaluation loss needs held-out items; set --eval_num_items, or score samples with --eval_reward"
+        found.error("eval_steps", message)
     if data.eval_num_items and not config.validation.eval_steps:
         found.warnings.append(
             f"--eval_num_items {data.eval_num_items} are held out, but evaluated only at the end; set --eval_steps"

@@ -46,8 +46,8 @@ def check_grpo(config: TrainConfig, facts: Facts, found: Findings, *, world_size
     """
     section = config.grpo
     _check_inputs(section, facts.geometry, found)
-    _check_rewards("reward", section.reward, found)
-    _check_rewards("eval_reward", section.eval_reward, found)
+    check_rewards("reward", section.reward, found)
+    check_rewards("eval_reward", config.validation.eval_reward, found)
     _check_groups(section, found)
     if section.num_generations > 1:  # 1 is an error already
         _check_division(config, world_size, found)
@@ -88,7 +88,8 @@ def _check_inputs(section: GRPOSection, geometry: Geometry, found: Findings) -> 
         found.error("rollout_size", f"{'x'.join(map(str, section.rollout_size))}: {problem}")
 
 
-def _check_rewards(option: str, entries: Sequence[RewardEntry], found: Findings) -> None:
+def check_rewards(option: str, entries: Sequence[RewardEntry], found: Findings) -> None:
+    """Check that no reward is given twice, and that those trained on count."""
     seen = set()
     for entry in entries:
         key = (entry.name, tuple(sorted(entry.options.items())))
@@ -258,12 +259,12 @@ def _check_length(config: TrainConfig, found: Findings) -> None:
 
 def _check_evaluation(config: TrainConfig, found: Findings) -> None:
     section, validation = config.grpo, config.validation
-    if section.eval_prompts is None:
-        for name, given in (("eval_reward", bool(section.eval_reward)), ("eval_steps", bool(validation.eval_steps))):
+    if validation.eval_prompts is None:
+        for name, given in (("eval_reward", bool(validation.eval_reward)), ("eval_steps", bool(validation.eval_steps))):
             if given:
                 found.error(name, "there are no held-out prompts to evaluate on; give --eval_prompts FILE")
         return
-    if section.prompts is not None and section.eval_prompts == section.prompts:
+    if section.prompts is not None and validation.eval_prompts == section.prompts:
         found.warnings.append("--eval_prompts are those of --prompts, so nothing is held out")
     if validation.eval_steps is None:
         found.warnings.append("--eval_prompts are evaluated before and after training only; set --eval_steps")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from finetrainers.utils.launch import launched_processes
@@ -18,7 +18,7 @@ from ..sections import MemorySection, ModelSection
 from ..values import check_hub_id, split_part
 from .data import check_data
 from .findings import Findings
-from .grpo import check_grpo
+from .grpo import check_grpo, check_rewards
 from .windows import window_problems
 
 _FLOW_OPTIONS = (
@@ -28,7 +28,12 @@ _FLOW_OPTIONS = (
 
 
 def check_config(
-    config: TrainConfig, *, facts: Facts, prompts: list[ValidationPrompt], world_size: int | None = None
+    config: TrainConfig,
+    *,
+    facts: Facts,
+    prompts: list[ValidationPrompt],
+    scored: Sequence[ValidationPrompt] = (),
+    world_size: int | None = None,
 ) -> Findings:
     """Check all rules between options for a given model.
 
@@ -36,6 +41,7 @@ def check_config(
         config: the whole run.
         facts: of the model.
         prompts: to be sampled during training.
+        scored: to be sampled and scored besides.
         world_size: how many processes train together; default: what the launcher says.
     """
     found = Findings()
@@ -47,6 +53,7 @@ def check_config(
     _check_resume(config, found)
     _check_parallel(config, found)
     _check_validation(config, facts, prompts, found)
+    _check_scored(config, facts, prompts, scored, found)
     _check_run(config, found)
     _check_method(config, found)
     _check_needs(config, found)
@@ -58,6 +65,7 @@ def check_config(
             found.error("method", "this checkpoint animates an image, and prompts bring none; use a text-to-video one")
         check_grpo(config, facts, found, world_size=launched_processes() if world_size is None else world_size)
         return found
+    _check_eval_reward(config, found)
     _check_diffusion(config, facts, found)
     check_data(config, facts, found)
     return found
@@ -353,6 +361,44 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
         found.error(
             "validation_images", f"this {config.model.model_name} takes no first frame; remove the images and videos"
         )
+
+
+def _check_scored(
+    config: TrainConfig,
+    facts: Facts,
+    prompts: list[ValidationPrompt],
+    scored: Sequence[ValidationPrompt],
+    found: Findings,
+) -> None:
+    """Check the prompts of `eval_prompts`, and how they are sampled; where there are none, others are scored."""
+    for number, prompt in enumerate(scored, start=1):
+        for problem in facts.geometry.problems(*prompt.size) if prompt.size else ():
+            found.error("eval_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}")
+    steps = config.validation.validation_inference_steps
+    if scored and not prompts and steps < facts.least_steps:
+        message = f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got {steps}"
+        found.error("validation_inference_steps", message)
+    if facts.media and any(p.video is None for p in scored):
+        takes = " and ".join(facts.media)
+        found.error("eval_prompts", f"this checkpoint takes {takes}; use a .jsonl file with `video` for each prompt")
+    if facts.first_frame == "channels" and any(not (p.image or p.video) for p in scored):
+        found.error("eval_prompts", "this checkpoint animates an image; use a .jsonl file with `image` for each prompt")
+    if facts.first_frame == "none" and any(p.image or (p.video and not facts.media) for p in scored):
+        found.error("eval_prompts", f"this {config.model.model_name} takes no first frame; remove images and videos")
+
+
+def _check_eval_reward(config: TrainConfig, found: Findings) -> None:
+    """Check the rewards of held-out prompts, of methods that do not need rewards."""
+    validation = config.validation
+    check_rewards("eval_reward", validation.eval_reward, found)
+    if not validation.eval_reward:
+        if validation.eval_prompts is not None:
+            found.warnings.append("--eval_prompts has no effect without --eval_reward")
+        return
+    if validation.eval_prompts is None and validation.validation_prompts is None:
+        found.error("eval_reward", "there are no prompts to sample; give --eval_prompts FILE or --validation_prompts")
+    if validation.eval_steps is None:
+        found.warnings.append("--eval_reward scores before and after training only; set --eval_steps")
 
 
 def _check_run(config: TrainConfig, found: Findings) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import nn
 
 from finetrainers.config.sections import ValidationSection
@@ -15,8 +15,9 @@ from finetrainers.utils.process_state import free_memory
 from finetrainers.utils.video import slug
 
 from ..sampling import EncodedPrompts, PromptRequest, SamplingParts, SamplingSettings, prompt_request, sample_prompts
-from .base import Callback
+from .base import Callback, Record
 from .samples import write_sample
+from .scores import SampleScores
 
 if TYPE_CHECKING:
     from finetrainers.engine.state import TrainState
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 class Validation(Callback):
     """Samples every prompt when `due(step)`; the same prompt always starts from the same noise.
 
-    The videos of a prompt have the run's seed and those that follow it.
+    The videos of a prompt have the run's seed and those that follow it. With rewards, the samples are scored, and there are
+    some of the weights before training.
     """
 
     samples = True
@@ -36,48 +38,64 @@ class Validation(Callback):
         encoded: EncodedPrompts,
         size: tuple[int, int, int],
         section: ValidationSection,
-        frame_rate: float,
         scheduler: Any,
         load_vae: Callable[[], nn.Module],
         due: Callable[[int], bool],
+        scores: SampleScores | None = None,
+        prefix: str = "",
     ) -> None:
         """Args:
         encoded: what to sample.
         size: frames, height and width of clips whose prompt says nothing else.
-        section: number of videos, steps, guidance, offloading.
-        frame_rate: of the samples, frames per second.
+        section: number of videos, steps, guidance, offloading, and the frame rate, which is set.
         scheduler: the checkpoint's scheduler.
         load_vae: gives the VAE: the one in use, or a fresh one where latents are precomputed.
         due: whether to sample after this step.
+        scores: scores the samples; None: nobody does.
+        prefix: of the samples' file names.
         """
         self.encoded = encoded
         self.sizes = [prompt.size or size for prompt in encoded.prompts]
         self.section = section
+        assert section.validation_frame_rate is not None, "the model's own rate, if no other was asked for"
         self.settings = SamplingSettings(
-            frame_rate, section.validation_inference_steps, section.validation_guidance_scale
+            section.validation_frame_rate, section.validation_inference_steps, section.validation_guidance_scale
         )
         self.scheduler = scheduler
         self.load_vae = load_vae
         self.due = due
+        self.scores = scores
+        self.prefix = prefix
 
-    def on_step(self, state: TrainState) -> None:
-        if state.requests.sample or self.due(state.step):
-            self.sample(state)
-            # Ranks with less to do wait here: in the next step they would wait under its limit, and as if for a slow rank.
-            state.parallel.barrier()
+    def on_start(self, state: TrainState) -> Record | None:
+        return self._sample_and_score(state) if self.scores is not None and state.step == 0 else None
+
+    def on_step(self, state: TrainState) -> Record | None:
+        return self._sample_and_score(state) if state.requests.sample or self.due(state.step) else None
+
+    def _sample_and_score(self, state: TrainState) -> Record | None:
+        samples = self.sample(state)
+        # After sampling, so that activations of rewards do not add to those of the pipeline.
+        record = None if self.scores is None else self.scores.record(samples, fps=self.settings.frame_rate)
+        # Ranks with less to do wait here: in the next step they would wait under its limit, and as if for a slow rank.
+        state.parallel.barrier()
+        return record
 
     @phase(VALIDATION)
-    def sample(self, state: TrainState) -> list[Path]:
-        """Sample this rank's share of the prompts into `samples/step-N/`; the files written."""
+    def sample(self, state: TrainState) -> list[tuple[int, str, np.ndarray]]:
+        """Sample this rank's share of the prompts into `samples/step-N/`; the number, prompt and frames of each.
+
+        The frames are given only if they are to be scored.
+        """
         fault_point("sample")
         parallel, samples = state.parallel, state.run_dir.root / "samples"
         jobs = [(i, j) for i in range(len(self.sizes)) for j in range(self.section.num_validation_videos)]
         mine = jobs[parallel.data_rank :: parallel.data_size]
         # Where a forward pass is collective, every rank must make as many as the busiest one.
         padding = -(-len(jobs) // parallel.data_size) - len(mine) if parallel.forward_is_collective else 0
-        written: list[Path] = []
+        found: list[tuple[int, str, np.ndarray]] = []
         if not mine and not padding:
-            return written
+            return found
 
         transformer = state.transformer if parallel.forward_is_collective else state.network
         transformer.eval()
@@ -93,17 +111,17 @@ class Validation(Callback):
                     continue
                 prompt, video = mine[place]
                 text = " ".join(self.encoded.prompts[prompt].prompt.split())
-                written.append(
-                    write_sample(
-                        samples, f"{prompt:02d}-{slug(text)}-{video}", frames, step=state.step, fps=self.settings.frame_rate,
-                        heading=f"{text}\n{self._settings(prompt, video, seed)}",
-                    )
+                write_sample(
+                    samples, f"{self.prefix}{prompt:02d}-{slug(text)}-{video}", frames, step=state.step,
+                    fps=self.settings.frame_rate, heading=f"{text}\n{self._settings(prompt, video, seed)}",
                 )  # fmt: skip
+                if self.scores is not None:
+                    found.append((jobs.index(mine[place]), self.encoded.prompts[prompt].prompt, frames))
         transformer.train()
         del vae, parts
         free_memory()
         state.run_dir.event("samples", step=state.step, path=str(samples / f"step-{state.step:06d}"))
-        return written
+        return found
 
     def _settings(self, prompt: int, video: int, seed: int) -> str:
         """How a sample is drawn, for people."""

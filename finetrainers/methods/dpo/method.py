@@ -71,7 +71,7 @@ def preference_margin(errors: Tensor, reference: Tensor, beta: Tensor | float) -
 class DPO:
     """Direct preference optimization of any registered model."""
 
-    headline = ("loss", "accuracy", "eval_accuracy", "eval_loss")
+    headline = ("loss", "accuracy", "eval_accuracy", "eval_loss", "eval_reward/")
     summaries: Mapping[str, Summary] = SFT.summaries
 
     def __init__(self, parts: MethodParts[TrainingData]) -> None:

@@ -41,7 +41,8 @@ class PreferencePairs(MethodSpec):
             super().read(of_column(config, column))
 
     def problems(self, config: TrainConfig) -> list[Problem]:
-        found = [Problem(f"--{name}", why) for name, why in _NOT_OF_PAIRS.items() if config.changed(name)]
+        found = super().problems(config)
+        found += [Problem(f"--{name}", why) for name, why in _NOT_OF_PAIRS.items() if config.changed(name)]
         if config.data.frame_selection == "chunk":
             message = "cuts several samples from a clip, and a pair is one; use another selection"
             found.append(Problem("--frame_selection chunk", message))

@@ -26,10 +26,11 @@ class PromptEvaluation:
         self.collector = collector
         self.prompts = parts.source.plan.eval_prompts
         self.panel = collector.panel
-        if self.prompts and section.eval_reward:
+        rewards = parts.config.validation.eval_reward
+        if self.prompts and rewards:
             self.panel = parts.parallel.in_turns(
                 "loading the evaluation rewards",
-                lambda: RewardSet(section.eval_reward, on_error=section.reward_on_error),
+                lambda: RewardSet(rewards, on_error=section.reward_on_error),
             )
         self._seed = parts.config.training.seed
 

@@ -107,7 +107,8 @@ def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:
     if section.prompts is None or section.rollout_size is None:
         return None
     train = read_prompts(section.prompts)
-    held = read_prompts(section.eval_prompts) if section.eval_prompts is not None else None
+    held_out = config.validation.eval_prompts
+    held = read_prompts(held_out) if held_out is not None else None
     return PromptPlan(
         prompts=train.prompts,
         eval_prompts=held.prompts if held else (),

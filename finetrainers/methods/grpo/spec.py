@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import trained_steps
+from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.spec import MethodMemory, MethodSpec, WorkPlan
-from finetrainers.rewards.registry import reward_bytes, reward_problems, working_bytes
 from finetrainers.utils.launch import launched_processes
 
 from .plan import PromptPlan, plan_prompts
@@ -34,14 +34,6 @@ class RewardFinetuning(MethodSpec):
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
         return plan_prompts(config, geometry)
-
-    def problems(self, config: TrainConfig) -> list[Problem]:
-        return [
-            Problem(f"--{option}", message)
-            for option in ("reward", "eval_reward")
-            for entry in config.get(option)
-            for message in reward_problems(entry)
-        ]
 
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
         from .tables import check_noise
@@ -70,24 +62,15 @@ class RewardFinetuning(MethodSpec):
     def without_data(self, config: TrainConfig) -> TrainConfig | None:
         if config.grpo.prompts is not None and config.grpo.prompts.is_file():
             return None
-        section = config.grpo.model_copy(update={"prompts": Path(), "eval_prompts": None})
-        return config.model_copy(update={"grpo": section})
+        section = config.grpo.model_copy(update={"prompts": Path()})
+        validation = config.validation.model_copy(update={"eval_prompts": None})
+        return config.model_copy(update={"grpo": section, "validation": validation})
 
     def branches(self, config: TrainConfig) -> int:
         return 2 if config.grpo.rollout_cfg != 1 else 1
 
-    def reward_bytes(self, config: TrainConfig) -> float | None:
-        """Of each reward once, as it is published, in the dtype of its options."""
-        wanted = {(entry.reward, *sorted(entry.options.items())): entry for entry in config.grpo.reward}
-        wanted |= {(e.reward, *sorted(e.options.items())): e for e in config.grpo.eval_reward}
-        sizes = [reward_bytes(entry) for entry in wanted.values()]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
-
-    def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
-        """Of the reward that takes most: they score one after another."""
-        entries = [*config.grpo.reward, *config.grpo.eval_reward]
-        sizes = [working_bytes(entry, size, fps=fps) for entry in entries]
-        return None if None in sizes else max((size for size in sizes if size is not None), default=0.0)
+    def rewards(self, config: TrainConfig) -> list[RewardEntry]:
+        return [*config.grpo.reward, *super().rewards(config)]
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float

@@ -1,0 +1,60 @@
+"""Scores of samples by the evaluation rewards, the same on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from finetrainers.config.rewards import RewardEntry
+from finetrainers.parallel.ranks import Ranks
+from finetrainers.rewards.reward_set import RewardSet
+
+from .base import Record
+
+#: The sum of all scores, as the weights of rewards say.
+WEIGHTED_SUM = "weighted_sum"
+
+
+class SampleScores:
+    """Scores samples with the evaluation rewards, whose networks stay on the device."""
+
+    def __init__(self, entries: Sequence[RewardEntry], parallel: Ranks) -> None:
+        """Args:
+        entries: the rewards.
+        parallel: the processes of the run, which load them in turns.
+        """
+        # A clip without a score does not end a training that does not need it; a warning names it.
+        self.panel = parallel.in_turns("loading the evaluation rewards", lambda: RewardSet(entries, on_error="mask"))
+        self.parallel = parallel
+
+    def record(self, samples: Sequence[tuple[int, str, np.ndarray]], *, fps: float) -> Record:
+        """Mean raw score of each reward, and the weighted sum of normalized ones; every rank must call it.
+
+        Each clip is scored by itself, and means are taken in the order of the clips, so that they do not depend on which
+        process has which clip. A reward without any score is not in the record.
+
+        Args:
+            samples: of this rank: number, prompt, and frames `[T, H, W, 3]` uint8.
+            fps: frames per second of the samples.
+        """
+        said: list[tuple[int, dict[str, tuple[float, float]]]] = []
+        with self.parallel.raise_on_all_ranks("scoring the samples"):
+            for number, prompt, frames in samples:
+                video = torch.from_numpy(frames).permute(0, 3, 1, 2)[None].float() / 255
+                heads = self.panel.score(video, [prompt], fps=fps, first_clip=number).heads
+                said.append((number, {name: (h.raw.item(), h.normalized.item()) for name, h in heads.items()}))
+        by_clip = [scores for _, scores in sorted(self.parallel.gather_shares(said), key=lambda one: one[0])]
+        weights = self.panel.weights
+        record = {f"eval_reward/{name}": _mean([scores[name][0] for scores in by_clip]) for name in weights}
+        if sum(bool(weight) for weight in weights.values()) > 1:
+            sums = [sum(weight * scores[name][1] for name, weight in weights.items() if weight) for scores in by_clip]
+            record[f"eval_reward/{WEIGHTED_SUM}"] = _mean(sums)
+        return {name: value for name, value in record.items() if np.isfinite(value)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of those that are numbers; NaN if there are none."""
+    finite = [value for value in values if np.isfinite(value)]
+    return sum(finite) / len(finite) if finite else float("nan")
