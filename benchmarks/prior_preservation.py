@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from finetrainers.config.load import load_config
@@ -47,10 +48,12 @@ def prior_config(directory: Path, *, steps: int, weight: float, prior: str = "ca
     return load_config(**options)
 
 
-def compare(weights: list[float], *, steps: int, asked: int, prior: str) -> list[dict[str, float | str]]:
+Row = dict[str, float | str]
+
+
+def compare(weights: list[float], *, steps: int, asked: int, prior: str) -> Iterator[Row]:
     """For the model before training, and after training with each weight, what samples show."""
-    rows: list[dict[str, float | str]] = []
-    for weight in weights:
+    for number, weight in enumerate(weights):
         with tempfile.TemporaryDirectory() as directory:
             before, after = around_training(
                 prior_config(Path(directory), steps=steps, weight=weight, prior=prior),
@@ -58,10 +61,9 @@ def compare(weights: list[float], *, steps: int, asked: int, prior: str) -> list
                 other_captions(asked),
                 said=("sampling before", f"training with weight {weight:g}", "sampling after"),
             )
-        if not rows:
-            rows.append({"prior_preservation_weight": "before training", **vars(Score.of(*before))})
-        rows.append({"prior_preservation_weight": weight, **vars(Score.of(*after))})
-    return rows
+        if number == 0:
+            yield {"prior_preservation_weight": "before training", **vars(Score.of(*before))}
+        yield {"prior_preservation_weight": weight, **vars(Score.of(*after))}
 
 
 def main() -> None:
@@ -72,11 +74,13 @@ def main() -> None:
     parser.add_argument("--asked", type=int, default=32, help="captions of each kind that are sampled")
     parser.add_argument("--out", type=Path, help="write the table as JSON, too")
     options = parser.parse_args()
-    rows = compare(options.weights, steps=options.steps, asked=options.asked, prior=options.prior)
-    print(f"{'weight':>16}  {'new concept':>11}  {'all of caption':>14}  {'other captions':>14}")
-    for row in rows:
+    rows: list[Row] = []
+    for row in compare(options.weights, steps=options.steps, asked=options.asked, prior=options.prior):
+        rows.append(row)
         print(
-            f"{row['prior_preservation_weight']!s:>16}  {row['concept']:11.0%}  {row['asked']:14.0%}  {row['others']:14.0%}"
+            f"weight {row['prior_preservation_weight']}: new concept {row['concept']:.0%}, everything that captions with it "
+            f"say {row['asked']:.0%}, other captions {row['others']:.0%}",
+            flush=True,
         )
     if options.out is not None:
         options.out.write_text(json.dumps({"steps": options.steps, "prior": options.prior, "rows": rows}, indent=1))

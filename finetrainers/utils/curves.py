@@ -154,7 +154,10 @@ def panels_of(names: Mapping[str, Any]) -> list[tuple[str, Panel]]:
         ("loss", Panel("loss on held-out clips", ("eval_loss",))),
         ("loss", Panel("loss on held-out clips, by noise level", ("eval_loss_",))),
         loss,
-        ("loss", Panel("difference from the base model with prior prompts (smoothed)", ("prior_loss",), style="smoothed")),
+        (
+            "loss",
+            Panel("difference from the base model with prior prompts (smoothed)", ("prior_loss",), style="smoothed"),
+        ),
     ]
     rewards = [
         ("rewards", Panel("reward of held-out prompts", ("eval_reward/",))),

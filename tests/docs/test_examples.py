@@ -106,7 +106,7 @@ def on_tiny_weights(config: TrainConfig, *, repo: Path, clips: Path, output_dir:
     options = {name: value for name, value in config.flat().items() if config.changed(name)}
     options.update(pretrained_model_name_or_path=str(repo), output_dir=output_dir, report_to="none")
     if config.training.method == "grpo":
-        options.update(prompts=ROOT / str(config.grpo.prompts), eval_prompts=ROOT / str(config.grpo.eval_prompts))
+        options.update(prompts=ROOT / str(config.grpo.prompts), eval_prompts=ROOT / str(config.validation.eval_prompts))
     else:
         options.update(data_root=clips)
     if config.training.method == "dpo":

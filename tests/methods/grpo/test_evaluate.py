@@ -19,11 +19,12 @@ def test_rewards_are_loaded_in_turns() -> None:
         return load()
 
     def parts(*rewards: str) -> Any:
-        section = SimpleNamespace(
-            eval_reward=[RewardEntry(**parse_reward(name)) for name in rewards], reward_on_error="raise"
+        validation = SimpleNamespace(eval_reward=[RewardEntry(**parse_reward(name)) for name in rewards])
+        config = SimpleNamespace(
+            grpo=SimpleNamespace(reward_on_error="raise"), validation=validation, training=SimpleNamespace(seed=0)
         )
         return SimpleNamespace(
-            config=SimpleNamespace(grpo=section, training=SimpleNamespace(seed=0)),
+            config=config,
             source=SimpleNamespace(plan=SimpleNamespace(eval_prompts=("a red ball",))),
             parallel=SimpleNamespace(in_turns=in_turns),
         )
