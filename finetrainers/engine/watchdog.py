@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import socket
 import sys
@@ -31,7 +32,8 @@ SECTIONS = {
 }
 #: In these, processes have very different amounts to do: the time in which one waits for the others does not count.
 _UNEVEN = ("loading", "encoding", "exporting", "uploading")
-#: How much later the interpreter's own timer strikes, which needs no Python to run. It can only exit with 1.
+#: How much later the interpreter's own timer strikes at the earliest, which needs no Python to run. It can only exit with 1.
+#: Arming it starts a thread, so that it stays as it is while it strikes at most as much later again.
 _BACKSTOP_S = 10.0
 
 
@@ -56,6 +58,7 @@ class Watchdog:
         self._clocks: dict[str, tuple[float, str]] = {}  # by thread: when its section must be over, and its name
         self._running = False
         self._descriptor = -1
+        self._wakes = self._strikes = math.inf  # when the thread looks again, and when the interpreter's timer strikes
 
     @classmethod
     def of_run(cls, run: RunSection, *, rank: int, directory: Path | None = None) -> Watchdog:
@@ -74,6 +77,7 @@ class Watchdog:
         self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._running = True
         self._clocks.clear()
+        self._wakes = self._strikes = math.inf
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         try:
@@ -126,18 +130,27 @@ class Watchdog:
             self._clocks.pop(clock, None)
             if section is not None and limit is not None:
                 self._clocks[clock] = (time.monotonic() + limit, section)
-            self._changed.notify()
-            faulthandler.cancel_dump_traceback_later()
-            if self._clocks:
-                left = max(0.0, min(self._clocks.values())[0] - time.monotonic())
-                faulthandler.dump_traceback_later(left + _BACKSTOP_S, file=self._descriptor, exit=True)
+            deadline = min(self._clocks.values())[0] if self._clocks else math.inf
+            if deadline < self._wakes:
+                self._changed.notify()
+            if not deadline + _BACKSTOP_S <= self._strikes <= deadline + 2 * _BACKSTOP_S:
+                self._arm(deadline + 2 * _BACKSTOP_S)
+
+    def _arm(self, strikes: float) -> None:
+        """Have the interpreter's timer strike then, and not at any other time."""
+        faulthandler.cancel_dump_traceback_later()
+        self._strikes = strikes
+        if strikes < math.inf:
+            left = max(_BACKSTOP_S, strikes - time.monotonic())
+            faulthandler.dump_traceback_later(left, file=self._descriptor, exit=True)
 
     def _watch(self) -> None:
         with self._changed:
             while self._running:
-                left = None
+                left, self._wakes = None, math.inf
                 if self._clocks:
                     deadline, section = min(self._clocks.values())
+                    self._wakes = deadline
                     left = deadline - time.monotonic()
                     if left <= 0:
                         self._give_up(section)

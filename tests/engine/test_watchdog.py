@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from real_process import Python
 
+from finetrainers.engine import watchdog
 from finetrainers.engine.watchdog import Watchdog
 from finetrainers.utils import exit_codes
 
@@ -117,3 +121,28 @@ def test_sections_are_known_by_name(tmp_path: Path) -> None:
         with pytest.raises(KeyError):
             dog.enter("steps")
     assert not (tmp_path / "hangs").exists()
+
+
+def test_entering_a_section_again_leaves_the_timer_of_the_interpreter_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arming it starts a thread. It strikes one to two backstops after the limit, whatever is entered when."""
+    armed: list[float] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda left, **_: armed.append(left))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(math.inf))
+    now = 0.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    dog = Watchdog(tmp_path / "hangs", rank=0, limits={"step": 600.0, "sampling": 60.0, "checkpoint": None})
+    strikes = math.inf
+    with dog.running():
+        for section, entered in [*(("step", 0.1 * n) for n in range(500)), ("sampling", 60.0), ("checkpoint", 61.0)]:
+            now, count = entered, len(armed)
+            dog.enter(section)
+            strikes = strikes if len(armed) == count else now + armed[-1]
+            limit = dog.limits[section]
+            if limit is None:
+                assert strikes == math.inf
+            else:
+                assert now + limit + 10 <= strikes + 1e-9 <= now + limit + 20 + 1e-8
+        assert len(armed) == 2 * 5 + 2 + 1  # every 10 s of the 50
+    assert len(armed) == 2 * 5 + 2 + 1 + 1
