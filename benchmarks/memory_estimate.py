@@ -13,11 +13,13 @@ Nothing runs on a GPU here: the networks are the published ones without weights.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
 import json
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -52,8 +54,9 @@ HEADINGS = ("GPU", "model", "flags", "planned peak", "expected slowdown")
 
 @cache
 def model(name: str) -> Path:
-    """The configs of a published model."""
+    """The configs of a published model, until this process ends."""
     network, folder = NETWORKS[name], Path(tempfile.mkdtemp(prefix="memory-estimate-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     build_tiny(network.family, folder / "tiny", version=network.tiny.get("version"))
     return published_model(folder / "tiny", folder / "model", network)
 

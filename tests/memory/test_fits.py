@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import runpy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,16 @@ ROWS = [("LTX-Video", "LoRA r128", 12), ("LTX-Video", "full", 32), ("CogVideoX-2
 def script() -> dict[str, Any]:
     """The names of the benchmark."""
     return runpy.run_path(str(ROOT / "benchmarks" / "memory_estimate.py"))
+
+
+def test_folders_of_models_are_removed_at_the_end(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], Any]] = []
+    monkeypatch.setattr(atexit, "register", lambda call, *args, **more: at_exit.append(partial(call, *args, **more)))
+    model = script["model"].__wrapped__("LTX-Video")
+    assert model.is_dir()
+    for call in at_exit:
+        call()
+    assert not model.parent.exists()
 
 
 @pytest.mark.timeout(300)
