@@ -93,6 +93,10 @@ class SFT:
         #: Transformer tokens per latent cell, for resolution-dependent shifts.
         self.tokens_per_latent = 1 / (geometry.patch_t * geometry.patch**2)
         self.first_frame_p = parts.first_frame_p
+        #: A first frame that is given in some steps changes the shape of noise levels, and compiled blocks need a graph for each.
+        self.one_shape = (
+            config.memory.compile != "none" and parts.spec.facts.first_frame == "tokens" and parts.first_frame_p > 0
+        )
         self.seed = config.training.seed
         self.batches = parts.source
         self.prior_weight = config.sft.prior_preservation_weight
@@ -176,7 +180,7 @@ class SFT:
         if context:
             meta = replace(meta, extra={**meta.extra, **context})
         frame_t = t if trained is None else t.view(len(x0), -1) * trained
-        return Noised(x0, eps, self.process.add_noise(x0, eps, frame_t), t, frame_t, trained, meta)
+        return Noised(x0, eps, self.process.add_noise(x0, eps, frame_t), t, self._told(frame_t, x0), trained, meta)
 
     def _times(self, generators: Sequence[torch.Generator], x0: Tensor, quantile: float | None) -> Tensor:
         """Process time of each sample `[B]`, or of each of its latent frames `[B, T]`; `quantile` is the same for all."""
@@ -188,6 +192,11 @@ class SFT:
         else:
             quantiles = self.noise_levels.ranged(torch.full((len(x0), *frames), quantile, device=x0.device))
         return self.process.time_from_quantile(quantiles)
+
+    def _told(self, t: Tensor, x0: Tensor) -> Tensor:
+        """Noise levels as the network is told them: of each frame where the first one is given in other steps."""
+        frames = x0.shape[2]
+        return t[:, None].expand(-1, frames) if self.one_shape and t.ndim == 1 and frames > 1 else t
 
     def _given_first_frame(self, batch: Batch, purpose: str) -> list[bool]:
         """Which samples see their clean first frame; a coin per sample, on the host, so that nothing waits."""
