@@ -54,7 +54,6 @@ _SWITCHES: Mapping[str, tuple[str, ...]] = {
 #: Where no switch is left.
 _OTHERWISE: Mapping[str, str] = {
     LOADING: "--transformer_dtype bf16, if the weights are loaded in more; else --fsdp full, which shards them",
-    ENCODING_TEXT: "--text_encoder_dtype bf16",
     REWARD: "smaller clips to score: --rollout_size",
     ROLLOUT: "smaller or shorter clips: --rollout_size",
     CHECKPOINT: "an optimizer with less state, of which a checkpoint has a copy: --optimizer adamw-torchao-8bit",
@@ -201,9 +200,11 @@ def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) ->
     if on_host and phase is None and workers > 1:
         return f"--dataloader_num_workers {workers // 2} (fewer clips are decoded at once)"
     phase = phase or TRAINING_STEP
-    if phase == TRAINING_STEP and config.dataloader.batch_size > 1 and config.memory.gradient_checkpointing:
+    if phase == TRAINING_STEP and config.dataloader.batch_size > 1 and config.memory.stored != "none":
         steps = config.training.gradient_accumulation_steps * config.dataloader.batch_size
         return f"--batch_size 1 --gradient_accumulation_steps {steps} (the same gradient in smaller micro-batches)"
+    if phase == ENCODING_TEXT:
+        return _for_text(config, on_host=on_host)
     if phase == CHECKPOINT and config.training.async_checkpointing:
         return "--no-async_checkpointing (training waits for each save, and no second copy is in host memory)"
     for name in _SWITCHES.get(phase, ()):
@@ -211,6 +212,20 @@ def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) ->
             if name in switch.options and _helps(switch, config):
                 return f"{switch.flags} ({switch.cost})"
     return _OTHERWISE.get(phase, _SMALLER)
+
+
+def _for_text(config: TrainConfig, *, on_host: bool) -> str:
+    """The option that makes text encoders smaller, by the one that is in use."""
+    dtypes = {name: config.get(name) for name in ("text_encoder_dtype", "text_encoder_2_dtype")}
+    wide = " ".join(f"--{name} bf16" for name, dtype in dtypes.items() if dtype == "fp32")
+    kind, is_cast = config.model.quantize_text_encoders, dtypes["text_encoder_dtype"] not in ("fp32", "bf16", "fp16")
+    if wide:
+        return f"{wide} (half as large)"
+    if kind == "none" and not is_cast:
+        return "--quantize_text_encoders int8 (text encoders are rounded: prompts are encoded a bit differently)"
+    if kind in ("int8", "fp8") and not on_host:
+        return "--quantize_text_encoders nf4 (text encoders are rounded to 4 bits)"
+    return "--precompute_conditions, with a cache that was filled on a machine with more memory"
 
 
 def _helps(switch: Switch, config: TrainConfig) -> bool:

@@ -20,7 +20,7 @@ from finetrainers.engine.preflight import Preflight, preflight
 from finetrainers.engine.sizes_plan import plan_sizes
 from finetrainers.methods.registry import method_spec
 from finetrainers.utils.host_memory import Room
-from finetrainers.utils.phases import PHASES, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, phase
+from finetrainers.utils.phases import ENCODING_TEXT, PHASES, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, phase
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,14 @@ def test_the_phase_is_that_of_the_cause(tmp_path: Path, monkeypatch: pytest.Monk
         ({}, TRAINING_STEP, "--gradient_checkpointing"),
         ({"batch_size": 4, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}, TRAINING_STEP,
          "--batch_size 1 --gradient_accumulation_steps 8"),
+        ({"batch_size": 4, "activation_memory": "keep_attention"}, TRAINING_STEP,
+         "--batch_size 1 --gradient_accumulation_steps 4"),
+        ({"batch_size": 4}, TRAINING_STEP, "--gradient_checkpointing"),
+        ({"text_encoder_dtype": "fp32"}, ENCODING_TEXT, "--text_encoder_dtype bf16"),
+        ({}, ENCODING_TEXT, "--quantize_text_encoders int8"),
+        ({"quantize_text_encoders": "int8"}, ENCODING_TEXT, "--quantize_text_encoders nf4"),
+        ({"quantize_text_encoders": "nf4"}, ENCODING_TEXT, "--precompute_conditions"),
+        ({"text_encoder_dtype": "float8_e4m3fn"}, ENCODING_TEXT, "--precompute_conditions"),
         ({"gradient_checkpointing": True}, TRAINING_STEP, "--quantize_frozen int8"),
         ({"activation_memory": "checkpoint"}, TRAINING_STEP, "--quantize_frozen int8"),
         ({"gradient_checkpointing": True, "use_dora": True}, TRAINING_STEP, "smaller or shorter clips"),
