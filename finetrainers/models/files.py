@@ -18,6 +18,7 @@ from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Json, is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.config.values import split_part
+from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.headers import Header, read_header
 from finetrainers.utils.packaged import model_path
 
@@ -373,6 +374,8 @@ def _unreadable(path: Path) -> str | None:
     return None if how is None else f"{path} holds quantized weights ({how}), {_GIVE_UNQUANTIZED}"
 
 
+#: What quantizes text encoders without CUDA.
+_HERE = "--quantize_text_encoders int8 or fp8"
 _GIVE_UNQUANTIZED = (
     "and these are not read; give the unquantized ones, which --quantize_frozen int8, fp8 or nf4 quantizes while they are "
     "loaded"
@@ -407,10 +410,13 @@ def _quantized_already(folder: Path, header: Header, part: str) -> Iterator[str]
         settings = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     is_text_encoder = part.startswith("text_encoder")
     if "quantization_config" in settings:
+        by = (settings["quantization_config"] or {}).get("quant_method", "bitsandbytes")
         if is_text_encoder:
+            if by == "bitsandbytes" and likely_device_type() != "cuda":
+                advice = _GIVE_UNQUANTIZED.partition(";")[2].replace("--quantize_frozen int8, fp8 or nf4", _HERE)
+                yield f"{folder} holds weights quantized by bitsandbytes, which needs CUDA, and there is none here;{advice}"
             return
-        how = settings["quantization_config"] or {}
-        what: str | None = f"its config.json says quantization_config, by {how.get('quant_method', 'bitsandbytes')}"
+        what: str | None = f"its config.json says quantization_config, by {by}"
     else:
         what = quantized_as(header)
     if what is None:

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5EncoderModel
 from finetrainers.cli.main import train_command
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.sections import ModelSection
+from finetrainers.models import files
 from finetrainers.models.registry import get_family
 from finetrainers.models.weights import compare
 from finetrainers.utils.video import write_mp4
@@ -282,6 +283,18 @@ def test_a_replacement_of_the_hub_is_found_in_its_cache_whole_or_alone(repo: Pat
     config = section(repo, vae_id="someone/vae", cache_dir=tmp_path / "hub")
     assert get_family("ltx_video").configs_not_here(config) == []
     assert get_family("ltx_video").weights_on_disk(config)["vae"]
+
+
+def test_text_encoders_of_bitsandbytes_need_cuda(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = repo / "text_encoder" / "config.json"
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantized))
+    monkeypatch.setattr(files, "likely_device_type", lambda: "cpu")
+    (problem,) = said(repo)
+    assert "holds weights quantized by bitsandbytes, which needs CUDA, and there is none here; give" in problem
+    assert "--quantize_text_encoders int8 or fp8 quantizes while they are loaded" in problem
+    monkeypatch.setattr(files, "likely_device_type", lambda: "cuda")
+    assert said(repo) == []
 
 
 def test_weights_that_are_quantized_already_are_refused_by_name(repo: Path) -> None:
