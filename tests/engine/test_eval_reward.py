@@ -81,7 +81,7 @@ def test_scores_are_the_same_on_any_number_of_processes(monkeypatch: pytest.Monk
     """Each process has every second clip; one whose score is no number is left out, and not the others."""
     entries = [RewardEntry(**parse_reward("brightness=2")), RewardEntry(**parse_reward("contrast=0.5"))]
     draw = np.random.default_rng(0)
-    clips = [(i, "p", draw.integers(0, 255, (3, 8, 8, 3), dtype=np.uint8)) for i in range(5)]
+    clips = [(i, "p", draw.integers(0, 255, (3, 8, 8, 3), dtype=np.uint8)) for i in range(40)]
     one: Any = OneOf()
     whole = SampleScores(entries, one).record(clips, fps=8)
     shares: list[Any] = []
@@ -97,6 +97,14 @@ def test_scores_are_the_same_on_any_number_of_processes(monkeypatch: pytest.Monk
     values = [clip / 255 for _, _, clip in clips]
     assert whole["eval_reward/brightness"] == pytest.approx(np.mean([_brightness(v) for v in values]), rel=1e-5)
 
+    # Sums of these depend on the order.
+    shares.clear()
+    alone, *ranked = (SampleScores(entries, rank) for rank in (one, *ranks))
+    for scores_of in (alone, *ranked):
+        monkeypatch.setattr(scores_of, "panel", SimpleNamespace(weights={"a": 1.0}, score=_exact))
+    ranked[0].record(clips[0::2], fps=8)
+    assert ranked[1].record(clips[1::2], fps=8) == alone.record(clips, fps=8)
+
     panel = SampleScores(entries, one)
     monkeypatch.setattr(panel, "panel", SimpleNamespace(weights={"a": 1.0, "b": 0.0}, score=_broken))
     assert panel.record(clips[:2], fps=8) == {"eval_reward/a": 1.0}
@@ -104,6 +112,11 @@ def test_scores_are_the_same_on_any_number_of_processes(monkeypatch: pytest.Monk
 
 def _brightness(video: Any) -> float:
     return float((video @ np.array([0.299, 0.587, 0.114])).mean())
+
+
+def _exact(video: Any, prompts: Any, *, fps: float, first_clip: int) -> Any:
+    value = torch.tensor([1 / (first_clip + 3)], dtype=torch.float64)
+    return SimpleNamespace(heads={"a": SimpleNamespace(raw=value, normalized=value)})
 
 
 def _broken(video: Any, prompts: Any, *, fps: float, first_clip: int) -> Any:
