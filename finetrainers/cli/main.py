@@ -280,6 +280,7 @@ def _models(_: argparse.Namespace | None) -> int:
 def _tiny(arguments: argparse.Namespace) -> int:
     from finetrainers.models.registry import build_tiny
 
+    quiet_progress_bars()
     try:
         build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
     except KeyError as error:

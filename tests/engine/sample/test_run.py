@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 from PIL import Image
 
 from finetrainers.engine.callbacks import validation
+from finetrainers.engine.sample.weights import find_target
 from finetrainers.models.ltx_video import LTXVideoSpec
 
 PROMPTS = ("a red ball", "a blue ball on a hill")
@@ -71,6 +73,7 @@ def test_a_run_is_sampled_as_it_was_validated(
     }
     for (_, clip), step in zip(sorted(found.items()), (1, 2), strict=True):
         assert np.array_equal(clip, frames[step, 1, 1])
+    assert find_target(os.path.relpath(steps[0])).home == Path(os.path.relpath(root))  # as it was spelled
     assert "columns: step 1 | step 2" in capsys.readouterr().out
 
     code, found = sample(root, "--num", 2)
