@@ -36,9 +36,12 @@ from .report import add_report
 from .sample import add_sample, sample_command
 from .serve_reward import add_serve_reward
 from .sync import add_sync
+from .watch import add_watch, watch_command
 
 #: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
 _TRACEBACK = "FINETRAINERS_TRACEBACK"
+#: Commands with options of a section of their own and of the model.
+_SAMPLING = {"sample": sample_command, "watch": watch_command}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_options_of_a_run = {
         "train": train_command, "check": check_command, "prepare": prepare_command, "estimate": estimate_command,
     }  # fmt: skip
-    if argv and argv[0] == "sample":
-        return _run_sample(argv[1:])
+    if argv and argv[0] in _SAMPLING:
+        return _run_sampling(argv[0], argv[1:])
     if argv and argv[0] in with_options_of_a_run:
         return with_options_of_a_run[argv[0]](argv[1:])
     parser = _parser()
@@ -93,13 +96,14 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
     return _run(train, argv, prog=prog, interrupted="stopped before the first step; nothing was saved")
 
 
-def _run_sample(argv: Sequence[str]) -> int:
-    """Sample with these flags; returns an exit code."""
-    use_expandable_segments()
+def _run_sampling(command: str, argv: Sequence[str]) -> int:
+    """Sample, or watch a run, with these flags; returns an exit code."""
+    if command == "sample":  # a watch chooses its device first
+        use_expandable_segments()
     if _cannot_start():
         return exit_codes.CONFIGURATION
     try:
-        return sample_command(argv)
+        return _SAMPLING[command](argv)
     except Exception as error:
         if not _say_failure(error):
             raise
@@ -250,6 +254,7 @@ def _parser() -> CommandParser:
     add_export(commands)
     add_sample(commands)
     add_report(commands)
+    add_watch(commands)
     add_plot(commands)
     add_cache(commands)
     add_ckpt(commands)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import flat_flag
 from finetrainers.config.given import Given
-from finetrainers.config.names import unknown_option
-from finetrainers.config.root import fields
-from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_of_runs, read_sample_options
-from finetrainers.config.shape import choices, is_list, is_switch, kind
+from finetrainers.config.sample import SampleSection, read_options
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_rank
-from finetrainers.utils.text import nearest, plural
+from finetrainers.utils.text import plural
+
+from .options import OptionsParser, options_parser, unknown_flag
 
 if TYPE_CHECKING:
     from finetrainers.engine.sample.plan import SamplePlan
@@ -50,13 +48,6 @@ exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises its errors, so that they are reported with the others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([Problem("command line", message)])
-
-
 def add_sample(commands: Any) -> None:
     """The parser of `finetrainers sample`, for the list of commands; `sample_command` is what runs it."""
     commands.add_parser(
@@ -64,31 +55,11 @@ def add_sample(commands: Any) -> None:
     )
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="finetrainers sample", usage="finetrainers sample TARGET ... [--prompts FILE|TEXT] [options]",
-        description=_ABOUT, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+def _parser() -> OptionsParser:
+    return options_parser(
+        SampleSection, prog="finetrainers sample",
+        usage="finetrainers sample TARGET ... [--prompts FILE|TEXT] [options]", about=_ABOUT, epilog=_EPILOG,
     )  # fmt: skip
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=argparse.SUPPRESS)
-    for name, field in SampleSection.model_fields.items():
-        more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": (field.description or "").replace("%", "%%")}
-        if is_switch(field):
-            more["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
-        elif is_list(field):
-            more |= {"nargs": "+", "metavar": "X"}
-        else:
-            of = choices(field.annotation)
-            words = {"integer": "N", "number": "X", "path": "FOLDER", "size": "SIZE"}
-            more["metavar"] = "{" + ",".join(of) + "}" if of else words.get(kind(field.annotation), "TEXT")
-        parser.add_argument(f"--{name}", **more)
-    for name in options_of_runs():
-        more = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        if is_switch(fields()[name].field):
-            more["action"] = argparse.BooleanOptionalAction
-        elif is_list(fields()[name].field):
-            more["nargs"] = "*"
-        parser.add_argument(f"--{name}", **more)
-    return parser
 
 
 def sample_command(argv: Sequence[str]) -> int:
@@ -117,13 +88,17 @@ def _planned(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
     namespace, unknown = _parser().parse_known_args([flat_flag(argument) for argument in argv])
     values = vars(namespace)
     targets = values.pop("targets")
-    problems = [_unknown(argument.partition("=")[0]) for argument in unknown if argument.startswith("--")]
+    problems = [
+        unknown_flag(SampleSection, argument.partition("=")[0]) for argument in unknown if argument.startswith("--")
+    ]
     if unknown and not problems:
         problems.append(Problem("command line", f"unexpected {' '.join(unknown)}; TARGETs come first"))
     if not targets:
         example = "a run directory, a checkpoint, a LoRA in safetensors or a model: finetrainers sample runs/mystyle"
         problems.append(Problem("TARGET", f"is missing; name {example}"))
-    options, wrong = read_sample_options({n: values.pop(n) for n in list(values) if n in SampleSection.model_fields})
+    options, wrong = read_options(
+        SampleSection, {n: values.pop(n) for n in list(values) if n in SampleSection.model_fields}
+    )
     problems += wrong
     flags = Given(values, {name: f"--{name}" for name in values})
     try:
@@ -135,18 +110,6 @@ def _planned(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
     if problems:
         raise ConfigError(problems, of="these samples")
     return plan, options.dry_run
-
-
-def _unknown(flag: str) -> Problem:
-    """What is wrong with a flag that the command does not have."""
-    name = flag[2:].removeprefix("no-")
-    if name in VALIDATION_NAMES:
-        return Problem(flag, f"unknown flag; here it is --{VALIDATION_NAMES[name]}")
-    if name in fields():
-        return Problem(flag, "unknown flag; it is an option of training that no sample depends on, remove it")
-    known = (*SampleSection.model_fields, *options_of_runs())
-    close = nearest(name, known, listed=0)
-    return Problem(flag, f"unknown flag{close}") if close else unknown_option(name, flag)
 
 
 def _dry_run(plan: SamplePlan) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -12,6 +12,7 @@ from .errors import Problem, value_message
 from .root import fields
 from .values import VideoBucket
 
+S = TypeVar("S", bound=Section)
 #: What the options are called that mean the same in a run's validation.
 VALIDATION_NAMES = {
     "validation_prompts": "prompts",
@@ -65,14 +66,14 @@ class SampleSection(Section):
     dry_run: bool = Field(False, description="check everything, say what would be sampled, and stop")
 
 
-def read_sample_options(values: dict[str, Any]) -> tuple[SampleSection, list[Problem]]:
-    """Validate the options; those that are wrong have their defaults, and are problems."""
+def read_options(section: type[S], values: dict[str, Any]) -> tuple[S, list[Problem]]:
+    """Validate the options of a command; those that are wrong have their defaults, and are problems."""
     try:
-        return SampleSection.model_validate(values), []
+        return section.model_validate(values), []
     except ValidationError as error:
         wrong = {str(one["loc"][0]): Problem(f"--{one['loc'][0]}", value_message(one)) for one in error.errors()}
         kept = {name: value for name, value in values.items() if name not in wrong}
-        return SampleSection.model_validate(kept), list(wrong.values())
+        return section.model_validate(kept), list(wrong.values())
 
 
 def options_of_runs() -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def preflight(
     prompts = read_prompts(config, found)
     scored = _read_scored(config, method, found)
     if not preparing:
-        _check_tracker(config, found)
+        check_tracker(config, found)
     _check_options(config, facts, prompts, scored, method, found)
     config = _with_media(config, facts)
     if earlier and not preparing:  # damaged ones too
@@ -353,7 +353,7 @@ def check_control_videos(
             found.error("validation_videos", f"{has}, and {needed} are sampled; give a longer one")
 
 
-def _check_tracker(config: TrainConfig, found: Findings) -> None:
+def check_tracker(config: TrainConfig, found: Findings) -> None:
     """A tracker that is not installed: nothing of the run would reach it."""
     tracker = config.run.report_to
     packages = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]  # as accelerate takes either

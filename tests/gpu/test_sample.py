@@ -29,7 +29,7 @@ def test_samples_are_those_of_validation(
     )  # fmt: skip
     drawn: list[np.ndarray] = []
     monkeypatch.setattr(run, "write_mp4", lambda path, clip, **_: drawn.append(clip) or path.write_bytes(b"x"))
-    monkeypatch.setattr(run, "_show", lambda plan, samples, found: found)
+    monkeypatch.setattr(run, "show", lambda plan, found: found)
     monkeypatch.setenv("ACCELERATE_USE_CPU", str(device == "cpu").lower())
     for flag in ("--no-enable_model_cpu_offload", "--enable_model_cpu_offload"):
         arguments: list[Any] = [

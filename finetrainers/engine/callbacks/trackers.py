@@ -30,6 +30,7 @@ class Place:
         name: what a new run is called.
         resumed: how the tracker knows the run that is continued; None for a new one.
         step: of the run; what the tracker has of later steps will be redone.
+        beside: names a run of another process that belongs to the one of this name; None: it is that one itself.
     """
 
     project: str
@@ -37,6 +38,7 @@ class Place:
     name: str
     resumed: str | None
     step: int
+    beside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class TensorBoard(TrackedRun):
     takes_back = True
 
     def arguments(self, place: Place) -> dict[str, Any]:
+        if place.beside is not None:  # tensorboard reads one growing file in a folder
+            return {"logging_dir": str(place.folder / place.project / place.beside)}
         return {"logging_dir": str(place.folder), "purge_step": place.step + 1 if place.step else 0}
 
     def configure(self, settings: Mapping[str, Any]) -> None:
@@ -159,6 +163,8 @@ class WandB(TrackedRun):
 
     def arguments(self, place: Place) -> dict[str, Any]:
         given = {"dir": str(place.folder), "name": place.name}
+        if place.beside is not None:
+            given = {**given, "name": f"{place.name}-{place.beside}", "group": place.name, "job_type": place.beside}
         if place.resumed is not None:
             given |= {"id": place.resumed, "resume": "allow"}
         # An argument would override the user's variable.
@@ -196,7 +202,8 @@ class Trackio(TrackedRun):
     def arguments(self, place: Place) -> dict[str, Any]:
         if place.resumed is not None:
             return {"name": place.resumed, "resume": "allow"}
-        return {"name": f"{place.name}-{uuid4().hex[:6]}"}  # two runs of one name could not be told apart
+        name = place.name if place.beside is None else f"{place.name}-{place.beside}"
+        return {"name": f"{name}-{uuid4().hex[:6]}"}  # two runs of one name could not be told apart
 
     def configure(self, settings: Mapping[str, Any]) -> None:
         # Accelerate's class calls this with an option of wandb, which trackio stores as a setting.

@@ -164,6 +164,24 @@ def plan_samples(given: Sequence[str], options: SampleSection, flags: Given) -> 
     targets = named_apart(in_order(_targets(given, options, found)))
     if len(targets) < len(given):
         raise ConfigError(found.errors)
+    return plan_targets(given, targets, options, flags, found)
+
+
+def plan_targets(
+    given: Sequence[str], targets: Sequence[Target], options: SampleSection, flags: Given, found: Findings, *,
+    fixed_size: bool = False,
+) -> SamplePlan:  # fmt: skip
+    """Plan samples of what has been found.
+
+    Args:
+        given, options, flags: see `plan_samples`.
+        targets: with weights whose labels differ.
+        found: what is known to be wrong.
+        fixed_size: whether the size of the options replaces those of prompts, whoever gave them.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
     config = _one_model(targets, flags, found)
     if config is None:
         raise ConfigError(found.errors)
@@ -178,7 +196,7 @@ def plan_samples(given: Sequence[str], options: SampleSection, flags: Given) -> 
         raise ConfigError(found.errors)
     _fetch(family, config)
     facts = family.facts_of(config.model)
-    config, prompts = _prompts(config, options, targets[0], found)
+    config, prompts = _prompts(config, options, targets[0], found, fixed_size=fixed_size)
     _check(config, facts, prompts, options, targets, found)
     variants = _variants(targets, options, found)
     output_dir = options.output_dir or _default_place(targets[0])
@@ -261,7 +279,7 @@ def _fetch(family: Family, config: TrainConfig) -> None:
 
 
 def _prompts(
-    config: TrainConfig, options: SampleSection, target: Target, found: Findings
+    config: TrainConfig, options: SampleSection, target: Target, found: Findings, *, fixed_size: bool
 ) -> tuple[TrainConfig, list[ValidationPrompt]]:
     """The prompts, each with a size, and the configuration with how they are sampled as its validation."""
     own, section = options.prompts is None, config.validation
@@ -293,10 +311,10 @@ def _prompts(
             section = section.model_copy(update={name: value})
     config = _with(config, section)
     prompts = read_prompts(config, found)
-    size = options.size or _size_of_run(config, target)
+    size = options.size or size_of_run(config, target)
     if any(prompt.size is None for prompt in prompts) and size is None:
         found.error("size", "is not known; give it as FRAMESxHEIGHTxWIDTH, for example 49x512x768")
-    override = own and options.size is not None
+    override = (own or fixed_size) and options.size is not None
     return config, [prompt.model_copy(update={"size": size if override else prompt.size or size}) for prompt in prompts]
 
 
@@ -304,7 +322,7 @@ def _with(config: TrainConfig, section: Section) -> TrainConfig:
     return config.model_copy(update={"validation": section})
 
 
-def _size_of_run(config: TrainConfig, target: Target) -> Size | None:
+def size_of_run(config: TrainConfig, target: Target) -> Size | None:
     """The size that the run's validation samples: the largest that it trains on."""
     sizes: list[Size] = []
     if target.home is not None and (target.home / "manifest.jsonl").is_file():

@@ -18,6 +18,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.failures import sentence_of
+from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.progress import Meter
@@ -63,22 +64,34 @@ def draw(plan: SamplePlan) -> Drawn:
     """
     check_weights(plan)
     with contextlib.closing(join(plan.config)) as parallel, exclusive(plan.output_dir, parallel):
-        ledger = Ledger(plan.output_dir, rank=parallel.rank)
-        samples = plan.samples()
-        # A prompt that is given twice, or a checkpoint that is the result, too, is drawn once.
-        missing = list({sample.key: sample for sample in reversed(samples) if ledger.find(sample) is None}.values())[
-            ::-1
-        ]
-        names = ledger.names(plan, missing)
-        problems: dict[str, str] = {}
-        if parallel.same_on_all(bool(missing)):
-            with phase(VALIDATION):
-                problems = _Drawing(plan, parallel, ledger, names).draw(missing)
-        problems = dict(parallel.gather_objects(list(problems.items())))
-        found = Ledger(plan.output_dir)  # with what the others have drawn
-        clips = {sample.key: file for sample in samples if (file := found.find(sample)) is not None}
-        drawn = Drawn(clips, sum(sample.key in clips for sample in missing), problems)
-        return _show(plan, samples, drawn) if parallel.is_main and clips else drawn
+        drawn = draw_missing(plan, parallel)
+        return show(plan, drawn) if parallel.is_main and drawn.clips else drawn
+
+
+def draw_missing(
+    plan: SamplePlan, parallel: Strategy, *, sampler: Sampler | None = None, encoded: EncodedPrompts | None = None
+) -> Drawn:
+    """Draw what the ledger does not have, in a folder that nobody else uses.
+
+    Args:
+        plan: whose weights have been checked.
+        parallel: the processes that share the work.
+        sampler: what draws, and stays loaded; None: one for this call.
+        encoded: the plan's prompts and perhaps others; None: they are encoded here.
+    """
+    ledger = Ledger(plan.output_dir, rank=parallel.rank)
+    samples = plan.samples()
+    # A prompt that is given twice, or a checkpoint that is the result, too, is drawn once.
+    missing = list({sample.key: sample for sample in reversed(samples) if ledger.find(sample) is None}.values())[::-1]
+    names = ledger.names(plan, missing)
+    problems: dict[str, str] = {}
+    if parallel.same_on_all(bool(missing)):
+        with phase(VALIDATION):
+            problems = _Drawing(plan, parallel, ledger, names, sampler, encoded).draw(missing)
+    problems = dict(parallel.gather_objects(list(problems.items())))
+    found = Ledger(plan.output_dir)  # with what the others have drawn
+    clips = {sample.key: file for sample in samples if (file := found.find(sample)) is not None}
+    return Drawn(clips, sum(sample.key in clips for sample in missing), problems)
 
 
 def check_weights(plan: SamplePlan) -> None:
@@ -118,6 +131,8 @@ class _Drawing:
     parallel: Strategy
     ledger: Ledger
     names: dict[str, str]
+    sampler: Sampler | None = None
+    encoded: EncodedPrompts | None = None
     problems: dict[str, str] = field(default_factory=dict)
     _steps: int = 0
 
@@ -128,12 +143,14 @@ class _Drawing:
         mine = {variant: some[parallel.rank :: parallel.world_size] for variant, some in by_variant.items() if some}
         spec = plan.family.load(plan.config.model)
         offload, note = offloads(plan, spec, device=parallel.device)
-        if note and parallel.is_main:
+        if note and parallel.is_main and self.sampler is None:
             logger.warning("%s", note)
-        sampler = Sampler(plan.config, plan.family, parallel, offload=offload)
+        sampler = self.sampler or Sampler(plan.config, plan.family, parallel, offload=offload)
         used = sorted({sample.prompt for some in mine.values() for sample in some})
         failed: dict[int, Exception] = {}
-        encoded = sampler.encode([plan.prompts[index] for index in used], negative=plan.negative, failed=failed)
+        encoded = self.encoded or sampler.encode(
+            [plan.prompts[index] for index in used], negative=plan.negative, failed=failed
+        )
         total = plan.config.validation.validation_inference_steps * sum(map(len, mine.values()))
         with Meter("denoised", "steps", enabled=parallel.is_main) as meter:
             settings = self._settings(sampler.spec, meter, total)
@@ -146,7 +163,8 @@ class _Drawing:
                 for one, clip in zip(requests, clips, strict=True):
                     self._write(one, clip, seconds=time.monotonic() - begun)
                     begun = time.monotonic()
-        sampler.free()
+        if self.sampler is None:
+            sampler.free()
         return self.problems
 
     def _requests(
@@ -191,6 +209,7 @@ class _Drawing:
         except Exception as error:
             self._failed(sample, error)
         else:
+            fault_point("sample.record")
             self.ledger.add(sample, name, seconds=seconds)
 
     def _order(self) -> list[Variant]:
@@ -224,16 +243,26 @@ class _Drawing:
         )
 
 
-def _show(plan: SamplePlan, samples: Sequence[Sample], drawn: Drawn) -> Drawn:
-    """Write the contact sheet and the page."""
-    grid = _grid(plan, samples, drawn)
+def show(
+    plan: SamplePlan, drawn: Drawn, *, facts: Sequence[tuple[str, str]] = (),
+    told: Mapping[str, Mapping[str, str]] | None = None,
+) -> Drawn:  # fmt: skip
+    """Write the contact sheet and the page.
+
+    Args:
+        plan: with the columns that are shown.
+        drawn: the clips.
+        facts: what else is told at the top of the page, by name.
+        told: what else is told of a clip, by its key.
+    """
+    grid = _grid(plan, drawn, told or {})
     places = plan.output_dir / "sheet.png", plan.output_dir / "index.html"
     unfinished = places[0].with_name(".sheet.unfinished.png")
     sheet(grid).save(unfinished)
     unfinished.replace(places[0])
     weights = [variant.weights for variant in plan.variants if variant.weights.path is not None]
     guidance = plan.config.validation.validation_guidance_scale
-    facts = [
+    common = [
         ("model", plan.config.model.pretrained_model_name_or_path),
         *(("weights", f"{one.label}: {one.path}") for one in dict.fromkeys(weights)),
         ("denoising", ", ".join([
@@ -246,21 +275,21 @@ def _show(plan: SamplePlan, samples: Sequence[Sample], drawn: Drawn) -> Drawn:
         ("sampled", time.strftime("%Y-%m-%d %H:%M")),
     ]  # fmt: skip
     title = f"Samples of {', '.join(plan.given[:3])}{', ...' if len(plan.given) > 3 else ''}"
-    text = page(grid, title=title, facts=facts, problems=list(drawn.problems.values()))
+    text = page(grid, title=title, facts=[*common, *facts], problems=list(drawn.problems.values()))
     write_text_atomic(places[1], text)
     return replace(drawn, sheet=places[0], page=places[1])
 
 
-def _grid(plan: SamplePlan, samples: Sequence[Sample], drawn: Drawn) -> Grid:
+def _grid(plan: SamplePlan, drawn: Drawn, told: Mapping[str, Mapping[str, str]]) -> Grid:
     """A group for each prompt. Columns are the variants, with a row for each seed; of one variant they are the seeds."""
-    by_place = {(sample.variant, sample.prompt, sample.seed): sample for sample in samples}
+    by_place = {(sample.variant, sample.prompt, sample.seed): sample for sample in plan.samples()}
 
     def cell(variant: Variant, prompt: int, seed: int) -> Cell:
         sample = by_place[variant, prompt, seed]
         video = drawn.clips.get(sample.key)
         text = plan.prompts[prompt].prompt
         facts = {
-            "prompt": text, "seed": str(seed), "weights": str(variant.weights.path or "the base model"),
+            "prompt": text, "seed": str(seed), **told.get(sample.key, {}), "weights": str(variant.weights.path or "the base model"),
             **({"LoRA scale": f"{variant.scale:g}"} if variant.weights.kind == "lora" else {}),
             "file": "" if video is None else video.name,
             "in diffusers": f"generator=torch.Generator().manual_seed({sample_seed(seed, text)})",

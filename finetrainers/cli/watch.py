@@ -1,0 +1,127 @@
+"""`finetrainers watch`: sample and score the checkpoints of a run as they are published, on a device of its own."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.flags import flat_flag
+from finetrainers.config.given import Given
+from finetrainers.config.sample import read_options
+from finetrainers.config.watch import WatchSection
+from finetrainers.utils import exit_codes
+from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.process_state import environment_restored
+from finetrainers.utils.text import plural
+
+from .options import OptionsParser, options_parser, unknown_flag
+
+if TYPE_CHECKING:
+    from finetrainers.engine.watch.plan import WatchPlan
+
+_ABOUT = """Sample each checkpoint of a run as soon as it is published, and score its clips, in
+a process and on a device of its own. Training does not wait. RUN is a run's
+--output_dir, or a copy of it by `finetrainers sync`."""
+_EPILOG = """A checkpoint is sampled once it is whole: its manifest and all its digests agree.
+Nothing is sampled twice, also after a restart or a kill. Several watches may
+follow one run with different presets. Options of `finetrainers train` that
+choose the model and how it computes are valid too, as for `sample`.
+
+examples:
+  finetrainers watch runs/mystyle --device cuda:1
+  finetrainers watch runs/mystyle --presets low4s,high4s --reward videoalign.vq \\
+      --best_by videoalign.vq
+  finetrainers watch runs/mystyle --preset wide=49x512x1024,steps=30 --once
+
+exit codes:
+  0   --once: every whole checkpoint is sampled
+  1   --once: some clips could not be sampled; the others are there
+  2   invalid options, or another watch has a preset; nothing was loaded
+"""
+
+
+def add_watch(commands: Any) -> None:
+    """The parser of `finetrainers watch`, for the list of commands; `watch_command` is what runs it."""
+    about = "sample and score a run's checkpoints as they are published, on another device"
+    commands.add_parser("watch", help=about, parents=[_parser()], add_help=False)
+
+
+def _parser() -> OptionsParser:
+    return options_parser(
+        WatchSection, prog="finetrainers watch", usage="finetrainers watch RUN [--presets NAMES] [options]",
+        about=_ABOUT, epilog=_EPILOG,
+    )  # fmt: skip
+
+
+def watch_command(argv: Sequence[str]) -> int:
+    """Watch as the flags say; an exit code (`utils.exit_codes`)."""
+    with environment_restored():  # --device is of this command
+        try:
+            plan = _planned(argv)
+            for line in _said(plan):
+                print(line, flush=True)
+            return exit_codes.DONE if plan.options.dry_run else _watch(plan)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return exit_codes.CONFIGURATION
+        except KeyboardInterrupt:
+            print("stopped; the same command samples what is missing", file=sys.stderr)
+            return exit_codes.killed_by(signal.SIGINT)
+
+
+def _planned(argv: Sequence[str]) -> WatchPlan:
+    """The plan.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    namespace, unknown = _parser().parse_known_args([flat_flag(argument) for argument in argv])
+    values = vars(namespace)
+    targets = values.pop("targets")
+    problems = [unknown_flag(WatchSection, text.partition("=")[0]) for text in unknown if text.startswith("--")]
+    if unknown and not problems:
+        problems.append(Problem("command line", f"unexpected {' '.join(unknown)}; RUN comes first"))
+    if len(targets) != 1:
+        problems.append(Problem("RUN", "give one run directory: finetrainers watch runs/mystyle"))
+    options, wrong = read_options(WatchSection, {n: values.pop(n) for n in list(values) if n in WatchSection.model_fields})  # fmt: skip
+    if problems or wrong:
+        raise ConfigError([*problems, *wrong], of="this watch")
+    from finetrainers.engine.watch.plan import plan_watch, use_device
+
+    use_device(options.device)
+    use_expandable_segments()
+    return plan_watch(Path(targets[0]), options, Given(values, {name: f"--{name}" for name in values}))
+
+
+def _said(plan: WatchPlan) -> list[str]:
+    """What is sampled of each checkpoint, and the warnings."""
+    lines = []
+    for name, one in plan.presets.items():
+        sizes = ", ".join("x".join(map(str, size)) for size in one.sizes)
+        steps = plural(one.config.validation.validation_inference_steps, "denoising step")
+        count = plural(len(one.prompts) * len(one.seeds), "clip")
+        lines.append(f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {one.output_dir}")
+    lines += [f"rewards: {', '.join(plan.labels)}"] if plan.labels else []
+    warnings = dict.fromkeys(warning for one in plan.presets.values() for warning in one.warnings)
+    return [*lines, *(f"warning: {warning}" for warning in warnings)]
+
+
+def _watch(plan: WatchPlan) -> int:
+    from finetrainers.utils.logs import quiet_progress_bars
+    from finetrainers.utils.process_state import gc_paused
+
+    with gc_paused():
+        from finetrainers.engine.watch.server import watch
+    quiet_progress_bars()
+    gc.freeze()  # as for training: the libraries' objects live to the end
+    failed = watch(plan, lambda line: print(line, flush=True))
+    pages = [one.output_dir / "index.html" for one in plan.presets.values()]
+    for page in pages:
+        if page.is_file():
+            print(f"page: {page}")
+    return exit_codes.FAILED if failed else exit_codes.DONE

@@ -1,0 +1,176 @@
+"""Options of `finetrainers watch`, and its presets: size, denoising steps and guidance under a name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from finetrainers.utils.text import nearest
+
+from .base import Section
+from .errors import ConfigError, Problem, value_message
+from .files import read_text
+from .geometry import Geometry
+from .rewards import Reward
+from .values import VideoBucket
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Size = tuple[int, int, int]
+#: The preset that samples as the run's validation does.
+AS_VALIDATION = "run"
+_CLASS = re.compile(r"(?P<resolution>low|high)(?P<seconds>\d+)s")
+_EXAMPLES = (AS_VALIDATION, "low4s", "high4s", "low16s", "high16s")
+_OWN = re.compile(r"(?P<name>[^=]+)=(?P<size>[^,=]+)(?:,(?P<more>.*))?")
+
+
+class Preset(Section):
+    """How the clips of a preset are sampled; what is not given is as in the run's validation."""
+
+    size: VideoBucket | None = None
+    steps: int | None = Field(None, ge=1, le=10_000)
+    guidance: float | None = Field(None, ge=0, le=1000)
+
+
+class WatchSection(Section):
+    """What to sample of each checkpoint, how to score it, and where to write."""
+
+    presets: str = Field(
+        AS_VALIDATION,
+        description="names joined by commas: `run` (as the run's validation), lowNs or highNs (N "
+        "seconds at half or all of the run's resolution), and your own [run]",
+    )
+    preset: list[str] = Field([], description="a preset of your own: NAME=49x512x768,steps=30,guidance=5")
+    presets_file: Path | None = Field(None, description="a TOML file with tables [presets.NAME]: size, steps, guidance")
+    prompts: str | None = Field(
+        None, description="as --prompts of `finetrainers sample` [the run's validation prompts]"
+    )
+    image: str | None = Field(None, description="first frames, as there")
+    video: str | None = Field(None, description="control videos, as there")
+    negative_prompt: str = Field("", description="as there")
+    seed: int | None = Field(None, ge=0, description="first seed [the run's]")
+    num: int = Field(1, ge=1, le=1000, description="seeds for each prompt, from the first one on [1]")
+    no_ema: bool = Field(False, description="sample the trained weights, not their moving average")
+    reward: list[Reward] = Field(
+        [], description="rewards that score the clips, as --reward of reward finetuning [the run's]"
+    )
+    best_by: str | None = Field(
+        None, description="mark the checkpoint with the highest mean of this reward: checkpoints/best"
+    )
+    device: str | None = Field(None, description="cuda:1, say, where training has the first GPU; or cpu [the first]")
+    poll_seconds: float = Field(30, gt=0, le=1e6, description="pause between two looks for checkpoints [30]")
+    once: bool = Field(False, description="sample the checkpoints that are there, and exit")
+    track: bool = Field(True, description="send clips and scores to the tracker of the run, if it has one [on]")
+    output_dir: Path | None = Field(None, description="gets a folder for each preset [watch in the run directory]")
+    dry_run: bool = Field(False, description="check everything, say what would be sampled, and stop")
+
+
+def read_presets(section: WatchSection) -> dict[str, Preset | None]:
+    """The presets that are named, in their order; None for those that follow from the model (`class_size`).
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    problems: list[Problem] = []
+    own = _of_file(section.presets_file, problems)
+    for text in section.preset:
+        match = _OWN.fullmatch(text.strip())
+        if match is None:
+            problems.append(Problem("--preset", f"{text!r} is not NAME=FRAMESxHEIGHTxWIDTH[,steps=N][,guidance=X]"))
+            continue
+        more = [part.partition("=") for part in (match["more"] or "").split(",") if part.strip()]
+        values = {"size": match["size"].strip(), **{key.strip(): value.strip() for key, _, value in more}}
+        _add(own, match["name"].strip(), values, f"--preset {match['name'].strip()}", problems)
+    found: dict[str, Preset | None] = {}
+    for name in [part.strip() for part in section.presets.split(",") if part.strip()]:
+        if name in own:
+            found[name] = own[name]
+        elif name == AS_VALIDATION or _CLASS.fullmatch(name):
+            found[name] = Preset() if name == AS_VALIDATION else None
+        else:
+            problems.append(Problem("--presets", f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}"))
+    if not found and not problems:
+        problems.append(Problem("--presets", "names none"))
+    # A preset that is written on the command line is wanted.
+    written = {text.partition("=")[0].strip() for text in section.preset}
+    if written and section.presets == AS_VALIDATION:
+        found = {}
+    found |= {name: preset for name, preset in own.items() if name in written and name not in found}
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _of_file(path: Path | None, problems: list[Problem]) -> dict[str, Preset]:
+    if path is None:
+        return {}
+    try:
+        path, text = read_text(path, option="--presets_file")
+        tables = tomllib.loads(text).get("presets")
+    except ConfigError as error:
+        problems += error.problems
+        return {}
+    except tomllib.TOMLDecodeError as error:
+        problems.append(Problem(str(path), f"cannot be read: {error}"))
+        return {}
+    if not isinstance(tables, Mapping) or not tables:
+        problems.append(
+            Problem(str(path), "has no preset; write tables like [presets.wide] with size, steps, guidance")
+        )
+        return {}
+    own: dict[str, Preset] = {}
+    for name, values in tables.items():
+        _add(own, name, values, f"{path} presets.{name}", problems)
+    return own
+
+
+def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: list[Problem]) -> None:
+    """Add a preset of the user's own, or what is wrong with it."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        problems.append(Problem(where, "the name is that of a folder, so use letters, digits, '-', '_' and '.'"))
+    elif name == AS_VALIDATION or _CLASS.fullmatch(name):
+        problems.append(Problem(where, f"{name} has a meaning already; choose another name"))
+    elif name in own:
+        problems.append(Problem(where, "is given twice"))
+    elif not isinstance(values, Mapping):
+        problems.append(Problem(where, "is no table with size, steps, guidance"))
+    else:
+        try:
+            own[name] = Preset.model_validate(values)
+        except ValidationError as error:
+            for one in error.errors():
+                key = str(one["loc"][0])
+                unknown = one["type"] == "extra_forbidden"
+                said = f"unknown key {key!r}{nearest(key, Preset.model_fields)}" if unknown else value_message(one)
+                problems.append(Problem(where, said if unknown else f"{key}: {said}"))
+
+
+def class_size(name: str, native: Size, geometry: Geometry) -> Size:
+    """The size of `lowNs` or `highNs`: N seconds at half or all of the height and width, as the model takes them.
+
+    Args:
+        name: of the preset.
+        native: frames, height and width of what the run trains on.
+        geometry: of the model.
+    """
+    match = _CLASS.fullmatch(name)
+    assert match is not None, name
+    frames = max(1, int(int(match["seconds"]) * geometry.fps) // geometry.temporal * geometry.temporal + 1)
+    factor, multiple = (2 if match["resolution"] == "low" else 1), geometry.size_multiple
+    height, width = (max(multiple, side // factor // multiple * multiple) for side in native[1:])
+    return frames, height, width
+
+
+def label_of(entry: Any, among: Sequence[Any]) -> str:
+    """The name of a reward in ledgers and at trackers: with its options where several have that name."""
+    several = sum(other.name == entry.name for other in among) > 1
+    options = ",".join(f"{key}={text}" for key, text in sorted(entry.options.items()))
+    return f"{entry.name},{options}" if several and options else entry.name
