@@ -68,7 +68,7 @@ class WatchSection(Section):
     device: str | None = Field(None, description="cuda:1, say, where training has the first GPU; or cpu [the first]")
     poll_seconds: float = Field(30, gt=0, le=1e6, description="pause between two looks for checkpoints [30]")
     once: bool = Field(False, description="sample the checkpoints that are there, and exit")
-    track: bool = Field(True, description="send clips and scores to the tracker of the run, if it has one [on]")
+    no_track: bool = Field(False, description="send nothing to the tracker of the run")
     output_dir: Path | None = Field(None, description="gets a folder for each preset [watch in the run directory]")
     dry_run: bool = Field(False, description="check everything, say what would be sampled, and stop")
 

@@ -75,6 +75,7 @@ ELSEWHERE = {
     "finetrainers demo scratch": "tests/demo/test_scratch.py",
     "OMP_NUM_THREADS=1 python benchmarks/checkpoint_kills.py": "tests/test_benchmark_checkpoint_kills.py",
     "python -m deepspeed.checkpoint.ds_to_universal": "tests/parallel/test_deepspeed.py",
+    "finetrainers sync": "tests/engine/test_sync.py",
     "ruff check .": "tests/test_lint.py",
 }
 NOT_RUN = {

@@ -6,7 +6,7 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -109,9 +109,14 @@ class TensorBoard(TrackedRun):
     kind = "tensorboard"
     takes_back = True
 
-    def arguments(self, place: Place) -> dict[str, Any]:
+    def __init__(self, place: Place) -> None:
         if place.beside is not None:  # tensorboard reads one growing file in a folder
-            return {"logging_dir": str(place.folder / place.project / place.beside)}
+            place = replace(place, project=f"{place.project}/{place.beside}")
+        super().__init__(place)
+
+    def arguments(self, place: Place) -> dict[str, Any]:
+        if place.beside is not None:
+            return {"logging_dir": str(place.folder)}
         return {"logging_dir": str(place.folder), "purge_step": place.step + 1 if place.step else 0}
 
     def configure(self, settings: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
     if options.best_by is not None and options.best_by not in labels:
         hint = nearest(options.best_by, labels) if labels else "; name it with --reward"
         found.error("best_by", f"{options.best_by} is no reward of this watch{hint}")
-    if options.track:
+    if not options.no_track:
         check_tracker(config, found)
     output_dir = options.output_dir or run / "watch"
     presets: dict[str, SamplePlan] = {}

@@ -67,7 +67,7 @@ class Watch:
         self._scores = {name: Scores(one.output_dir, plan.labels) for name, one in plan.presets.items()}
         self._trackers = {
             name: WatchTracker(plan.run, name, one.output_dir, plan.config) for name, one in plan.presets.items()
-        } if plan.options.track else {}  # fmt: skip
+        } if not plan.options.no_track else {}  # fmt: skip
         self._said: dict[int, str] = {}  # what a checkpoint waits for, by step
         self._sampler: Sampler | None = None
         self._encoded: EncodedPrompts | None = None

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from finetrainers.cli.main import main
 from finetrainers.engine.checkpoints.best import best_checkpoint
-from finetrainers.engine.checkpoints.manifest import MANIFEST
+from finetrainers.engine.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from finetrainers.engine.sample.run import _Drawing
 from finetrainers.engine.watch import server
 
@@ -133,7 +133,11 @@ def test_what_vanishes_or_fails_costs_that_checkpoint_alone(
     trained: Path, drawn: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = [trained / "checkpoints" / f"step-{step}" for step in (1, 2)]
-    shutil.copytree(steps[1], steps[1].with_name("step-3"))
+    third = steps[1].with_name("step-3")
+    shutil.copytree(steps[1], third)
+    facts = {name: value for name, value in read_manifest(third).items() if name not in ("files", "manifest_sha256")}
+    (third / MANIFEST).unlink()
+    write_manifest(third, facts={**facts, "step": 3})
     load, calls = server.draw_missing, []
 
     def vanish(plan: Any, *arguments: Any, **more: Any) -> Any:
@@ -145,7 +149,7 @@ def test_what_vanishes_or_fails_costs_that_checkpoint_alone(
         return load(plan, *arguments, **more)
 
     monkeypatch.setattr(server, "draw_missing", vanish)
-    arguments = ["watch", str(trained), "--once", "--no-track", "--best_by", "brightness", "--reward", "brightness"]
+    arguments = ["watch", str(trained), "--once", "--no_track", "--best_by", "brightness", "--reward", "brightness"]
     assert main(arguments) == 1
     out = capsys.readouterr().out
     assert "step 1 was removed while it was sampled" in out
