@@ -16,7 +16,8 @@ from .base import Section
 from .errors import ConfigError, Problem, value_message
 from .files import read_text
 from .geometry import Geometry
-from .rewards import Reward
+from .rewards import Reward, RewardEntry
+from .root import TrainConfig
 from .values import VideoBucket
 
 if sys.version_info >= (3, 11):
@@ -167,6 +168,11 @@ def class_size(name: str, native: Size, geometry: Geometry) -> Size:
     factor, multiple = (2 if match["resolution"] == "low" else 1), geometry.size_multiple
     height, width = (max(multiple, side // factor // multiple * multiple) for side in native[1:])
     return frames, height, width
+
+
+def rewards_of(config: TrainConfig) -> list[RewardEntry]:
+    """The rewards that a run evaluates with, or else those that it trains on."""
+    return list(config.grpo.eval_reward or config.grpo.reward)
 
 
 def label_of(entry: Any, among: Sequence[Any]) -> str:

@@ -16,7 +16,7 @@ from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import SampleSection
-from finetrainers.config.watch import Preset, Size, WatchSection, class_size, label_of, read_presets
+from finetrainers.config.watch import Preset, Size, WatchSection, class_size, label_of, read_presets, rewards_of
 from finetrainers.rewards.registry import reward_problems
 from finetrainers.utils.files import not_there
 from finetrainers.utils.launch import launched_processes
@@ -145,7 +145,7 @@ def _geometry(config: TrainConfig) -> Geometry:
 
 def _rewards(config: TrainConfig, options: WatchSection, found: Findings) -> list[RewardEntry]:
     """The rewards that are asked for, or else those that the run evaluates or trains with."""
-    entries = list(options.reward or config.grpo.eval_reward or config.grpo.reward)
+    entries = list(options.reward) or rewards_of(config)
     for entry in entries:
         found.errors += [Problem("--reward", message) for message in reward_problems(entry)]
     return entries
