@@ -172,7 +172,7 @@ def class_size(name: str, native: Size, geometry: Geometry) -> Size:
 
 def rewards_of(config: TrainConfig) -> list[RewardEntry]:
     """The rewards that a run evaluates with, or else those that it trains on."""
-    return list(config.grpo.eval_reward or config.grpo.reward)
+    return list(config.get("eval_reward") or config.get("reward"))
 
 
 def label_of(entry: Any, among: Sequence[Any]) -> str:
