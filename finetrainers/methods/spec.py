@@ -11,7 +11,6 @@ from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
-from finetrainers.rewards.registry import reward_bytes, reward_problems, working_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -219,7 +218,7 @@ class MethodSpec:
             Problem(f"--{option}", message)
             for option in ("reward", "eval_reward")
             for entry in config.get(option)
-            for message in reward_problems(entry)
+            for message in _registry().reward_problems(entry)
         ]
 
     def rewards(self, config: TrainConfig) -> list[RewardEntry]:
@@ -271,7 +270,7 @@ class MethodSpec:
     def reward_bytes(self, config: TrainConfig) -> float | None:
         """Bytes of the networks of rewards on a process's device, of each once, as it is published; None: not known."""
         wanted = {(entry.reward, *sorted(entry.options.items())): entry for entry in self.rewards(config)}
-        sizes = [reward_bytes(entry) for entry in wanted.values()]
+        sizes = [_registry().reward_bytes(entry) for entry in wanted.values()]
         return None if None in sizes else sum((size for size in sizes if size is not None), 0.0)
 
     def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
@@ -279,7 +278,7 @@ class MethodSpec:
 
         They are those of the reward that takes most, since rewards score one after another.
         """
-        sizes = [working_bytes(entry, size, fps=fps) for entry in self.rewards(config)]
+        sizes = [_registry().working_bytes(entry, size, fps=fps) for entry in self.rewards(config)]
         return None if None in sizes else max((size for size in sizes if size is not None), default=0.0)
 
     def memory(
@@ -295,3 +294,10 @@ class MethodSpec:
             reference: bytes that a process keeps of a frozen copy of the network, where full finetuning needs one.
         """
         return MethodMemory(copies=0.0, trajectories=0.0, batch_size=batch_size)
+
+
+def _registry() -> Any:
+    """The rewards, which a run without them does not import."""
+    from finetrainers.rewards import registry
+
+    return registry

@@ -114,7 +114,9 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
     captions = [one.caption for batch in alone for one in batch.clips]
     assert sorted(captions) == ["caption 0", "caption 1", "caption 3", "caption 3"]
 
-    plan: Any = type("Plan", (), {"clips": tuple(clips), "eval_clips": (), "fetch_with": lambda _, fetch: fetch})()
+    plan: Any = type(
+        "Plan", (), {"clips": tuple(clips), "eval_clips": (), "prior": None, "fetch_with": lambda _, fetch: fetch}
+    )()
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3)
     spec: Any = SimpleNamespace(facts=SimpleNamespace(first_frame="none", media=()))
     texts: Any = SimpleNamespace(encode=lambda prompts: None)

@@ -148,8 +148,8 @@ def test_rewards_are_in_the_estimate(options: Callable[..., dict], monkeypatch: 
     """Their networks stay on the device; scoring is a phase of its own."""
     given = {"validation_prompts": "a@@@9x64x64", "validation_inference_steps": 2}
     plain = run_memory(preflight(load_config(**options(**given)))).plan()
-    monkeypatch.setattr("finetrainers.methods.spec.reward_bytes", lambda entry: 2.0**30)
-    monkeypatch.setattr("finetrainers.methods.spec.working_bytes", lambda entry, size, fps: 2.0**20 * size[0])
+    monkeypatch.setattr("finetrainers.rewards.registry.reward_bytes", lambda entry: 2.0**30)
+    monkeypatch.setattr("finetrainers.rewards.registry.working_bytes", lambda entry, size, fps: 2.0**20 * size[0])
     scored = run_memory(preflight(load_config(**options(**given, eval_reward=["clipscore"], eval_steps=1)))).plan()
     assert REWARD not in plain.phases
     assert scored.phases[REWARD]["networks of rewards"] == 2**30

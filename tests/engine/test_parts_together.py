@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,7 +172,8 @@ def test_ranks_wait_for_samples_under_the_limit_of_sampling() -> None:
         step=3, requests=SimpleNamespace(sample=False), parallel=SimpleNamespace(barrier=lambda: told.append("wait"))
     )
     for due, expected in ((False, []), (True, ["sample", "wait"])):
-        sampling: Any = SimpleNamespace(due=lambda _, due=due: due, sample=lambda _: told.append("sample"))
+        sampling: Any = SimpleNamespace(due=lambda _, due=due: due, sample=lambda _: told.append("sample"), scores=None)
+        sampling._sample_and_score = partial(Validation._sample_and_score, sampling)
         Validation.on_step(sampling, state)
         assert told == expected
 

@@ -9,7 +9,6 @@ import torch
 
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.parallel.ranks import Ranks
-from finetrainers.rewards.reward_set import RewardSet
 
 from .base import Record
 
@@ -25,6 +24,8 @@ class SampleScores:
         entries: the rewards.
         parallel: the processes of the run, which load them in turns.
         """
+        from finetrainers.rewards.reward_set import RewardSet  # a run without rewards does not import them
+
         # A clip without a score does not end a training that does not need it; a warning names it.
         self.panel = parallel.in_turns("loading the evaluation rewards", lambda: RewardSet(entries, on_error="mask"))
         self.parallel = parallel
