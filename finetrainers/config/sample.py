@@ -58,7 +58,9 @@ class SampleSection(Section):
     guidance_scale: float | None = Field(
         None, ge=0, le=1000, description="guidance scale [the run's, or the pipeline's own]"
     )
-    frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second [the run's, or the model's]")
+    frame_rate: float | None = Field(
+        None, gt=0, le=1000, description="frames per second [that of the run's samples, or the model's]"
+    )
     no_ema: bool = Field(False, description="of a checkpoint, the trained weights, not their moving average")
     output_dir: Path | None = Field(
         None, description="where samples are written and continued [samples/sample in the run directory]"

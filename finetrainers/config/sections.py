@@ -440,8 +440,8 @@ class ValidationSection(Section):
     num_validation_videos: int = option(1, "Videos sampled per prompt.", resume="free", ge=1, le=1000)
     validation_epochs: int | None = option(None, "Sample every N epochs.", resume="free", ge=1)
     validation_steps: int | None = option(None, "Sample every N optimizer steps.", resume="free", ge=1)
-    validation_frame_rate: float | None = option(None, "Frames per second of samples. The default is the rate the "
-        "model was trained at.", resume="free", gt=0, le=1000)
+    validation_frame_rate: float | None = option(None, "Frames per second of samples. The default is the "
+        "median of the clips that are trained on, or the model's own rate where these are within 2 % of it.", resume="free", gt=0, le=1000)
     validation_inference_steps: int = option(50, "Denoising steps of a sample.", resume="free", ge=1, le=10_000)
     validation_guidance_scale: float | None = option(None, "Guidance scale of samples. The default is the pipeline's.",
         resume="free", ge=0, le=1000)

@@ -59,6 +59,7 @@ class WatchSection(Section):
     negative_prompt: str = Field("", description="as there")
     seed: int | None = Field(None, ge=0, description="first seed [the run's]")
     num: int = Field(1, ge=1, le=1000, description="seeds for each prompt, from the first one on [1]")
+    frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second, as there")
     no_ema: bool = Field(False, description="sample the trained weights, not their moving average")
     reward: list[Reward] = Field(
         [], description="rewards that score the clips, as --reward of reward finetuning [the run's]"
@@ -154,17 +155,18 @@ def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: l
                 problems.append(Problem(where, said if unknown else f"{key}: {said}"))
 
 
-def class_size(name: str, native: Size, geometry: Geometry) -> Size:
+def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -> Size:
     """The size of `lowNs` or `highNs`: N seconds at half or all of the height and width, as the model takes them.
 
     Args:
         name: of the preset.
         native: frames, height and width of what the run trains on.
         geometry: of the model.
+        frame_rate: of samples.
     """
     match = _CLASS.fullmatch(name)
     assert match is not None, name
-    frames = max(1, int(int(match["seconds"]) * geometry.fps) // geometry.temporal * geometry.temporal + 1)
+    frames = max(1, int(int(match["seconds"]) * frame_rate) // geometry.temporal * geometry.temporal + 1)
     factor, multiple = (2 if match["resolution"] == "low" else 1), geometry.size_multiple
     height, width = (max(multiple, side // factor // multiple * multiple) for side in native[1:])
     return frames, height, width

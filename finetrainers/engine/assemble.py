@@ -146,7 +146,7 @@ def _make_callbacks(
         callbacks += [tracker] if tracker is not None else []
         callbacks += [RewardFiles()] if "reward/" in headline else []
     if state.method.evaluates:
-        callbacks.append(MethodEvaluation(fps=checked.plan.fps))
+        callbacks.append(MethodEvaluation(fps=checked.geometry.fps))
     if encoded is not None:
         callbacks += _make_validations(state, checked, source, scheduler=scheduler, encoded=encoded)
     return callbacks if tracker is None else [*callbacks, TrackedMedia(tracker)]
@@ -157,8 +157,7 @@ def _make_validations(
 ) -> Iterator[Validation]:
     """What samples the validation prompts, and what samples the prompts that rewards score, unless these are the same."""
     config, scores = state.config, None
-    rate = config.validation.validation_frame_rate or checked.geometry.fps
-    changes = {"enable_model_cpu_offload": _offloads(state, checked), "validation_frame_rate": rate}
+    changes = {"enable_model_cpu_offload": _offloads(state, checked), "validation_frame_rate": checked.frame_rate}
     section = config.validation.model_copy(update=changes)
     due = _validation_schedule(state, source)
     if config.validation.eval_reward and not method_spec(config).samples:

@@ -132,10 +132,9 @@ def facts(state: TrainState, checked: Preflight) -> list[tuple[str, str]]:
     ]
     if checked.prompts:
         sampling, guidance = config.validation, config.validation.validation_guidance_scale
-        rate = sampling.validation_frame_rate or checked.geometry.fps
         shown = "the pipeline's own guidance" if guidance is None else f"guidance {guidance:g}"
         steps = f"{sampling.validation_inference_steps} denoising steps"
-        found.append(("samples", f"{steps}, {shown}, seed {config.training.seed}, {rate:g} fps"))
+        found.append(("samples", f"{steps}, {shown}, seed {config.training.seed}, {checked.frame_rate:g} fps"))
     return found
 
 

@@ -70,7 +70,7 @@ class RunMemory:
             sampled=tuple(prompt.size or checked.plan.size for prompt in checked.sampled),
             parts={part: size for part, size in parts.items() if size is not None},
             rewards=method.reward_bytes(checked.config),
-            scoring=method.scoring_bytes(checked.config, _largest_scored(checked, bucket), fps=checked.geometry.fps),
+            scoring=method.scoring_bytes(checked.config, _largest_scored(checked, bucket), fps=checked.frame_rate),
             checkpoint_bytes=needs.checkpoint,
             total=weights.total,
             trained=weights.trained,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,11 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
 {%- endfor %}
     height={{ plan.size[1] }},
     width={{ plan.size[2] }},
+{%- if takes_rate %}
+    frame_rate={{ "%g" % frame_rate }},
+{%- endif %}
 ).frames[0]
-encode_video(video, fps={{ fps }}, output_path="video.mp4")
+encode_video(video, fps={{ frame_rate | round | int }}, output_path="video.mp4")
 ```
 {% if comfyui %}
 ## Use in ComfyUI
@@ -182,7 +186,6 @@ def model_card(state: TrainState, checked: Preflight) -> str:
     root = state.run_dir.root
     samples = newest_samples(root, [prompt.prompt for prompt in checked.prompts])
     location = config.run.hub_model_id or str(config.run.output_dir)
-    changed = {name: value for name, value in changed_options(config).items() if not fields()[name].local}
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.from_string(_CARD).render(
         metadata=_metadata(config, samples, needs_image=needs_image).to_yaml(),
@@ -213,7 +216,8 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         comfyui=not packaged and _comfyui_reads(config),
         has_strength=spec.facts.trained == "transformer",
         example=checked.prompts[0].prompt if checked.prompts else plan.example,
-        fps=round(plan.fps) or round(checked.geometry.fps),
+        frame_rate=checked.frame_rate,
+        takes_rate="frame_rate" in signature(spec.pipeline_class.__call__).parameters,
         needs_image=needs_image,
         media=spec.facts.media,
         facts=facts(state, checked),
@@ -221,7 +225,7 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         memory=memory_table(state.memory.all_peaks),
         results=figures(root),
         held_out=f"{plan.noun}s",
-        settings=[(name, _shown(value)) for name, value in changed.items()],
+        settings=[(n, _shown(value)) for n, value in changed_options(config).items() if not fields()[n].local],
     )
 
 

@@ -20,7 +20,7 @@ from finetrainers.config.prompts import ValidationPrompt, parse_eval_prompts, pa
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO
 from finetrainers.config.values import split_part
-from finetrainers.data.buckets.frames import num_available, playback_fps
+from finetrainers.data.buckets.frames import num_available, playback_fps, sampling_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.status import UnusableError
@@ -72,6 +72,11 @@ class Preflight:
         """Size rules of the checkpoint."""
         return self.facts.geometry
 
+    @property
+    def frame_rate(self) -> float:
+        """Frames per second of samples."""
+        return self.config.validation.validation_frame_rate or self.geometry.fps
+
 
 def preflight(
     config: TrainConfig, *, preparing: bool = False, weights: bool = True, planner: Planner = plan_work
@@ -114,6 +119,7 @@ def preflight(
     start = None
     plan = None if method is None else _find_work(config, facts, method, planner, found)
     if plan is not None:
+        config = _with_frame_rate(config, sampling_fps(plan.rates, facts.geometry.fps), facts)
         check_control_videos(config, facts, [*prompts, *scored], plan.size, found)
     if plan is not None and not model_problems and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
@@ -329,6 +335,17 @@ def named_as_given(problems: list[Problem], initial: InitialWeights | None) -> l
     if initial is None or initial.kind != "full":
         return problems
     return [Problem("--init_from", p.message) if p.where == "--transformer_id" else p for p in problems]
+
+
+def _with_frame_rate(config: TrainConfig, rate: float, facts: Facts) -> TrainConfig:
+    """The configuration with the frame rate of samples, where none is given and it is not the model's own.
+
+    So it is in `config.toml`, and whoever samples from the run or from a checkpoint does it at the same rate.
+    """
+    if config.validation.validation_frame_rate is not None or rate == facts.geometry.fps:
+        return config
+    section = config.validation.model_copy(update={"validation_frame_rate": rate})
+    return config.model_copy(update={"validation": section})
 
 
 def check_control_videos(

@@ -117,8 +117,8 @@ class WorkPlan(Protocol):
         ...
 
     @property
-    def fps(self) -> float:
-        """Frame rate of the example; 0 if it is the model's own."""
+    def rates(self) -> Sequence[float]:
+        """Frame rates of the clips that are trained on; empty if they have the model's own."""
         ...
 
     def step_of(self, config: TrainConfig) -> str:

@@ -17,9 +17,10 @@ from finetrainers.config.watch import Preset, WatchSection, class_size, read_pre
 )
 def test_classes_follow_from_the_run_and_the_model(name: str, size: tuple[int, int, int]) -> None:
     geometry = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=24)
-    assert class_size(name, (49, 512, 704), geometry) == size
+    assert class_size(name, (49, 512, 704), geometry, 24) == size
     assert geometry.problems(*size) == []
-    assert class_size("low1s", (9, 32, 40), geometry)[1:] == (32, 32)
+    assert class_size("low1s", (9, 32, 40), geometry, 24)[1:] == (32, 32)
+    assert class_size("high4s", (49, 512, 704), geometry, 8) == (33, 512, 704)
 
 
 def test_presets_are_read_from_names_flags_and_a_file(tmp_path: Path) -> None:

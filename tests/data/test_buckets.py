@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.data.buckets.buckets import choose_bucket, cover_size, default_buckets
-from finetrainers.data.buckets.frames import is_slower, num_available, playback_fps, select_frames
+from finetrainers.data.buckets.frames import is_slower, num_available, playback_fps, sampling_fps, select_frames
 
 BUCKETS = [(17, 256, 256), (49, 512, 768), (49, 256, 384), (49, 768, 512), (1, 256, 256)]
 
@@ -45,6 +45,10 @@ def test_rates() -> None:
     assert playback_fps(30, 24) == 24
     assert playback_fps(12, 24) == 12
     assert playback_fps(24, 23.976) == 24  # the same rate in practice: nothing is dropped
+    assert sampling_fps([], 24) == sampling_fps([23.976, 24, 12], 24) == 24
+    assert sampling_fps([8, 24, 8], 24) == 8
+    assert sampling_fps([12, 15], 24) == 12  # one that clips have, not between them
+    assert sampling_fps([14.98765], 24) == 14.988
     assert is_slower(12, 24)
     assert not is_slower(23.976, 24)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from statistics import median_low
 from typing import Literal
 
 Selection = Literal["head", "middle", "random", "uniform", "chunk"]
@@ -24,6 +25,12 @@ def playback_fps(source_fps: float, target_fps: float) -> float:
 def is_slower(source_fps: float, target_fps: float) -> bool:
     """Whether a clip's own rate is lower than the target, beyond rounding."""
     return source_fps < target_fps * (1 - SAME_RATE)
+
+
+def sampling_fps(rates: Iterable[float], model_fps: float) -> float:
+    """The rate of samples of a model that was trained on clips of these rates: their median, or the model's own if it is nearly that."""
+    median = round(median_low([*rates] or [model_fps]), 3)
+    return model_fps if abs(median - model_fps) <= SAME_RATE * model_fps else median
 
 
 def num_available(num_frames: int, *, source_fps: float, fps: float) -> int:

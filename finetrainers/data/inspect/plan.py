@@ -104,9 +104,9 @@ class DatasetPlan:
         return self.clips[0].caption
 
     @property
-    def fps(self) -> float:
-        """Frame rate of the first clip."""
-        return self.clips[0].fps
+    def rates(self) -> list[float]:
+        """Frame rates of the videos that are trained on."""
+        return [item.fps for item in self.items if item.use == "train" and item.kind == "video" and item.fps]
 
     def write(self, path: Path) -> None:
         """Write the items, one JSON object a line, and next to them the file of several datasets."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.geometry import Geometry
 from finetrainers.config.given import Given
 from finetrainers.config.load import build_config, file_source
 from finetrainers.config.prompts import parse_validation_prompts
@@ -26,7 +25,7 @@ from ..preflight import check_tracker, resolve_family
 from ..sample.plan import SamplePlan, plan_targets, size_of_run
 from ..sample.weights import BASE, Target
 
-_TAKEN = ("prompts", "image", "video", "negative_prompt", "seed", "num", "no_ema")
+_TAKEN = ("prompts", "image", "video", "negative_prompt", "seed", "num", "frame_rate", "no_ema")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
     presets: dict[str, SamplePlan] = {}
     for name, preset in wanted.items():
         try:
-            sized = preset or Preset(size=class_size(name, _native(config, options, target), _geometry(config)))
+            sized = preset or Preset(size=_class_size(name, config, options, target))
             presets[name] = _plan(target, options, flags, sized, output_dir / name)
         except ConfigError as error:
             found.errors += error.problems
@@ -137,10 +136,13 @@ def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
     return size
 
 
-def _geometry(config: TrainConfig) -> Geometry:
-    """Of the model of a run, as far as its files are there."""
+def _class_size(name: str, config: TrainConfig, options: WatchSection, target: Target) -> Size:
+    """The size of a preset that follows from the run and its model, as far as the model's files are there."""
+    native = _native(config, options, target)
     config, family = resolve_family(config)
-    return family.facts_of(config.model).geometry
+    facts = family.facts_of(config.model)
+    rate = options.frame_rate or config.validation.validation_frame_rate or facts.geometry.fps
+    return class_size(name, native, facts.geometry, rate)
 
 
 def _rewards(config: TrainConfig, options: WatchSection, found: Findings) -> list[RewardEntry]:

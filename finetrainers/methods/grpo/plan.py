@@ -23,6 +23,7 @@ class PromptPlan:
         eval_prompts: to be evaluated on.
         size: of every clip, frames x height x width.
         num_tokens: video tokens of a clip, by which some schedules shift noise levels.
+        fps: frame rate at which rewards see the clips.
     """
 
     prompts: tuple[Prompt, ...]
@@ -43,6 +44,7 @@ class PromptPlan:
     encodes_clips = False
     texts = "prompts"
     size_option = "rollout_size"
+    rates = ()  # clips are sampled at the model's own
 
     @property
     def count(self) -> int:

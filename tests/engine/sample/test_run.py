@@ -88,6 +88,13 @@ def test_a_run_is_sampled_as_it_was_validated(
             code, found = sample(raw, "--no_ema", "--prompts", PROMPTS[0], "--output_dir", root / "raw" / raw.name)
             assert not np.array_equal(next(iter(found.values())), frames[2, 0, 0])
     if kind == "lora":
+        # At the frame rate of the clips, which is an input of this model, and so does who follows the card.
+        with av.open(str(next((root / "samples" / "sample").glob("*.mp4")))) as container:
+            assert container.streams.video[0].average_rate == 8
+        with av.open(str(next((root / "samples" / "step-000002").glob("*.mp4")))) as container:
+            assert container.streams.video[0].average_rate == 8
+        card = (root / "README.md").read_text()
+        assert ("frame_rate=8," in card, "fps=8, output_path" in card, "seed 5, 8 fps" in card) == (True, True, True)
         # A checkpoint that was copied elsewhere brings its options; a run without a result has its newest checkpoint.
         shutil.copytree(steps[1], root.parent / "copied")
         (root / "pytorch_lora_weights.safetensors").unlink()

@@ -80,7 +80,9 @@ def test_each_checkpoint_is_sampled_scored_sent_and_compared_once(
     assert [(one["step"], one["prompt"], one["seed"]) for one in records] == [
         (s, p, 5) for s in (1, 2) for p in PROMPTS
     ]
-    assert {one["size"] for one in lines(trained / "watch" / "low1s" / "scores.jsonl")} == {"25x32x32"}
+    assert {one["size"] for one in lines(trained / "watch" / "low1s" / "scores.jsonl")} == {
+        "9x32x32"
+    }  # at the 8 fps of the clips
     assert all(set(one["scores"]) == {"brightness", "contrast"} for one in records)
     means = [sum(one["scores"]["brightness"] for one in records if one["step"] == step) / 2 for step in (1, 2)]
     low = [one["scores"]["brightness"] for one in lines(trained / "watch" / "low1s" / "scores.jsonl")]
