@@ -163,12 +163,16 @@ def _weight_changes(a: Path, b: Path) -> Iterator[str]:
 
 
 def _tensor_places(path: Path) -> dict[str, Path]:
-    """File of every tensor, by `kind: name`; shards of a network count as one file."""
+    """File of every tensor but the optimizer's, by `kind: name`; shards of a network count as one file."""
     from safetensors import safe_open
+
+    from finetrainers.engine.checkpoints.manifest import is_optimizer_state
 
     places = {}
     for file in sorted(path.rglob("*.safetensors")):
         relative = file.relative_to(path)
+        if is_optimizer_state(relative.as_posix()):
+            continue
         kind = relative.parts[0] if len(relative.parts) > 1 else relative.stem
         with safe_open(file, framework="pt") as opened:
             places.update({f"{kind}: {name}": file for name in opened.keys()})  # noqa: SIM118 - no mapping

@@ -303,6 +303,9 @@ class TrainingSection(Section):
     async_checkpointing: bool = option(False, "Write checkpoints in the background, from a copy in host memory that holds "
         "the trained weights, the optimizer state and the EMA. Training waits only before the next update, until that copy is "
         "complete.", resume="free")
+    sharded_checkpoints: bool = option(True, "Let each process write and hash its part of a checkpoint, where processes "
+        "share the weights of a full finetuning (FSDP2). Without it, or on disks that not all machines see, rank 0 gathers "
+        "and writes everything. Both kinds resume on any number of processes.", resume="free")
     resume_from_checkpoint: Place | None = option(None, "Resume from `latest`, from a step number, or from a "
         "checkpoint directory. `auto` resumes from the newest complete checkpoint in `output_dir`, or starts a new run "
         "if there is none: use it in jobs that are requeued.", resume="unlisted", dumped=False, local=True)

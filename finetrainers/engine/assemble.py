@@ -31,6 +31,7 @@ from .callbacks.scores import SampleScores
 from .callbacks.tracking import TrackedMedia, Tracker
 from .callbacks.validation import Validation
 from .checkpoints.restore import check_restorable, restore
+from .checkpoints.save import shares_saving
 from .guards.memory import memory_advice
 from .load_work import load_texts, load_work
 from .memory_plan import offloads_samples
@@ -87,6 +88,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
         total_steps=total_steps, run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
         watchdog=watchdog, memory=memory, checkpoint_fields=start.checkpoint_fields(config),
         ema=make_ema(config, network), meter=measure_calls(spec, network),
+        shares_saving=shares_saving(config, parallel),
     )  # fmt: skip
     if activations is not None:
         state.guards.memory.recompute_more = partial(activations.recompute_more, state)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from huggingface_hub import HfApi
-from torch import Tensor
 
-from finetrainers.models.spec import DTYPES
+from finetrainers.models.spec import DTYPES, remove_full
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.versions import __version__
 
@@ -17,26 +16,33 @@ from .model_card import model_card
 from .preflight import Preflight
 from .start_report import print_line
 from .state import TrainState
-from .trainable import save_weights
+from .trainable import save_weights, shared_files, wanted_of
 
 
 def export(state: TrainState, checked: Preflight) -> None:
     """Write weights and model card into the run directory, and upload them if asked; every rank must call it."""
-    parallel = state.parallel
-    with state.ema_applied():
-        weights = parallel.full_state(state.transformer)
-        # Within the block: they refer to the network's weights, which change back at its end.
-        with parallel.raise_on_all_ranks("writing the results"):
-            if parallel.is_main:
-                _write(state, checked, weights)
-
-
-def _write(state: TrainState, checked: Preflight, weights: dict[str, Tensor]) -> None:
-    fault_point("export")
-    config = state.config
+    parallel, config, what = state.parallel, state.config, "writing the results"
     is_lora = config.training.training_type == "lora"
     dtype = torch.float32 if is_lora else DTYPES[config.model.transformer_dtype]
-    save_weights(state.run_dir.root, state=state, tensors=weights, dtype=dtype)
+    with state.ema_applied():
+        files = shared_files(state, dtype)
+        with parallel.raise_on_all_ranks(what):
+            fault_point("export")
+            if parallel.is_main and files is not None:
+                remove_full(state.run_dir.root / state.spec.facts.trained)
+        weights = parallel.full_state(state.transformer, wanted=wanted_of(files, parallel))
+        # Within the block: they refer to the network's weights, which change back at its end.
+        with parallel.raise_on_all_ranks(what):
+            if parallel.is_main or files is not None:
+                save_weights(state.run_dir.root, state=state, tensors=weights, dtype=dtype, files=files)
+    with parallel.raise_on_all_ranks(what):
+        if parallel.is_main:
+            _write_about(state, checked)
+
+
+def _write_about(state: TrainState, checked: Preflight) -> None:
+    """What is made of the results: the card, other formats, the upload."""
+    config = state.config
     write_grid(state.run_dir.root)
     (state.run_dir.root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
     if config.run.export_formats:

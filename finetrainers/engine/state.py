@@ -79,6 +79,7 @@ class TrainState:
         ema: moving average of the trained weights.
         meter: of the operations and tokens of the network's calls.
         step: optimizer steps taken.
+        shares_saving: whether each rank writes its part of the weights and of the optimizer's state.
         data_ahead: how many steps the data position is ahead of `step`, since a rollback skips data.
         oldest_rollback_step: the first step whose checkpoint has all parts that this run has.
         stopped_by: what stopped the run before its last step.
@@ -101,6 +102,7 @@ class TrainState:
     ema: EMA | None = None
     meter: FlopMeter | None = None
     step: int = 0
+    shares_saving: bool = False
     data_ahead: int = 0
     oldest_rollback_step: int = 0
     stopped_by: str | None = None

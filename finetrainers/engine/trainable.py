@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from huggingface_hub import StateDictSplit
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ from finetrainers.memory.casting import cast_adapter_for_each_use, enable_layerw
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.quantization import quantizable_layers, quantize_frozen, summary
 from finetrainers.models.registry import build_tiny
-from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.models.spec import DTYPES, ModelSpec, weight_files
+from finetrainers.parallel.strategy import Strategy, Wanted
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.hashed_files import Written
 from finetrainers.utils.seeding import derive_seed
@@ -32,6 +34,9 @@ from .initial_weights import LORA_FILE, InitialWeights, check_lora, is_expressio
 from .preflight import Preflight, named_as_given
 from .start_report import print_line
 from .state import TrainState
+
+#: Of the files that ranks share: smaller ones are many to open, for little to write at once.
+LEAST_FILE_BYTES = 256 << 20
 
 
 def trainable_dtype(config: TrainConfig) -> torch.dtype:
@@ -209,15 +214,22 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def save_weights(
-    directory: Path, *, state: TrainState, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    directory: Path,
+    *,
+    state: TrainState,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    files: StateDictSplit | None = None,
 ) -> dict[Path, Written]:
     """Write the trained weights in diffusers layout.
 
     Args:
         directory: gets `pytorch_lora_weights.safetensors`, or a folder named after the part that is trained.
         state: the run.
-        tensors: all weights of the network, gathered; of a LoRA the trained ones are enough.
+        tensors: all weights of the network, gathered; of a LoRA the trained ones are enough. With `files`, those of this
+            process.
         dtype: dtype on disk; None keeps the trained one.
+        files: of a network that several processes write.
 
     Returns:
         The weight files that were written.
@@ -228,7 +240,30 @@ def save_weights(
     weights = {name: tensor.detach().cpu().to(dtype or tensor.dtype).contiguous() for name, tensor in kept.items()}
     if is_lora:
         return state.spec.save_lora(directory, weights, state.network.peft_config["default"].to_dict())
-    return state.spec.save_full(directory, state.network, weights)
+    return state.spec.save_full(directory, state.network, weights, files)
+
+
+def shared_files(state: TrainState, dtype: torch.dtype | None = None) -> StateDictSplit | None:
+    """The weight files of a network whose ranks share the saving; None if rank 0 writes it alone.
+
+    Args:
+        state: the run.
+        dtype: dtype on disk; None keeps the trained one.
+    """
+    if not state.shares_saving:
+        return None
+    shapes = state.parallel.shapes(state.transformer)
+    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in shapes.items()}
+    share = -(-sum(tensor.nbytes for tensor in tensors.values()) // state.parallel.world_size)
+    return weight_files(tensors, at_most=max(share, LEAST_FILE_BYTES))
+
+
+def wanted_of(files: StateDictSplit | None, parallel: Strategy) -> Wanted | None:
+    """Which weights a rank writes: those of every N-th file; None if rank 0 writes all."""
+    if files is None:
+        return None
+    own = list(files.filename_to_tensors.values())[parallel.rank :: parallel.world_size]
+    return {name for names in own for name in names}.__contains__
 
 
 def load_lora_weights(directory: Path, transformer: nn.Module) -> None:

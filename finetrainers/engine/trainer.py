@@ -33,8 +33,8 @@ from .throughput import peak_flops, rates
 logger = logging.getLogger(__name__)
 
 _SAVING_TAKES = (
-    "A checkpoint is put together in host memory, under FSDP2 on rank 0 and of all ranks' parts; elsewhere "
-    "--async_checkpointing takes a copy of the whole training state"
+    "A checkpoint is put together in host memory: with --no-sharded_checkpoints under FSDP2 that of all ranks on rank 0; "
+    "--async_checkpointing takes a copy of what each rank writes"
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.utils import convert_unet_state_dict_to_peft
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -23,8 +23,8 @@ from .files import some
 from .lora_formats import Lora, of_state, read_foreign
 from .weights import non_finite
 
-#: Size of one weight file of a saved network.
-MAX_SHARD_SIZE = "10GB"
+#: Bytes of one weight file of a saved network.
+MAX_SHARD_SIZE = 10_000_000_000
 _SHARDS = "diffusion_pytorch_model{suffix}.safetensors"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -97,31 +97,67 @@ def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:
         raise ValueError(f"{path}: {error}") from None
 
 
-def save_full(directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[Path, Written]:
+def weight_files(tensors: Mapping[str, Tensor], *, at_most: int | None = None) -> StateDictSplit:
+    """The files that a network is written to, by diffusers' names.
+
+    Args:
+        tensors: all weights by name; those on the meta device will do.
+        at_most: bytes of a file; never more than `MAX_SHARD_SIZE`. A larger weight has a file of its own.
+    """
+    return split_torch_state_dict_into_shards(
+        dict(tensors), filename_pattern=_SHARDS, max_shard_size=min(at_most or MAX_SHARD_SIZE, MAX_SHARD_SIZE)
+    )
+
+
+def remove_full(directory: Path) -> None:
+    """Remove the weight files of a network that was written before; with other weights, it may have had more of them."""
+    for earlier in directory.glob(_SHARDS.format(suffix="*") + "*"):
+        earlier.unlink()
+
+
+def save_full(
+    directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor], *, files: StateDictSplit | None = None
+) -> dict[Path, Written]:
     """Write a network in diffusers layout with the given weights, in their dtype.
 
     `ModelMixin.save_pretrained` takes no state dict: it would write the network's own weights, which under
     sharding are not whole, and are not the moving average or the dtype asked for. `huggingface_hub.save_torch_state_dict`
     does not hash what it writes.
 
+    Args:
+        directory: the network's folder.
+        transformer: says what the network's config is.
+        state_dict: its weights, or, where processes write a network together, those of this process's files.
+        files: of the whole network, in a folder where none are (`remove_full`). The process that has the first file's
+            weights also writes the config and the index. None: all weights are given.
+
     Returns:
         The weight files that were written.
     """
+    tensors = {name: tensor.detach().cpu() for name, tensor in state_dict.items()}
+    if files is None:
+        remove_full(directory)
+    split = files or weight_files(tensors)
+    directory.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for number, (file, names) in enumerate(split.filename_to_tensors.items()):
+        if names[0] not in tensors:
+            continue
+        if number == 0:
+            _save_facts(directory, transformer, split)
+        path = directory / file
+        written[path] = save_safetensors({name: tensors[name] for name in names}, path, metadata={"format": "pt"})
+    return written
+
+
+def _save_facts(directory: Path, transformer: nn.Module, split: StateDictSplit) -> None:
+    """Write a network's config, and the index of its weight files if there are several."""
     network = unwrap(transformer)
     # FSDP2 gives the networks that it shards a class of its own.
     stock = next(cls.__name__ for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
     config = {**json.loads(network.to_json_string()), "_class_name": stock}
     write_text_atomic(directory / network.config_name, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for earlier in directory.glob(_SHARDS.format(suffix="*") + "*"):
-        earlier.unlink()
-    tensors = {name: tensor.detach().cpu() for name, tensor in state_dict.items()}
-    split = split_torch_state_dict_into_shards(tensors, filename_pattern=_SHARDS, max_shard_size=MAX_SHARD_SIZE)
-    written = {}
-    for file, names in split.filename_to_tensors.items():
-        path = directory / file
-        written[path] = save_safetensors({name: tensors[name] for name in names}, path, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         write_text_atomic(directory / (_SHARDS.format(suffix="") + ".index.json"), text)
-    return written

@@ -36,13 +36,15 @@ from .files import MODEL_INDEX, part_folder, read_configs, single_file
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
 from .lora_formats import Lora
 from .pixels import moments_of, to_unit_range
+from .saving import remove_full, weight_files
 from .sizes import frozen_bytes, vae_working_bytes
 from .tiling import fitted_vae, tiled_alike, tiled_for_memory
 from .weights import network_problems
 
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
-    "even_bounds", "fitted_vae", "frozen_bytes", "input_dtype", "pixel_size", "tiled_for_memory", "to_unit_range", "unwrap", "vae_working_bytes",
+    "even_bounds", "fitted_vae", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory", "to_unit_range", "unwrap",
+    "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 
 #: Bytes above which the VAE works on one clip at a time, and above which on tiles of a clip. It is what an 80 GB GPU has left
@@ -587,11 +589,11 @@ class ModelSpec(ABC):
         return f'{part}.load_lora_adapter({place}, prefix="{part}", weight_name="{saving.LORA_FILE}")'
 
     def save_full(
-        self, directory: Path, transformer: nn.Module, state_dict: Mapping[str, Tensor]
+        self,
+        directory: Path,
+        transformer: nn.Module,
+        state_dict: Mapping[str, Tensor],
+        files: saving.StateDictSplit | None = None,
     ) -> dict[Path, Written]:
-        """Write the network that is trained into a folder of its part's name in diffusers layout, in the weights' dtype.
-
-        Returns:
-            The weight files that were written.
-        """
-        return saving.save_full(directory / self.facts.trained, transformer, state_dict)
+        """`saving.save_full` of the network that is trained, in a folder of its part's name."""
+        return saving.save_full(directory / self.facts.trained, transformer, state_dict, files=files)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from .strategy import Load, MakeOptimizer, Strategy, Swap
+from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted
 
 #: What is averaged at once: enough to use the network well, and little memory.
 _BUCKET_BYTES = 25 << 20
@@ -55,7 +55,7 @@ class DDP(Strategy):
             for gradient, averaged in zip(some, _unflatten_dense_tensors(flat, some), strict=True):
                 gradient.copy_(averaged)
 
-    def full_state(self, model: nn.Module) -> dict[str, Tensor]:
+    def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
         return self.unwrap(model).state_dict()
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -30,7 +32,8 @@ from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 
 from .sharding import USE_FSDP
-from .strategy import Load, MakeOptimizer, Strategy, Swap, below_wrapper
+from .slices import Slices, read_into, renamed, slices_of, trained_names
+from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, below_wrapper
 
 
 class FSDP(Strategy):
@@ -40,6 +43,7 @@ class FSDP(Strategy):
     weights_are_whole = False
     weights_are_plain = False
     updates_shards = True
+    shares_saving = True
     why_no_retry = (
         "with sharded weights the other ranks wait within the step: halve --batch_size and double "
         "--gradient_accumulation_steps"
@@ -147,23 +151,51 @@ class FSDP(Strategy):
 
     # ---- what a checkpoint takes -------------------------------------------------------------------------------
 
-    def full_state(self, model: nn.Module) -> dict[str, Tensor]:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        gathered = get_model_state_dict(model, options=options)
-        return {name: _whole(tensor) for name, tensor in gathered.items()}
+    def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in self._weights(model).items():
+            # Gathered on the device, also from parts in host memory.
+            on_device = tensor.to(self.device)
+            whole = on_device.full_tensor() if isinstance(on_device, DTensor) else tensor
+            if self.is_main if wanted is None else wanted(name):
+                found[name] = _whole(whole.cpu())
+        return found
+
+    def shapes(self, model: nn.Module) -> dict[str, Tensor]:
+        return {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in self._weights(model).items()
+        }
+
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Trained weights and buffers by name, as this process has them."""
+        return dict(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))  # type: ignore[arg-type]
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state: dict[str, Any] = get_optimizer_state_dict(model, below_wrapper(optimizer), options=options)
         if not state:
             return {}  # not rank 0
-        numbers = {name: number for number, name in enumerate(_trained_names(model))}
-        return tree_map(_whole, _renamed(state, numbers))
+        numbers = {name: number for number, name in enumerate(trained_names(model))}
+        return tree_map(_whole, renamed(state, numbers))
 
     def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-        named = _renamed(state, dict(enumerate(_trained_names(model))))
+        named = renamed(state, dict(enumerate(trained_names(model))))
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(model, below_wrapper(optimizer), named, options=options)
+
+    def optimizer_slices(self, model: nn.Module, optimizer: Any) -> Slices | None:
+        state = get_optimizer_state_dict(model, below_wrapper(optimizer))
+        return slices_of(state, rank=self.rank, size=self.world_size)
+
+    def load_optimizer_slices(self, model: nn.Module, optimizer: Any, folder: Path, values: Mapping[str, Any]) -> None:
+        # Of zeros, in the memory that it will have.
+        state: dict[str, Any] = get_optimizer_state_dict(model, below_wrapper(optimizer))
+        read_into(state, folder, group=self._idle_group)
+        for key, number in values["numbers"].items():
+            weight, _, name = key.rpartition("/")
+            state["state"][weight][name] = number
+        set_optimizer_state_dict(model, below_wrapper(optimizer), {**state, "param_groups": values["param_groups"]})
 
 
 def shard(
@@ -254,16 +286,3 @@ def _whole(value: Any) -> Any:
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
         return value.clone()
     return value
-
-
-def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other names, or numbers, for the weights."""
-    return {
-        "state": {names[weight]: values for weight, values in state["state"].items()},
-        "param_groups": [{**g, "params": [names[weight] for weight in g["params"]]} for g in state["param_groups"]],
-    }
-
-
-def _trained_names(model: nn.Module) -> list[str]:
-    """Names of the trained weights, in the order in which the optimizer has them."""
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -26,12 +26,17 @@ from finetrainers.utils.text import plural
 
 from .ranks import Ranks
 
+if TYPE_CHECKING:
+    from .slices import Slices
+
 #: Where a checkpoint has DeepSpeed's own files.
 DEEPSPEED_FOLDER = "deepspeed"
 #: Gives a network, on the CPU.
 Load = Callable[[], nn.Module]
 #: Builds the optimizer over weights.
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+#: Whether a process wants a weight, by its name.
+Wanted = Callable[[str], bool]
 #: Takes frozen weights out of the strategy's hands before it moves, broadcasts or splits any: those weights, by name.
 Swap = Callable[[nn.Module], Mapping[str, nn.Parameter]]
 
@@ -46,6 +51,7 @@ class Strategy(Ranks):
         compiles_blocks: whether a block may be compiled as one graph; not so if its weights are gathered within.
         takes_integer_weights: whether frozen weights may be integers, the codes of quantized ones.
         uses_autocast: whether a mixed precision is that of autocast.
+        shares_saving: whether each process may write its part of a checkpoint.
         writes_own_files: whether only the strategy can write the optimizer's state, on all processes, while training waits.
         updates_shards: whether the optimizer is given parts of weights.
         can_drop_gradients: whether gradients can be dropped without an update, wherever a step has got to.
@@ -63,6 +69,7 @@ class Strategy(Ranks):
     compiles_blocks = True
     takes_integer_weights = True
     uses_autocast = True
+    shares_saving = False
     writes_own_files = False
     updates_shards = False
     can_drop_gradients = True
@@ -245,8 +252,17 @@ class Strategy(Ranks):
         return unwrap(model)  # accelerate's function imports DeepSpeed to ask whether it is one of its own
 
     @abstractmethod
-    def full_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Trained weights and buffers by name, gathered over ranks, which must all call it. Whole on rank 0 only."""
+    def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
+        """Trained weights and buffers by name, gathered over ranks one by one; every rank must call it.
+
+        Args:
+            model: the wrapped network.
+            wanted: which of them this rank is given; None: rank 0 is given all, and what others get has no use.
+        """
+
+    def shapes(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole tensors of `full_state`, in its order, on the meta device."""
+        raise NotImplementedError("only strategies whose processes share the saving say it")
 
     @abstractmethod
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
@@ -258,6 +274,23 @@ class Strategy(Ranks):
     @abstractmethod
     def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
         """Continue from what `optimizer_state` returned under any strategy; every rank must call it with all of it."""
+
+    def optimizer_slices(self, model: nn.Module, optimizer: Any) -> Slices | None:
+        """This rank's slices of the optimizer's state, where ranks can write them; every rank must call it."""
+        return None
+
+    def load_optimizer_slices(self, model: nn.Module, optimizer: Any, folder: Path, values: Mapping[str, Any]) -> None:
+        """Continue from the slices of any number of ranks; every rank must call it.
+
+        Args:
+            model, optimizer: as `prepare` returned them.
+            folder: of the slices.
+            values: `Slices.values`.
+        """
+        from .slices import read_whole, renamed, trained_names
+
+        numbers = {name: number for number, name in enumerate(trained_names(self.unwrap(model)))}
+        self.load_optimizer(model, optimizer, renamed(read_whole(folder, values), numbers))
 
     def save_own_files(self, directory: Path) -> None:
         """Write into a checkpoint what the strategy alone can; every rank must call it."""

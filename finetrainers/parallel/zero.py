@@ -24,7 +24,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.utils.launch import says_yes
 
 from .sharding import USE_DEEPSPEED
-from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Strategy, Swap
+from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Strategy, Swap, Wanted
 
 _TAG = "state"
 
@@ -144,7 +144,7 @@ class ZeRO(Strategy):
 
     # ---- what a checkpoint takes -------------------------------------------------------------------------------
 
-    def full_state(self, model: nn.Module) -> dict[str, Tensor]:
+    def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
         from deepspeed import zero
 
         network = self.unwrap(model)

@@ -84,9 +84,14 @@ def fsync_tree(root: Path) -> None:
         if path.is_dir():
             fsync_dir(path)
         else:
-            with open(path, "r+b" if os.name == "nt" else "rb") as file:  # Windows flushes what is open for writing
-                os.fsync(file.fileno())
+            fsync_file(path)
     fsync_dir(root)
+
+
+def fsync_file(path: Path) -> None:
+    """Flush a file to disk."""
+    with open(path, "r+b" if os.name == "nt" else "rb") as file:  # Windows flushes what is open for writing
+        os.fsync(file.fileno())
 
 
 def fsync_dir(path: Path) -> None:

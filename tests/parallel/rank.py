@@ -3,6 +3,7 @@
 Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank),
 `_slow_saving` (seconds), `_zero_stage` (of DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of NaN)
 `_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
+`_least_file_bytes` (of weight files that ranks share),
 and `_sharing` (whether all ranks train on the same samples, as they would if a sample was split over them).
 """
 
@@ -74,6 +75,8 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
         patch.setattr(Ranks, "data_rank", 0)
         patch.setattr(Ranks, "data_size", 1)
         patch.setattr("finetrainers.engine.preflight.launched_processes", lambda: 1)
+    if "_least_file_bytes" in options:
+        patch.setattr("finetrainers.engine.trainable.LEAST_FILE_BYTES", options.pop("_least_file_bytes"))
     measured_on = options.pop("_measured_on", None)
     if measured_on is not None:
         patch.setattr(activation_memory, "_machine", lambda *_: (Machine(2.0**40, 2.0**40, 1e9, 1.0), 0.0))

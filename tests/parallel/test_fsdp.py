@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import LTXVideoTransformer3DModel
 from real_process import Python
 from safetensors.torch import load_file
 from torch import nn
 
 from finetrainers.config.load import load_config
+from finetrainers.engine.checkpoints.find import read_state
+from finetrainers.engine.checkpoints.manifest import damage, read_manifest
 from finetrainers.engine.training import train
 from finetrainers.parallel.fsdp import modules_of_another_dtype
+from finetrainers.parallel.slices import read_whole
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +41,16 @@ PAIRS = {"method": "dpo", **FULL, "gradient_accumulation_steps": 1, "eval_num_it
 QUANTIZED = {**LORA, "quantize_frozen": "int8"}
 JOBS: dict[str, dict[str, Any]] = {
     "lora": {**LORA, **SAMPLES},
-    "full": {**FULL, "checkpointing_steps": 1, "async_checkpointing": True},
-    "resumed": {**FULL, "resume_from_checkpoint": "1", "activation_memory": "keep_attention"},
+    "full": {**FULL, "checkpointing_steps": 1, "async_checkpointing": True, "_least_file_bytes": 1000},
+    "a part fails": {**FULL, "checkpointing_steps": 1, "async_checkpointing": True, "_fail_saving_on": 1},
+    "gathered": {**FULL, "checkpointing_steps": 1, "sharded_checkpoints": False},
+    "resumed": {
+        **FULL,
+        "resume_from_checkpoint": "1",
+        "activation_memory": "keep_attention",
+        "_least_file_bytes": 1000,
+    },
+    "regrouped": {**FULL, **HYBRID, "resume_from_checkpoint": "{root}/full/checkpoints/step-1"},
     "hybrid": {**LORA, **HYBRID, "dry_batches": "on"},
     "offloaded": MIXED,
     "pairs": PAIRS,
@@ -63,6 +76,7 @@ def jobs(
     """The run directories' parent, and what both ranks saw, by job."""
     root = tmp_path_factory.mktemp("fsdp")
     todo = {name: options(root / {"resumed": "full"}.get(name, name), **changes) for name, changes in JOBS.items()}
+    todo = json.loads(json.dumps(todo).replace("{root}", str(root)))
     launcher = ["accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes", "2"]
     return root, launch([*launcher, "--mixed_precision", "no"], todo, root, TORCHDYNAMO_DISABLE="1")
 
@@ -95,7 +109,8 @@ def curve(records: list[dict[str, Any]], *names: str) -> torch.Tensor:
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     lora = directory / "pytorch_lora_weights.safetensors"
-    return load_file(lora if lora.is_file() else directory / "transformer" / "diffusion_pytorch_model.safetensors")
+    files = [lora] if lora.is_file() else sorted((directory / "transformer").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def close(ours: dict[str, Any], theirs: dict[str, Any], *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
@@ -173,14 +188,70 @@ def test_resuming_changes_nothing(jobs: Any) -> None:
 
 
 def test_a_checkpoint_is_what_one_process_would_have_saved(jobs: Any, single: dict[str, Path]) -> None:
-    """Weights and optimizer are whole and named as by one process: any strategy but DeepSpeed continues from them."""
-    ours, theirs = jobs[0] / "full" / "checkpoints" / "step-2", single["full"] / "checkpoints" / "step-2"
+    """Gathered weights and optimizer are whole and named as by one process: any strategy but DeepSpeed continues from them."""
+    ours, theirs = jobs[0] / "gathered" / "checkpoints" / "step-2", single["full"] / "checkpoints" / "step-2"
     close(weights(ours), weights(theirs))
     found, expected = (torch.load(path / "optimizer.pt", weights_only=True) for path in (ours, theirs))
     assert found["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
     assert found["state"].keys() == expected["state"].keys()
     for number, values in expected["state"].items():
         close(found["state"][number], values, rtol=1e-4)
+
+
+def test_each_process_writes_its_part(jobs: Any) -> None:
+    """Put together, the parts are what rank 0 gathers, bit for bit; torch's own reader puts them together."""
+    parts, gathered = (jobs[0] / name / "checkpoints" / "step-2" for name in ("full", "gathered"))
+    files = read_manifest(parts)["files"]
+    assert sum(name.startswith("transformer/diffusion_pytorch_model-") for name in files) > 2
+    assert {f"optimizer/shard-0000{rank}-of-00002.safetensors" for rank in (1, 2)} < files.keys()
+    assert "optimizer.pt" not in files
+    assert damage(parts, contents=True) is None
+    close(weights(parts), weights(gathered), rtol=0, atol=0)
+    stock = LTXVideoTransformer3DModel.from_pretrained(parts / "transformer")
+    close(dict(stock.state_dict()), weights(gathered), rtol=0, atol=0)
+    values = read_state(parts)["optimizer"]
+    found = read_whole(parts / "optimizer", values)
+    expected = torch.load(gathered / "optimizer.pt", weights_only=True)
+    names = values["param_groups"][0]["params"]
+    assert len(names) == len(expected["state"]) == len(found["state"])
+    for number, name in enumerate(names):
+        close(found["state"][name], expected["state"][number], rtol=0, atol=0)
+
+
+def test_parts_are_continued_in_other_groups(jobs: Any) -> None:
+    """Two parts are read by processes that hold everything each, and one of them writes: the others have copies."""
+    root, (rank, _) = jobs
+    columns = ("loss", "grad_norm")
+    assert torch.equal(curve(rank["full"]["metrics"], *columns)[1:], curve(rank["regrouped"]["metrics"], *columns))
+    found, expected = (root / name / "checkpoints" / "step-2" for name in ("regrouped", "gathered"))
+    assert [path.name for path in (found / "optimizer").iterdir()] == ["shard-00001-of-00002.safetensors"]
+    close(weights(found), weights(expected))  # norms are summed in another order
+    values = read_state(found)["optimizer"]
+    names, state = values["param_groups"][0]["params"], read_whole(found / "optimizer", values)["state"]
+    for number, one in torch.load(expected / "optimizer.pt", weights_only=True)["state"].items():
+        close(state[names[number]], one, rtol=1e-4)
+
+
+def test_a_part_that_cannot_be_written_ends_the_run_on_all_ranks(jobs: Any) -> None:
+    root, found = jobs
+    assert "no space left on device" in found[1]["a part fails"]["error"]
+    assert "failed on another rank: rank 1: no space left" in found[0]["a part fails"]["error"]
+    assert list((root / "a part fails" / "checkpoints").iterdir()) == []
+
+
+def test_parts_are_continued_by_one_process(
+    jobs: Any, single: dict[str, Path], options: Callable[..., dict], tmp_path: Path
+) -> None:
+    shutil.copytree(jobs[0] / "full" / "checkpoints" / "step-1", tmp_path / "checkpoints" / "step-1")
+    changes = {**FULL, "gradient_accumulation_steps": 4, "resume_from_checkpoint": "latest"}
+    train(load_config(**options(tmp_path, **changes)))
+    close(weights(tmp_path), weights(single["full"]))
+    found, expected = (
+        torch.load(root / "checkpoints" / "step-2" / "optimizer.pt", weights_only=True)["state"]
+        for root in (tmp_path, single["full"])
+    )
+    for number, values in expected.items():
+        close(found[number], values, rtol=1e-4)
 
 
 def test_what_parts_cannot_do_is_refused(jobs: Any) -> None:
@@ -218,6 +289,7 @@ def test_sizes_that_do_not_divide_and_two_dtypes(
         kept = "time_embed" in name or "norm_q" in name
         assert torch.equal(saved[name], value if kept else value.bfloat16()), name
         assert torch.equal(exported[name], value.bfloat16()), name
+    # Torchao's rounded weights have a state that is not sliced: rank 0 writes it.
     optimizer = torch.load(tmp_path / "run" / "checkpoints" / "step-1" / "optimizer.pt", weights_only=True)
     assert all(
         value.untyped_storage().nbytes() == value.nbytes

@@ -1,4 +1,4 @@
-"""Asynchronous checkpointing: one save at a time in a background thread, started and ended by all ranks together."""
+"""A save as all ranks do it together, and asynchronous checkpointing: one save at a time in a background thread."""
 
 from __future__ import annotations
 
@@ -6,23 +6,70 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetrainers.parallel.strategy import Strategy
+    from finetrainers.parallel.ranks import Ranks
 
     from ..watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Job:
+    """A save.
+
+    Attributes:
+        what: names it in errors.
+        write: what this rank does, alone and in any thread; None: nothing.
+        publish: what rank 0 does once all have, with what `write` returned on each rank; None: nothing.
+        discarded: around all that: removes what was written if any rank failed.
+    """
+
+    what: str
+    write: Callable[[], Any] | None
+    publish: Callable[[list[Any]], None] | None = None
+    discarded: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def run(self, parallel: Ranks) -> None:
+        """Save while training waits; every rank must call it.
+
+        Raises:
+            Exception: it failed. On every rank.
+        """
+        written, error = None, None
+        try:
+            written = None if self.write is None else self.write()
+        except Exception as caught:
+            error = caught
+        self.conclude(parallel, written, error)
+
+    def conclude(self, parallel: Ranks, written: Any, error: Exception | None) -> None:
+        """Once this rank has written, or failed to: publish, if all have written; every rank must call it.
+
+        Raises:
+            Exception: it failed. On every rank.
+        """
+        with self.discarded():  # when no rank writes any more
+            parallel.raise_if_any_failed(error, self.what)
+            if self.publish is None:
+                return
+            parts = parallel.gather_objects([written])
+            with parallel.raise_on_all_ranks(self.what):
+                if parallel.is_main:
+                    self.publish(parts)
+
+
 class BackgroundSave:
-    """A save that rank 0 writes while all ranks train on.
+    """A save that a thread writes, on rank 0 or on each, while all ranks train on.
 
     The thread talks to no other rank. `start`, `poll` and `wait` do, and every rank must call them at the same points.
     """
 
-    def __init__(self, *, parallel: Strategy, watchdog: Watchdog) -> None:
+    def __init__(self, *, parallel: Ranks, watchdog: Watchdog) -> None:
         """Args:
         parallel: the ranks.
         watchdog: its limit of the section `checkpoint` also bounds the thread.
@@ -30,13 +77,13 @@ class BackgroundSave:
         self._parallel = parallel
         self._watchdog = watchdog
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._future: Future[None] | None = None  # on the rank that writes
-        self._what: str | None = None  # on every rank, while one is in flight
+        self._future: Future[Any] | None = None  # on a rank that writes
+        self._job: Job | None = None  # on every rank, while one is in flight
 
     @property
     def in_flight(self) -> bool:
         """Whether a save has begun and, as far as all ranks know, not ended."""
-        return self._what is not None
+        return self._job is not None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -47,50 +94,46 @@ class BackgroundSave:
             self._executor.shutdown(wait=True)
             # Something else has ended this rank, so the others cannot be told any more.
             error = None if self._future is None else self._future.exception()
-            if error is not None:
-                logger.error("%s failed", self._what, exc_info=error)
+            if error is not None and self._job is not None:
+                logger.error("%s failed", self._job.what, exc_info=error)
 
     def prepare(self, job: Callable[[], None]) -> None:
         """Let the thread do something before the first save; its error is left to the save, which does it again."""
         self._executor.submit(job)
 
-    def start(self, job: Callable[[], None] | None, *, what: str) -> None:
-        """Begin a save; none may be in flight.
+    def start(self, job: Job) -> None:
+        """Begin a save; none may be in flight."""
+        assert self._job is None, f"{self._job.what} has not ended"
+        self._job = job
+        self._future = None if job.write is None else self._executor.submit(self._run, job.write)
 
-        Args:
-            job: writes everything; None on ranks that write nothing.
-            what: names it in errors.
-        """
-        assert not self.in_flight, f"{self._what} has not ended"
-        self._what = what
-        self._future = None if job is None else self._executor.submit(self._run, job)
-
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], Any]) -> Any:
         with self._watchdog.in_thread("checkpoint"):
-            job()
+            return write()
 
     def poll(self) -> None:
-        """Once the save in flight has ended, forget it; call it after every step. Costs nothing without one.
+        """Once the save in flight has ended on all ranks, conclude it; call it after every step. Costs nothing without one.
 
         Raises:
             Exception: it failed. On every rank.
         """
-        if self._what is None:
+        if self._job is None:
             return
         writing = self._future is not None and not self._future.done()
         if self._parallel.max_on_host([int(writing)]) == [0]:
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the save in flight; whether there was one.
+        """Wait for the save in flight, and conclude it; whether there was one.
 
         Raises:
             Exception: it failed. On every rank.
         """
-        if self._what is None:
+        if self._job is None:
             return False
         error = None if self._future is None else self._future.exception()
         assert error is None or isinstance(error, Exception)
-        what, self._what, self._future = self._what, None, None
-        self._parallel.raise_if_any_failed(error, what)
+        written = None if self._future is None or error is not None else self._future.result()
+        job, self._job, self._future = self._job, None, None
+        job.conclude(self._parallel, written, error)
         return True

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 #: Layout of checkpoint directories. 1 had no manifest, so that nothing vouches for what it holds; 2 did not say which way the
 #: run had gone through its data.
 FORMAT = 3
+#: The same, with the optimizer's state in slices: earlier versions look for it in one file.
+SLICED_FORMAT = 4
 #: Ending of a checkpoint's name while another one of the same step takes its place.
 REPLACED = ".replaced"
 #: What is said of a checkpoint that cannot be resumed, because `finetrainers sync` has copied it, and not its optimizer.
@@ -154,6 +156,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         ValueError: it is of another version.
     """
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    if state["format"] != FORMAT:
-        raise ValueError(f"{checkpoint} has checkpoint format {state['format']}; this version reads {FORMAT}")
+    if state["format"] not in (FORMAT, SLICED_FORMAT):
+        raise ValueError(
+            f"{checkpoint} has checkpoint format {state['format']}; this version reads {FORMAT} and {SLICED_FORMAT}"
+        )
     return state

@@ -25,7 +25,7 @@ _INFORMATIVE: dict[str, type | tuple[type, ...]] = {"packages": dict, "config": 
 #: Without it there is nothing to continue.
 _STATE = "state.json"
 #: Files and folders that only resuming needs: a copy of a checkpoint to sample from may lack them.
-_OPTIMIZER = ("optimizer.pt", "deepspeed")
+_OPTIMIZER = ("optimizer.pt", "optimizer", "deepspeed")
 
 
 def write_manifest(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.optim.table import RECIPES, resolve_name
+from finetrainers.parallel.slices import SLICES_FOLDER
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.faults import fault_point
 
@@ -85,7 +86,10 @@ def _restore_optimizer(state: TrainState, directory: Path, *, scaler_state: Mapp
     """Restore the optimizer's state and the fp16 gradient scaler's."""
     parallel = state.parallel
     parallel.load_own_files(directory)
-    if not parallel.writes_own_files:
+    if (directory / SLICES_FOLDER).is_dir():
+        values = read_state(directory)["optimizer"]
+        parallel.load_optimizer_slices(state.transformer, state.optimizer, directory / SLICES_FOLDER, values)
+    elif not parallel.writes_own_files:
         # Torchao allows the classes of its state when it is imported, as it was to make the optimizer.
         loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
         parallel.load_optimizer(state.transformer, state.optimizer, loaded)

@@ -1,5 +1,8 @@
 """Checkpoints of the whole training state: snapshot, write under a temporary name, seal, rename, prune older ones.
 
+Where processes share the weights of a full finetuning, each of them writes and hashes its part (`--sharded_checkpoints`):
+whole weight files, and its slices of the optimizer's state. Rank 0 publishes the checkpoint when all have ended.
+
 With `--async_checkpointing` all from the writing on happens in a thread, on a copy of the snapshot in host memory. The
 thread makes that copy too, and training waits for it before it changes what is copied.
 
@@ -22,17 +25,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from finetrainers.parallel.strategy import below_wrapper
+from finetrainers.config.root import TrainConfig
+from finetrainers.parallel.slices import Slices
+from finetrainers.parallel.strategy import Strategy, below_wrapper
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
-from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.files import fsync_file, write_json_atomic
 from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensors
 
 from ..run_dir import package_versions
 from ..state import TrainState
-from ..trainable import save_weights, trainable_parameters
-from .async_save import BackgroundSave
-from .find import FORMAT, checkpoints_dir
+from ..trainable import save_weights, shared_files, trainable_parameters, wanted_of
+from .async_save import BackgroundSave, Job
+from .find import FORMAT, SLICED_FORMAT, checkpoints_dir
 from .publish import discarded_on_error, prune, publish, published_size, reserve, temporary_of
 from .staging import Staging, parts_of, tensors_in
 
@@ -51,28 +56,30 @@ class DivergedError(ExpectedError, FloatingPointError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What rank 0 writes. Writing and publishing need nothing else of the run.
+    """What a rank writes: rank 0 everything, unless ranks share the saving. Writing needs nothing else of the run.
 
     Attributes:
-        state: `state.json`.
+        state: `state.json`; None: another rank writes it.
         trained: the trained weights by name, as they are written.
         write_weights: see `trainable.save_weights`; its `tensors` are these, or a copy.
         files: the other tensors, by the safetensors file that they go to.
-        optimizer: its state; None where the strategy writes its own.
+        optimizer: its state; None where it is in slices, and where the strategy writes its own.
+        slices: this rank's slices of the optimizer's state, where ranks share the saving.
         facts: what the manifest says besides the files.
     """
 
-    state: dict[str, Any]
+    state: dict[str, Any] | None
     trained: dict[str, Tensor]
     write_weights: Callable[..., dict[Path, Written]]
     files: dict[str, dict[str, Tensor]]
     optimizer: dict[str, Any] | None
     facts: dict[str, Any]
+    slices: Slices | None = None
 
     @property
     def content(self) -> tuple[Any, ...]:
         """What refers to the training's own tensors."""
-        return self.state, self.trained, self.files, self.optimizer
+        return self.state, self.trained, self.files, self.optimizer, self.slices and self.slices.tensors
 
     def on_host(self, staging: Staging, *, spare: Iterable[Tensor] = ()) -> tuple[Snapshot, Callable[[], None]]:
         """A copy in host memory, which no later step changes; the snapshot itself refers to the training's own tensors.
@@ -86,12 +93,13 @@ class Snapshot:
         """
         # A method changes its tensors when it likes, the others change in the update and for sampling.
         copied, fill = staging.begin(self.content, at_once=self.files.get(_METHOD_FILE, {}), spare=spare)
-        state, trained, files, optimizer = copied
-        return replace(self, state=state, trained=trained, files=files, optimizer=optimizer), fill
+        state, trained, files, optimizer, tensors = copied
+        slices = None if self.slices is None else replace(self.slices, tensors=tensors)
+        return replace(self, state=state, trained=trained, files=files, optimizer=optimizer, slices=slices), fill
 
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = tensors_in([self.trained, self.files, self.optimizer])
+        tensors = tensors_in(self.content)
         return sum(part.nbytes for tensor in tensors for part in parts_of(tensor))
 
     def check_finite(self) -> None:
@@ -104,7 +112,7 @@ class Snapshot:
             for name, tensor in tensors.items():
                 if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
                     raise DivergedError(
-                        f"{name} ({place}) holds NaN or Inf at step {self.state['step']}: training has diverged, and no "
+                        f"{name} ({place}) holds NaN or Inf at step {self.facts['step']}: training has diverged, and no "
                         "checkpoint of it is published. Continue from an earlier one with a lower --lr or --max_grad_norm"
                     )
 
@@ -122,9 +130,13 @@ class Snapshot:
                 torch.save(self.optimizer, cast(IO[bytes], file))  # it only writes and flushes
             written[path] = file.written()
         for name, tensors in self.files.items():
-            on_host = {key: tensor.detach().cpu() for key, tensor in tensors.items()}
-            written[directory / name] = save_safetensors(on_host, directory / name)
-        write_json_atomic(directory / "state.json", self.state)
+            written[directory / name] = save_safetensors(_on_host(tensors), directory / name)
+        if self.slices is not None and self.slices.tensors:
+            path = directory / self.slices.file
+            path.parent.mkdir(exist_ok=True)
+            written[path] = save_safetensors(_on_host(self.slices.tensors), path, metadata=self.slices.metadata)
+        if self.state is not None:
+            write_json_atomic(directory / "state.json", self.state)
         return written
 
 
@@ -151,29 +163,32 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
     with parallel.raise_on_all_ranks(what):
         fault_point("save")
         snapshot = take_snapshot(state)
+    needed = snapshot.num_bytes()
+    if state.shares_saving:
+        needed = sum(parallel.gather_objects([needed]))
+    with parallel.raise_on_all_ranks(what):
         if parallel.is_main:
-            reserve(final, needed=_bytes_needed(state, snapshot))
-    job = None
+            reserve(final, needed=_room_needed(state, needed, snapshot))
     with discarded_on_error(final), parallel.raise_on_all_ranks(what):  # in this order: then no rank writes any more
         parallel.save_own_files(temporary_of(final))
-        if parallel.is_main:
-            job = _job(state, snapshot, final, started=started, in_background=in_background)
+        job = _job(state, snapshot, final, started=started, in_background=in_background)
     if in_background:
-        background.start(job, what=what)
-        return final
-    with parallel.raise_on_all_ranks(what):
-        if job is not None:
-            job()
+        background.start(job)
+    else:
+        job.run(parallel)
     return final
 
 
 def reserve_memory(state: TrainState, background: BackgroundSave) -> None:
-    """Let the thread of the rank that writes get host memory for the first copy, while training goes on; after an update.
+    """Let the thread of a rank that writes get host memory for the first copy, while training goes on; after an update.
 
-    What is gathered from other processes is not copied, so that there is little to get. Other ranks need not call this: where
-    weights are whole, a snapshot asks nobody.
+    Every rank must call it. What is gathered from other processes is not copied, so that no memory is needed for it.
     """
-    if state.parallel.is_main and state.parallel.weights_are_whole:
+    if state.shares_saving:
+        slices = state.parallel.optimizer_slices(state.transformer, state.optimizer)
+        if slices is not None:
+            background.prepare(state.staging.reserve(slices.tensors))
+    elif state.parallel.is_main and state.parallel.weights_are_whole:  # then a snapshot asks nobody
         background.prepare(state.staging.reserve(take_snapshot(state).content))
 
 
@@ -194,55 +209,90 @@ def _wait_for_previous(state: TrainState, background: BackgroundSave) -> None:
             logger.info("step %d waited %.1f s until the checkpoint before was written", state.step, waited)
 
 
-def _job(
-    state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool
-) -> Callable[[], None]:
-    """All that rank 0 does with a snapshot. In the background with a copy, and no part of the state that changes."""
+def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool) -> Job:
+    """What is done with a snapshot. In the background with a copy, and no part of the state that changes."""
     run_dir, step, limit = state.run_dir, state.step, state.config.training.checkpointing_limit
-    fill: Callable[[], None] | None = None
-    if in_background:
-        spare: list[Tensor] = []
-        if not state.parallel.weights_are_whole:
-            sources = [state.transformer.state_dict(), below_wrapper(state.optimizer).state_dict()]
-            spare = gathered(snapshot, sources)
-        snapshot, fill = snapshot.on_host(state.staging, spare=spare)
+    shared, staging = state.shares_saving, state.staging
+    writes = shared or state.parallel.is_main
+    fill = _nothing
+    if in_background and writes:
+        snapshot, fill = snapshot.on_host(staging, spare=_spare(state, snapshot))
     begun = time.perf_counter()
 
-    def write() -> None:
-        with discarded_on_error(final):
-            if fill is not None:
-                fill()
-            snapshot.check_finite()
-            written = snapshot.write(temporary_of(final))
-            publish(temporary_of(final), final, facts=snapshot.facts, written=written)
+    def write() -> dict[Path, Written]:
+        fill()
+        snapshot.check_finite()
+        written = snapshot.write(temporary_of(final))
+        if shared:  # rank 0 may be on another machine, and would flush what it sees of the disk from there
+            for path in written:
+                fsync_file(path)
+        return written
+
+    def publish_parts(parts: Iterable[Mapping[Path, Written]]) -> None:
+        written = {path: what for part in parts for path, what in part.items()}
+        publish(temporary_of(final), final, facts=snapshot.facts, written=written)
         now = time.perf_counter()
-        blocked = begun + state.staging.waited_s if in_background else now
+        blocked = begun + staging.waited_s if in_background else now
         times = {"blocked_s": round(blocked - started, 3), "write_s": round(now - begun, 3)}
         run_dir.event("checkpoint", step=step, path=str(final), **times)
         for path in prune(run_dir.root, step=step, limit=limit):
             run_dir.event("checkpoint_removed", path=str(path))
 
-    return write
+    def write_all() -> None:
+        with discarded_on_error(final):
+            publish_parts([write()])
+
+    what = f"saving {final}"
+    if shared:
+        return Job(what, write, publish=publish_parts, discarded=lambda: discarded_on_error(final))
+    return Job(what, write_all if writes else None)
+
+
+def shares_saving(config: TrainConfig, parallel: Strategy) -> bool:
+    """Whether each rank writes its part of a checkpoint: of a full finetuning, to a disk that all see.
+
+    Every rank must call it; the run's directory is there, and is nobody else's.
+    """
+    is_full = config.training.training_type == "full-finetune"
+    if not (is_full and config.training.sharded_checkpoints and parallel.shares_saving and parallel.world_size > 1):
+        return False
+    place = config.run.output_dir / ".seen_by_all"
+    if parallel.is_main:
+        place.touch()
+    parallel.barrier()
+    unseen = parallel.gather_objects([] if place.exists() else [parallel.rank])
+    if parallel.is_main:
+        place.unlink()
+    if unseen and parallel.is_main:
+        logger.warning(
+            "%s is not on a disk that all machines share (rank %d does not see it): rank 0 gathers and writes each "
+            "checkpoint alone", config.run.output_dir, unseen[0],
+        )  # fmt: skip
+    return not unseen
 
 
 def take_snapshot(state: TrainState) -> Snapshot:
     """Gather what is to be saved; every rank must call it, the result is complete on rank 0 only."""
     parallel = state.parallel
-    trained = parallel.full_state(state.transformer)
-    optimizer = parallel.optimizer_state(state.transformer, state.optimizer)
+    files = shared_files(state)
+    trained = parallel.full_state(state.transformer, wanted=wanted_of(files, parallel))
+    slices = parallel.optimizer_slices(state.transformer, state.optimizer) if state.shares_saving else None
+    optimizer = None if slices is not None else parallel.optimizer_state(state.transformer, state.optimizer)
     if state.config.training.training_type == "lora":
         trained = {name: trained[name] for name in trainable_parameters(state.network) if name in trained}
-    files = {}
+    tensors = {}
     ema = None if state.ema is None else state.ema.state_dict()
-    if ema is not None:
-        files["ema.safetensors"] = ema["shadow"]
+    writes_rest = parallel.is_main or not state.shares_saving
+    if ema is not None and writes_rest:
+        tensors["ema.safetensors"] = ema["shadow"]
     method_tensors, method_values = split_state(state.method.state_dict())
-    if method_tensors:
-        files[_METHOD_FILE] = method_tensors
+    if method_tensors and writes_rest:
+        tensors[_METHOD_FILE] = method_tensors
     scaler = parallel.scaler
+    layout = FORMAT if slices is None else SLICED_FORMAT
     return Snapshot(
         state={
-            "format": FORMAT,
+            "format": layout,
             "step": state.step,
             "total_steps": state.total_steps,
             **state.checkpoint_fields,
@@ -251,13 +301,15 @@ def take_snapshot(state: TrainState) -> Snapshot:
             "scaler": None if scaler is None else scaler.state_dict(),
             "method": method_values,
             "guards": {**state.guards.state_dict(), "data_ahead": state.data_ahead},
-        },
+            **({} if slices is None else {"optimizer": slices.values}),
+        } if writes_rest else None,
         trained=trained,
-        write_weights=partial(save_weights, state=state),
-        files=files,
-        optimizer=optimizer,
+        write_weights=partial(save_weights, state=state, files=files),
+        files=tensors,
+        optimizer=optimizer if writes_rest else None,
+        slices=slices,
         facts={
-            "format": FORMAT,
+            "format": layout,
             "step": state.step,
             "saved_at": round(time.time(), 3),
             "packages": package_versions(),
@@ -266,6 +318,17 @@ def take_snapshot(state: TrainState) -> Snapshot:
             "tracker_run": state.run_dir.tracker_run,
         },
     )  # fmt: skip
+
+
+def _nothing() -> None:
+    """Fills what is no copy."""
+
+
+def _spare(state: TrainState, snapshot: Snapshot) -> list[Tensor]:
+    """What nobody else uses of a snapshot."""
+    if state.parallel.weights_are_whole:
+        return []
+    return gathered(snapshot, [state.transformer.state_dict(), below_wrapper(state.optimizer).state_dict()])
 
 
 def gathered(snapshot: Snapshot, sources: Any) -> list[Tensor]:
@@ -285,13 +348,16 @@ def gathered(snapshot: Snapshot, sources: Any) -> list[Tensor]:
     ]
 
 
-def _bytes_needed(state: TrainState, snapshot: Snapshot) -> int:
+def _room_needed(state: TrainState, known: int, snapshot: Snapshot) -> int:
     """About what the checkpoint will take: its tensors, or, where the strategy adds files of its own, what the last one took."""
-    known = snapshot.num_bytes()
     if state.parallel.writes_own_files:
         count = sum(tensor.numel() for tensor in snapshot.trained.values())
         known = published_size(state.run_dir.root) or known + _DEEPSPEED_BYTES * count
     return known + known // 50 + _SPARE
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 def _is_finite(tensor: Tensor) -> bool:

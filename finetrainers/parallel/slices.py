@@ -1,0 +1,160 @@
+"""Sharded optimizer state on disk: each process writes its slices, and `torch.distributed.checkpoint` reads them for any number.
+
+The layout is that of torch's `HuggingFaceStorageWriter`: a safetensors file for each process, whose metadata say where each
+slice begins in its tensor. The writer itself is not used: it plans with all processes, while a background thread must talk
+to none, it puts a whole file together in memory, and it hashes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+#: Where a checkpoint has the slices.
+SLICES_FOLDER = "optimizer"
+_NAME = "shard-{rank:05}-of-{size:05}.safetensors"
+_SCALARS = (int, float, bool, str, type(None))
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What one process has of an optimizer's state.
+
+    Attributes:
+        tensors: its slices by `weight/name of the state`; they refer to the optimizer's own memory.
+        begins: where each begins in its whole tensor, in elements of each dimension.
+        values: what is no tensor, the same on all processes: the parameter groups, and numbers by weight.
+        rank, size: which process, of how many.
+    """
+
+    tensors: dict[str, Tensor]
+    begins: dict[str, list[int]]
+    values: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def file(self) -> str:
+        """Path of the file in a checkpoint."""
+        return f"{SLICES_FOLDER}/{_NAME.format(rank=self.rank + 1, size=self.size)}"
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata of the file."""
+        places = {name: {"saved_offsets": begin} for name, begin in self.begins.items()}
+        return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+
+
+def slices_of(state: Mapping[str, Any], *, rank: int, size: int) -> Slices | None:
+    """This process's slices of an optimizer's state; None if it holds what has no slices, such as packed low-bit numbers.
+
+    Args:
+        state: as `get_optimizer_state_dict` says it, with sharded tensors.
+        rank, size: of this process, and of all.
+    """
+    tensors, begins, numbers = {}, {}, {}
+    for weight, values in state["state"].items():
+        for name, value in values.items():
+            key = f"{weight}/{name}"
+            if isinstance(value, _SCALARS):
+                numbers[key] = value
+            elif not isinstance(value, Tensor) or type(_local(value)) is not Tensor:
+                return None
+            elif (begin := _begin(value, rank=rank)) is not None:
+                tensors[key], begins[key] = _local(value), begin
+    groups = state["param_groups"]
+    if not all(_is_plain(value) for group in groups for value in group.values()):
+        return None
+    return Slices(tensors, begins, {"param_groups": groups, "numbers": numbers}, rank, size)
+
+
+def read_into(state: dict[str, Any], folder: Path, *, group: dist.ProcessGroup | None) -> None:
+    """Read slices into the tensors of an optimizer's state, whoever wrote them; every process must call it.
+
+    Args:
+        state: see `slices_of`; its tensors are filled in place.
+        folder: has the files.
+        group: whose processes read together, between their hosts.
+
+    Raises:
+        CheckpointException: a tensor is not there, or of another shape.
+    """
+    tensors = {
+        f"{weight}/{name}": value
+        for weight, values in state["state"].items()
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), process_group=group)
+
+
+def read_whole(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole state in host memory, by the weights' names, for a process that holds all of it.
+
+    Args:
+        folder: has the files.
+        values: `Slices.values` of what was saved.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    tensors: dict[str, Tensor] = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)  # type: ignore[union-attr]
+        for name, found in reader.read_metadata().state_dict_metadata.items()
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process wants all of it
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in {**tensors, **values["numbers"]}.items():
+        weight, _, name = key.rpartition("/")
+        state.setdefault(weight, {})[name] = value
+    return {"state": state, "param_groups": values["param_groups"]}
+
+
+def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other names, or numbers, for the weights."""
+    return {
+        "state": {names[weight]: values for weight, values in state["state"].items()},
+        "param_groups": [{**g, "params": [names[weight] for weight in g["params"]]} for g in state["param_groups"]],
+    }
+
+
+def trained_names(model: nn.Module) -> list[str]:
+    """Names of the trained weights, in the order in which the optimizer has them."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _begin(value: Tensor, *, rank: int) -> list[int] | None:
+    """Where this process's slice begins; None if it has none, or if another process writes the same."""
+    if not isinstance(value, DTensor):
+        return [0] * value.dim() if rank == 0 else None
+    mesh = value.device_mesh
+    place = mesh.get_coordinate()
+    assert place is not None, "a process outside the mesh holds none of it"
+    copies = any(at and isinstance(kind, Replicate) for at, kind in zip(place, value.placements, strict=True))
+    if copies or not value.to_local().numel():
+        return None
+    _, begin = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
+    return list(begin)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON brings it back."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return isinstance(value, _SCALARS)
