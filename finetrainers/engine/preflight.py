@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -79,7 +79,12 @@ class Preflight:
 
 
 def preflight(
-    config: TrainConfig, *, preparing: bool = False, weights: bool = True, planner: Planner = plan_work
+    config: TrainConfig,
+    *,
+    preparing: bool = False,
+    weights: bool = True,
+    planner: Planner = plan_work,
+    damaged: Mapping[Path, str] | None = None,
 ) -> Preflight:
     """Check a configuration against its model's rules and its data.
 
@@ -88,6 +93,7 @@ def preflight(
         preparing: nothing will be trained, so earlier checkpoints in the output directory are not in the way.
         weights: whether weights will be loaded, so that their files are examined.
         planner: what finds out what the run will work on.
+        damaged: checkpoints that must not be resumed from, with the reason.
 
     Raises:
         ConfigError: everything that is wrong, at once.
@@ -98,7 +104,7 @@ def preflight(
     found = Findings()
     method = _find_method(config, found)
     earlier = scan_checkpoints(config.run.output_dir)
-    checkpoint, initial = _find_weights(config, found)
+    checkpoint, initial = _find_weights(config, found, damaged or {})
     config = _with_base(config, initial)
     check_paths(config, found)
 
@@ -190,11 +196,17 @@ def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
         raise ConfigError(misplaced.errors or [Problem("--model_name", str(error.args[0]))]) from None
 
 
-def _find_weights(config: TrainConfig, found: Findings) -> tuple[Path | None, InitialWeights | None]:
-    """The checkpoint to resume from, and the weights that the run begins with."""
+def _find_weights(
+    config: TrainConfig, found: Findings, damaged: Mapping[Path, str]
+) -> tuple[Path | None, InitialWeights | None]:
+    """The checkpoint to resume from, and the weights that the run begins with.
+
+    Of several processes none reads all of a checkpoint, which they will do together (`restore.verified`).
+    """
     checkpoint, initial = None, None
     with _noted(found, "--resume_from_checkpoint"):
-        checkpoint = find_checkpoint(config.training.resume_from_checkpoint, config.run.output_dir)
+        wanted, alone = config.training.resume_from_checkpoint, launched_processes() == 1
+        checkpoint = find_checkpoint(wanted, config.run.output_dir, contents=alone, known=damaged)
     if not found.errors:
         with _noted(found, "--init_from"):
             initial = initial_weights(config, checkpoint)

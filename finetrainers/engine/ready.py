@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
@@ -11,20 +13,20 @@ from .preflight import Preflight, named_as_given, preflight
 from .start_report import print_start, print_warnings
 
 
-def get_ready(config: TrainConfig, *, preparing: bool = False) -> Preflight:
+def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[Path, str] | None = None) -> Preflight:
     """The preflight of a run by its model's own configs; unless it is a dry run, what it will do is printed.
 
     Args:
         config: what to run.
-        preparing: see `preflight`.
+        preparing, damaged: see `preflight`.
 
     Raises:
         ConfigError: everything that is wrong, at once; or the model is neither on this disk nor to be had from the hub.
     """
-    checked = preflight(config, preparing=preparing)
+    checked = preflight(config, preparing=preparing, damaged=damaged)
     fetched = checked.family.fetch_configs(checked.config.model)
     if fetched.new:
-        checked = preflight(config, preparing=preparing)
+        checked = preflight(config, preparing=preparing, damaged=damaged)
     elif fetched.missing and not config.run.dry_run:
         names = ", ".join(fetched.missing)
         message = (

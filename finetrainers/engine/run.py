@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from finetrainers.utils.faults import arm_faults, fault_point
 from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
@@ -11,6 +12,7 @@ from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
 from .assemble import assemble
 from .callbacks.base import Callback
 from .checkpoints.find import scan_checkpoints
+from .checkpoints.restore import find_damage
 from .dry_run import dry_run_report
 from .export import export
 from .guards.memory_failure import MemoryFailures
@@ -53,6 +55,10 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
             if parallel.same_on_all(scan_checkpoints(config.run.output_dir) != checked.found):
                 checked = examine_weights(get_ready(config))
+            damaged: dict[Path, str] = {}
+            while damage := find_damage(checked.start, parallel):
+                damaged |= damage
+                checked = examine_weights(get_ready(config, damaged=damaged))
             print_warnings(check_room(checked, parallel))
             if parallel.is_main:
                 print_planned(checked)

@@ -4,6 +4,7 @@ Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, pl
 `_slow_saving` (seconds), `_zero_stage` (of DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of NaN)
 `_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
 `_least_file_bytes` (of weight files that ranks share),
+`_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint for itself),
 and `_sharing` (whether all ranks train on the same samples, as they would if a sample was split over them).
 """
 
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import activation_memory
+from finetrainers.engine.checkpoints import manifest
 from finetrainers.engine.checkpoints import save as saving
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
@@ -39,6 +41,7 @@ from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.parallel.strategy import Strategy
+from finetrainers.utils.files import file_sha256
 
 RANK = int(os.environ["RANK"])
 
@@ -65,6 +68,15 @@ def poisoned(number: int) -> Callable[..., Any]:
     return changed
 
 
+def damage(file: Path) -> None:
+    """Change a byte of a file, on one rank, before any looks at it."""
+    if RANK == 0:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    torch.distributed.barrier()
+
+
 def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     failing_rank, slow = options.pop("_fail_saving_on", None), options.pop("_slow_saving", 0.0)
     if "_zero_stage" in options:
@@ -77,6 +89,11 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
         patch.setattr("finetrainers.engine.preflight.launched_processes", lambda: 1)
     if "_least_file_bytes" in options:
         patch.setattr("finetrainers.engine.trainable.LEAST_FILE_BYTES", options.pop("_least_file_bytes"))
+    hashed: list[str] = []
+    if "_damaged" in options:
+        damage(Path(options.pop("_damaged")))
+        patch.setattr("finetrainers.engine.checkpoints.find.SMALL_BYTES", -1)
+        patch.setattr(manifest, "file_sha256", lambda path: hashed.append(path.name) or file_sha256(path))
     measured_on = options.pop("_measured_on", None)
     if measured_on is not None:
         patch.setattr(activation_memory, "_machine", lambda *_: (Machine(2.0**40, 2.0**40, 1e9, 1.0), 0.0))
@@ -111,6 +128,7 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     return {
         "digest": digest(p for p in state.parallel.unwrap(state.transformer).parameters() if p.requires_grad),
         "inputs": list(seen),
+        "hashed": hashed,
         "kind": state.parallel.describe(),
         "metrics": [json.loads(line) for line in lines],
         "results": {

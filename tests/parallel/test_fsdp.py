@@ -51,6 +51,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "_least_file_bytes": 1000,
     },
     "regrouped": {**FULL, **HYBRID, "resume_from_checkpoint": "{root}/full/checkpoints/step-1"},
+    "damaged": {
+        **FULL,
+        "sharded_checkpoints": False,
+        "resume_from_checkpoint": "latest",
+        "_damaged": "{root}/gathered/checkpoints/step-2/optimizer.pt",
+    },
     "hybrid": {**LORA, **HYBRID, "dry_batches": "on"},
     "offloaded": MIXED,
     "pairs": PAIRS,
@@ -75,7 +81,10 @@ def jobs(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """The run directories' parent, and what both ranks saw, by job."""
     root = tmp_path_factory.mktemp("fsdp")
-    todo = {name: options(root / {"resumed": "full"}.get(name, name), **changes) for name, changes in JOBS.items()}
+    todo = {
+        name: options(root / {"resumed": "full", "damaged": "gathered"}.get(name, name), **changes)
+        for name, changes in JOBS.items()
+    }
     todo = json.loads(json.dumps(todo).replace("{root}", str(root)))
     launcher = ["accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes", "2"]
     return root, launch([*launcher, "--mixed_precision", "no"], todo, root, TORCHDYNAMO_DISABLE="1")
@@ -230,6 +239,19 @@ def test_parts_are_continued_in_other_groups(jobs: Any) -> None:
     names, state = values["param_groups"][0]["params"], read_whole(found / "optimizer", values)["state"]
     for number, one in torch.load(expected / "optimizer.pt", weights_only=True)["state"].items():
         close(state[names[number]], one, rtol=1e-4)
+
+
+def test_every_byte_of_a_checkpoint_is_read_by_one_process(jobs: Any) -> None:
+    """The newest one is damaged, which one process sees, and both fall back to the one before."""
+    _, ranks = jobs
+    shares = [rank["damaged"]["hashed"] for rank in ranks]
+    large = [name for share in shares for name in share if not name.endswith(".json")]
+    assert sorted(large) == ["diffusion_pytorch_model.safetensors"] * 2 + ["optimizer.pt"] * 2
+    assert all(shares)
+    assert torch.equal(
+        curve(ranks[0]["damaged"]["metrics"], "step", "loss"), curve(ranks[0]["gathered"]["metrics"], "step", "loss")
+    )
+    assert len(ranks[0]["damaged"]["inputs"]) < len(ranks[0]["gathered"]["inputs"])
 
 
 def test_a_part_that_cannot_be_written_ends_the_run_on_all_ranks(jobs: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 3
 #: The same, with the optimizer's state in slices: earlier versions look for it in one file.
 SLICED_FORMAT = 4
+#: A file that each process may read for itself: it says what the checkpoint is, and holds no weights.
+SMALL_BYTES = 1 << 20
 #: Ending of a checkpoint's name while another one of the same step takes its place.
 REPLACED = ".replaced"
 #: What is said of a checkpoint that cannot be resumed, because `finetrainers sync` has copied it, and not its optimizer.
@@ -87,25 +90,37 @@ def _look_at(step: int, path: Path, weights_only: bool) -> Found:
     return Found(step, path, None, size=total_size(manifest), saved_at=float(manifest.get("saved_at", 0.0)))
 
 
-def find_checkpoint(wanted: str | None, output_dir: Path, *, weights_only: bool = False) -> Path | None:
+def find_checkpoint(
+    wanted: str | None,
+    output_dir: Path,
+    *,
+    weights_only: bool = False,
+    contents: bool = True,
+    known: Mapping[Path, str] | None = None,
+) -> Path | None:
     """The checkpoint that `auto`, `latest`, a step number or a directory names; None when none is wanted.
 
-    Every byte of it is compared with its manifest. `latest` falls back to the newest that passes, with a warning for
+    Every byte of it is compared with its manifest, unless processes are to share that. `latest` falls back to the newest that passes, with a warning for
     each that does not. So does `auto`, but where there are none, not even damaged ones, it wants none.
 
     Args:
         wanted: what names it.
         output_dir: of the run.
         weights_only: whether its optimizer state may be missing.
+        contents: whether all bytes are compared; without, those of small files, and the sizes of the others.
+        known: checkpoints that were found to be damaged, with the reason.
 
     Raises:
         ValueError: it does not exist or is damaged; the message lists those that exist.
     """
+    largest = None if contents else SMALL_BYTES
     root, found = checkpoints_dir(output_dir), scan_checkpoints(output_dir, weights_only=weights_only)
     if wanted is None or (wanted == "auto" and not found):
         return None
     if wanted in ("auto", "latest"):
-        return _newest_verified(root, found, weights_only=weights_only)
+        known = known or {}
+        found = [replace(one, damage=one.damage or known.get(one.path)) for one in found]
+        return _newest_verified(root, found, weights_only=weights_only, largest=largest)
     names = ", ".join(str(one.step) for one in found if one.damage is None) or "none"
     if wanted.isdigit():
         named = [one.path for one in found if one.step == int(wanted)]
@@ -118,7 +133,7 @@ def find_checkpoint(wanted: str | None, output_dir: Path, *, weights_only: bool 
             raise ValueError(
                 f"{wanted} is not a checkpoint (no state.json); give `auto`, `latest`, a step ({names}) or a directory"
             )
-    wrong = damage(path, contents=True, weights_only=weights_only)
+    wrong = (known or {}).get(path) or damage(path, contents=True, weights_only=weights_only, largest=largest)
     if wrong is not None:
         if lacks_optimizer(path):
             raise ValueError(f"{path} {WITHOUT_OPTIMIZER}")
@@ -126,13 +141,13 @@ def find_checkpoint(wanted: str | None, output_dir: Path, *, weights_only: bool 
     return path
 
 
-def _newest_verified(root: Path, found: list[Found], *, weights_only: bool) -> Path:
-    """The newest checkpoint whose every byte is what was saved."""
+def _newest_verified(root: Path, found: list[Found], *, weights_only: bool, largest: int | None) -> Path:
+    """The newest checkpoint that is what was saved; see `damage`."""
     if not found:
         raise ValueError(f"no checkpoint in {root}; leave the option out to start a new run")
     damaged: list[str] = []
     for one in reversed(found):
-        wrong = one.damage or damage(one.path, contents=True, weights_only=weights_only)
+        wrong = one.damage or damage(one.path, contents=True, weights_only=weights_only, largest=largest)
         if wrong is None:
             for line in damaged:
                 _warn("continuing from %s, because a newer checkpoint is damaged: %s", one.path, line)

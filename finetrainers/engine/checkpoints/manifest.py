@@ -111,7 +111,14 @@ def is_optimizer_state(name: str) -> bool:
     return PurePosixPath(name).parts[0] in _OPTIMIZER
 
 
-def damage(directory: Path, *, contents: bool, weights_only: bool = False) -> str | None:
+def damage(
+    directory: Path,
+    *,
+    contents: bool,
+    weights_only: bool = False,
+    largest: int | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> str | None:
     """What is wrong with a checkpoint's files, naming the first; None if nothing is.
 
     Links, pipes and devices count as damage, and are not read.
@@ -119,6 +126,8 @@ def damage(directory: Path, *, contents: bool, weights_only: bool = False) -> st
     Args:
         directory: the checkpoint.
         contents: also read every byte and compare the SHA-256; without, existence and sizes are looked at.
+        largest: bytes of the largest file whose contents are read; None: all are.
+        share: which part of the contents, of how many: processes that each read one have read every byte once.
         weights_only: of a checkpoint that nobody will resume from: its optimizer state is not looked at, and may be missing.
     """
     try:
@@ -134,11 +143,23 @@ def damage(directory: Path, *, contents: bool, weights_only: bool = False) -> st
     if not contents:
         return None
     try:
-        digests = _digests(directory, list(files))
+        read = {name: file for name, file in files.items() if largest is None or file["size"] <= largest}
+        digests = _digests(directory, _share(read, *share))
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    changed = [name for name, expected in files.items() if digests[name] != expected["sha256"]]
+    changed = [name for name, digest in digests.items() if digest != files[name]["sha256"]]
     return f"{changed[0]} is not what was saved: its SHA-256 differs" if changed else None
+
+
+def _share(files: Mapping[str, Mapping[str, Any]], index: int, count: int) -> list[str]:
+    """The files of one of several shares that have about the same number of bytes."""
+    shares: list[list[str]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(name)
+        sizes[smallest] += files[name]["size"]
+    return sorted(shares[index])
 
 
 def _look_at(directory: Path, name: str, *, size: int) -> str | None:

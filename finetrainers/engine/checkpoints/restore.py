@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.optim.table import RECIPES, resolve_name
+from finetrainers.parallel.ranks import Ranks
 from finetrainers.parallel.slices import SLICES_FOLDER
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.faults import fault_point
@@ -19,6 +21,7 @@ from finetrainers.utils.faults import fault_point
 from ..resume_plan import Start
 from ..state import TrainState
 from .find import read_state
+from .manifest import MANIFEST, damage
 
 
 def check_restorable(start: Start, parallel: Strategy) -> None:
@@ -45,6 +48,27 @@ def check_restorable(start: Start, parallel: Strategy) -> None:
             "start the optimizer from scratch with --reset optimizer"
         )
         raise ConfigError([Problem("--resume_from_checkpoint", message)])
+
+
+def find_damage(start: Start, parallel: Ranks) -> dict[Path, str]:
+    """What is wrong with the contents of the checkpoint that a run of several processes starts from; every rank must call it.
+
+    Each byte is read by one rank of all, or, if each machine has a disk of its own, by one rank of each machine.
+
+    Returns:
+        The checkpoint and the reason, the same on all ranks; nothing if it is what was saved.
+    """
+    directory = start.checkpoint
+    if directory is None or parallel.world_size == 1:
+        return {}
+    facts = (directory / MANIFEST).stat()
+    seen = (platform.node(), facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns)
+    places = parallel.gather_objects([seen])
+    # A copy on another machine has been made at another time.
+    readers = [rank for rank, place in enumerate(places) if len({p[1:] for p in places}) == 1 or place[0] == seen[0]]
+    wrong = damage(directory, contents=True, share=(readers.index(parallel.rank), len(readers)))
+    found = parallel.gather_objects([] if wrong is None else [wrong])
+    return {directory: found[0]} if found else {}
 
 
 def restore(state: TrainState, start: Start) -> None:
