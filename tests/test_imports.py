@@ -35,8 +35,8 @@ LAYERS = {
 #: The wings of `data`, in the order in which data goes through them.
 WINGS = {"reading": 0, "buckets": 1, "video": 2, "inspect": 3, "cache": 4, "loading": 5}
 #: What of `models` the rest of the package may know. A family's own module is reached through the registry; the formats of
-#: exported weights through `lora_names`, without torch, and `lora_files`.
-OPEN_MODELS = {"spec", "registry", "lora_names", "lora_files"}
+#: exported weights through `lora_names`, without torch, and `lora_files`. Weights of rewards come from the same `hub`.
+OPEN_MODELS = {"spec", "registry", "lora_names", "lora_files", "hub"}
 #: Packages that see models through the seam alone.
 SEAM_ONLY = {"data", "methods", "optim", "memory", "parallel"}
 

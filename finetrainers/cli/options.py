@@ -42,7 +42,8 @@ def options_parser(section: type[Section], *, prog: str, usage: str, about: str,
         else:
             of = choices(field.annotation)
             words = {"integer": "N", "number": "X", "path": "FOLDER", "size": "SIZE"}
-            more["metavar"] = "{" + ",".join(of) + "}" if of else words.get(kind(field.annotation), "TEXT")
+            word = "FILE" if name.endswith("_file") else words.get(kind(field.annotation), "TEXT")
+            more["metavar"] = "{" + ",".join(of) + "}" if of else word
         parser.add_argument(f"--{name}", **more)
     for name in options_of_runs():
         if name in section.model_fields:

@@ -24,24 +24,28 @@ from .options import OptionsParser, options_parser, unknown_flag
 if TYPE_CHECKING:
     from finetrainers.engine.watch.plan import WatchPlan
 
-_ABOUT = """Sample each checkpoint of a run as soon as it is published, and score its clips, in
-a process and on a device of its own. Training does not wait. RUN is a run's
---output_dir, or a copy of it by `finetrainers sync`."""
-_EPILOG = """A checkpoint is sampled once it is whole: its manifest and all its digests agree.
-Nothing is sampled twice, also after a restart or a kill. Several watches may
-follow one run with different presets. Options of `finetrainers train` that
-choose the model and how it computes are valid too, as for `sample`.
+_ABOUT = """Sample each checkpoint of a run as soon as it is published, and score its
+clips, in a process and on a device of its own. Training does not wait. RUN is a
+run's --output_dir, or a copy of it by `finetrainers sync`."""
+_EPILOG = """It follows the run until it is stopped (Ctrl-C), also when training has ended.
+With --once it samples the checkpoints that are there, and exits. A checkpoint
+is sampled once it is whole: its manifest and all its digests agree. Nothing is
+sampled twice, also after a restart or a kill. Several watches may follow one
+run with different presets; one of them may have --best_by. Options of
+`finetrainers train` that choose the model and how it computes are valid too, as
+for `sample`.
 
 examples:
   finetrainers watch runs/mystyle --device cuda:1
-  finetrainers watch runs/mystyle --presets low4s,high4s --reward videoalign.vq \\
-      --best_by videoalign.vq
+  finetrainers watch runs/mystyle --presets low4s,high4s \\
+      --reward videoalign.vq clipscore --best_by videoalign.vq
   finetrainers watch runs/mystyle --preset wide=49x512x1024,steps=30 --once
 
 exit codes:
   0   --once: every whole checkpoint is sampled
   1   --once: some clips could not be sampled; the others are there
   2   invalid options, or another watch has a preset; nothing was loaded
+  130 stopped by Ctrl-C (143: by SIGTERM); the same command continues
 """
 
 
@@ -69,9 +73,9 @@ def watch_command(argv: Sequence[str]) -> int:
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return exit_codes.CONFIGURATION
-        except KeyboardInterrupt:
-            print("stopped; the same command samples what is missing", file=sys.stderr)
-            return exit_codes.killed_by(signal.SIGINT)
+        except KeyboardInterrupt as stop:
+            print("\nstopped; the same command samples what is missing", file=sys.stderr)
+            return exit_codes.killed_by(stop.args[0] if stop.args else signal.SIGINT)
 
 
 def _planned(argv: Sequence[str]) -> WatchPlan:
@@ -107,8 +111,22 @@ def _said(plan: WatchPlan) -> list[str]:
         count = plural(len(one.prompts) * len(one.seeds), "clip")
         lines.append(f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {one.output_dir}")
     lines += [f"rewards: {', '.join(plan.labels)}"] if plan.labels else []
+    tracker = plan.config.run.report_to
+    if tracker != "none" and not plan.options.no_track:
+        from finetrainers.engine.watch.tracked import whose_run
+
+        lines.append(f"tracker: {tracker}, {whose_run(plan.run, plan.config)}")
     warnings = dict.fromkeys(warning for one in plan.presets.values() for warning in one.warnings)
     return [*lines, *(f"warning: {warning}" for warning in warnings)]
+
+
+def _stop(number: int, _: Any) -> None:
+    """A signal to end, as Ctrl-C: what trackers wait for is sent.
+
+    Raises:
+        KeyboardInterrupt: with the number of the signal.
+    """
+    raise KeyboardInterrupt(number)
 
 
 def _watch(plan: WatchPlan) -> int:
@@ -119,7 +137,11 @@ def _watch(plan: WatchPlan) -> int:
         from finetrainers.engine.watch.server import watch
     quiet_progress_bars()
     gc.freeze()  # as for training: the libraries' objects live to the end
-    failed = watch(plan, lambda line: print(line, flush=True))
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        failed = watch(plan, lambda line: print(line, flush=True))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     pages = [one.output_dir / "index.html" for one in plan.presets.values()]
     for page in pages:
         if page.is_file():

@@ -46,10 +46,10 @@ class WatchSection(Section):
 
     presets: str = Field(
         AS_VALIDATION,
-        description="names joined by commas: `run` (as the run's validation), lowNs or highNs (N "
-        "seconds at half or all of the run's resolution), and your own [run]",
+        description="names joined by commas: `run` (as the run's validation), lowNs or highNs, such as "
+        "low4s (4 seconds at half or all of the run's resolution), and your own [run]",
     )
-    preset: list[str] = Field([], description="a preset of your own: NAME=49x512x768,steps=30,guidance=5")
+    preset: list[str] = Field([], description="presets of your own: NAME=49x512x768,steps=30,guidance=5")
     presets_file: Path | None = Field(None, description="a TOML file with tables [presets.NAME]: size, steps, guidance")
     prompts: str | None = Field(
         None, description="as --prompts of `finetrainers sample` [the run's validation prompts]"
@@ -65,7 +65,7 @@ class WatchSection(Section):
         [], description="rewards that score the clips, as --reward of reward finetuning [the run's]"
     )
     best_by: str | None = Field(
-        None, description="mark the checkpoint with the highest mean of this reward: checkpoints/best"
+        None, description="score by this reward, too, and mark the checkpoint with its highest mean: checkpoints/best"
     )
     device: str | None = Field(None, description="cuda:1, say, where training has the first GPU; or cpu [the first]")
     poll_seconds: float = Field(30, gt=0, le=1e6, description="pause between two looks for checkpoints [30]")

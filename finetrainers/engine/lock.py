@@ -37,8 +37,22 @@ _HOLDER = ".lock-holder.json"
 
 
 @contextlib.contextmanager
-def exclusive(output_dir: Path, parallel: Strategy) -> Iterator[None]:
+def exclusive(
+    output_dir: Path,
+    parallel: Strategy,
+    *,
+    where: str = "--output_dir",
+    holder: str = "run",
+    otherwise: str = "give another one",
+) -> Iterator[None]:
     """Within the block, no other run may use the directory; every rank must enter.
+
+    Args:
+        output_dir: what is locked.
+        parallel: the processes.
+        where: the option that an error is about.
+        holder: what else may use it.
+        otherwise: what to do if that does and is to stay.
 
     Raises:
         ConfigError: another run uses it, or it cannot be written to; on every rank.
@@ -52,13 +66,13 @@ def exclusive(output_dir: Path, parallel: Strategy) -> Iterator[None]:
                 locks.enter_context(_directory_locked(output_dir))
                 locks.enter_context(_named(output_dir))
             except (Timeout, BlockingIOError):
-                problem = f"{output_dir} is in use by {_holder(output_dir)}; wait for it, stop it, or give another one"
+                problem = f"{output_dir} is in use by another {holder}{_holder(output_dir)}; wait for it, stop it, or {otherwise}"
             except OSError as error:
                 file = "" if error.filename in (None, str(output_dir)) else f" ({error.filename})"
                 problem = f"cannot write to {output_dir}: {error.strerror or error}{file}"
         problem = parallel.same_on_all(problem)
         if problem is not None:
-            raise ConfigError([Problem("--output_dir", problem)])
+            raise ConfigError([Problem(where, problem)])
         yield
 
 
@@ -72,6 +86,11 @@ def in_use(output_dir: Path) -> bool:
         return found["host"] != socket.gethostname() or psutil.pid_exists(found["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def was_used(output_dir: Path) -> bool:
+    """Whether a run has ever locked the directory: one that was copied without hidden files has no lock."""
+    return (output_dir / _LOCK).exists()
 
 
 @contextlib.contextmanager
@@ -110,10 +129,10 @@ def _named(output_dir: Path) -> Iterator[None]:
 
 
 def _holder(output_dir: Path) -> str:
-    """The run that has the lock, in words."""
+    """Who has the lock, in parentheses."""
     try:
         found = json.loads((output_dir / _HOLDER).read_bytes())
-        return f"another run (process {found['pid']} on {found['host']}, started {found['started']})"
+        return f" (process {found['pid']} on {found['host']}, started {found['started']})"
     except (OSError, ValueError, KeyError, TypeError):
         # It has the lock and is about to write its name, or about to go; or the file is damaged.
-        return "another run"
+        return ""

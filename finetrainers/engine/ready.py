@@ -8,6 +8,8 @@ from pathlib import Path
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.methods.registry import method_spec
+from finetrainers.models.hub import ask
 
 from .preflight import Preflight, named_as_given, preflight
 from .start_report import print_start, print_warnings
@@ -40,8 +42,30 @@ def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[
         warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used as it lies on this disk"
         checked = replace(checked, warnings=[*checked.warnings, warning])
     if not config.run.dry_run:
+        if not preparing:
+            _check_rewards(checked)
         print_start(checked)
     return checked
+
+
+def _check_rewards(checked: Preflight) -> None:
+    """Weights of rewards that are neither on this disk nor to be had.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    entries = method_spec(checked.config).rewards(checked.config)
+    if not entries:
+        return
+    from finetrainers.rewards.registry import not_to_be_had, weights_not_here
+
+    held_out = checked.config.validation.eval_reward
+    options = {
+        repo: "eval_reward" if one in held_out else "reward" for one in entries for repo in weights_not_here(one)
+    }
+    away = ask(list(options))
+    if away is not None:
+        raise ConfigError([Problem(f"--{option}", not_to_be_had(repo, away)) for repo, option in options.items()])
 
 
 def examine_weights(checked: Preflight) -> Preflight:

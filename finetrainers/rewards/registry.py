@@ -115,13 +115,34 @@ def reward_bytes(entry: RewardEntry) -> float | None:
 
     None: the files are not on this disk.
     """
-    if entry.reward.startswith(("http://", "https://")) or entry.options.get("device") == "cpu":
+    if entry.options.get("device") == "cpu":
         return 0.0
+    sizes = [_file_bytes(place) for place in _weights_places(entry)]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def weights_not_here(entry: RewardEntry) -> list[str]:
+    """Repositories of the hub that a reward's weights come from, and of which nothing is on this disk."""
+    from .weights import on_disk
+
+    return [place for place in _weights_places(entry) if on_disk(place) is None]
+
+
+def not_to_be_had(repository: str, away: str) -> str:
+    """What is wrong if a reward's weights are not on this disk, and the hub does not answer."""
+    return (
+        f"{repository} is not on this disk, and {away}; download it first where there is a connection "
+        f"(`hf download {repository}`), into the same cache (HF_HOME), or give another path=..."
+    )
+
+
+def _weights_places(entry: RewardEntry) -> list[str]:
+    """Paths and hub ids of a reward's weights; none of one that is no network, or computes elsewhere."""
+    if entry.reward.startswith(("http://", "https://")):
+        return []
     cls = resolve_reward(entry.reward)
     parameters = inspect.signature(cls).parameters
-    places = [entry.options.get(name, parameters[name].default) for name in cls.weights_options if name in parameters]
-    sizes = [_file_bytes(place) for place in places]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
+    return [entry.options.get(name, parameters[name].default) for name in cls.weights_options if name in parameters]
 
 
 def _file_bytes(place: str) -> float | None:

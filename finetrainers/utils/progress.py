@@ -47,7 +47,7 @@ class Meter:
         verb, noun: `encoded`, `clips`.
         enabled: whether anything is shown.
         bar: whether a terminal gets a bar instead of lines.
-        transient: whether the bar goes when the work is done.
+        transient: whether the bar goes when the work is done, and quick work says nothing elsewhere.
         """
         self.verb = verb
         self.noun = noun
@@ -68,7 +68,7 @@ class Meter:
             return
         if self.bar and self.console.is_terminal:
             self._bar(total).update(_ONLY, completed=done)
-        elif done == total or time.monotonic() - self._told >= _INTERVAL_S:
+        elif (done == total and not self._is_quick) or time.monotonic() - self._told >= _INTERVAL_S:
             self._told = time.monotonic()
             logger.info("%s", self.line(done, total))
 
@@ -76,6 +76,11 @@ class Meter:
     def has_shown(self) -> bool:
         """Whether there was anything to see yet."""
         return self._progress is not None or self._told > self._begun
+
+    @property
+    def _is_quick(self) -> bool:
+        """Whether the end of the work would be its first line, which nobody wants."""
+        return self.transient and not self.has_shown
 
     def line(self, done: int, total: int) -> str:
         """`encoded 120 of 5000 clips, 3.2/s, 25 min left`."""

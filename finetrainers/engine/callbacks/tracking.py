@@ -60,6 +60,7 @@ class Tracker(Callback):
             run=tracked.name,
             sent=self._sent,
             step=state.step,
+            shared=tracked.is_shared,
         )
         settings = state.config.flat()
         tracked.configure({name: value for name, value in settings.items() if name != "hub_token"})

@@ -91,7 +91,10 @@ def grid_html(grid: Grid) -> Markup:
     return Markup(render_page(_TEMPLATES / "grid.html", filters={"data_url": _data_url}, grid=grid))
 
 
-def page(grid: Grid, *, title: str, facts: Sequence[tuple[str, str]], problems: Sequence[str] = ()) -> str:
+def page(
+    grid: Grid, *, title: str, facts: Sequence[tuple[str, str]], problems: Sequence[str] = (),
+    table: Sequence[Sequence[str]] = (),
+) -> str:  # fmt: skip
     """A whole page that needs no other file and no network.
 
     Args:
@@ -99,6 +102,7 @@ def page(grid: Grid, *, title: str, facts: Sequence[tuple[str, str]], problems: 
         title: of the page.
         facts: what all clips have in common, by name.
         problems: what went wrong.
+        table: numbers below the grid; its first row and its first column are headings.
     """
     return render_page(
         _TEMPLATES / "page.html",
@@ -107,6 +111,7 @@ def page(grid: Grid, *, title: str, facts: Sequence[tuple[str, str]], problems: 
         facts=facts,
         problems=problems,
         count=len(grid.cells),
+        table=table,
     )
 
 

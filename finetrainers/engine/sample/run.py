@@ -152,7 +152,8 @@ class _Drawing:
             [plan.prompts[index] for index in used], negative=plan.negative, failed=failed
         )
         total = plan.config.validation.validation_inference_steps * sum(map(len, mine.values()))
-        with Meter("denoised", "steps", enabled=parallel.is_main) as meter:
+        stays = self.sampler is not None  # of a process that tells of each plan in a line of its own
+        with Meter("denoised", "steps", enabled=parallel.is_main, transient=stays) as meter:
             settings = self._settings(sampler.spec, meter, total)
             for variant, some in mine.items():
                 requests = self._requests(
@@ -243,19 +244,33 @@ class _Drawing:
         )
 
 
-def show(
-    plan: SamplePlan, drawn: Drawn, *, facts: Sequence[tuple[str, str]] = (),
-    told: Mapping[str, Mapping[str, str]] | None = None,
-) -> Drawn:  # fmt: skip
+@dataclass(frozen=True)
+class Told:
+    """What a page tells besides the samples and how they were drawn.
+
+    Attributes:
+        title: of the page.
+        facts: at its top, by name.
+        of_clips: of a clip, by its key.
+        table: below the samples; its first row and its first column are headings.
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str]] = ()
+    of_clips: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    table: Sequence[Sequence[str]] = ()
+
+
+def show(plan: SamplePlan, drawn: Drawn, *, told: Told | None = None) -> Drawn:
     """Write the contact sheet and the page.
 
     Args:
         plan: with the columns that are shown.
         drawn: the clips.
-        facts: what else is told at the top of the page, by name.
-        told: what else is told of a clip, by its key.
+        told: what else the page tells.
     """
-    grid = _grid(plan, drawn, told or {})
+    told = told or Told(f"Samples of {', '.join(plan.given[:3])}{', ...' if len(plan.given) > 3 else ''}")
+    grid = _grid(plan, drawn, told.of_clips)
     places = plan.output_dir / "sheet.png", plan.output_dir / "index.html"
     unfinished = places[0].with_name(".sheet.unfinished.png")
     sheet(grid).save(unfinished)
@@ -274,8 +289,8 @@ def show(
         ("seeds", ", ".join(map(str, plan.seeds)) if len(plan.seeds) <= 12 else f"{plan.seeds[0]} to {plan.seeds[-1]}"),
         ("sampled", time.strftime("%Y-%m-%d %H:%M")),
     ]  # fmt: skip
-    title = f"Samples of {', '.join(plan.given[:3])}{', ...' if len(plan.given) > 3 else ''}"
-    text = page(grid, title=title, facts=[*common, *facts], problems=list(drawn.problems.values()))
+    facts, problems = [*told.facts, *common], list(drawn.problems.values())
+    text = page(grid, title=told.title, facts=facts, problems=problems, table=told.table)
     write_text_atomic(places[1], text)
     return replace(drawn, sheet=places[0], page=places[1])
 
@@ -294,7 +309,8 @@ def _grid(plan: SamplePlan, drawn: Drawn, told: Mapping[str, Mapping[str, str]])
             "file": "" if video is None else video.name,
             "in diffusers": f"generator=torch.Generator().manual_seed({sample_seed(seed, text)})",
         }  # fmt: skip
-        return Cell(video, facts, drawn.problems.get(sample.key, ""))
+        caption = "\n".join(f"{name} {value}" for name, value in told.get(sample.key, {}).items())
+        return Cell(video, facts, drawn.problems.get(sample.key, ""), caption)
 
     groups = []
     for index, prompt in enumerate(plan.prompts):

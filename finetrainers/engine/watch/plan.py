@@ -12,11 +12,12 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.given import Given
 from finetrainers.config.load import build_config, file_source
 from finetrainers.config.prompts import parse_validation_prompts
-from finetrainers.config.rewards import RewardEntry
+from finetrainers.config.rewards import RewardEntry, parse_reward
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import SampleSection
 from finetrainers.config.watch import Preset, Size, WatchSection, class_size, label_of, read_presets, rewards_of
-from finetrainers.rewards.registry import reward_problems
+from finetrainers.models.hub import ask
+from finetrainers.rewards.registry import not_to_be_had, reward_problems, weights_not_here
 from finetrainers.utils.files import not_there
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import nearest
@@ -24,6 +25,7 @@ from finetrainers.utils.text import nearest
 from ..preflight import check_tracker, resolve_family
 from ..sample.plan import SamplePlan, plan_targets, size_of_run
 from ..sample.weights import BASE, Target
+from .scores import recorded_labels
 
 _TAKEN = ("prompts", "image", "video", "negative_prompt", "seed", "num", "frame_rate", "no_ema")
 
@@ -80,14 +82,11 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
         found.errors += error.problems
     target = Target(str(run), BASE, file_source(run / "config.toml"), run)
     config = build_config([target.source, Given(dict(flags.values), dict(flags.where))])
-    rewards = _rewards(config, options, found)
+    output_dir = options.output_dir or run / "watch"
+    rewards, best_by = _rewards(config, options, output_dir, found)
     labels = [label_of(entry, rewards) for entry in rewards]
-    if options.best_by is not None and options.best_by not in labels:
-        hint = nearest(options.best_by, labels) if labels else "; name it with --reward"
-        found.error("best_by", f"{options.best_by} is no reward of this watch{hint}")
     if not options.no_track:
         check_tracker(config, found)
-    output_dir = options.output_dir or run / "watch"
     presets: dict[str, SamplePlan] = {}
     for name, preset in wanted.items():
         try:
@@ -97,6 +96,7 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
             found.errors += error.problems
     if found.errors:
         raise ConfigError(list(dict.fromkeys(found.errors)), of="this watch")
+    options = options.model_copy(update={"best_by": best_by})
     return WatchPlan(run, presets, rewards, labels, options, output_dir)
 
 
@@ -145,12 +145,47 @@ def _class_size(name: str, config: TrainConfig, options: WatchSection, target: T
     return class_size(name, native, facts.geometry, rate)
 
 
-def _rewards(config: TrainConfig, options: WatchSection, found: Findings) -> list[RewardEntry]:
-    """The rewards that are asked for, or else those that the run evaluates or trains with."""
+def _rewards(
+    config: TrainConfig, options: WatchSection, output_dir: Path, found: Findings
+) -> tuple[list[RewardEntry], str | None]:
+    """The rewards that are asked for, or else those that the run evaluates or trains with; and the label of the best's."""
     entries = list(options.reward) or rewards_of(config)
     for entry in entries:
         found.errors += [Problem("--reward", message) for message in reward_problems(entry)]
-    return entries
+    label = options.best_by
+    if label is not None:
+        entries, label = _with_best(label, entries, output_dir, found)
+    if not found.errors:
+        repositories = dict.fromkeys(repo for entry in entries for repo in weights_not_here(entry))
+        away = ask(list(repositories))
+        found.errors += [Problem("--reward", not_to_be_had(repo, away)) for repo in repositories if away]
+    return entries, label
+
+
+def _with_best(
+    asked: str, entries: list[RewardEntry], output_dir: Path, found: Findings
+) -> tuple[list[RewardEntry], str]:
+    """The rewards with the one that decides over the best, and its label; a record's `eval_reward/NAME` names NAME."""
+    label = asked.removeprefix("eval_reward/").removeprefix("reward/")
+    labels = [label_of(entry, entries) for entry in entries]
+    if label in labels:
+        return entries, label
+    if label == "weighted_sum":
+        message = f"{asked} adds up several rewards, and the best is by one of them; valid: {', '.join(labels)}"
+        found.error("best_by", message)
+        return entries, label
+    try:
+        entry = RewardEntry.model_validate(parse_reward(label))
+        problems = reward_problems(entry)
+    except ValueError:  # pydantic's, too
+        problems = [f"{asked!r} is not the name of a reward"]
+    if problems:
+        hint = nearest(label, {*labels, *recorded_labels(output_dir)}, listed=0)
+        messages = [f"no reward is called {asked!r}{hint}"] if hint else problems
+        found.errors += [Problem("--best_by", message) for message in messages]
+        return entries, label
+    entries = [*entries, entry]  # clips that have its score are not scored again
+    return entries, label_of(entry, entries)
 
 
 def use_device(device: str | None) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetrainers.utils.files import append_jsonl, read_jsonl
 
-from ..sample.plan import Sample, SamplePlan, Variant
+from ..sample.plan import Sample, Variant
 from ..sample.weights import Weights
 
-_FILE = "scores.jsonl"
+#: Name of the file in a preset's folder.
+FILE = "scores.jsonl"
 
 
 @dataclass(frozen=True)
@@ -25,48 +26,52 @@ class Checkpoint:
         step: the optimizer steps that it holds.
         path: its directory.
         manifest: SHA-256 of its manifest, which vouches for every byte.
+        averages: SHA-256 of its moving average, if it has one.
     """
 
     step: int
     path: Path
     manifest: str
+    averages: str | None = None
 
 
 class Scores:
-    """What a preset has of all checkpoints, those that are gone as well."""
+    """What a preset has of all checkpoints, those that are gone as well.
+
+    A score that failed is None, and only in the process that tried: another one tries again.
+    """
 
     def __init__(self, folder: Path, labels: Sequence[str]) -> None:
         """Args:
         folder: of the preset.
         labels: of the rewards that are wanted.
         """
-        self._path = folder / _FILE
+        self._path = folder / FILE
         self.labels = list(labels)
-        self._records: dict[tuple[str, str], dict[str, Any]] = {}  # by manifest and clip
+        self._by_clip: dict[str, dict[str, float | None]] = {}
+        self._recorded: dict[str, set[str]] = {}  # keys of clips by manifest
+        self._variants: dict[str, dict[str, Variant]] = {}  # by manifest and digest of the weights
+        self._steps: dict[int, tuple[str, str]] = {}  # manifest and digest that were recorded last
         for record in read_jsonl(self._path)[0] if self._path.is_file() else []:
             if isinstance(record.get("key"), str) and isinstance(record.get("manifest"), str):
-                self._take(record)
+                found = {label: value for label, value in record.get("scores", {}).items() if value is not None}
+                self._take({**record, "scores": found})
 
-    def _take(self, record: dict[str, Any]) -> None:
-        place = record["manifest"], record["key"]
-        known = self._records.get(place, {}).get("scores", {})
-        self._records[place] = {**record, "scores": {**known, **record.get("scores", {})}}
+    def _take(self, record: Mapping[str, Any]) -> None:
+        manifest, key, digest, step = record["manifest"], record["key"], record["weights"], int(record["step"])
+        self._by_clip.setdefault(key, {}).update(record["scores"])
+        self._recorded.setdefault(manifest, set()).add(key)
+        weights = Weights(f"step {step}", record["kind"], Path(record["checkpoint"]), digest=digest, is_checkpoint=True)
+        self._variants.setdefault(manifest, {})[digest] = variant_of(step, weights)
+        self._steps[step] = manifest, digest
 
     def of_clip(self, key: str) -> dict[str, float | None]:
-        """The scores of a clip, from whichever checkpoint it was recorded."""
-        found: dict[str, float | None] = {}
-        for (_, other), record in self._records.items():
-            if other == key:
-                found |= record["scores"]
-        return found
+        """The scores of a clip by all rewards, from whichever checkpoint it was recorded."""
+        return dict(self._by_clip.get(key, {}))
 
-    def count(self, checkpoint: Checkpoint) -> int:
-        """How many clips of a checkpoint are recorded with all scores that are wanted."""
-        wanted = set(self.labels)
-        return sum(
-            manifest == checkpoint.manifest and wanted <= record["scores"].keys()
-            for (manifest, _), record in self._records.items()
-        )
+    def has(self, manifest: str, key: str) -> bool:
+        """Whether a clip is recorded for a checkpoint, with all scores that are wanted."""
+        return key in self._recorded.get(manifest, ()) and set(self.labels) <= self._by_clip[key].keys()
 
     def add(
         self, checkpoint: Checkpoint, preset: str, sample: Sample, file: Path, scores: Mapping[str, float | None]
@@ -82,29 +87,36 @@ class Scores:
         append_jsonl(self._path, record)
         self._take(record)
 
-    def values(self, manifest: str, label: str) -> list[float]:
-        """The scores of a checkpoint by one reward, without those that failed."""
-        found = [record["scores"].get(label) for (of, _), record in self._records.items() if of == manifest]
+    def values(self, samples: Sequence[Sample], label: str) -> list[float]:
+        """The scores of some clips by one reward, without those that are missing or failed."""
+        found = [self._by_clip.get(sample.key, {}).get(label) for sample in samples]
         return [value for value in found if value is not None and math.isfinite(value)]
 
-    def means(self, manifest: str) -> dict[str, float]:
-        """The mean score of a checkpoint by each reward."""
-        values = {label: self.values(manifest, label) for label in self.labels}
+    def means(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """The mean score of some clips by each reward."""
+        values = {label: self.values(samples, label) for label in self.labels}
         return {label: sum(some) / len(some) for label, some in values.items() if some}
 
-    def columns(self, plan: SamplePlan) -> dict[int, tuple[str, Variant]]:
-        """By step, the manifest and the weights of each checkpoint that has clips; the last one of a step counts."""
-        found: dict[int, tuple[str, Variant]] = {}
-        for (manifest, _), record in self._records.items():
-            step = int(record["step"])
-            found[step] = manifest, variant_of(step, self._weights(record))
-        return dict(sorted(found.items()))
+    def variants(self, manifest: str) -> dict[str, Variant]:
+        """The weights of a checkpoint that clips are recorded of, by their digest: trained ones, or their average."""
+        return self._variants.get(manifest, {})
 
-    def _weights(self, record: Mapping[str, Any]) -> Weights:
-        label, path = f"step {record['step']}", Path(record["checkpoint"])
-        return Weights(label, record["kind"], path, digest=record["weights"], is_checkpoint=True)
+    def columns(self) -> Iterator[tuple[int, str, Variant]]:
+        """Step, manifest and weights of each checkpoint that has clips, by step; what was recorded last of a step counts."""
+        for step, (manifest, digest) in sorted(self._steps.items()):
+            yield step, manifest, self._variants[manifest][digest]
 
 
 def variant_of(step: int, weights: Weights) -> Variant:
     """The column of a checkpoint."""
     return Variant(weights, 1.0, f"step {step}", f"step-{step:06d}")
+
+
+def recorded_labels(folder: Path) -> list[str]:
+    """The rewards by which clips of any preset below a folder have been scored."""
+    found: dict[str, None] = {}
+    for path in sorted(folder.glob(f"*/{FILE}")):
+        for record in read_jsonl(path)[0]:
+            scores = record.get("scores")
+            found |= dict.fromkeys(scores if isinstance(scores, Mapping) else ())
+    return list(found)

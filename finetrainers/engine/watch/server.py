@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,36 +14,42 @@ import av
 import numpy as np
 import torch
 
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.rewards.reward_set import RewardError, RewardSet
-from finetrainers.utils.failures import sentence_of
+from finetrainers.utils.failures import ExpectedError, sentence_of
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256
-from finetrainers.utils.text import plural
+from finetrainers.utils.process_state import free_memory
+from finetrainers.utils.text import duration, plural, shortened
 
 from ..checkpoints.best import best_checkpoint, mark_best
 from ..checkpoints.find import Found, scan_checkpoints
-from ..checkpoints.manifest import MANIFEST
+from ..checkpoints.manifest import MANIFEST, read_manifest
 from ..init_distributed import join
 from ..lock import exclusive
 from ..sample.ledger import Ledger
 from ..sample.memory import offloads
-from ..sample.plan import Sample, SamplePlan
-from ..sample.run import Drawn, check_weights, draw_missing, show
+from ..sample.plan import Sample, SamplePlan, Variant
+from ..sample.run import Drawn, check_weights, draw_missing
 from ..sample.sampler import Sampler
-from ..sample.weights import find_target
+from ..sample.weights import AVERAGES, find_target
 from ..sampling import EncodedPrompts
+from .page import Column, write_page
 from .plan import WatchPlan
 from .scores import Checkpoint, Scores, variant_of
 from .tracked import WatchTracker
+from .waiting import training_of
 
 logger = logging.getLogger(__name__)
 
-#: The newest checkpoints that sheet and page show, besides the best.
-_COLUMNS = 8
-
 Say = Callable[[str], None]
+
+
+class WatchError(ExpectedError):
+    """Nothing can be sampled at all."""
 
 
 @dataclass
@@ -55,12 +61,14 @@ class Watch:
         parallel: this process, and its device.
         say: tells the user a line.
         failed: what went wrong, by preset and manifest; not tried again by this process.
+        left_out: prompts that cannot be encoded, and why.
     """
 
     plan: WatchPlan
     parallel: Strategy
     say: Say
     failed: dict[tuple[str, str], str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -68,20 +76,26 @@ class Watch:
         self._trackers = {
             name: WatchTracker(plan.run, name, one.output_dir, plan.config) for name, one in plan.presets.items()
         } if not plan.options.no_track else {}  # fmt: skip
-        self._said: dict[int, str] = {}  # what a checkpoint waits for, by step
+        self._said: set[int] = set()  # steps that have not arrived as a whole, and of which that is told
+        self._waiting = ""
+        self._shown: dict[str, Checkpoint | str | None] = dict.fromkeys(plan.presets, "")  # the best on the page
+        self._problems: dict[str, dict[str, str]] = {name: {} for name in plan.presets}  # by key of the clip
+        self._clips: dict[tuple[str, str], list[Sample]] = {}  # by preset and digest of the weights
         self._sampler: Sampler | None = None
         self._encoded: EncodedPrompts | None = None
         self._rewards: RewardSet | None = None
 
     def follow(self) -> None:
         """Look for checkpoints until the process is stopped, or once."""
-        while True:
-            worked = self.look()
-            if self.plan.options.once:
-                break
-            if not worked:
-                time.sleep(self.plan.options.poll_seconds)
-        self.finish()
+        try:
+            while True:
+                worked = self.look()
+                if self.plan.options.once:
+                    break
+                if not worked:
+                    self._wait()
+        finally:
+            self.finish()
 
     def look(self) -> bool:
         """Serve every checkpoint that is whole, the oldest first; whether there was anything to do."""
@@ -91,14 +105,36 @@ class Watch:
                 checkpoint = self._content(found)
                 if checkpoint is not None and not self._is_done(name, checkpoint):
                     worked |= self._serve(name, found, checkpoint)
-        if self.plan.options.best_by is not None:
-            self._mark_best(self.plan.options.best_by)
+        best = None if self.plan.options.best_by is None else self._mark_best(self.plan.options.best_by)
+        for name, shown in self._shown.items():
+            if shown != best:
+                self._show(name, best)
         return worked
 
     def finish(self) -> None:
         """End the runs at trackers."""
         for tracker in self._trackers.values():
             tracker.finish()
+
+    def _wait(self) -> None:
+        """Pause, and tell what for, once for each state of the run. Its memory is free where no checkpoint is expected."""
+        options, config = self.plan.options, self.plan.config
+        training = training_of(self.plan.run, total_steps=config.training.train_steps)
+        state = training.sentence.partition(", step")[0]
+        if state != self._waiting:
+            self._waiting = state
+            every = f"looking every {options.poll_seconds:g} s; Ctrl-C stops"
+            self.say(f"waiting for checkpoints: {training.sentence} ({every})")
+        if not training.may_go_on:
+            self._free()
+        time.sleep(options.poll_seconds)
+
+    def _free(self) -> None:
+        if self._sampler is not None:
+            self._sampler.free()
+        if self._rewards is not None:
+            self._rewards = None
+            free_memory()
 
     def _content(self, found: Found) -> Checkpoint | None:
         """What a checkpoint has; None for one that has not arrived as a whole, which is told once."""
@@ -107,20 +143,38 @@ class Watch:
         if found.damage is not None:
             self._waits(found.step, found.damage)
             return None
-        with contextlib.suppress(OSError):
-            return Checkpoint(found.step, found.path, file_sha256(found.path / MANIFEST))
+        with contextlib.suppress(OSError, ValueError):
+            averages = read_manifest(found.path)["files"].get(AVERAGES, {}).get("sha256")
+            return Checkpoint(found.step, found.path, file_sha256(found.path / MANIFEST), averages)
         return None
 
     def _waits(self, step: int, why: str) -> None:
-        if self._said.get(step) != why:
-            self._said[step] = why
+        if step not in self._said:
+            self._said.add(step)
             self.say(f"step {step} is not whole yet: {why}")
 
+    def _samples(self, name: str, variant: Variant) -> list[Sample]:
+        """The clips of a preset with some weights, each once: of a prompt that is given twice there is one."""
+        place = name, variant.weights.digest
+        if place not in self._clips:
+            found = replace(self.plan.presets[name], variants=[variant]).samples()
+            self._clips[place] = list({sample.key: sample for sample in found}.values())
+        return self._clips[place]
+
+    def _recorded(self, name: str, checkpoint: Checkpoint) -> list[Sample]:
+        """The clips of a checkpoint, if any of them is recorded: before, its weights have not been read."""
+        wanted = None if self.plan.options.no_ema else checkpoint.averages
+        for digest, variant in self._scores[name].variants(checkpoint.manifest).items():
+            if digest == wanted or (wanted is None and digest != checkpoint.averages):
+                return self._samples(name, variant)
+        return []
+
     def _is_done(self, name: str, checkpoint: Checkpoint) -> bool:
-        plan, tracker = self.plan.presets[name], self._trackers.get(name)
+        tracker, scores = self._trackers.get(name), self._scores[name]
         if (name, checkpoint.manifest) in self.failed:
             return True
-        is_scored = self._scores[name].count(checkpoint) >= len(plan.prompts) * len(plan.seeds)
+        samples = self._recorded(name, checkpoint)
+        is_scored = bool(samples) and all(scores.has(checkpoint.manifest, sample.key) for sample in samples)
         return is_scored and (tracker is None or tracker.has(checkpoint.manifest))
 
     def _serve(self, name: str, found: Found, checkpoint: Checkpoint) -> bool:
@@ -131,28 +185,32 @@ class Watch:
         except (OSError, ValueError) as error:
             self._waits(found.step, str(error))
             return False
+        self._said.discard(found.step)
         variant = variant_of(found.step, target.weights)
-        plan = replace(self.plan.presets[name], given=[str(self.plan.run)], variants=[variant])
         try:
-            drawn = self._draw(plan)
+            drawn = self._draw(name, variant)
+        except (WatchError, KeyboardInterrupt):
+            raise
         except Exception as error:
             if self._sampler is not None:
                 self._sampler.free()
             self._went_wrong(name, checkpoint, error)
             return True
+        samples = self._samples(name, variant)
         if _is_gone(checkpoint) and drawn.new:
             self.say(f"step {found.step} was removed while it was sampled; its clips stay")
         elif _is_other(checkpoint):  # which of the two the clips show, nobody knows
-            _forget(plan, drawn)
+            _forget(samples, drawn)
             return True
         if drawn.problems:
             self.failed[name, checkpoint.manifest] = "; ".join(drawn.problems.values())
-        self._score(name, plan, checkpoint, drawn)
-        means = self._scores[name].means(checkpoint.manifest)
-        self._show(name, drawn)
+        self._score(name, samples, checkpoint, drawn)
+        means = self._scores[name].means(samples)
+        self._problems[name] |= drawn.problems
+        self._show(name, self._best(self.plan.options.best_by))
         told = "".join(f", {label} {value:.4g}" for label, value in means.items())
         self.say(
-            f"step {found.step}, {name}: {plural(len(drawn.clips), 'clip')}{told} ({time.monotonic() - begun:.0f} s)"
+            f"step {found.step}, {name}: {plural(len(drawn.clips), 'clip')}{told} ({duration(time.monotonic() - begun)})"
         )
         for problem in drawn.problems.values():
             self.say(f"not sampled: {problem}")
@@ -170,21 +228,27 @@ class Watch:
         sentence = sentence_of(error)
         if sentence is not None and isinstance(error, OSError):
             raise error
-        said = sentence or f"{type(error).__name__}: {error}"
+        said = sentence or (str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
         self.failed[name, checkpoint.manifest] = said
         self.say(f"step {checkpoint.step}, {name}: not sampled: {said}")
         logger.debug("step %d", checkpoint.step, exc_info=error)
 
-    def _draw(self, plan: SamplePlan) -> Drawn:
+    def _draw(self, name: str, variant: Variant) -> Drawn:
+        plan = self._plan_of(name, variant)
         check_weights(plan)
-        if all(Ledger(plan.output_dir).find(sample) is not None for sample in plan.samples()):
+        ledger = Ledger(plan.output_dir)
+        if all(ledger.find(sample) is not None for sample in plan.samples()):
             return draw_missing(plan, self.parallel)
         if self._sampler is None:
             self._sampler, self._encoded = self._ready()
+            plan = self._plan_of(name, variant)  # without the prompts that cannot be encoded
         return draw_missing(plan, self.parallel, sampler=self._sampler, encoded=self._encoded)
 
+    def _plan_of(self, name: str, variant: Variant) -> SamplePlan:
+        return replace(self.plan.presets[name], given=[str(self.plan.run)], variants=[variant])
+
     def _ready(self) -> tuple[Sampler, EncodedPrompts]:
-        """The sampler, and the prompts of all presets, which are encoded once."""
+        """The sampler, and the prompts of all presets, which are encoded once; the rewards are loaded, too."""
         largest = max(self.plan.presets.values(), key=lambda one: max(map(math.prod, one.sizes)))
         spec: ModelSpec = largest.family.load(largest.config.model)
         offload, note = offloads(largest, spec, device=self.parallel.device)
@@ -192,30 +256,59 @@ class Watch:
             self.say(note)
         sampler = Sampler(self.plan.config, largest.family, self.parallel, offload=offload)
         prompts = list(dict.fromkeys(prompt for one in self.plan.presets.values() for prompt in one.prompts))
-        return sampler, sampler.encode(prompts, negative=self.plan.options.negative_prompt)
+        lost: dict[int, Exception] = {}
+        encoded = sampler.encode(prompts, negative=self.plan.options.negative_prompt, failed=lost)
+        for error in lost.values():
+            if isinstance(error, MemoryError | torch.OutOfMemoryError):  # which no prompt is to blame for
+                raise error
+        self._leave_out({prompts[index]: error for index, error in lost.items()})
+        self._panel()  # one that cannot be loaded costs no sample
+        return sampler, encoded
 
-    def _score(self, name: str, plan: SamplePlan, checkpoint: Checkpoint, drawn: Drawn) -> None:
+    def _leave_out(self, lost: Mapping[ValidationPrompt, Exception]) -> None:
+        """Sample the prompts that can be encoded, and name the others once.
+
+        Raises:
+            WatchError: none is left.
+        """
+        for prompt, error in lost.items():
+            said = sentence_of(error) or f"{type(error).__name__}: {error}"
+            text = shortened(" ".join(prompt.prompt.split()), 60)
+            self.left_out.append(f"prompt {text!r} cannot be encoded, and is left out of all checkpoints: {said}")
+            self.say(self.left_out[-1])
+        if not lost:
+            return
+        presets = {
+            name: replace(plan, prompts=[one for one in plan.prompts if one not in lost])
+            for name, plan in self.plan.presets.items()
+        }
+        if not all(plan.prompts for plan in presets.values()):
+            raise WatchError("no prompt can be encoded, so nothing can be sampled; the reasons are above")
+        self.plan = replace(self.plan, presets=presets)
+        self._clips.clear()
+
+    def _score(self, name: str, samples: Sequence[Sample], checkpoint: Checkpoint, drawn: Drawn) -> None:
         """Score the clips that have no scores yet, as their files show them, and record all."""
         fault_point("watch.score")
         scores = self._scores[name]
-        done: set[str] = set()
-        for sample in plan.samples():
-            if sample.key not in drawn.clips or sample.key in done:
+        for sample in samples:
+            if sample.key not in drawn.clips or scores.has(checkpoint.manifest, sample.key):
                 continue
-            done.add(sample.key)
             known = scores.of_clip(sample.key)
             found = {label: known[label] for label in scores.labels if label in known}
             if len(found) < len(scores.labels):
-                found = self._scores_of(plan, sample, drawn.clips[sample.key])
+                found = self._scores_of(self.plan.presets[name].frame_rate, sample, drawn.clips[sample.key])
             scores.add(checkpoint, name, sample, drawn.clips[sample.key], found)
 
-    def _scores_of(self, plan: SamplePlan, sample: Sample, file: Path) -> dict[str, float | None]:
-        """The scores of a clip by all rewards; None for those that failed."""
+    def _panel(self) -> RewardSet:
         if self._rewards is None:
             self._rewards = RewardSet(self.plan.rewards, on_error="mask")
-        prompt = str(sample.facts["prompt"])
+        return self._rewards
+
+    def _scores_of(self, fps: float, sample: Sample, file: Path) -> dict[str, float | None]:
+        """The scores of a clip by all rewards; None for those that failed."""
         try:
-            heads = self._rewards.score(_pixels(file), [prompt], fps=plan.frame_rate).heads
+            heads = self._panel().score(_pixels(file), [str(sample.facts["prompt"])], fps=fps).heads
         except (RewardError, ValueError) as error:
             self.say(f"{file.name} is not scored: {error}")
             return dict.fromkeys(self.plan.labels)
@@ -223,59 +316,55 @@ class Watch:
         pairs = zip(self.plan.labels, values, strict=True)
         return {label: value if math.isfinite(value) else None for label, value in pairs}
 
-    def _show(self, name: str, drawn: Drawn) -> None:
-        """Write sheet and page of the newest checkpoints, and send those of this one."""
-        base, scores = self.plan.presets[name], self._scores[name]
-        columns = scores.columns(base)
-        best = self._best(self.plan.options.best_by) if self.plan.options.best_by else None
-        shown = [s for s in columns if s in list(columns)[-_COLUMNS:] or (best is not None and s == best.step)]
-        variants = []
-        for step in shown:
-            manifest, variant = columns[step]
-            is_best = best is not None and manifest == best.manifest
-            variants.append(replace(variant, label=f"{variant.label}, best") if is_best else variant)
-        plan = replace(base, given=[str(self.plan.run)], variants=variants)
-        ledger, told = Ledger(base.output_dir), {}
-        clips = {sample.key: file for sample in plan.samples() if (file := ledger.find(sample)) is not None}
-        for sample in plan.samples():
-            told[sample.key] = {k: "failed" if v is None else f"{v:.4g}" for k, v in scores.of_clip(sample.key).items()}
-        facts = [("preset", name)]
-        for label in scores.labels:
-            means = {step: scores.means(columns[step][0]).get(label) for step in columns}
-            line = ", ".join(f"step {step}: {value:.4g}" for step, value in means.items() if value is not None)
-            facts.append((f"mean {label}", line))
-        show(plan, Drawn(clips, 0, drawn.problems), facts=facts, told=told)
-        for step, (manifest, variant) in columns.items():
-            tracker = self._trackers.get(name)
-            if tracker is not None and not tracker.has(manifest):
-                mine = replace(base, variants=[variant]).samples()
-                videos = [file for one in mine if (file := ledger.find(one)) is not None]
-                tracker.send(manifest, step, scores.means(manifest), list(dict.fromkeys(videos)))
+    def _show(self, name: str, best: Checkpoint | None) -> None:
+        """Write sheet and page of the newest checkpoints and the best, and send those that the tracker lacks."""
+        plan, scores, tracker = self.plan.presets[name], self._scores[name], self._trackers.get(name)
+        ledger, columns = Ledger(plan.output_dir), []
+        for step, manifest, variant in scores.columns():
+            samples = self._samples(name, variant)
+            clips = {sample.key: file for sample in samples if (file := ledger.find(sample)) is not None}
+            if clips:  # else it has been sampled with other prompts
+                is_best = best is not None and manifest == best.manifest
+                columns.append(Column(step, variant, clips, scores.means(samples), is_best))
+            if clips and tracker is not None and not tracker.has(manifest):
+                tracker.send(manifest, step, scores.means(samples), list(clips.values()))
+        self._shown[name] = best
+        if columns:
+            plan = replace(plan, given=[str(self.plan.run)])
+            write_page(plan, name, columns, scores, self._problems[name], by=self.plan.options.best_by)
 
-    def _best(self, label: str) -> Checkpoint | None:
+    def _best(self, label: str | None) -> Checkpoint | None:
         """Of the checkpoints that still exist and have all clips of all presets, the one with the highest mean score."""
         found: list[tuple[float, Checkpoint]] = []
-        for one in scan_checkpoints(self.plan.run, weights_only=True):
+        for one in scan_checkpoints(self.plan.run, weights_only=True) if label is not None else []:
             checkpoint = self._content(one) if one.damage is None else None
-            if checkpoint is None or not all(self._is_whole(name, checkpoint, label) for name in self.plan.presets):
-                continue
-            values = [v for scores in self._scores.values() for v in scores.values(checkpoint.manifest, label)]
-            found.append((sum(values) / len(values), checkpoint))
+            values = [] if checkpoint is None else self._values(checkpoint, str(label))
+            if checkpoint is not None and values:
+                found.append((sum(values) / len(values), checkpoint))
         return max(found, key=lambda one: one[0], default=(0.0, None))[1]
 
-    def _is_whole(self, name: str, checkpoint: Checkpoint, label: str) -> bool:
-        plan = self.plan.presets[name]
-        needed = len({(prompt, seed) for prompt in plan.prompts for seed in plan.seeds})
-        return len(self._scores[name].values(checkpoint.manifest, label)) == needed
+    def _values(self, checkpoint: Checkpoint, label: str) -> list[float]:
+        """The scores of all clips of a checkpoint; none unless all clips of all presets have one."""
+        found: list[float] = []
+        for name, scores in self._scores.items():
+            samples = self._recorded(name, checkpoint)
+            values = scores.values(samples, label)
+            if not samples or len(values) < len(samples):
+                return []
+            found += values
+        return found
 
-    def _mark_best(self, label: str) -> None:
+    def _mark_best(self, label: str) -> Checkpoint | None:
+        """Let the link lead to the best checkpoint, which is returned."""
         best = self._best(label)
         if best is None or best_checkpoint(self.plan.run) == best.path:
-            return
+            return best
         fault_point("watch.best")
         mark_best(best.path)
-        means = [scores.means(best.manifest)[label] for scores in self._scores.values()]
-        self.say(f"best by {label}: step {best.step} ({', '.join(f'{mean:.4g}' for mean in means)})")
+        means = {n: s.means(self._recorded(n, best))[label] for n, s in self._scores.items()}
+        told = ", ".join(f"{name} {mean:.4g}" for name, mean in means.items())
+        self.say(f"best by {label}: step {best.step} ({told})")
+        return best
 
 
 def _is_gone(checkpoint: Checkpoint) -> bool:
@@ -290,9 +379,9 @@ def _is_other(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def _forget(plan: SamplePlan, drawn: Drawn) -> None:
+def _forget(samples: Sequence[Sample], drawn: Drawn) -> None:
     """Remove clips, which the ledger then counts as missing."""
-    for sample in plan.samples():
+    for sample in samples:
         if sample.key in drawn.clips:
             drawn.clips[sample.key].unlink(missing_ok=True)
 
@@ -312,15 +401,16 @@ def watch(plan: WatchPlan, say: Say) -> Sequence[str]:
     """
     with contextlib.ExitStack() as held:
         parallel = held.enter_context(contextlib.closing(join(plan.config)))
-        for folder in _folders(plan):
-            held.enter_context(exclusive(folder, parallel))
-        one = Watch(plan, parallel, say)
-        one.follow()
-        return list(one.failed.values())
-
-
-def _folders(plan: WatchPlan) -> Iterator[Path]:
-    """What nobody else may use: a second watch may have other presets, but not mark the best checkpoint, too."""
-    yield from (one.output_dir for one in plan.presets.values())
-    if plan.options.best_by is not None:
-        yield plan.output_dir
+        for name, one in plan.presets.items():
+            otherwise = "give --output_dir" if len(plan.presets) == 1 else f"leave {name} out"
+            held.enter_context(
+                exclusive(one.output_dir, parallel, where="--presets", holder="watch", otherwise=otherwise)
+            )
+        if plan.options.best_by is not None:  # one link leads to the best, wherever clips are written
+            holder, otherwise = "watch with --best_by", "leave --best_by out here"
+            held.enter_context(
+                exclusive(plan.run / "watch", parallel, where="--best_by", holder=holder, otherwise=otherwise)
+            )
+        one_watch = Watch(plan, parallel, say)
+        one_watch.follow()
+        return [*one_watch.left_out, *one_watch.failed.values()]

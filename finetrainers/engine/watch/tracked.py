@@ -1,7 +1,7 @@
-"""Clips and scores of a watch at the tracker of the run: a run of its own next to the training's, since that one is being written.
+"""Clips and scores of a watch at the tracker of the run: in the training's own run, where two processes may write to one.
 
-tensorboard stops reading a file as soon as another one of its folder grows, and wandb takes one writer unless all are started in
-its shared mode. So a preset is `PROJECT/watch-PRESET` in tensorboard, and a run of the same group at wandb and trackio.
+That is so for tensorboard, whose run is a folder of files, for trackio, and for wandb where the training uses its shared mode.
+Elsewhere a preset has a run of its own in the training's group.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.files import read_jsonl, write_json_atomic
 from finetrainers.utils.video import comment_of
 
 from ..callbacks.samples import sheet_of
@@ -33,7 +34,7 @@ class WatchTracker:
         folder: of the preset, which remembers what was sent.
         config: of the run.
         """
-        self.section = config.run
+        self.config, self.section = config, config.run
         self._place = (run, preset)
         self._file = folder / _STATE
         self._tracked: TrackedRun | None = None
@@ -59,22 +60,26 @@ class WatchTracker:
         return self._off or manifest in self._sent
 
     def _send(self, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
-        tracked = self._tracked or self._open()
+        tracked, preset = self._tracked or self._open(), self._place[1]
         if means:
-            tracked.log({f"watch/{label}": value for label, value in means.items()}, step=step)
-        stems = [video.stem.replace(f"_step-{step:06d}", "") for video in videos]
-        media = [Media(f"samples/{stem}", video, comment_of(video)) for stem, video in zip(stems, videos, strict=True)]
-        tracked.log_media([*media, Media("samples/sheet", sheet_of(list(videos)))], step=step)
+            tracked.log({f"watch/{preset}/{label}": value for label, value in means.items()}, step=step)
+        names = [f"watch/{preset}/{video.stem.replace(f'_step-{step:06d}', '')}" for video in videos]
+        media = [Media(name, video, comment_of(video)) for name, video in zip(names, videos, strict=True)]
+        tracked.log_media([*media, Media(f"watch/{preset}/sheet", sheet_of(list(videos)))], step=step)
 
     def _open(self) -> TrackedRun:
         run, preset = self._place
+        joined = training_run(run, self.config)
+        # A run of its own that an earlier watch has begun.
+        own = self._state.get("run") if joined is None and not self._state.get("joined") else None
         place = Place(
             project=self.section.tracker_name, folder=run / self.section.logging_dir, name=run.resolve().name,
-            resumed=self._state.get("run"), step=0, beside=f"watch-{preset}",
+            resumed=own, step=0, beside=f"watch-{preset}", joined=joined,
         )  # fmt: skip
         self._tracked = TRACKERS[self.section.report_to](place)
         self._state = {
             "tracker": self.section.report_to, "project": self.section.tracker_name, "run": self._tracked.name,
+            "joined": joined,
         }  # fmt: skip
         return self._tracked
 
@@ -90,3 +95,20 @@ class WatchTracker:
             # Whatever a tracker raises (network, quota, its own defects) must not cost the samples.
             self._off = True
             logger.warning("tracker %s failed and is off from here on: %r", self.section.report_to, error)
+
+
+def training_run(run: Path, config: TrainConfig) -> str | None:
+    """How the tracker knows the run of the training, if a second process may write to it; None: it may not, or there is none."""
+    events = run / "events.jsonl"
+    wanted = {"event": "tracker", "tracker": config.run.report_to, "project": config.run.tracker_name}
+    records = read_jsonl(events)[0] if events.is_file() else []
+    found: list[dict[str, Any]] = [one for one in records if wanted.items() <= one.items()]
+    return found[-1].get("run") if found and found[-1].get("shared") else None
+
+
+def whose_run(run: Path, config: TrainConfig) -> str:
+    """Which run at the tracker a watch writes to, in words."""
+    kind = TRACKERS[config.run.report_to]
+    if kind.is_one_folder or training_run(run, config) is not None:
+        return "into the run of the training"
+    return "as a run of its own next to the training's"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import signal
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetrainers.cli.main import main
@@ -16,6 +20,9 @@ from finetrainers.engine.checkpoints.best import best_checkpoint
 from finetrainers.engine.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from finetrainers.engine.sample.run import _Drawing
 from finetrainers.engine.watch import server
+from finetrainers.engine.watch.waiting import Training, training_of
+from finetrainers.models.ltx_video import LTXVideoSpec
+from finetrainers.rewards.pixels import Brightness
 
 PROMPTS = ("a red ball", "a blue ball on a hill")
 
@@ -92,14 +99,18 @@ def test_each_checkpoint_is_sampled_scored_sent_and_compared_once(
     assert main(["sample", str(steps[1]), "--seed", "5"]) == 0
     for mine, theirs in zip(sorted(folder.glob("*step-000002*.mp4")), sorted((trained / "samples" / "sample").glob("*.mp4")), strict=True):  # fmt: skip
         assert _frames(mine) == _frames(theirs)
-    # Its own run at the tracker, beside the training's.
-    events = EventAccumulator(str(trained / "logs" / "finetrainers" / "watch-run"), size_guidance={"scalars": 0, "images": 0})  # fmt: skip
+    # In the run of the training at the tracker.
+    events = EventAccumulator(str(trained / "logs" / "finetrainers"), size_guidance={"scalars": 0, "images": 0})
     events.Reload()
-    assert [(one.step, pytest.approx(one.value)) for one in events.Scalars("watch/brightness")] == list(zip((1, 2), means, strict=True))  # fmt: skip
-    assert [one.step for one in events.Images("samples/sheet")] == [1, 2]
-    assert len(events.Tags()["images"]) == 3
+    assert [(one.step, pytest.approx(one.value)) for one in events.Scalars("watch/run/brightness")] == list(zip((1, 2), means, strict=True))  # fmt: skip
+    assert [one.step for one in events.Scalars("loss")] == [1, 2]
+    assert [one.step for one in events.Images("watch/run/sheet")] == [1, 2]
+    assert sum(tag.startswith("watch/low1s/") for tag in events.Tags()["images"]) == 3
     page = (folder / "index.html").read_text()
-    assert [text in page for text in ("step 1", "step 2", "best", "mean brightness", *PROMPTS)] == [True] * 6
+    assert [text in page for text in ("step 1", "step 2", ", best", "by brightness", *PROMPTS)] == [True] * 6
+    told = [f"{means[step - 1]:.4g}</td>" in page for step in (1, 2)]  # the table of all checkpoints
+    assert told == [True, True]
+    assert f"brightness {records[0]['scores']['brightness']:.4g}\n" in page  # below the clip
     assert (folder / "sheet.png").is_file()
 
     # Again: nothing is sampled, scored or sent. A further reward is scored on the clips that are there.
@@ -114,11 +125,35 @@ def test_each_checkpoint_is_sampled_scored_sent_and_compared_once(
     assert all(set(one["scores"]) == {"brightness", "motion"} for one in again[4:])
     assert [one["scores"]["brightness"] for one in again[4:]] == [one["scores"]["brightness"] for one in records]
 
-    # One watch for each preset, and one that marks the best.
-    with server.exclusive(folder, server.join(server_plan(watch))):
+    # One watch for each preset, and one that marks the best, wherever it writes.
+    parallel = server.join(server_plan(watch))
+    with server.exclusive(folder, parallel):
         assert main(watch) == 2
-        assert "is in use by another" in capsys.readouterr().err
+        assert "--presets: " in (err := capsys.readouterr().err)
+        assert "/watch/run is in use by another watch (process" in err
         assert main(["watch", str(trained), "--once", "--presets", "low1s"]) == 0
+    with server.exclusive(trained / "watch", parallel):
+        elsewhere = ["--output_dir", str(trained.parent / "elsewhere")]
+        assert main([*watch, *elsewhere, "--best_by", "contrast"]) == 2
+        assert "--best_by: " in (err := capsys.readouterr().err)
+        assert "in use by another watch with --best_by (process" in err
+        assert "or leave --best_by out here" in err
+
+    # The best by another reward: of the ledger, of records of the training, or of any.
+    for name in ("contrast", "eval_reward/contrast", "steadiness"):
+        assert main(["watch", str(trained), "--once", "--best_by", name, "--no_track"]) == 0
+        assert f"by {name.removeprefix('eval_reward/')}" in (folder / "index.html").read_text()
+    assert drawn == []
+    capsys.readouterr()
+    for name, said in (
+        ("eval_reward/contrasts", "no reward is called 'eval_reward/contrasts'; did you mean 'contrast'?"),
+        ("smoothnes", "did you mean 'smoothness'?"),
+        ("demo.colr", "did you mean 'color'?"),
+        ("eval_reward/weighted_sum", "adds up several rewards"),
+        ("a b", "'a b' is not the name of a reward"),
+    ):
+        assert main(["watch", str(trained), "--once", "--best_by", name]) == 2
+        assert f"--best_by: {said}" in (err := capsys.readouterr().err) or said in err, err
 
 
 def server_plan(watch: list[str]) -> Any:
@@ -184,3 +219,117 @@ def test_a_killed_watch_continues(trained: Path, python: Any, point: str, drawn:
     assert len(lines(folder / "ledger.jsonl")) == len(lines(folder / "scores.jsonl")) == 4
     assert best_checkpoint(trained) is not None
     assert not list(folder.glob(f"**/{MANIFEST}"))
+
+
+def test_prompts_that_fail_are_left_out_and_named_once(
+    trained: Path, drawn: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is given twice is sampled once, and other prompts later on are sampled, too."""
+    encode = LTXVideoSpec.encode_text
+
+    def fail(self: Any, encoders: Any, texts: Sequence[str]) -> Any:
+        if "goblin" in texts[0]:
+            raise ValueError("no goblins")
+        return encode(self, encoders, texts)
+
+    monkeypatch.setattr(LTXVideoSpec, "encode_text", fail)
+    watch = ["watch", str(trained), "--once", "--no_track", "--reward", "brightness", "--best_by", "brightness"]
+    given = [*watch, "--prompts", "a goblin:::a cat:::a cat"]
+    assert main(given) == 1
+    out = capsys.readouterr().out
+    assert out.count("'a goblin'") == 1
+    assert "prompt 'a goblin' cannot be encoded, and is left out of all checkpoints: ValueError: no goblins" in out
+    assert "step 1, run: 1 clip, brightness" in out
+    assert "best by brightness" in out
+    assert len(drawn) == 2
+    records = trained / "watch" / "run" / "scores.jsonl"
+    assert len(lines(records)) == 2
+    assert main(given) == 1
+    assert main([*watch, "--prompts", "a cat:::a cat"]) == 0
+    assert (len(drawn), len(lines(records))) == (2, 2)  # not again
+    capsys.readouterr()
+    monkeypatch.setattr(server, "check_weights", None)  # what is done is not looked at
+    assert main([*watch, "--prompts", "a cat:::a cat"]) == 0
+    assert "step" not in capsys.readouterr().out.replace("denoising steps", "")
+    monkeypatch.undo()
+    assert main([*watch, "--prompts", "a dog"]) == 0
+    assert "best by" not in capsys.readouterr().err
+    assert [one["prompt"] for one in lines(records)] == ["a cat", "a cat", "a dog", "a dog"]
+    assert "a cat" not in (trained / "watch" / "run" / "index.html").read_text()
+
+    monkeypatch.setattr(LTXVideoSpec, "encode_text", fail)
+    assert main([*watch, "--prompts", "a goblin"]) == 1
+    assert "no prompt can be encoded" in capsys.readouterr().err
+
+
+def test_a_reward_that_fails_is_asked_again_by_the_next_start(
+    trained: Path, drawn: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = ["watch", str(trained), "--once", "--no_track", "--reward", "brightness", "--best_by", "brightness"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Brightness, "score", lambda *_, **__: {"score": torch.tensor([float("nan")])})
+        assert main(watch) == 0
+    assert "step 1, run: 2 clips (" in capsys.readouterr().out
+    assert best_checkpoint(trained) is None
+    assert main(watch) == 0
+    assert "step 1, run: 2 clips, brightness" in capsys.readouterr().out
+    assert best_checkpoint(trained) is not None
+    assert len(drawn) == 4
+    # Weights of rewards that are nowhere are named before anything is loaded, and so they are for training.
+    monkeypatch.setattr(server, "join", None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: True)
+    assert main(["watch", str(trained), "--once", "--reward", "clipscore,path=no/such-weights"]) == 2
+    err = capsys.readouterr().err
+    assert "--reward: no/such-weights is not on this disk, and HF_HUB_OFFLINE is set" in err
+    assert "hf download no/such-weights" in err
+
+
+def test_what_it_waits_for(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A state of the run is told once; where no checkpoint is expected, memory is free."""
+    events = trained / "events.jsonl"
+    finished = events.read_text()
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": "now"}
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    (copy / ".lock").unlink()
+    unfinished = "".join(line for line in finished.splitlines(True) if '"finished"' not in line)
+    (copy / "events.jsonl").write_text(unfinished)
+    assert training_of(copy, total_steps=9) == Training(True, "this is a copy of a run, step 2 of 9")
+    looks: list[bool] = []
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        looks.append(freed.pop() if freed else False)
+        if len(pauses) == 2:  # a new start
+            events.write_text(unfinished)
+        if len(pauses) == 3:
+            (trained / ".lock-holder.json").write_text(json.dumps(holder))
+        if len(pauses) == 4:
+            (trained / ".lock-holder.json").unlink()
+            events.write_text(unfinished + json.dumps({"event": "stopped", "step": 2}) + "\n")
+        if len(pauses) == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    freed: list[bool] = []
+    free = server.Sampler.free
+    monkeypatch.setattr(server.Sampler, "free", lambda self: (freed.append(True), free(self)))
+    monkeypatch.setattr(server.time, "sleep", pause)
+    monkeypatch.setattr(server.WatchTracker, "finish", lambda self: print("tracker has all"))
+    assert main(["watch", str(trained), "--poll_seconds", "7"]) == 128 + signal.SIGTERM
+    out, err = capsys.readouterr()
+    waits = [line for line in out.splitlines() if line.startswith("waiting")]
+    assert [line.removeprefix("waiting for checkpoints: ") for line in waits] == [
+        "the run has finished, step 2 of 2 (looking every 7 s; Ctrl-C stops)",
+        "no process trains the run now, which did not finish, step 2 of 2 (looking every 7 s; Ctrl-C stops)",
+        "the run is in training, step 2 of 2 (looking every 7 s; Ctrl-C stops)",
+        "the run was stopped, step 2 of 2 (looking every 7 s; Ctrl-C stops)",
+    ]
+    assert pauses == [7] * 5
+    assert looks == [True, True, True, False, True]
+    assert "tracker has all" in out
+    assert err.endswith("stopped; the same command samples what is missing\n")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
