@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -61,16 +62,28 @@ def add_cache(commands: Any) -> None:
     prune.add_argument("--dry_run", action="store_true", help="say what would go, and remove nothing")
     prune.set_defaults(run=_prune)
     for action in (ls, verify, prune):
+        action.set_defaults(check=_check)
         action.add_argument("directory", type=Path, metavar="DIR", help="--precompute_dir, or a run's --output_dir")
+
+
+def _check(arguments: argparse.Namespace) -> list[Problem]:
+    """What is wrong."""
+    problems = []
+    if arguments.action == "prune":
+        if arguments.keep is None and arguments.older_than is None:
+            problems.append(Problem("prune", "say what may go: --keep CONFIG ..., --older_than DAYS, or both"))
+        if arguments.older_than is not None and not 0 <= arguments.older_than < math.inf:
+            problems.append(Problem("--older_than", f"{arguments.older_than:g} is no number of days"))
+    if not any((arguments.directory / place).is_dir() for place in ("tensors", "precomputed/tensors")):
+        where = f"{arguments.directory} holds no cache; give what --precompute_dir was, or a run's --output_dir"
+        problems.append(Problem("DIR", where))
+    return problems
 
 
 def _open(arguments: argparse.Namespace) -> CacheMaintenance:
     from finetrainers.data.cache.maintenance import CacheMaintenance
 
-    try:
-        return CacheMaintenance(arguments.directory)
-    except FileNotFoundError as error:
-        raise ConfigError([Problem("DIR", str(error))]) from None
+    return CacheMaintenance(arguments.directory)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -122,10 +135,6 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _prune(arguments: argparse.Namespace) -> int:
     from finetrainers.data.cache.store import CacheInUse
 
-    if arguments.keep is None and arguments.older_than is None:
-        raise ConfigError([Problem("prune", "say what may go: --keep CONFIG ..., --older_than DAYS, or both")])
-    if arguments.older_than is not None and arguments.older_than < 0:
-        raise ConfigError([Problem("--older_than", f"{arguments.older_than:g} is no number of days")])
     cache = _open(arguments)
     keep = None if arguments.keep is None else _needed_keys(cache.directory, arguments.keep)
     try:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
@@ -20,7 +21,6 @@ from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
 
 from .demo import positive_integer
-from .overview import CommandLine
 
 _SHOWN = 30  # reasons in full, on the terminal
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:
@@ -38,18 +38,17 @@ def add_check(commands: Any) -> None:
     commands.add_parser(
         "check",
         help="check every item of a dataset, without model weights",
-        parents=[_own_options()],
+        parents=[own_options()],
         add_help=False,
     )
 
 
-def _own_options() -> CommandLine:
-    parser = CommandLine(
+def own_options() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="finetrainers check",
         description="Report the status of every item of a dataset: its bucket, or why it cannot be used.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--decode",
@@ -64,22 +63,15 @@ def _own_options() -> CommandLine:
     return parser
 
 
-def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and those of `finetrainers train`."""
-    argv = list(argv)
-    if argv and not argv[0].startswith("-"):
-        argv.insert(0, "--config")
-    return _own_options().parse_known_args(argv)
-
-
 def check_command(argv: Sequence[str]) -> int:
     """Check as the flags say; an exit code (`utils.exit_codes`)."""
     from finetrainers.config.flags import parse_flags
 
-    own, rest = split_arguments(argv)
+    parser = own_options()
     try:
-        _check_places(own)
-        config, _ = parse_flags(rest, prog="finetrainers check")
+        own, rest = parser.parse_known_args(argv)
+        found = [*parser.problems([]), *_place_problems(own)]
+        config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
         if config is None:
             raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
         return _check(config, own)
@@ -119,8 +111,8 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
     return exit_codes.DONE if report["usable"] else exit_codes.UNUSABLE_DATA
 
 
-def _check_places(own: argparse.Namespace) -> None:
-    """Refuse files that cannot be written before hours of decoding, not after."""
+def _place_problems(own: argparse.Namespace) -> list[Problem]:
+    """Why reports cannot be written, which is said before hours of decoding, not after."""
     problems = []
     for option, file in (("--json", own.json), ("--html", own.html)):
         if file is None:
@@ -133,8 +125,7 @@ def _check_places(own: argparse.Namespace) -> None:
                 problems.append(Problem(option, f"nothing can be written to {file.parent}"))
         except OSError as error:
             problems.append(Problem(option, f"{file}: {error.strerror or error}"))
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def _print(report: dict[str, Any]) -> None:

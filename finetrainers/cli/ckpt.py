@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.files import not_there
 from finetrainers.utils.text import duration, file_size
 
 from .overview import described
@@ -30,18 +31,46 @@ def add_ckpt(commands: Any) -> None:
 
     ls = actions.add_parser("ls", help="list a run's checkpoints: step, size, age, whole or why not (by file sizes)")
     ls.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
-    ls.set_defaults(run=_ls)
+    ls.set_defaults(run=_ls, check=lambda arguments: _path_problems("RUN", [arguments.run_directory]))
 
     verify = actions.add_parser("verify", help="read every byte; exit code 1 if a file is not what was saved")
     verify.add_argument("path", type=Path, nargs="+", metavar="PATH", help="checkpoints, or runs with all of theirs")
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(run=_verify, check=_check_verify)
 
     diff = actions.add_parser(
         "diff", help="settings, versions and weights of two checkpoints; exit code 1 if they differ"
     )
     diff.add_argument("a", type=Path, metavar="A", help="a checkpoint")
     diff.add_argument("b", type=Path, metavar="B", help="another")
-    diff.set_defaults(run=_diff)
+    diff.set_defaults(run=_diff, check=_check_diff)
+
+
+def _path_problems(where: str, paths: Sequence[Path]) -> list[Problem]:
+    """Paths at which there is no folder."""
+    return [Problem(where, f"{path} {not_there(path, folder=True)}") for path in paths if not path.is_dir()]
+
+
+def _check_verify(arguments: argparse.Namespace) -> list[Problem]:
+    problems = _path_problems("PATH", arguments.path)
+    for path in arguments.path:
+        if path.is_dir() and not _checkpoints(path):
+            problems.append(Problem("PATH", f"{path} is neither a checkpoint nor a run that has one"))
+    return problems
+
+
+def _check_diff(arguments: argparse.Namespace) -> list[Problem]:
+    from finetrainers.engine.checkpoints.manifest import damage
+
+    problems = []
+    for where, path in (("A", arguments.a), ("B", arguments.b)):
+        inside = _checkpoints(path)
+        if not path.is_dir():
+            problems += _path_problems(where, [path])
+        elif inside and inside != [path]:
+            problems.append(Problem(where, f"{path} is a run; give one of its checkpoints, such as {inside[-1]}"))
+        elif (why := damage(path, contents=False)) is not None:
+            problems.append(Problem(where, f"{path}: {why}"))
+    return problems
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -90,16 +119,13 @@ def _ok(path: Path) -> str:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """A checkpoint itself, or all of a run."""
+    """A checkpoint itself, or all of a run; none if it is neither."""
     from finetrainers.engine.checkpoints.find import scan_checkpoints
     from finetrainers.engine.checkpoints.manifest import MANIFEST
 
     if (path / MANIFEST).is_file() or (path / "state.json").is_file():
         return [path]
-    found = [one.path for one in scan_checkpoints(path)]
-    if not found:
-        raise ConfigError([Problem("PATH", f"{path} is neither a checkpoint nor a run that has one")])
-    return found
+    return [one.path for one in scan_checkpoints(path)]
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -120,16 +146,9 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _facts(path: Path) -> dict[str, Mapping[str, Any]]:
-    """What a checkpoint says of itself, by title.
+    """What a checkpoint says of itself, by title."""
+    from finetrainers.engine.checkpoints.manifest import read_manifest
 
-    Raises:
-        ConfigError: it is no checkpoint.
-    """
-    from finetrainers.engine.checkpoints.manifest import damage, read_manifest
-
-    wrong = damage(path, contents=False)
-    if wrong is not None:
-        raise ConfigError([Problem(str(path), wrong)])
     manifest = read_manifest(path)
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     return {

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.errors import Problem
 from finetrainers.utils.addresses import resolve
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.text import nearest
@@ -33,11 +33,11 @@ def add_demo(commands: Any) -> None:
     data.add_argument("--motion", default=None, help="one motion only, such as zigzag, which it has never seen either")
     data.add_argument("--seed", type=int, default=0, help="the same seed draws the same clips [0]")
     data.add_argument("--held_out", action="store_true", help="only combinations the model was not trained on")
-    data.set_defaults(run=_data)
+    data.set_defaults(run=_data, check=_check_data)
 
     vae = parts.add_parser("vae", help="fit the embedded model's VAE (seconds) and measure it on other clips")
     vae.add_argument("directory", type=Path, help="a new or empty one")
-    vae.set_defaults(run=_vae)
+    vae.set_defaults(run=_vae, check=lambda arguments: _not_empty(arguments.directory))
 
     build = parts.add_parser(
         "build", help="train the embedded model from random weights (two hours); resumes if stopped"
@@ -53,7 +53,7 @@ def add_demo(commands: Any) -> None:
     measure.add_argument("--lora", type=Path, default=None, help="a LoRA, or a run directory that holds one")
     measure.add_argument("--items", type=positive_integer, default=200, help="how many captions [200]")
     measure.add_argument("--look", default="plain", help="what the captions ask for [plain]")
-    measure.set_defaults(run=_measure)
+    measure.set_defaults(run=_measure, check=_check_measure)
 
     about = "teach the embedded model a preference with a reward, on any CPU, in two minutes"
     place = "a new or empty one, or that of an earlier `demo reward`"
@@ -89,14 +89,18 @@ def _run_demonstration(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _data(arguments: argparse.Namespace) -> int:
-    from finetrainers.demo.data import held_out_scenes, training_scenes, write_clips
+def _check_data(arguments: argparse.Namespace) -> list[Problem]:
     from finetrainers.demo.world import LOOKS, MOTIONS
 
     problems = _unknown("--look", arguments.look, LOOKS)
     if arguments.motion is not None:
         problems += _unknown("--motion", arguments.motion, tuple(MOTIONS))
-    _refuse(problems + _not_empty(arguments.directory))
+    return problems + _not_empty(arguments.directory)
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from finetrainers.demo.data import held_out_scenes, training_scenes, write_clips
+
     draw = held_out_scenes if arguments.held_out else training_scenes
     motions = None if arguments.motion is None else (arguments.motion,)
     scenes = draw(arguments.items, seed=arguments.seed, look=arguments.look, motions=motions)
@@ -106,7 +110,6 @@ def _data(arguments: argparse.Namespace) -> int:
 
 
 def _vae(arguments: argparse.Namespace) -> int:
-    _refuse(_not_empty(arguments.directory))
     from finetrainers.demo.base import build_vae, measure_vae
 
     quiet_progress_bars()
@@ -125,25 +128,32 @@ def _build(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(arguments: argparse.Namespace) -> int:
-    from finetrainers.demo.build import measure_weights
+def _check_measure(arguments: argparse.Namespace) -> list[Problem]:
+    """What is wrong; it finds the model."""
     from finetrainers.demo.measure import MODEL
     from finetrainers.demo.world import LOOKS
     from finetrainers.utils.packaged import model_path
 
     problems = _unknown("--look", arguments.look, LOOKS)
-    weights = Path()
     try:
-        weights = Path(model_path(arguments.model or MODEL))
-        if not (weights / "model_index.json").is_file():
-            problems.append(Problem("--model", f"{weights} is no directory in diffusers layout (no model_index.json)"))
+        arguments.model = Path(model_path(arguments.model or MODEL))
+        if not (arguments.model / "model_index.json").is_file():
+            problems.append(
+                Problem("--model", f"{arguments.model} is no directory in diffusers layout (no model_index.json)")
+            )
     except ValueError as error:
         problems.append(Problem("--model", str(error)))
     if arguments.lora is not None and not arguments.lora.exists():
         problems.append(Problem("--lora", f"no such file or directory: {arguments.lora}"))
-    _refuse(problems)
+    return problems
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from finetrainers.demo.build import measure_weights
+
     quiet_progress_bars()
-    measure_weights(weights, arguments.directory, lora=arguments.lora, items=arguments.items, look=arguments.look)
+    given, items = arguments, arguments.items
+    measure_weights(given.model, given.directory, lora=given.lora, items=items, look=given.look)
     return 0
 
 
@@ -155,8 +165,3 @@ def _not_empty(directory: Path) -> list[Problem]:
     if (directory.is_dir() and not any(directory.iterdir())) or not directory.exists():
         return []
     return [Problem("directory", f"{directory} is not an empty directory; give a new one")]
-
-
-def _refuse(problems: list[Problem]) -> None:
-    if problems:
-        raise ConfigError(problems)

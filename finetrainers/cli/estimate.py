@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
 from finetrainers.config.values import gpu_memory
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launcher_environment
 
 from .demo import positive_integer
-from .overview import CommandLine
 
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first.
 No weights are read: config files of the model are enough.
@@ -43,15 +44,16 @@ def add_estimate(commands: Any) -> None:
     )
 
 
-def _own_options() -> CommandLine:
-    parser = CommandLine(
+def _own_options() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="finetrainers estimate",
         description="Estimate the memory of a run in each phase, on the GPU and on the host, and the disk it needs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--gpu", metavar="24GB", help="say whether it fits this GPU, and if not, what makes it fit")
+    parser.add_argument(
+        "--gpu", type=_gpu, metavar="24GB", help="say whether it fits this GPU, and if not, what makes it fit"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     parser.add_argument(
         "--num_processes", type=positive_integer, help="processes on all machines [1, or as the file says]"
@@ -63,15 +65,21 @@ def _own_options() -> CommandLine:
 
 def estimate_command(argv: Sequence[str]) -> int:
     """Estimate as the flags say; an exit code (`utils.exit_codes`)."""
-    argv = list(argv)
-    if argv and not argv[0].startswith("-"):
-        argv.insert(0, "--config")
-    own, rest = _own_options().parse_known_args(argv)
+    from finetrainers.config.flags import parse_flags
+
+    parser = _own_options()
     before = dict(os.environ)
     try:
-        os.environ.update(_environment(own))
-        gpu = None if own.gpu is None else _gpu(own.gpu)
-        return _estimate(rest, own, gpu)
+        own, rest = parser.parse_known_args(argv)
+        found = parser.problems([])
+        try:
+            os.environ.update(_environment(own))
+        except ConfigError as error:
+            found += error.problems
+        config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
+        if config is None:
+            raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
+        return _estimate(config, own, own.gpu)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
@@ -101,21 +109,22 @@ def _environment(own: argparse.Namespace) -> Mapping[str, str]:
 
 
 def _gpu(text: str) -> float:
+    """GiB.
+
+    Raises:
+        argparse.ArgumentTypeError: it says no size.
+    """
     try:
         return float(gpu_memory(text))
     except ValueError as error:
-        raise ConfigError([Problem("--gpu", str(error))]) from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _estimate(argv: Sequence[str], own: argparse.Namespace, gpu: float | None) -> int:
-    from finetrainers.config.flags import parse_flags
+def _estimate(config: TrainConfig, own: argparse.Namespace, gpu: float | None) -> int:
     from finetrainers.engine.preflight import preflight
     from finetrainers.engine.sizes_plan import plan_sizes
     from finetrainers.methods.registry import method_names, method_spec, plan_work
 
-    config, _ = parse_flags(argv, prog="finetrainers estimate")
-    if config is None:
-        raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
     without_data = method_spec(config).without_data(config) if config.training.method in method_names() else None
     no_data = without_data is not None
     planner = plan_sizes if no_data else plan_work

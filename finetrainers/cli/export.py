@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.models.lora_names import FORMATS
 from finetrainers.utils import exit_codes
+from finetrainers.utils.files import folder_problem
 
 from .overview import described
 
@@ -43,24 +45,40 @@ def add_export(commands: Any) -> None:
         "--pretrained_model_name_or_path", metavar="MODEL", help="the model that it is of [as the run says]"
     )
     export.add_argument("--model_name", metavar="NAME", help="the family of the model [as its files say]")
-    export.set_defaults(run=_export)
+    export.set_defaults(run=_export, check=_check)
+
+
+def _check(arguments: argparse.Namespace) -> list[Problem]:
+    """What is wrong, as far as headers tell; it finds the source, the formats and their folder."""
+    from finetrainers.engine.export_formats import find_source, source_problems
+
+    arguments.format = list(dict.fromkeys(arguments.format or ()))
+    problems = []
+    if arguments.lora_scale is not None and not math.isfinite(arguments.lora_scale):
+        problems.append(Problem("--lora_scale", f"not a finite number, got {arguments.lora_scale}"))
+    if arguments.lora_scale is not None and arguments.format and "merged" not in arguments.format:
+        message = "is the strength in merged weights; other formats leave the strength to the program that loads them"
+        problems.append(Problem("--lora_scale", message))
+    if (place := arguments.output_dir) is not None and (problem := folder_problem(place)) is not None:
+        problems.append(Problem("--output_dir", problem))
+    options = {name: getattr(arguments, name) for name in ("pretrained_model_name_or_path", "model_name")}
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        source = find_source(arguments.source, options=given, use_ema=arguments.use_ema)
+    except ConfigError as error:
+        return [*problems, *error.problems]
+    arguments.source, arguments.output_dir = source, arguments.output_dir or source.folder
+    problems += source_problems(source, arguments.format, arguments.output_dir, overwrite=arguments.overwrite)
+    return problems
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from finetrainers.engine.export_formats import export_formats, find_source, print_exported
+    from finetrainers.engine.export_formats import export_formats, print_exported
 
-    formats = list(dict.fromkeys(arguments.format))
-    if arguments.lora_scale is not None and "merged" not in formats:
-        message = "is the strength in merged weights; other formats leave the strength to the program that loads them"
-        raise ConfigError([Problem("--lora_scale", message)])
-    options = {name: getattr(arguments, name) for name in ("pretrained_model_name_or_path", "model_name")}
-    given = {name: value for name, value in options.items() if value is not None}
-    source = find_source(arguments.source, options=given, use_ema=arguments.use_ema)
-    folder = arguments.output_dir or source.folder
-    scale = 1.0 if arguments.lora_scale is None else arguments.lora_scale
+    source, scale = arguments.source, 1.0 if arguments.lora_scale is None else arguments.lora_scale
     written = export_formats(
-        source, formats, folder, dtype=arguments.dtype, lora_scale=scale, overwrite=arguments.overwrite
-    )
+        source, arguments.format, arguments.output_dir, dtype=arguments.dtype, lora_scale=scale, overwrite=arguments.overwrite
+    )  # fmt: skip
     for one in written:
         print_exported(one, source, say=print)
     return exit_codes.DONE

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.errors import CONFIGURATION, ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
@@ -30,7 +31,7 @@ from .ckpt import add_ckpt
 from .demo import add_demo, add_demonstration
 from .estimate import add_estimate, estimate_command
 from .export import add_export
-from .overview import CommandLine, CommandParser, described, unknown_command
+from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report
 from .sample import add_sample, sample_command
@@ -60,16 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in parser.commands.choices:
         print(f"error: {unknown_command(argv[0], list(parser.commands.choices))}", file=sys.stderr)
         return exit_codes.CONFIGURATION
-    arguments = parser.parse(argv)
-    if arguments.command is None:
-        parser.print_help()
-        return 0
-    if _cannot_start(joining=False):
-        return exit_codes.CONFIGURATION
     try:
+        arguments = parser.parse_args(argv, checked=True)
+        if arguments.command is None:
+            parser.print_help()
+            return 0
+        if _cannot_start(joining=False):
+            return exit_codes.CONFIGURATION
         return arguments.run(arguments)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        told = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
+        print(f"error: {told}", file=sys.stderr)
         return exit_codes.CONFIGURATION
     except Exception as error:
         if not _say_failure(error):
@@ -224,7 +226,7 @@ def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigErro
 def _parser() -> CommandParser:
     parser = CommandParser(prog="finetrainers", description="LoRA and full finetuning of video diffusion models.")
     parser.add_argument("--version", action="version", version=f"finetrainers {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandLine)
+    commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
     parser.commands = commands
 
     commands.add_parser("train", help="train a model", add_help=False)

@@ -3,35 +3,62 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
 
-from finetrainers.config.base import Section
-from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.arguments import ArgumentParser, near_flag, split_unknown
+from finetrainers.config.errors import Problem
+from finetrainers.config.flags import flat_flag
+from finetrainers.config.given import Given
 from finetrainers.config.names import unknown_option
 from finetrainers.config.root import fields
-from finetrainers.config.sample import VALIDATION_NAMES, options_of_runs
+from finetrainers.config.sample import VALIDATION_NAMES, S, options_of_runs, read_options
 from finetrainers.config.shape import choices, is_list, is_switch, kind
-from finetrainers.utils.text import nearest
 
 
-class OptionsParser(argparse.ArgumentParser):
-    """Raises its errors, so that they are reported with the others."""
+@dataclass(frozen=True)
+class Arguments(Generic[S]):
+    """What a command line says.
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([Problem("command line", message)])
+    Attributes:
+        targets: what stands before the flags, between them, or after them.
+        options: the command's own; those that are wrong have their defaults.
+        flags: options of a run.
+        problems: what is wrong.
+        unclear: whether unknown flags leave open what was meant.
+    """
+
+    targets: list[str]
+    options: S
+    flags: Given
+    problems: list[Problem]
+    unclear: bool
 
 
-def options_parser(section: type[Section], *, prog: str, usage: str, about: str, epilog: str) -> OptionsParser:
+def read_arguments(parser: ArgumentParser, section: type[S], argv: Sequence[str]) -> Arguments[S]:
+    """The targets and options of a command line of a command that samples."""
+    namespace, unknown = parser.parse_known_args([flat_flag(argument) for argument in argv])
+    unknown_flags, more = split_unknown(unknown)
+    values = vars(namespace)
+    targets = [*values.pop("targets"), *more]  # argparse takes those that stand together
+    problems = [*(unknown_flag(section, flag) for flag in unknown_flags), *parser.problems([])]
+    own = {name: values.pop(name) for name in list(values) if name in section.model_fields}
+    options, wrong = read_options(section, own)
+    flags = Given(values, {name: f"--{name}" for name in values})
+    return Arguments(targets, options, flags, [*problems, *wrong], bool(unknown_flags))
+
+
+def options_parser(section: type[S], *, prog: str, usage: str, about: str, epilog: str) -> ArgumentParser:
     """A parser of positional `targets` and of flags, each of which is absent unless it is given.
 
     Args:
         section: the command's own options, with help.
         prog, usage, about, epilog: texts of its help.
     """
-    parser = OptionsParser(
-        prog=prog, usage=usage, description=about, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = ArgumentParser(
+        prog=prog, usage=usage, description=about, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=argparse.SUPPRESS)
     for name, field in section.model_fields.items():
         more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": (field.description or "").replace("%", "%%")}
@@ -57,14 +84,14 @@ def options_parser(section: type[Section], *, prog: str, usage: str, about: str,
     return parser
 
 
-def unknown_flag(section: type[Section], flag: str) -> Problem:
+def unknown_flag(section: type[S], flag: str) -> Problem:
     """What is wrong with a flag that the command does not have."""
-    name = flag[2:].removeprefix("no-")
+    name = flag.lstrip("-").removeprefix("no-")
     ours = VALIDATION_NAMES.get(name)
     if ours in section.model_fields:
         return Problem(flag, f"unknown flag; here it is --{ours}")
     if name in fields():
         return Problem(flag, "unknown flag; it is an option of training that no sample depends on, remove it")
     known = (*section.model_fields, *options_of_runs())
-    close = nearest(name, known, listed=0)
-    return Problem(flag, f"unknown flag{close}") if close else unknown_option(name, flag)
+    close = near_flag(flag, [f"--{one}" for one in known])
+    return Problem(flag, f"unknown flag; did you mean {close}?") if close else unknown_option(name, flag)

@@ -6,11 +6,10 @@ import argparse
 import shutil
 import textwrap
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
+from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.names import names_of
-from finetrainers.utils import exit_codes
-from finetrainers.utils.text import nearest
 
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
@@ -53,43 +52,10 @@ _INSTEAD = {
 }  # fmt: skip
 
 
-class CommandLine(argparse.ArgumentParser):
-    """A parser whose errors are short, and name the nearest option or value."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print what is wrong, and end the process."""
-        said = message.removeprefix("argument ")
-        for kind, wanted in (("float", "a number"), ("int", "a whole number")):
-            said = said.replace(f"invalid {kind} value: ", f"not {wanted}, got ")
-        self.exit(exit_codes.CONFIGURATION, f"error: {said}\n{self.prog} --help lists the options\n")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            valid = [str(one) for one in action.choices]
-            hint = nearest(str(value), valid, listed=0)
-            listed = f"{hint}{'' if hint else ';'} {'Valid' if hint else 'valid'}: {', '.join(valid)}"
-            raise argparse.ArgumentError(action, f"unknown value {str(value)!r}{listed}")
-
-    def refuse(self, unknown: list[str]) -> NoReturn:
-        """Print which arguments the command does not take, and end the process."""
-        flags = [one.partition("=")[0] for one in unknown if one.startswith("-")]
-        if not flags:
-            self.error(f"unexpected {' '.join(unknown)}")
-        known = [one for one in self._option_string_actions if one.startswith("--")]
-        self.error("; ".join(f"{flag}: unknown flag{nearest(flag, known, listed=0)}" for flag in flags))
-
-
-class CommandParser(CommandLine):
+class CommandParser(ArgumentParser):
     """The parser of the `finetrainers` command, whose help groups the commands by task."""
 
-    commands: argparse._SubParsersAction[CommandLine]
-
-    def parse(self, argv: list[str]) -> argparse.Namespace:
-        """The arguments of a command; ends the process if it does not take them."""
-        arguments, unknown = self.parse_known_args(argv)
-        if unknown:
-            self.commands.choices.get(arguments.command, self).refuse(unknown)
-        return arguments
+    commands: argparse._SubParsersAction[ArgumentParser]
 
     def format_help(self) -> str:
         """The text of `finetrainers --help`."""

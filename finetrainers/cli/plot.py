@@ -16,21 +16,24 @@ def add_plot(commands: Any) -> None:
     """Add the subcommand to the parser's."""
     about = "draw a run's losses, rewards and timings into its curves.png"
     plot = commands.add_parser("plot", **described(about, "plot runs/first", "plot runs/*"))
-    plot.add_argument("directory", type=Path, nargs="+", help="a run's --output_dir, also while it runs")
-    plot.set_defaults(run=_plot)
+    plot.add_argument("directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir, also while it runs")
+    plot.set_defaults(run=_plot, check=_check)
+
+
+def _check(_: argparse.Namespace) -> list[Problem]:
+    missing = find_spec("matplotlib") is None
+    return [Problem("matplotlib", "is not installed; pip install matplotlib")] if missing else []
 
 
 def _plot(arguments: argparse.Namespace) -> int:
     from finetrainers.utils.curves import plot_run
 
-    if find_spec("matplotlib") is None:
-        raise ConfigError([Problem("matplotlib", "is not installed; pip install matplotlib")])
     problems = []
     for directory in arguments.directory:
         try:
             print(plot_run(directory))
         except ValueError as error:
-            problems.append(Problem("directory", str(error)))
+            problems.append(Problem("RUN", str(error)))
     if problems:
         raise ConfigError(problems)
     return 0

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.errors import Problem
 from finetrainers.utils.text import file_size
 
 from .overview import described
@@ -29,7 +29,7 @@ def add_report(commands: Any) -> None:
     report.add_argument("--output", type=Path, metavar="FILE", help=where)
     count = "how many videos it has at most; larger ones are made smaller [36]"
     report.add_argument("--videos", type=_count, metavar="N|none", help=count)
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report, check=_check)
 
 
 def _count(text: str) -> int:
@@ -41,19 +41,29 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _report(arguments: argparse.Namespace) -> int:
-    from finetrainers.engine.report.run_records import read_run, run_problem
+def _check(arguments: argparse.Namespace) -> list[Problem]:
+    from finetrainers.engine.report.run_records import run_problem
 
-    roots = list(dict.fromkeys(arguments.directory))
+    arguments.directory = roots = list(dict.fromkeys(arguments.directory))
     problems = [Problem("RUN", f"{root} {problem}") for root in roots if (problem := run_problem(root)) is not None]
-    output = arguments.output or (roots[0] if len(roots) == 1 else Path()) / "report.html"
-    problems += _place_problems(output, given=arguments.output is not None)
-    if problems:
-        raise ConfigError(problems, of="these runs")
+    if arguments.output is None and problems:
+        return problems
+    output = arguments.output or _default_output(roots)
+    return [*problems, *_place_problems(output, given=arguments.output is not None)]
+
+
+def _default_output(roots: list[Path]) -> Path:
+    return (roots[0] if len(roots) == 1 else Path()) / "report.html"
+
+
+def _report(arguments: argparse.Namespace) -> int:
     from finetrainers.engine.report.media import VideoLimits
     from finetrainers.engine.report.page import MOST_VIDEOS, make_report
+    from finetrainers.engine.report.run_records import read_run
     from finetrainers.utils.files import write_text_atomic
 
+    roots: list[Path] = arguments.directory
+    output = arguments.output or _default_output(roots)
     limits = VideoLimits(MOST_VIDEOS if arguments.videos is None else arguments.videos)
     runs = [read_run(root, name=name) for root, name in zip(roots, _names(roots), strict=True)]
     page = make_report(runs, limits)

@@ -8,15 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.flags import flat_flag
-from finetrainers.config.given import Given
-from finetrainers.config.sample import SampleSection, read_options
+from finetrainers.config.sample import SampleSection
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.text import plural
 
-from .options import OptionsParser, options_parser, unknown_flag
+from .options import options_parser, read_arguments
 
 if TYPE_CHECKING:
     from finetrainers.engine.sample.plan import SamplePlan
@@ -55,7 +54,7 @@ def add_sample(commands: Any) -> None:
     )
 
 
-def _parser() -> OptionsParser:
+def _parser() -> ArgumentParser:
     return options_parser(
         SampleSection, prog="finetrainers sample",
         usage="finetrainers sample TARGET ... [--prompts FILE|TEXT] [options]", about=_ABOUT, epilog=_EPILOG,
@@ -85,31 +84,20 @@ def _planned(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
     """
     from finetrainers.engine.sample.plan import plan_samples
 
-    namespace, unknown = _parser().parse_known_args([flat_flag(argument) for argument in argv])
-    values = vars(namespace)
-    targets = values.pop("targets")
-    problems = [
-        unknown_flag(SampleSection, argument.partition("=")[0]) for argument in unknown if argument.startswith("--")
-    ]
-    if unknown and not problems:
-        problems.append(Problem("command line", f"unexpected {' '.join(unknown)}; TARGETs come first"))
-    if not targets:
+    given = read_arguments(_parser(), SampleSection, argv)
+    problems = [*given.problems]
+    if not given.targets and not given.unclear:
         example = "a run directory, a checkpoint, a LoRA in safetensors or a model: finetrainers sample runs/mystyle"
-        problems.append(Problem("TARGET", f"is missing; name {example}"))
-    options, wrong = read_options(
-        SampleSection, {n: values.pop(n) for n in list(values) if n in SampleSection.model_fields}
-    )
-    problems += wrong
-    flags = Given(values, {name: f"--{name}" for name in values})
+        problems.append(Problem("TARGET", f"is required: {example}"))
     try:
-        if any(problem.where == "TARGET" or "flag" in problem.message for problem in problems):
-            raise ConfigError(problems)  # what was meant is not clear
-        plan = plan_samples(targets, options, flags)
+        if given.unclear or not given.targets:
+            raise ConfigError(problems)
+        plan = plan_samples(given.targets, given.options, given.flags)
     except ConfigError as error:
         raise ConfigError(list(dict.fromkeys([*problems, *error.problems])), of="these samples") from None
     if problems:
         raise ConfigError(problems, of="these samples")
-    return plan, options.dry_run
+    return plan, given.options.dry_run
 
 
 def _dry_run(plan: SamplePlan) -> int:

@@ -41,18 +41,30 @@ def add_serve_reward(commands: Any) -> None:
         help="answer only requests that have it; other users of this machine see it in the list of processes, so "
         f"better set {_TOKEN_VARIABLE} [that variable, else none]",
     )
-    parser.set_defaults(run=_serve_reward)
+    parser.set_defaults(run=_serve_reward, check=_check)
+
+
+def _check(arguments: argparse.Namespace) -> list[Problem]:
+    """What is wrong, as far as no reward is needed; it reads the reward's options and the token."""
+    problems = []
+    try:
+        arguments.token = _token(arguments.token)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        arguments.reward = _entry(arguments.reward)
+    except ConfigError as error:
+        return [*problems, *error.problems]
+    said = arguments.reward.options.get("device")
+    if None not in (arguments.device, said) and said != arguments.device:
+        problems.append(Problem("--device", f"{arguments.device}, but the reward says device={said}"))
+    return problems
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
-    entry = _entry(arguments.reward)
-    token = _token(arguments.token)
+    entry: RewardEntry = arguments.reward
     options = dict(entry.options)
     if arguments.device is not None:
-        if options.get("device", arguments.device) != arguments.device:
-            raise ConfigError(
-                [Problem("--device", f"{arguments.device}, but the reward says device={options['device']}")]
-            )
         options["device"] = arguments.device
     from finetrainers.rewards.registry import make_reward
     from finetrainers.rewards.server import RewardServer
@@ -70,7 +82,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
             port=arguments.port,
             max_bytes=arguments.max_mib * 2**20,
             max_clips=arguments.max_clips,
-            token=token,
+            token=arguments.token,
             batch_size=entry.batch_size,
         )
     except OSError as error:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils import exit_codes
-from finetrainers.utils.text import duration
+from finetrainers.utils.text import duration, quoted
 
 from .overview import described
+
+if TYPE_CHECKING:
+    from finetrainers.engine.sync import Sync
 
 _MORE = """Only published checkpoints are copied, without optimizer state, and the weights before the manifest, so that
 `finetrainers watch` on the other machine never takes half a checkpoint for a whole one. The run's settings, metrics and
@@ -34,28 +37,43 @@ def add_sync(commands: Any) -> None:
     sync = commands.add_parser("sync", **described(about, *examples, more=_MORE))
     sync.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
     sync.add_argument("target", metavar="TARGET", help="user@host:folder, or a folder")
-    sync.add_argument("--every", type=float, default=100.0, metavar="SECONDS", help="pause between two looks [100]")
+    sync.add_argument("--every", type=_seconds, default=100.0, metavar="SECONDS", help="pause between two looks [100]")
     sync.add_argument("--once", action="store_true", help="copy what is there, and exit")
     sync.add_argument("--prune", action="store_true", help="delete checkpoints at the target that the run has deleted, but for the best")  # fmt: skip
     sync.add_argument("--rsh", metavar="COMMAND", help="what rsync connects with [ssh]")
-    sync.set_defaults(run=_sync)
+    sync.set_defaults(run=_sync, check=lambda arguments: _of(arguments).problems())
+
+
+def _seconds(text: str) -> float:
+    """A pause.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < 1e7:
+        raise argparse.ArgumentTypeError(f"not a number of seconds above 0, got {quoted(text)}")
+    return seconds
+
+
+def _of(arguments: argparse.Namespace) -> Sync:
+    from finetrainers.engine.sync import Sync
+
+    return Sync(arguments.run_directory, arguments.target, arguments.rsh, arguments.prune)
 
 
 def _sync(arguments: argparse.Namespace) -> int:
-    from finetrainers.engine.sync import Sync
-
-    if not 0 < arguments.every < 1e7:
-        raise ConfigError([Problem("--every", f"{arguments.every:g} is not a number of seconds above 0")])
-    sync = Sync(arguments.run_directory, arguments.target, arguments.rsh, arguments.prune)
-    sync.check()
     try:
-        return _copy_on(sync, every=arguments.every, once=arguments.once)
+        return _copy_on(_of(arguments), every=arguments.every, once=arguments.once)
     except KeyboardInterrupt:
         print("stopped; the same command copies what is missing", file=sys.stderr)
         return exit_codes.killed_by(signal.SIGINT)
 
 
-def _copy_on(sync: Any, *, every: float, once: bool) -> int:
+def _copy_on(sync: Sync, *, every: float, once: bool) -> int:
     """Copy, and copy again; a failure is reported, and retried after a pause that grows."""
     from finetrainers.engine.sync import TransferError, told
 

@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.flags import flat_flag
-from finetrainers.config.given import Given
-from finetrainers.config.sample import read_options
 from finetrainers.config.watch import WatchSection
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.process_state import environment_restored
 from finetrainers.utils.text import plural
 
-from .options import OptionsParser, options_parser, unknown_flag
+from .options import options_parser, read_arguments
 
 if TYPE_CHECKING:
     from finetrainers.engine.watch.plan import WatchPlan
@@ -55,7 +53,7 @@ def add_watch(commands: Any) -> None:
     commands.add_parser("watch", help=about, parents=[_parser()], add_help=False)
 
 
-def _parser() -> OptionsParser:
+def _parser() -> ArgumentParser:
     return options_parser(
         WatchSection, prog="finetrainers watch", usage="finetrainers watch RUN [--presets NAMES] [options]",
         about=_ABOUT, epilog=_EPILOG,
@@ -84,22 +82,23 @@ def _planned(argv: Sequence[str]) -> WatchPlan:
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    namespace, unknown = _parser().parse_known_args([flat_flag(argument) for argument in argv])
-    values = vars(namespace)
-    targets = values.pop("targets")
-    problems = [unknown_flag(WatchSection, text.partition("=")[0]) for text in unknown if text.startswith("--")]
-    if unknown and not problems:
-        problems.append(Problem("command line", f"unexpected {' '.join(unknown)}; RUN comes first"))
-    if len(targets) != 1:
+    given = read_arguments(_parser(), WatchSection, argv)
+    problems = [*given.problems]
+    if len(given.targets) != 1 and not given.unclear:
         problems.append(Problem("RUN", "give one run directory: finetrainers watch runs/mystyle"))
-    options, wrong = read_options(WatchSection, {n: values.pop(n) for n in list(values) if n in WatchSection.model_fields})  # fmt: skip
-    if problems or wrong:
-        raise ConfigError([*problems, *wrong], of="this watch")
+    if given.unclear or len(given.targets) != 1:
+        raise ConfigError(problems, of="this watch")
     from finetrainers.engine.watch.plan import plan_watch, use_device
 
-    use_device(options.device)
-    use_expandable_segments()
-    return plan_watch(Path(targets[0]), options, Given(values, {name: f"--{name}" for name in values}))
+    try:
+        use_device(given.options.device)
+        use_expandable_segments()
+        plan = plan_watch(Path(given.targets[0]), given.options, given.flags)
+    except ConfigError as error:
+        raise ConfigError(list(dict.fromkeys([*problems, *error.problems])), of="this watch") from None
+    if problems:
+        raise ConfigError(problems, of="this watch")
+    return plan
 
 
 def _said(plan: WatchPlan) -> list[str]:

@@ -24,6 +24,15 @@ _WORDS = {
     "path_type": "not a path",
     "list_type": "not a list",
 }
+#: Kinds of bounds, and how they are said; pydantic has the bound under the name in brackets.
+_BOUNDS = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+}
+#: What has problems where nothing else is said.
+CONFIGURATION = "this configuration"
 
 
 @dataclass(frozen=True)
@@ -53,24 +62,31 @@ class ConfigError(ValueError):
         *,
         rest: Any = None,
         wrong: Collection[str] = (),
-        of: str = "this configuration",
+        of: str = CONFIGURATION,
+        hint: str = "",
     ) -> None:
         """Args:
         problems: the reasons.
         rest: the configuration without its wrong options, so that rules between the others can be checked too.
         wrong: flat names of the options that `rest` lacks.
         of: what has the problems.
+        hint: a last line: where to read more.
         """
         self.problems = list(problems)
         self.rest = rest
         self.wrong = frozenset(wrong)
+        self.of = of
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         texts = [str(problem) for problem in self.problems]
         if len(texts) == 1 and "\n" in texts[0]:  # one that is a list already
             super().__init__(texts[0])
             return
         lines = "\n".join("  - " + text.replace("\n", "\n    ") for text in texts)
-        super().__init__(f"{count} with {of}:\n{lines}")
+        super().__init__(f"{count} with {of}:\n{lines}{f'{chr(10)}{hint}' if hint else ''}")
+
+
+def _number(bound: Any) -> str:
+    return f"{bound:g}" if bound % 1 else str(int(bound))
 
 
 def value_message(entry: Mapping[str, Any], *, secret: bool = False, synonyms: Mapping[str, str] | None = None) -> str:
@@ -84,6 +100,8 @@ def value_message(entry: Mapping[str, Any], *, secret: bool = False, synonyms: M
     kind, message, value = entry["type"], entry["msg"].removeprefix("Value error, "), entry["input"]
     if kind == "value_error":
         return message
+    if kind in _BOUNDS:
+        message = _BOUNDS[kind].format(**{name: _number(bound) for name, bound in entry["ctx"].items()})
     if secret:
         return f"{_WORDS.get(kind) or message[0].lower() + message[1:]} (its value is not shown)"
     shown = shortened(quoted(value) if isinstance(value, str) else repr(value))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from finetrainers.utils.text import quoted, shortened
-
+from .arguments import ArgumentParser, near_flag, said, split_unknown
 from .errors import ConfigError, Problem
 from .given import Given
 from .help import TRAIN, Guide, help_text
@@ -17,13 +16,6 @@ from .load import OTHER_NAMES, build_config, file_source
 from .names import SAME, unknown_option
 from .root import TrainConfig, belongs, fields, sections, split_name
 from .shape import is_list, is_switch
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises its errors instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([Problem("", message)])
 
 
 class _Help(argparse.Action):
@@ -39,16 +31,16 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def make_parser(prog: str, *, guide: Guide = TRAIN) -> argparse.ArgumentParser:
+def make_parser(prog: str, *, guide: Guide = TRAIN) -> ArgumentParser:
     """The parser of a training command, or of one with the same options."""
-    parser = _Parser(prog=prog, allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(prog=prog, add_help=False)
     parser.add_argument("-h", "--help", action=_Help, guide=guide)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--list_models", action="store_true")
     # Some launchers (`deepspeed`) add it to the command; they say the same in the environment, where it is read.
     parser.add_argument("--local_rank")
     for name, option in fields().items():
-        options: dict[str, Any] = {"default": argparse.SUPPRESS}
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{prog} --help {name} says which"}
         if is_switch(option.field):
             options["action"] = argparse.BooleanOptionalAction
         elif is_list(option.field):
@@ -97,11 +89,22 @@ def is_secret(argument: str) -> bool:
 
 
 def parse_flags(
-    argv: Sequence[str], *, prog: str = "train.py", guide: Guide = TRAIN
+    argv: Sequence[str],
+    *,
+    prog: str = "train.py",
+    guide: Guide = TRAIN,
+    own: Collection[str] = (),
+    found: Sequence[Problem] = (),
 ) -> tuple[TrainConfig | None, bool]:
     """Parse flags: the configuration, and whether only the list of models was asked for.
 
     A file of options may come first, without its flag.
+
+    Args:
+        argv: the flags.
+        prog, guide: of the help.
+        own: other flags of the command, which may be meant by unknown ones.
+        found: problems of those, which are reported together with the others.
 
     Raises:
         ConfigError: unknown flags (with the nearest valid name), wrong values, file errors; all at once.
@@ -115,16 +118,16 @@ def parse_flags(
     values.pop("local_rank")
     if values.pop("list_models"):
         return None, True
-    flags = [argument.partition("=")[0] for argument in unknown if argument.startswith("--")]
-    problems = [unknown_option(flag[2:].removeprefix("no-"), flag) for flag in flags]
-    stray = [argument for argument in unknown if not argument.startswith("--")]
-    if stray and not problems:
-        problems.append(
-            Problem(
-                "command line",
-                f"unexpected {' '.join(shortened(quoted(one)) for one in stray)}; values follow their flag",
-            )
-        )
+    flags, stray = split_unknown(unknown)
+    problems = [*found]
+    for flag in flags:
+        near = near_flag(flag, own)
+        name = flag.lstrip("-").removeprefix("no-")
+        other = unknown_option(name, f"--{name}")
+        problems.append(Problem(flag, f"unknown flag; did you mean {near}?" if near else other.message, other.about))
+    if stray:
+        problems.append(Problem("command line", f"unexpected {said(stray)}; values follow their flag"))
+    problems += parser.problems([])
     sources: list[Given] = []
     if config_path is not None:
         try:

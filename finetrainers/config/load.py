@@ -151,7 +151,7 @@ def _validated(given: Given) -> TrainConfig:
     try:
         config: TrainConfig | None = TrainConfig.model_validate(_by_table(given.values))
     except ValidationError as error:
-        found = _translate(error, given.where)
+        found = {name: problem for name, problem in _translate(error, given.where).items() if name not in wrong}
         problems, wrong = [*problems, *found.values()], [*wrong, *found]
         config = _without(given.values, found)
     if problems or config is None:

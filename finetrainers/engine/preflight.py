@@ -33,6 +33,7 @@ from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.utils import faults
 from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.files import folder_problem
 from finetrainers.utils.launch import launch_problems, launched_processes
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest, plural
@@ -402,11 +403,5 @@ def check_paths(config: TrainConfig, found: Findings) -> None:
             found.error(option, f"no such {'file' if value.endswith('.safetensors') else 'directory'}: {value}")
     for option in _FOLDERS:
         folder = config.get(option)
-        if folder is not None and (file := _file_on_the_way(folder)) is not None:
-            found.error(option, f"{file} is a file; give a directory")
-
-
-def _file_on_the_way(folder: Path) -> Path | None:
-    """What is no directory of a path that is to be made as one."""
-    there = next((path for path in (folder, *folder.parents) if path.exists()), None)
-    return there if there is not None and not there.is_dir() else None
+        if folder is not None and (problem := folder_problem(folder)) is not None:
+            found.error(option, problem)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.errors import Problem
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
-from finetrainers.utils.files import file_sha256, not_there
+from finetrainers.utils.files import file_sha256, folder_problem, not_there
 from finetrainers.utils.text import duration, file_size
 
 from .checkpoints.best import BEST
@@ -64,12 +64,13 @@ class Sync:
     prune: bool = False
     _arrived: dict[str, str] = field(default_factory=dict)  # SHA-256 of the manifest by name
 
-    def check(self) -> None:
-        """Check what is known before anything is copied.
+    @property
+    def _destination(self) -> str:
+        """The target as rsync gets it, whose --mkpath fails on `../new`."""
+        return self.target if _REMOTE.match(self.target) else str(Path(self.target).resolve())
 
-        Raises:
-            ConfigError: everything that is wrong, at once.
-        """
+    def problems(self) -> list[Problem]:
+        """What is wrong, as far as it is known before anything is copied."""
         problems = []
         if not self.run.is_dir():
             problems.append(Problem("RUN", f"{self.run} {not_there(self.run, folder=True)}"))
@@ -80,14 +81,15 @@ class Sync:
         is_remote = _REMOTE.match(self.target) is not None
         if is_remote and self.target.endswith(":"):
             problems.append(Problem("TARGET", f"{self.target} names no folder; give user@host:folder"))
+        if not is_remote and (problem := folder_problem(Path(self.target))) is not None:
+            problems.append(Problem("TARGET", problem))
         if not is_remote and Path(self.target).resolve() == self.run.resolve():
             problems.append(Problem("TARGET", f"{self.target} is the run itself"))
         if shutil.which("rsync") is None:
             problems.append(Problem("rsync", "is not installed; apt-get install rsync (here, and at the target)"))
         if is_remote and not self.rsh and not self.target.startswith("rsync:") and shutil.which("ssh") is None:
             problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
-        if problems:
-            raise ConfigError(problems, of="this copy")
+        return problems
 
     def transfer(self) -> list[Copied]:
         """Copy what the target does not have; the checkpoints that have arrived.
@@ -139,11 +141,13 @@ class Sync:
             "--mkpath",
             "--partial-dir=.rsync-partial",
         ]
-        self._rsync([*arguments, "--from0", "--files-from=-", f"{self.run.resolve()}/", self.target], "\0".join(files))
+        self._rsync(
+            [*arguments, "--from0", "--files-from=-", f"{self.run.resolve()}/", self._destination], "\0".join(files)
+        )
 
     def _prune(self) -> None:
         """Delete checkpoints at the target that the run has pruned, but for the one that is marked as the best there."""
-        there = f"{self.target.rstrip('/')}/checkpoints"
+        there = f"{self._destination.rstrip('/')}/checkpoints"
         best = None
         with contextlib.suppress(TransferError):  # there is none
             best = re.search(rf"{BEST} -> (step-\d+)", self._rsync(["--links", "--list-only", f"{there}/{BEST}"]))

@@ -167,6 +167,14 @@ def not_there(path: Path, *, folder: bool = False) -> str:
     return f"does not exist: there is no {quoted(name)} in {where}{meant}"
 
 
+def folder_problem(folder: Path) -> str | None:
+    """Why a folder cannot be made or written to; None if it can, as far as that is known."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path(os.sep))
+    if not there.is_dir():
+        return f"{there} is a file; give a folder"
+    return None if os.access(there, os.W_OK) else f"nothing can be written to {there}"
+
+
 _KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a folder",

@@ -191,6 +191,8 @@ def test_wrong_configurations_are_told_apart(
     output = capsys.readouterr()
     assert "no such directory: ./nowhere" in output.err
     assert "trained on" in output.out
-    with pytest.raises(SystemExit) as ended:
-        main(["check", "--decode", "half"])
-    assert ended.value.code == exit_codes.CONFIGURATION
+    assert main(["check", "--decode", "half", "--jobs", "0", "--decod", "full"]) == exit_codes.CONFIGURATION
+    message = capsys.readouterr().err
+    assert "4 problems" in message  # the model is required
+    for said in ("--decode: unknown value 'half'", "--jobs: must be", "--decod: unknown flag; did you mean --decode?"):
+        assert said in message

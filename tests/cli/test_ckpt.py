@@ -46,8 +46,10 @@ def test_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0].endswith("2.0 h  ok")
     assert rows[1].endswith("ema.safetensors is missing")
     assert rows[2].split()[-3:-1] == ["0", "s"] or rows[2].split()[-3:-1] == ["1", "s"]
-    assert main(["ckpt", "ls", str(tmp_path / "none")]) == 2
-    assert "no checkpoint in" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    for name, said in (("none", "none does not exist"), ("empty", "no checkpoint in")):
+        assert main(["ckpt", "ls", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_best_one_and_a_copy_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,8 +88,12 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"{good}: ok",
         f"{bad}: pytorch_lora_weights.safetensors is not what was saved: its SHA-256 differs",
     ]
-    assert main(["ckpt", "verify", str(good), str(tmp_path / "none")]) == 2
-    assert "neither a checkpoint nor a run" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["ckpt", "verify", str(good), str(tmp_path / "none"), str(tmp_path / "empty")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "none does not exist" in said.err
+    assert "empty is neither a checkpoint nor a run" in said.err
 
 
 def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,9 +55,7 @@ def test_odd_input_is_refused(words: list[str], said: str, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("items", ["0", "-3", "many", "1.5"])
 def test_counts_are_whole_numbers(items: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["demo", "data", str(tmp_path / "new"), f"--items={items}"])
-    assert stop.value.code == 2
+    assert main(["demo", "data", str(tmp_path / "new"), f"--items={items}"]) == 2
     assert f"must be a whole number of at least 1, got '{items}'" in capsys.readouterr().err
 
 
@@ -66,8 +64,7 @@ def test_the_quickstart_leaves_other_peoples_folders_alone(tmp_path: Path, capsy
     assert main(["quickstart", str(tmp_path)]) == 2
     assert "holds other things" in capsys.readouterr().err
     assert (tmp_path / "result.png").read_bytes() == b"precious"
-    with pytest.raises(SystemExit):
-        main(["quickstart", str(tmp_path / "new"), "--steps", "0"])
+    assert main(["quickstart", str(tmp_path / "new"), "--steps", "0"]) == 2
 
 
 @pytest.mark.parametrize("place", ["pretrained_model_name_or_path", "vae_id", "transformer_id", "text_encoder_id"])

@@ -197,28 +197,70 @@ def test_tiny_writes_a_loadable_repository(tmp_path, capsys):
     assert "did you mean 'ltx_video'?" in capsys.readouterr().err
 
 
+#: Mistakes in every command, and all that is said of them.
+MISTAKES = {
+    "export": ["SOURCE: is required", "--format: is required"],
+    "export run --fromat comfyui": ["--fromat: unknown flag; did you mean --format?"],
+    "export nowhere --format comfy --lora_scale nan --output_dir file": [
+        "--format: unknown value 'comfy'", "--lora_scale: not a finite number", "--output_dir: file is a file", "'nowhere'",
+    ],
+    "report nowhere run --videos x --output run": ["--videos: 'x'", "RUN: nowhere does not exist", "--output: run is a folder"],
+    "sync nowhere file --every 0": ["--every: not a number of seconds", "RUN: nowhere", "TARGET: file is a file"],
+    "sync --evrey 5 run x": ["--evrey: unknown flag; did you mean --every?"],
+    "ckpt lss run": ["ACTION: unknown value 'lss'; did you mean 'ls'?"],
+    "ckpt ls nowhere": ["RUN: nowhere does not exist"],
+    "ckpt verify nowhere run": ["PATH: nowhere does not exist", "PATH: run is neither"],
+    "ckpt diff nowhere run": ["A: nowhere does not exist", "B: run: manifest.json is missing"],
+    "cache prune nowhere --older_than -1": ["--older_than: -1 is no number of days", "DIR: nowhere holds no cache"],
+    "cache ls": ["DIR: is required"],
+    "plot": ["RUN: is required"],
+    "serve-reward brightness=2 --port x --max_mib 0": ["--port: must be", "--max_mib: must be", "weight is said where"],
+    "tiny ltx_vido": ["directory: is required"],
+    "demo vae file --stpes 3": ["--stpes: unknown flag"],
+    "quickstart --steps 0 x y": ["--steps: must be", "unexpected 'y'"],
+    "models --jsn": ["--jsn: unknown flag"],
+    "watch nowhere --presets lo4s --num 0": ["--num: must be at least 1, got '0'", "RUN: nowhere does not exist"],
+    "watch run --onec": ["--onec: unknown flag; did you mean --once?"],
+    "sample nowhere --lora_scale x --compare bsae": ["--lora_scale: not a number", "--compare: unknown value", "'nowhere'"],
+    "sample run --num": ["--num: needs a value: seeds for each prompt"],
+    "check none.toml --decode ful --decod full": ["--decode: unknown", "did you mean --decode?", "no such file: none.toml"],
+    "estimate --gpu 24XB --rank x --num_processes 3 --num_machines 2": [
+        "--gpu: '24XB'", "--rank: not a whole", "--num_processes: 3 processes do not", "--pretrained_model_name_or_path: is req",
+    ],
+    "train --lr --rank x --enable_tiling=maybe -vae_dtype fp16": [
+        "--lr: needs a value", "--rank: not a", "--enable_tiling: takes no value", "-vae_dtype: unknown flag; did you mean --vae_dtype?",
+    ],
+}  # fmt: skip
+
+
 def test_config_errors_exit_with_2_before_torch_is_imported(tmp_path, tiny_repo):
-    clip_folder = tmp_path / "clips"
-    clip_folder.mkdir()
+    """In one process for all; no process may hang."""
+    for folder in ("clips", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "file").write_text("")
     base = ["train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video"))]
     cases = {
         ("--batch_siz", "2"): "did you mean --batch_size?",
-        ("--data_root", str(clip_folder), "--video_resolution_buckets", "10x64x64"): "10 frames is not 8*k+1",
-        ("--data_root", str(tmp_path / "none")): "none",
-        ("--config", str(tmp_path / "none.toml")): "no such file",
-        ("--data_root", str(clip_folder), "--resume_from_checkpoint", "latest", "--output_dir", str(tmp_path)): (
-            "no checkpoint in"
-        ),
+        ("--data_root", "clips", "--video_resolution_buckets", "10x64x64"): "10 frames is not 8*k+1",
+        ("--data_root", "none"): "none",
+        ("--config", "none.toml"): "no such file",
+        ("--data_root", "clips", "--resume_from_checkpoint", "latest", "--output_dir", "."): "no checkpoint in",
     }
-    for arguments, expected in cases.items():
-        code = (
-            "import sys\nfrom finetrainers.cli.main import main\n"
-            f"code = main({[*base, *arguments]!r})\n"
-            "assert code == 2, code\nassert 'torch' not in sys.modules\n"
-        )
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        assert result.returncode == 0, result.stderr
-        assert expected in result.stderr
+    lines = [([*base, *arguments], [said]) for arguments, said in cases.items()]
+    lines += [(line.split(), said) for line, said in MISTAKES.items()]
+    code = (
+        "import contextlib, io, sys\nfrom finetrainers.cli.main import main\n"
+        f"for line, expected in {lines!r}:\n"
+        "    said = io.StringIO()\n"
+        "    with contextlib.redirect_stderr(said):\n"
+        "        code = main(line)\n"
+        "    text = said.getvalue()\n"
+        "    assert code == 2 and text.startswith('error: '), (line, code, text)\n"
+        "    assert [one for one in expected if one not in text] == [], (line, text)\n"
+        "    assert 'torch' not in sys.modules, line\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
 
 
 def test_wrong_values_and_wrong_combinations_are_reported_together(tmp_path, tiny_repo, capsys):
@@ -232,7 +274,7 @@ def test_wrong_values_and_wrong_combinations_are_reported_together(tmp_path, tin
     shown = capsys.readouterr().err
     assert shown.startswith("error: 6 problems")
     for expected in (
-        "greater than or equal to 1, got '0'", "did you mean --optimizer?", "set --eval_num_items",
+        "must be at least 1, got '0'", "did you mean --optimizer?", "set --eval_num_items",
         "10 frames is not 8*k+1", "did you mean 'cosine'?", "captions",
     ):  # fmt: skip
         assert expected in shown
@@ -297,7 +339,7 @@ def test_folders_that_are_files_are_refused_before_anything_is_loaded(option, tm
             "--data_root", str(tmp_path / "clips"), f"--{option}", str(place),
         ]  # fmt: skip
         assert train_command(arguments, prog="train.py") == 2
-        assert f"--{option}: {tmp_path / 'file'} is a file; give a directory" in capsys.readouterr().err
+        assert f"--{option}: {tmp_path / 'file'} is a file; give a folder" in capsys.readouterr().err
 
 
 def test_names_that_are_read_as_others_are_noted_by_the_first_process_alone(python, tmp_path):

@@ -44,7 +44,7 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), ["TARGET: is missing"]),
+        ((), ["TARGET: is required"]),
         (("runs/mystle", *PROMPT), ["there is no 'mystle'", "did you mean 'runs/mystyle'?", "a LoRA in safetensors"]),
         (("runs/mystyle", *PROMPT), ["holds neither a transformer"]),
         (("demo://ltxx", *PROMPT), ["no packaged model 'demo://ltxx'; did you mean 'demo://ltx'?"]),
@@ -69,7 +69,7 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
                 "0.5",
                 "x",
             ),
-            ["--num: input should be greater than or equal to 1", "--lora_scale: "],
+            ["--num: must be at least 1", "--lora_scale: "],
         ),
         (
             (
@@ -95,7 +95,7 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
         (("I2V", *PROMPT), ["--image: this checkpoint animates an image; give one for each prompt"]),
         (("MODEL", *PROMPT, "--lr", "1"), ["--lr: unknown flag; it is an option of training"]),
         (("MODEL", *PROMPT, "--validation_prompts", "x"), ["here it is --prompts"]),
-        (("MODEL", *PROMPT, "--lora_scales", "1"), ["did you mean 'lora_scale'?"]),
+        (("MODEL", *PROMPT, "--lora_scales", "1"), ["did you mean --lora_scale?"]),
         (("MODEL", *PROMPT, "--vae_dtype", "fp31"), ["--vae_dtype"]),
         (("MODEL", *PROMPT, "--output_dir", __file__), ["is a file; give a"]),
         (("MODEL", "HUNYUAN", *PROMPT), ["sample them one after the other"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import signal
 import socket
@@ -14,6 +13,7 @@ import torch
 from real_process import Python
 
 from finetrainers.cli import serve_reward
+from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError
 from finetrainers.rewards import registry, server
 from finetrainers.rewards.pixels import Brightness, Color
@@ -43,9 +43,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    serve_reward.add_serve_reward(parser.add_subparsers())
-    arguments = parser.parse_args(["serve-reward", *words])
+    parser = ArgumentParser()
+    serve_reward.add_serve_reward(parser.add_subparsers(dest="command"))
+    arguments = parser.parse_args(["serve-reward", *words], checked=True)
     return arguments.run(arguments)
 
 
@@ -137,24 +137,13 @@ def test_a_taken_port_is_said() -> None:
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "http"])
-def test_ports_are_checked(port: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+def test_ports_are_checked(port: str) -> None:
+    with pytest.raises(ConfigError, match="--port: must be a whole number from 0 to 65535"):
         run("brightness", f"--port={port}")
-    assert "must be a whole number from 0 to 65535" in capsys.readouterr().err
 
 
 def test_another_process_scores_until_interrupted(python: Python) -> None:
-    program = (
-        "import argparse, sys\n"
-        "from finetrainers.cli.serve_reward import add_serve_reward\n"
-        "from finetrainers.utils.logs import configure_logging\n"
-        "configure_logging()\n"
-        "parser = argparse.ArgumentParser()\n"
-        "add_serve_reward(parser.add_subparsers())\n"
-        "arguments = parser.parse_args(sys.argv[1:])\n"
-        "sys.exit(arguments.run(arguments))\n"
-    )
-    process = python("-c", program, "serve-reward", "brightness", "--port", "0")
+    process = python("-m", "finetrainers", "serve-reward", "brightness", "--port", "0")
     serving = re.compile(r"serving.*(http://\S+:\d+)")
     process.wait_until(lambda: serving.search(process.stderr) is not None)
     url = serving.search(process.stderr)

@@ -50,7 +50,7 @@ def test_rows_of_numbers_have_several_forms(value):
     [
         ({"window_range": [0.1]}, "window_range"),
         ({"window_range": "0.1:0.2:0.3"}, "window_range"),
-        ({"window_range": [0.1, 1.2]}, "less than or equal to 1"),
+        ({"window_range": [0.1, 1.2]}, "must be at most 1"),
         ({"window_range": ["a", "b"]}, "not a number"),
         ({"nft_decay": "0:1"}, "nft_decay"),
         ({"rollout_size": "49x512"}, "FRAMESxHEIGHTxWIDTH"),
@@ -59,9 +59,9 @@ def test_rows_of_numbers_have_several_forms(value):
         ({"reward": ["brightness=nan"]}, "finite"),
         ({"sampler": "dence"}, "did you mean 'dance'?"),
         ({"advantage": "group"}, "did you mean 'group_std'?"),
-        ({"sampling_steps": 1}, "greater than or equal to 2"),
-        ({"timestep_fraction": 0}, "greater than 0"),
-        ({"rollout_cfg": 0.5}, "greater than or equal to 1"),
+        ({"sampling_steps": 1}, "must be at least 2"),
+        ({"timestep_fraction": 0}, "must be above 0"),
+        ({"rollout_cfg": 0.5}, "must be at least 1"),
     ],
 )
 def test_wrong_values_are_named(options, expected):

@@ -62,7 +62,7 @@ def test_unknown_flags_and_bad_values_are_reported_together_with_the_nearest_nam
     found = messages(error)
     assert len(found) == 4
     assert "--batch_siz: unknown flag; did you mean --batch_size?" in found
-    assert any("rank" in m and "greater than or equal to 1" in m and "'0'" in m for m in found)
+    assert any("rank" in m and "must be at least 1" in m and "'0'" in m for m in found)
     assert any("did you mean 'adam'?" in m for m in found)
     assert any("lr" in m and "'abc'" in m for m in found)
 

@@ -201,7 +201,7 @@ def test_a_table_may_be_part_of_its_options_names(tmp_path):
     file.write_text(dump_toml(config))
     assert load_config(file) == config
     file.write_text('pretrained_model_name_or_path = "x"\ntrial.rank = -1')
-    with pytest.raises(ConfigError, match=r"run.toml:2: trial.rank: .*greater than or equal to 0, got -1"):
+    with pytest.raises(ConfigError, match=r"run.toml:2: trial.rank: must be at least 0, got -1"):
         load_config(file)
     with pytest.raises(ConfigError, match=r"--trial.rnk: unknown flag"):
         parse_flags([*FLAGS, "--trial.rnk", "8"])

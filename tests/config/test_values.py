@@ -39,13 +39,13 @@ def test_flags_files_and_dumps_agree(tmp_path: Path) -> None:
     [
         ({"resolutions": ["big"]}, "'big' is neither the side of a square, for example 512, nor HEIGHTxWIDTH"),
         ({"resolutions": ["0x64"]}, "'0x64' is neither"),
-        ({"resolutions": [-5]}, "greater than or equal to 1"),
-        ({"frame_buckets": [0]}, "greater than or equal to 1"),
+        ({"resolutions": [-5]}, "must be at least 1"),
+        ({"frame_buckets": [0]}, "must be at least 1"),
         ({"bucket_keep_prob": ["49x512x768"]}, "'49x512x768' is not BUCKET=VALUE, for example 49x512x768=2"),
-        ({"bucket_keep_prob": ["49x512x768=1.5"]}, "less than or equal to 1"),
-        ({"bucket_keep_prob": ["49x512x768=0"]}, "greater than 0"),
+        ({"bucket_keep_prob": ["49x512x768=1.5"]}, "must be at most 1"),
+        ({"bucket_keep_prob": ["49x512x768=0"]}, "must be above 0"),
         ({"bucket_batch_sizes": ["49x512x768=half"]}, "not a whole number"),
-        ({"bucket_batch_sizes": ["49x512x768=0"]}, "greater than or equal to 1"),
+        ({"bucket_batch_sizes": ["49x512x768=0"]}, "must be at least 1"),
         ({"epoch_end": "dropp"}, "did you mean 'drop'"),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from snippets import PAGES, ROOT, blocks, logical_lines, page_id
 
-from finetrainers.cli.check import split_arguments
+from finetrainers.cli.check import own_options
 from finetrainers.cli.main import _parser
 from finetrainers.config.document import configuration_page
 from finetrainers.config.flags import flat_flag, parse_flags
@@ -98,7 +98,8 @@ def train_flags(words: list[str]) -> list[str] | None:
     if words[:2] in (["finetrainers", "train"], ["finetrainers", "prepare"]):
         return words[2:]
     if words[:2] == ["finetrainers", "check"]:
-        return split_arguments(words[2:])[1]
+        rest = own_options().parse_known_args(words[2:])[1]
+        return rest if rest[0].startswith("-") else ["--config", *rest]
     if words[:2] == ["python", "train.py"]:
         return words[2:]
     if words[:2] == ["accelerate", "launch"] and "train.py" in words:

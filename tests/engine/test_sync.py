@@ -17,7 +17,6 @@ import pytest
 
 from finetrainers.cli import sync as command
 from finetrainers.cli.main import main
-from finetrainers.config.errors import ConfigError
 from finetrainers.engine import sync as syncing
 from finetrainers.engine.checkpoints import publish
 from finetrainers.engine.checkpoints.best import mark_best
@@ -200,19 +199,27 @@ def test_failures_are_retried_with_a_growing_pause(
     assert pauses == [5, 10, 20, 40, 80, 160, 300, 100]
 
 
+@needs_rsync
+def test_a_target_may_lie_above_the_working_directory(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["sync", str(run), "../new/copy", "--once"]) == 0
+    assert scan_checkpoints(tmp_path / "new" / "copy", weights_only=True)
+
+
 def test_what_cannot_be_copied_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError) as refused:
-        Sync(tmp_path / "none", "me@host:").check()
-    text = str(refused.value)
+    text = str(Sync(tmp_path / "none", "me@host:").problems())
     for part in ("RUN", "does not exist", "names no folder", "apt-get install rsync", "apt-get install openssh-client"):
         assert part in text
-    with pytest.raises(ConfigError, match="is the run itself"):
-        Sync(run, str(run)).check()
-    with pytest.raises(ConfigError, match="neither config"):
-        Sync(tmp_path, "x").check()
-    assert main(["sync", str(run), "x", "--every", "0"]) == 2
-    assert "--every: 0 is not a number of seconds" in capsys.readouterr().err
+    assert "is the run itself" in str(Sync(run, str(run)).problems())
+    assert "neither config" in str(Sync(tmp_path, "x").problems())
+    assert main(["sync", str(run), __file__, "--every", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "--every: not a number of seconds above 0, got '0'" in said
+    assert f"TARGET: {__file__} is a file; give a folder" in said
     assert "sync.manifest" in faults.POINTS

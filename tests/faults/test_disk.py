@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
 ) -> None:
     file = files.root.parent / "file"
     file.touch()
-    places = {"/proc/run": "cannot write to /proc/run: ", file / "run": f"{file} is a file; give a directory"}
+    places = {"/proc/run": "cannot write to /proc/run: ", file / "run": f"{file} is a file; give a folder"}
     for place, problem in places.items():
         refused = python("-m", "finetrainers", *flags(place))
         assert refused.wait() == exit_codes.CONFIGURATION, refused.stderr

@@ -26,7 +26,7 @@ from finetrainers.methods.registry import method_names, method_spec
 from finetrainers.models.registry import Family, text_encoders_digest, transformer_digest, vae_digest
 from finetrainers.parallel.sharding import with_launcher
 from finetrainers.utils.device import likely_device_type
-from finetrainers.utils.files import file_sha256, read_jsonl
+from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
 from finetrainers.utils.video import slug
 
 from ..preflight import check_control_videos, check_paths, read_prompts, resolve_family
@@ -200,8 +200,8 @@ def plan_targets(
     _check(config, facts, prompts, options, targets, found)
     variants = _variants(targets, options, found)
     output_dir = options.output_dir or _default_place(targets[0])
-    if output_dir.exists() and not output_dir.is_dir():
-        found.error("output_dir", f"{output_dir} is a file; give a folder")
+    if (problem := folder_problem(output_dir)) is not None:
+        found.error("output_dir", problem)
     if found.errors:
         raise ConfigError(_renamed(found.errors))
     first = config.training.seed if options.seed is None else options.seed

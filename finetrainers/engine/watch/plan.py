@@ -15,7 +15,16 @@ from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.rewards import RewardEntry, parse_reward
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import SampleSection
-from finetrainers.config.watch import Preset, Size, WatchSection, class_size, label_of, read_presets, rewards_of
+from finetrainers.config.watch import (
+    AS_VALIDATION,
+    Preset,
+    Size,
+    WatchSection,
+    class_size,
+    label_of,
+    read_presets,
+    rewards_of,
+)
 from finetrainers.models.hub import ask
 from finetrainers.rewards.registry import not_to_be_had, reward_problems, weights_not_here
 from finetrainers.utils.files import not_there
@@ -80,6 +89,7 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
         wanted = read_presets(options)
     except ConfigError as error:
         found.errors += error.problems
+        wanted = {AS_VALIDATION: Preset()}  # prompts and images are wrong or right for all
     target = Target(str(run), BASE, file_source(run / "config.toml"), run)
     config = build_config([target.source, Given(dict(flags.values), dict(flags.where))])
     output_dir = options.output_dir or run / "watch"

@@ -214,7 +214,7 @@ def test_a_step_that_never_comes_is_refused_with_the_sum():
         ({"vq_coef": 1.0}, "needs use_videoalign"),
         ({"use_videoalign": True, "vq_coef": "much"}, "vq_coef: not a number, got 'much'"),
         ({"train_batch_size": 2, "bestofn": 3}, "3 kept clips of a process do not divide by its train_batch_size of 2"),
-        ({"train_batch_size": 0}, "train_batch_size: input should be greater than or equal to 1, got 0"),
+        ({"train_batch_size": 0}, "train_batch_size: must be at least 1, got 0"),
         ({"max_train_steps": "all"}, "max_train_steps: not a whole number, got 'all'"),
         ({"h": 64, "w": 64, "t": "9.5"}, "'9.5x64x64' is not FRAMESxHEIGHTxWIDTH"),
         ({"learning_rate": "fast"}, "lr: not a number, got 'fast'"),

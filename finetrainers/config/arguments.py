@@ -1,0 +1,207 @@
+"""A parser of command lines that collects mistakes, so that all of them are reported at once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from finetrainers.utils.text import nearest, quoted, shortened
+
+from .errors import ConfigError, Problem
+
+_NUMBER = re.compile(r"-\.?\d")
+_KINDS = {"float": "a number", "int": "a whole number"}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """An argparse parser that collects what is wrong, where argparse ends the process at the first mistake.
+
+    `parse_args` raises all problems. After `parse_known_args`, `problems` has those of the values, and what is missing.
+    """
+
+    # argparse sets its attributes in `__init__`; these are of one command line.
+    _wrong: dict[argparse.Action, list[str]]
+    _seen: set[argparse.Action]
+    _required: list[argparse.Action]
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None, *, checked: bool = False
+    ) -> Any:
+        """The arguments.
+
+        A command says with `set_defaults(check=function)` what else can be wrong, such as paths: the function takes the
+        arguments, and gives the problems or raises them. Arguments that are wrong already have their defaults then.
+
+        Args:
+            args: the command line.
+            namespace: gets the arguments.
+            checked: whether the command's own check is made.
+
+        Raises:
+            ConfigError: everything that is wrong with them.
+            SystemExit: after `--help`.
+        """
+        namespace, unknown = self.parse_known_args(args, namespace)
+        *before, parser = self._chosen(namespace)
+        problems = [problem for one in before for problem in one.problems([])] + parser.problems(unknown)
+        hint = f"{parser.prog} --help lists the options" if problems else ""
+        check = getattr(namespace, "check", None) if checked else None
+        if check is not None and not unknown and parser._is_clear():
+            try:
+                problems += check(namespace)
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            raise ConfigError(problems, of="this command", hint=hint)
+        return namespace
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """The arguments, those with wrong values at their defaults, and those that are unknown."""
+        self._wrong, self._seen = {}, set()
+        self._negative_number_matcher = _NUMBER  # argparse takes -1e-4 for a flag
+        self.allow_abbrev = False
+        self._required = [action for action in self._actions if action.required]
+        for action in self._required:
+            action.required = False  # argparse would end here
+        try:
+            return super().parse_known_args(self._readable(args or ()), namespace)
+        finally:
+            for action in self._required:
+                action.required = True
+
+    def problems(self, unknown: Sequence[str]) -> list[Problem]:
+        """What is wrong with the last command line, with unknown arguments first.
+
+        Args:
+            unknown: arguments that the parser does not know, as `parse_known_args` gives them.
+        """
+        flags, stray = split_unknown(unknown)
+        meant = {flag: near_flag(flag, self.flags) for flag in flags}
+        found = [
+            Problem(flag, f"unknown flag{f'; did you mean {near}?' if near else ''}") for flag, near in meant.items()
+        ]
+        if stray:
+            found.append(Problem("", f"unexpected {said(stray)}"))
+        for action, messages in self._wrong.items():
+            if action.option_strings or not flags:  # it may be the value of an unknown flag
+                found += [
+                    Problem(name_of(action), message, about=(action.dest,)) for message in dict.fromkeys(messages)
+                ]
+        for action in self._required:
+            if action not in self._seen and not {*action.option_strings} & {*meant.values()}:
+                found.append(Problem(name_of(action), f"is required: {_values_of(action)}"))
+        return found
+
+    def _is_clear(self) -> bool:
+        """Whether everything that the command is about is given, and readable."""
+        is_wrong = any(not action.option_strings for action in self._wrong)
+        return not is_wrong and all(action in self._seen for action in self._required)
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags that the parser knows."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse cannot continue after, with all that was found before."""
+        where, _, said = (
+            message.removeprefix("argument ").rpartition(": ") if message.startswith("argument ") else ("", "", message)
+        )
+        problems = [*self.problems([]), Problem(where, said)]
+        raise ConfigError(problems, of="this command", hint=f"{self.prog} --help lists the options")
+
+    def _chosen(self, namespace: argparse.Namespace) -> Iterator[ArgumentParser]:
+        """The parsers of the command, of its subcommand, and so on."""
+        yield self
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parser = action.choices.get(str(getattr(namespace, action.dest, None)))
+                if isinstance(parser, ArgumentParser):
+                    yield from parser._chosen(namespace)
+
+    def _readable(self, args: Iterable[str]) -> Iterator[str]:
+        """Arguments with flags spelled as the parser has them, and without the values that switches do not take."""
+        for argument in args:
+            flag, equals, value = argument.partition("=")
+            spelled = flag if flag in self._option_string_actions else f"--{flag[2:].replace('-', '_')}"
+            action = self._option_string_actions.get(spelled) if flag.startswith("--") else None
+            if action is None:
+                yield argument
+            elif equals and action.nargs == 0:
+                no = next((f"; {name} turns it off" for name in action.option_strings if name.startswith("--no-")), "")
+                self._refuse(action, f"takes no value, got {shortened(quoted(value))}{no}")
+            else:
+                yield f"{spelled}{equals}{value}"
+
+    def _refuse(self, action: argparse.Action, message: str) -> None:
+        self._seen.add(action)
+        self._wrong.setdefault(action, []).append(message)
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)  # type: ignore[misc,no-any-return]
+        except argparse.ArgumentError:
+            self._refuse(action, f"needs a value: {_values_of(action)}".removesuffix(": "))
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        self._seen.add(action)
+        if not arg_strings and action in self._wrong and action.nargs != 0:
+            return action.default
+        values = super()._get_values(action, arg_strings)  # type: ignore[misc]
+        return action.default if action in self._wrong else values
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)  # type: ignore[misc]
+        except argparse.ArgumentError as error:
+            kind = _KINDS.get(getattr(action.type, "__name__", ""))
+            self._refuse(action, f"not {kind}, got {shortened(quoted(arg_string))}" if kind else error.message)
+            return arg_string
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        valid = [str(one) for one in action.choices]
+        hint = nearest(str(value), valid, listed=0)
+        message = f"unknown value {shortened(quoted(str(value)))}{hint}{'' if hint else ';'} {'Valid' if hint else 'valid'}: {', '.join(valid)}"
+        if isinstance(action, argparse._SubParsersAction):  # what it would have taken is not known
+            raise argparse.ArgumentError(action, message)
+        self._refuse(action, message)
+
+
+def split_unknown(unknown: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Unknown flags, and arguments that belong to none: those after an unknown flag may be its values."""
+    is_flag = [one.startswith("-") and one != "-" and not _NUMBER.match(one) for one in unknown]
+    first = is_flag.index(True) if True in is_flag else len(unknown)
+    flags = [one.partition("=")[0] for one, flag in zip(unknown, is_flag, strict=True) if flag]
+    return list(dict.fromkeys(flags)), list(unknown[:first])
+
+
+def near_flag(flag: str, known: Iterable[str]) -> str | None:
+    """The flag that was probably meant."""
+    return next(
+        iter(get_close_matches(f"--{flag.lstrip('-').replace('-', '_').lower()}", known, n=1, cutoff=0.6)), None
+    )
+
+
+def said(arguments: Sequence[str]) -> str:
+    """Unexpected arguments, for a message."""
+    return " ".join(shortened(quoted(one)) for one in arguments)
+
+
+def name_of(action: argparse.Action) -> str:
+    """A flag, or what stands in its place in the usage."""
+    return action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
+
+
+def _values_of(action: argparse.Action) -> str:
+    """The values that an argument takes, for a message."""
+    if isinstance(action, argparse._SubParsersAction):
+        return f"one of {', '.join(action.choices)}"
+    return "" if action.help in (None, argparse.SUPPRESS) else str(action.help)
