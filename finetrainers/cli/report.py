@@ -26,7 +26,7 @@ def add_report(commands: Any) -> None:
     report = commands.add_parser("report", **described(about, *examples, more=f"{_MORE}."))
     report.add_argument("directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir")
     where = "where to write it [RUN/report.html; of several runs report.html here]"
-    report.add_argument("--output", type=Path, metavar="FILE", help=where)
+    report.add_argument("--output", type=Path, metavar="FILE|FOLDER", help=where)
     count = "how many videos it has at most; larger ones are made smaller [36]"
     report.add_argument("--videos", type=_count, metavar="N|none", help=count)
     report.set_defaults(run=_report, check=_check)
@@ -48,12 +48,13 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
     problems = [Problem("RUN", f"{root} {problem}") for root in roots if (problem := run_problem(root)) is not None]
     if arguments.output is None and problems:
         return problems
-    output = arguments.output or _default_output(roots)
-    return [*problems, *_place_problems(output, given=arguments.output is not None)]
+    return [*problems, *_place_problems(_place(arguments.output, roots), given=arguments.output is not None)]
 
 
-def _default_output(roots: list[Path]) -> Path:
-    return (roots[0] if len(roots) == 1 else Path()) / "report.html"
+def _place(given: Path | None, roots: list[Path]) -> Path:
+    """The file of the page."""
+    output = given or (roots[0] if len(roots) == 1 else Path())
+    return output / "report.html" if given is None or output.is_dir() else output
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -63,7 +64,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from finetrainers.utils.files import write_text_atomic
 
     roots: list[Path] = arguments.directory
-    output = arguments.output or _default_output(roots)
+    output = _place(arguments.output, roots)
     limits = VideoLimits(MOST_VIDEOS if arguments.videos is None else arguments.videos)
     runs = [read_run(root, name=name) for root, name in zip(roots, _names(roots), strict=True)]
     page = make_report(runs, limits)
@@ -89,7 +90,10 @@ def _names(roots: list[Path]) -> list[str]:
 def _place_problems(output: Path, *, given: bool) -> list[Problem]:
     """Why nothing can be written there."""
     if output.is_dir():
-        return [Problem("--output", f"{output} is a folder; give a file in it")]
+        return [Problem("--output", f"{output} is a folder; give the name of a file")]
+    if output.suffix.lower() not in (".html", ".htm"):
+        message = f"{output} would not be opened as what it is, an HTML page; give a name that ends in .html, or a folder that exists"
+        return [Problem("--output", message)]
     folder = next((parent for parent in output.absolute().parents if parent.exists()), output.absolute().parent)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         way = "" if given else "; give another file with --output"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from .files import read_jsonl
 
@@ -22,8 +22,13 @@ _NAME = 24  # characters of a legend
 _FOOTER = 140  # characters of a line
 #: What numbers are drawn over.
 _XLABELS = {"step": "optimizer step", "kl": "KL"}
+#: What the parts of a step are called.
+_SECONDS = {
+    "step_s": "step", "seconds/data": "waiting for data", "waiting_s": "waiting for the slowest rank",
+    "checkpoint_s": "blocked by a checkpoint",
+}  # fmt: skip
 #: The scores of rollouts: a run that has them is judged by these, and by its loss last.
-_REWARD = "reward/"
+_REWARD, _EVAL_REWARD, _SPREAD = "reward/", "eval_reward/", "group_std/"
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Panel:
         style: how their points are drawn; `band` is a moving average with the mean deviation within a group around it.
         x: the number that they are drawn over.
         may_be_log: whether its axis is logarithmic where values differ by orders of magnitude.
+        unit: of the numbers.
+        note: how they are drawn, for people.
+        labels: of some numbers in the legend; others have their own name, without what all have in common.
     """
 
     title: str
@@ -43,6 +51,28 @@ class Panel:
     style: Literal["line", "smoothed", "band", "dots"] = "line"
     x: str = "step"
     may_be_log: bool = False
+    unit: str = ""
+    note: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def heading(self) -> str:
+        """The title with the unit."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+    def heading_of(self, name: str) -> str:
+        """The heading of a panel that has one of the numbers alone; the first one is what the title says."""
+        if name == self.names[0]:
+            return self.heading
+        return replace(self, title=f"{self.title}: {self.label(name)}").heading
+
+    def label(self, name: str) -> str:
+        """A number's name in the legend."""
+        return self.labels.get(name) or label_of(name)
+
+    def style_of(self, name: str) -> str:
+        """How the points of a number are drawn: what is evaluated now and then is no cloud to be smoothed."""
+        return "line" if name.startswith("eval") else self.style
 
 
 @dataclass(frozen=True)
@@ -103,7 +133,9 @@ def draw(records: Records, marks: Marks | None = None) -> Any:
             _plot(axes, records, panel, name)
         axes.set(xlabel=_XLABELS[panel.x])
         axes.xaxis.get_major_locator().set_params(integer=True)  # steps, and those of a sampler, are whole
-        axes.set_title(panel.title, fontsize="medium", loc="left")
+        axes.set_title(
+            f"{panel.heading} ({panel.note})" if panel.note else panel.heading, fontsize="medium", loc="left"
+        )
         finish(axes, several=len(matching(names, panel.names)) > 1)
         if panel.x == "step":
             _mark(axes, marks, last=max(record["step"] for record in records))
@@ -144,38 +176,64 @@ def points(records: Records, name: str, x: str = "step") -> Points:
     return [a for a, _ in found], [b for _, b in found]
 
 
-def panels_of(names: Mapping[str, Any]) -> list[tuple[str, Panel]]:
-    """All panels, each with the group that it belongs to, most important first."""
-    scored = bool(matching(names, (_REWARD,)))
-    loss = ("loss", Panel("training loss (smoothed)", ("loss",), style="smoothed"))
+def panels_of(names: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, Panel]]:
+    """All panels, each with the group that it belongs to, most important first; of rewards those that there are."""
+    rewards = list(_reward_panels(list(names)))
     losses = [
-        ("loss", Panel("pairs whose preferred clip has gained more (share)", ("eval_accuracy", "accuracy"))),
-        ("loss", Panel("fall of the error against the model before training", ("gain_chosen", "gain_rejected"))),
-        ("loss", Panel("loss on held-out clips", ("eval_loss",))),
-        ("loss", Panel("loss on held-out clips, by noise level", ("eval_loss_",))),
-        loss,
         (
             "loss",
-            Panel("difference from the base model with prior prompts (smoothed)", ("prior_loss",), style="smoothed"),
+            Panel(
+                "Preference accuracy on pairs",
+                ("eval_accuracy", "accuracy"),
+                unit="share",
+                labels={"eval_accuracy": "held-out", "accuracy": "training"},
+            ),
+        ),
+        (
+            "loss",
+            Panel(
+                "Error reduction against the reference model",
+                ("gain_",),
+                labels={"gain_chosen": "chosen", "gain_rejected": "rejected"},
+            ),
+        ),
+        ("loss", Panel("Held-out loss", ("eval_loss",))),
+        ("loss", Panel("Held-out loss by noise level", ("eval_loss_",))),
+        (
+            "loss",
+            Panel(
+                "Prior preservation: difference from the base model", ("prior_loss",), style="smoothed", note="smoothed"
+            ),
         ),
     ]
-    rewards = [
-        ("rewards", Panel("reward of held-out prompts", ("eval_reward/",))),
-        ("rewards", Panel("reward of rollouts (smoothed; band: spread in groups)", (_REWARD,), style="band")),
-        ("rewards", Panel("distance from the model before training (KL, smoothed)", ("kl",), style="smoothed")),
-        ("rewards", Panel("reward against that distance", (_REWARD,), style="dots", x="kl")),
-        ("rewards", Panel("groups that teach nothing (share)", ("constant_groups",))),
-        ("rewards", Panel("clipped ratios (share)", ("clipped_high", "clipped_low"))),
-        ("rewards", Panel("where gradients come from, by noise level", ("gradient/",))),
-    ]
+    loss = ("loss", Panel("Training loss", ("loss",), style="smoothed", note="smoothed"))
     rest = [
-        ("optimization", Panel("gradient norm", ("grad_norm", "grad_norm_max"), may_be_log=True)),
-        ("optimization", Panel("learning rate", ("lr",))),
-        ("speed", Panel("seconds", ("step_s", "seconds/", "waiting_s", "checkpoint_s"))),
-        ("speed", Panel("tokens per second", ("tokens_per_s",))),
-        ("speed", Panel("model FLOPs utilization (MFU)", ("mfu",))),
-    ]
-    return [*rewards, *rest, loss] if scored else [*losses, *rewards, *rest]
+        ("optimization", Panel("Gradient norm", ("grad_norm", "grad_norm_max"), may_be_log=True, labels={"grad_norm": "mean", "grad_norm_max": "maximum"})),
+        ("optimization", Panel("Learning rate", ("lr",))),
+        ("speed", Panel("Time per step", ("step_s", "seconds/", "waiting_s", "checkpoint_s"), unit="s", labels=_SECONDS)),
+        ("speed", Panel("Throughput", ("tokens_per_s",), unit="tokens/s")),
+        ("speed", Panel("Model FLOPs utilization (MFU)", ("mfu",), unit="share of peak")),
+    ]  # fmt: skip
+    if matching(names, (_REWARD,)):
+        return [*rewards, *rest, loss]
+    return [*losses[:-1], loss, *losses[-1:], *rewards, *rest]
+
+
+def _reward_panels(names: Sequence[str]) -> Iterator[tuple[str, Panel]]:
+    """A panel for each reward, of rollouts and of held-out prompts, and what tells of reward finetuning."""
+    heads = dict.fromkeys(n.partition("/")[2] for n in matching(names, (_REWARD, _EVAL_REWARD)))
+    for head in heads:
+        both = _REWARD + head, _EVAL_REWARD + head
+        found = [name for name in both if name in names]
+        labels = dict(zip(both, ("rollouts", "held-out prompts"), strict=True))
+        of = f" of {labels[found[0]]}" if len(found) == 1 else ""
+        how = "smoothed; band: std within groups" if _REWARD + head in found else ""
+        yield "rewards", Panel(f"Reward{of}: {label_of(_REWARD + head)}", both, style="band", note=how, labels=labels)
+    yield "rewards", Panel("KL divergence from the reference model", ("kl",), style="smoothed", note="smoothed")
+    yield "rewards", Panel("Reward over KL divergence", (_REWARD,), style="dots", x="kl")
+    yield "rewards", Panel("Groups with equal rewards", ("constant_groups",), unit="share")
+    yield "rewards", Panel("Clipped ratios", ("clipped_",), unit="share", labels={"clipped_high": "above", "clipped_low": "below"})  # fmt: skip
+    yield "rewards", Panel("Gradient norm by noise level", ("gradient/",))
 
 
 def matching(names: Sequence[str] | Mapping[str, Any], wanted: Sequence[str]) -> list[str]:
@@ -191,7 +249,7 @@ def _constant(records: Records, name: str) -> float | None:
 
 def _footer(constant: Mapping[str, float], marks: Marks) -> str:
     """The footer: metrics that are left out, and what marks mean."""
-    known = [wanted for _, panel in panels_of(dict.fromkeys([_REWARD])) + panels_of({}) for wanted in panel.names]
+    known = [wanted for _, panel in panels_of(constant) + panels_of([]) for wanted in panel.names]
     left_out = [f"{name} {constant[name]:.4g}" for name in matching(constant, known)]
     texts = [f"constant: {', '.join(left_out)}"] if left_out else []
     if marks.resumed:
@@ -224,25 +282,31 @@ def _mark(axes: Any, marks: Marks, *, last: float) -> None:
 def label_of(name: str) -> str:
     """A metric's name in a legend: without its prefix, which the title states, and shortened to the legend's width."""
     own = name.removeprefix("eval_loss_").partition("/")[2] or name.removeprefix("eval_loss_")
+    own = own.replace("weighted_sum", "weighted sum")
     return own if len(own) <= _NAME else f"{own[: _NAME - 2]}.."
 
 
-def is_number(value: object) -> bool:
+def spread_of(name: str) -> str:
+    """The number that has the standard deviation of a reward within groups."""
+    return name.replace(_REWARD, _SPREAD, 1)
+
+
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a record's value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _plot(axes: Any, records: Records, panel: Panel, name: str) -> None:
     """Draw one number of a panel."""
-    found, label = points(records, name, panel.x), label_of(name)
-    if panel.style == "line":
+    found, label, style = points(records, name, panel.x), panel.label(name), panel.style_of(name)
+    if style == "line":
         axes.plot(*found, "o-" if name.startswith("eval") or len(found[0]) == 1 else "-", label=label, markersize=4)
-    elif panel.style == "dots":
+    elif style == "dots":
         axes.plot(*found, ".", label=label)
     else:
         averaged(axes, found, label)
-    spread = name.replace(_REWARD, "group_std/", 1)
+    spread = spread_of(name)
     both = [record for record in records if is_number(record.get(name)) and is_number(record.get(spread))]
-    if panel.style == "band" and both:
+    if style == "band" and both:
         rows = [(r["step"], r[name] - r[spread], r[name] + r[spread]) for r in both]
         axes.fill_between(*zip(*rows, strict=True), alpha=0.15, color=axes.lines[-1].get_color())

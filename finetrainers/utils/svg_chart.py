@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 from markupsafe import Markup, escape
 
@@ -37,6 +39,46 @@ class Series:
     style: str = "line"
     spread: Sequence[float] = ()
 
+    @cached_property
+    def shown(self) -> list[tuple[float, float]]:
+        """The points that are drawn."""
+        return _thinned(*self.points)
+
+    @cached_property
+    def band(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """The upper and the lower edge of the band."""
+        xs, ys = self.points
+        pairs = list(zip(ys, self.spread, strict=True)) if self.spread else []
+        return _thinned(xs[: len(pairs)], [y + s for y, s in pairs]), _thinned(
+            xs[: len(pairs)], [y - s for y, s in pairs]
+        )
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event on the horizontal axis.
+
+    Attributes:
+        x: where it is.
+        text: what happened.
+        kind: how it is drawn: a dashed line, a triangle for a spike, a cross for a failure.
+        color: of its line, if it belongs to one of several.
+    """
+
+    x: float
+    text: str
+    kind: Literal["resume", "spike", "failure"] = "resume"
+    color: int | None = None
+
+
+@dataclass(frozen=True)
+class Level:
+    """A dashed horizontal line, such as a plan, in the color of what it is for."""
+
+    y: float
+    text: str
+    color: int
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -47,14 +89,23 @@ class Chart:
         series: its lines.
         x: what the horizontal axis has.
         is_log: whether the vertical axis is logarithmic; all values must be positive.
-        marks: places on the horizontal axis, and what happened there.
+        marks: events.
+        levels: what the values are compared with.
+        note: how it is drawn, for people.
     """
 
     title: str
     series: Sequence[Series]
     x: str = "step"
     is_log: bool = False
-    marks: Sequence[tuple[float, str]] = field(default_factory=tuple)
+    marks: Sequence[Mark] = field(default_factory=tuple)
+    levels: Sequence[Level] = field(default_factory=tuple)
+    note: str = ""
+
+    @cached_property
+    def axes(self) -> _Axes:
+        """Where values lie in the picture."""
+        return _Axes(self)
 
 
 def wants_log(values: Sequence[float]) -> bool:
@@ -66,8 +117,8 @@ class _Axes:
     """Where values lie in the picture."""
 
     def __init__(self, chart: Chart) -> None:
-        xs = [x for series in chart.series for x in series.points[0]]
-        ys = [y for series in chart.series for y in _extent(series)]
+        points = [point for one in chart.series for part in (one.shown, *one.band) for point in part]
+        xs, ys = [x for x, _ in points], [*(y for _, y in points), *(level.y for level in chart.levels)]
         self.is_log = chart.is_log
         self.low_x, self.high_x = min(xs), max(xs)
         if self.low_x == self.high_x:
@@ -105,14 +156,6 @@ class _Axes:
         return found[:: max(1, -(-len(found) // (_TICKS + 1)))]
 
 
-def _extent(series: Series) -> Iterator[float]:
-    for number, y in enumerate(series.points[1]):
-        yield y
-        if series.spread:
-            yield y - series.spread[number]
-            yield y + series.spread[number]
-
-
 def round_places(low: float, high: float, *, most: int) -> Iterator[float]:
     """At most so many multiples of 1, 2 or 5 times a power of ten, from low to high."""
     rough = (high - low) / most
@@ -133,8 +176,7 @@ def short(value: float) -> str:
 
 def chart_svg(chart: Chart) -> Markup:
     """The picture. Its colors are those of the page (`.c0` to `.c7`), and it is as wide as there is room for."""
-    axes = _Axes(chart)
-    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    axes, bottom, right = chart.axes, _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = []
     for value in axes.y_ticks():
         y = axes.y(value)
@@ -143,13 +185,12 @@ def chart_svg(chart: Chart) -> Markup:
     for value in axes.x_ticks():
         parts.append(f'<text x="{axes.x(value)}" y="{bottom + 17}" text-anchor="middle">{short(value)}</text>')
     parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>')
-    for place, what in chart.marks:
-        if axes.low_x <= place <= axes.high_x:
-            parts.append(
-                f'<path class="mark" d="M{axes.x(place)} {_TOP}V{bottom}"><title>{escape(what)}</title></path>'
-            )
+    for level in chart.levels:
+        line = f'<path class="level c{level.color}" d="M{_LEFT} {axes.y(level.y)}H{right}">'
+        parts.append(f"{line}<title>{escape(level.text)}</title></path>")
     for series in chart.series:
         parts += _drawn(series, axes)
+    parts += _marked(chart)
     label = f"{chart.title}: " + "; ".join(
         f"{one.label or 'value'} {one.points[1][0]:.4g} to {one.points[1][-1]:.4g}" for one in chart.series
     )
@@ -158,25 +199,41 @@ def chart_svg(chart: Chart) -> Markup:
     )  # fmt: skip
 
 
+def _marked(chart: Chart) -> Iterator[str]:
+    """The events that lie in the picture; of those of a kind at one place, the first says how many they are."""
+    axes, bottom = chart.axes, _HEIGHT - _BOTTOM
+    found: dict[tuple[float, str, int | None], list[str]] = {}
+    for mark in chart.marks:
+        if axes.low_x <= mark.x <= axes.high_x:
+            found.setdefault((round(axes.x(mark.x)), mark.kind, mark.color), []).append(mark.text)
+    shapes = {
+        "resume": "M{x} {top}V{bottom}",
+        "spike": "M{x} {low}l-4 7h8Z",
+        "failure": "M{x} {low}m-4 0l8 8m-8 0l8 -8",
+    }
+    for (x, kind, color), texts in found.items():
+        drawn = shapes[kind].format(x=x, top=_TOP, bottom=bottom, low=_TOP)
+        more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+        colored = "" if color is None else f" c{color}"
+        yield f'<path class="mark {kind}{colored}" d="{drawn}"><title>{escape(texts[0] + more)}</title></path>'
+
+
 def _drawn(series: Series, axes: _Axes) -> Iterator[str]:
     """What is drawn for a line, from the back to the front."""
     xs, ys = series.points
-    if series.style == "dots":
-        yield f'<path class="dots c{series.color}" d="{"".join(f"M{axes.x(x)} {axes.y(y)}h0" for x, y in _thinned(xs, ys))}"/>'
+    dots = f'<path class="dots c{series.color}" d="{"".join(f"M{axes.x(x)} {axes.y(y)}h0" for x, y in series.shown)}"/>'
+    if series.style == "dots" or len(xs) == 1:
+        yield dots
         return
     if series.style == "band" and series.spread:
-        upper = list(zip(xs, (y + s for y, s in zip(ys, series.spread, strict=True)), strict=True))
-        lower = list(zip(xs, (y - s for y, s in zip(ys, series.spread, strict=True)), strict=True))
-        every = max(1, len(xs) // _MOST)
-        yield f'<path class="band c{series.color}" d="{_path([*upper[::every], *lower[::-every]], axes)}Z"/>'
-    if len(xs) == 1:
-        yield f'<path class="dots c{series.color}" d="M{axes.x(xs[0])} {axes.y(ys[0])}h0"/>'
-    elif series.style == "line":
-        yield f'<path class="line c{series.color}" d="{_path(_thinned(xs, ys), axes)}"/>'
+        upper, lower = series.band
+        yield f'<path class="band c{series.color}" d="{_path([*upper, *lower[::-1]], axes)}Z"/>'
+    if series.style == "line":
+        yield f'<path class="line c{series.color}" d="{_path(series.shown, axes)}"/>'
         if len(xs) <= _DOTTED:
-            yield f'<path class="dots c{series.color}" d="{"".join(f"M{axes.x(x)} {axes.y(y)}h0" for x, y in zip(xs, ys, strict=True))}"/>'
+            yield dots
     else:
-        yield f'<path class="pale c{series.color}" d="{_path(_thinned(xs, ys), axes)}"/>'
+        yield f'<path class="pale c{series.color}" d="{_path(series.shown, axes)}"/>'
         yield f'<path class="line c{series.color}" d="{_path(_thinned(xs, smoothed(ys)), axes)}"/>'
 
 
@@ -186,27 +243,26 @@ def _path(points: Sequence[tuple[float, float]], axes: _Axes) -> str:
 
 def _thinned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
     """At most about `_MOST` of the points; of each stretch the least and the greatest stay, so that no spike is lost."""
-    points = list(zip(xs, ys, strict=True))
-    if len(points) <= _MOST:
-        return points
-    length = 2 * len(points) / _MOST
-    found = [points[0]]
-    for number in range(_MOST // 2):
-        part = points[round(number * length) : round((number + 1) * length)]
-        if part:
-            found += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
-    return [*found, points[-1]]
+    count = len(xs)
+    if count <= _MOST:
+        return list(zip(xs, ys, strict=True))
+    ends = [round(number * 2 * count / _MOST) for number in range(_MOST // 2 + 1)]
+    places = {0, count - 1}
+    for start, end in itertools.pairwise(ends):
+        part = ys[start:end]
+        places |= {start + part.index(min(part)), start + part.index(max(part))}
+    return [(xs[place], ys[place]) for place in sorted(places)]
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:
     """What the page's script shows at the pointer: the recorded points, as far as they are drawn, and where they lie."""
-    axes = _Axes(chart)
+    axes = chart.axes
     return {
         "x": chart.x,
         "from": _LEFT, "to": _WIDTH - _RIGHT, "low": axes.low_x, "high": axes.high_x, "width": _WIDTH,
         "top": _TOP, "bottom": _HEIGHT - _BOTTOM,
         "series": [
-            {"label": one.label, "color": one.color, "points": [list(p) for p in _thinned(*one.points)]}
+            {"label": one.label, "color": one.color, "points": [[x, float(f"{y:.5g}")] for x, y in one.shown]}
             for one in chart.series
         ],
     }  # fmt: skip

@@ -35,23 +35,45 @@ def titles(figure: Any) -> list[str]:
 def test_a_panel_for_each_kind_of_number_what_matters_first() -> None:
     figure = draw(SCORED)
     assert titles(figure) == [
-        "reward of rollouts (smoothed; band: spread in groups)",
-        "distance from the model before training (KL, smoothed)",
-        "reward against that distance",
-        "where gradients come from, by noise level",
-        "gradient norm",
-        "training loss (smoothed)",
+        "Reward of rollouts: a (smoothed; band: std within groups)",
+        "KL divergence from the reference model (smoothed)",
+        "Reward over KL divergence",
+        "Gradient norm by noise level",
+        "Gradient norm",
+        "Training loss (smoothed)",
     ]
     panels = dict(zip(titles(figure), figure.axes, strict=True))
     by_title = {title: axes.lines[-1].get_xydata().tolist() for title, axes in panels.items()}
-    assert by_title["reward against that distance"] == [[0.0, 0.0], [0.5, 0.25], [1.0, 0.5], [1.5, 0.75]]
-    assert by_title["gradient norm"] == [[float(i), 1.0 + i] for i in range(4)]
+    assert by_title["Reward over KL divergence"] == [[0.0, 0.0], [0.5, 0.25], [1.0, 0.5], [1.5, 0.75]]
+    assert by_title["Gradient norm"] == [[float(i), 1.0 + i] for i in range(4)]
     spread = panels[titles(figure)[0]].collections[0].get_paths()[0].vertices[:, 1]
     assert (spread.min(), spread.max()) == pytest.approx((-0.1, 0.85))
     assert [axes.get_title(loc="left") for axes in figure.axes if axes.get_legend() is not None] == [
-        "where gradients come from, by noise level"
+        "Gradient norm by noise level"
     ]
-    assert titles(draw(EVALUATED)) == ["loss on held-out clips", "training loss (smoothed)", "gradient norm"]
+    assert titles(draw(EVALUATED)) == ["Held-out loss", "Training loss (smoothed)", "Gradient norm"]
+
+
+def test_each_reward_has_a_panel_with_its_held_out_prompts() -> None:
+    """Rewards have scales of their own; seconds are named by what takes them."""
+    records = [
+        {**r, "reward/b": 10.0 * r["step"], "step_s": 2.0 + r["step"], "seconds/data": 0.1 * r["step"]} for r in SCORED
+    ]
+    figure = draw(
+        [*records, {"step": 0, "eval_reward/a": 0.1}, {"step": 3, "eval_reward/a": 0.4, "eval_reward/c": 2.0}]
+    )
+    legends = {
+        axes.get_title(loc="left"): [text.get_text() for text in axes.get_legend().get_texts()]
+        for axes in figure.axes
+        if axes.get_legend() is not None
+    }
+    assert legends["Reward: a (smoothed; band: std within groups)"] == ["rollouts", "held-out prompts"]
+    assert legends["Time per step (s)"] == ["step", "waiting for data"]
+    assert titles(figure)[1:3] == [
+        "Reward of rollouts: b (smoothed; band: std within groups)",
+        "Reward of held-out prompts: c",
+    ]
+    assert figure.axes[0].lines[-1].get_xydata().tolist() == [[0.0, 0.1], [3.0, 0.4]]
 
 
 def test_preferences_are_judged_by_what_pairs_have_gained() -> None:
@@ -61,10 +83,10 @@ def test_preferences_are_judged_by_what_pairs_have_gained() -> None:
     ]
     figure = draw(pairs)
     assert titles(figure) == [
-        "pairs whose preferred clip has gained more (share)",
-        "fall of the error against the model before training",
-        "training loss (smoothed)",
-        "gradient norm",
+        "Preference accuracy on pairs (share)",
+        "Error reduction against the reference model",
+        "Training loss (smoothed)",
+        "Gradient norm",
     ]
     drawn = [[line.get_ydata()[-1] for line in axes.lines] for axes in figure.axes[:2]]
     assert drawn == [[0.75], [-3.0, -6.0]]

@@ -25,8 +25,24 @@ def test_pages_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert main(["report", "a/run", "b/run", "a/run"]) == 0
     assert "<title>a/run, b/run</title>" in (tmp_path / "report.html").read_text()
     assert main(["report", "a/run", "--output", "new/page.html", "--videos", "none"]) == 0
+    assert main(["report", "a/run", "--output", "new"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(" (")[0] for line in said] == ["a/run/report.html", "report.html", "new/page.html"]
+    written = ["a/run/report.html", "report.html", "new/page.html", "new/report.html"]
+    assert [line.partition(" (")[0] for line in said] == written
+
+
+@pytest.mark.parametrize("name", ["page.pdf", "page", "run/page.md", "page.html.gz"])
+def test_a_name_that_says_something_else_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "run")
+    assert main(["report", "run", "--output", name]) == 2
+    assert (
+        f"--output: {name} would not be opened as what it is, an HTML page; give a name that ends in .html"
+        in capsys.readouterr().err
+    )
+    assert not Path(name).exists()
 
 
 def test_what_is_no_run_is_refused_and_nothing_is_written(

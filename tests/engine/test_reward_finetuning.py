@@ -113,9 +113,11 @@ def test_every_family_trains(family: str, training_type: str, options: Callable[
     assert "for 2 steps on 3 prompts" in (root / "README.md").read_text()
     manifest = [json.loads(line) for line in (root / "manifest.jsonl").read_text().splitlines()]
     assert [entry["prompt"] for entry in manifest] == ["a red ball", "a blue cube rolls", "a cat"]
-    shown = sorted(path.relative_to(root).as_posix() for path in root.glob("rollouts/*/*"))
+    shown = {path.relative_to(root / "rollouts").as_posix() for path in root.glob("rollouts/*/*")}
     names = ("best.mp4", "scores.json", "worst.mp4") if family == "ltx_video" else ()
-    assert shown == [f"rollouts/step-000001/{name}" for name in names]  # of every second rollout
+    assert shown >= {f"step-000001/{name}" for name in names}
+    assert all(name.startswith("step-000001/") for name in shown)  # of every second rollout
+    assert bool(shown) == bool(names)
     kept = root / "pairs" / "pairs.jsonl"
     assert kept.is_file() == (family == "ltx_video")
     for pair in map(json.loads, kept.read_text().splitlines() if kept.is_file() else []):

@@ -7,7 +7,17 @@ import re
 import pytest
 
 from finetrainers.utils.curves import smoothed
-from finetrainers.utils.svg_chart import Chart, Series, chart_data, chart_svg, round_places, short, wants_log
+from finetrainers.utils.svg_chart import (
+    Chart,
+    Level,
+    Mark,
+    Series,
+    chart_data,
+    chart_svg,
+    round_places,
+    short,
+    wants_log,
+)
 
 
 def places(svg: str, kind: str) -> list[tuple[float, float]]:
@@ -17,7 +27,7 @@ def places(svg: str, kind: str) -> list[tuple[float, float]]:
 
 
 def test_points_lie_where_they_belong() -> None:
-    chart = Chart("a <title>", [Series("", ([0.0, 5.0, 10.0], [1.0, 3.0, 2.0]))], marks=[(5.0, "resumed & so on")])
+    chart = Chart("a <title>", [Series("", ([0.0, 5.0, 10.0], [1.0, 3.0, 2.0]))], marks=[Mark(5.0, "resumed & so on")])
     svg, data = str(chart_svg(chart)), chart_data(chart)
     (x0, y0), (x1, y1), (x2, y2) = places(svg, "line")
     assert (x0, x2) == (data["from"], data["to"])
@@ -25,7 +35,7 @@ def test_points_lie_where_they_belong() -> None:
     assert (y0 - y2) == pytest.approx((y0 - y1) / 2, abs=0.2)
     assert data["top"] <= y1 < y0 <= data["bottom"]
     assert data["series"][0]["points"] == [[0.0, 1.0], [5.0, 3.0], [10.0, 2.0]]
-    assert f'class="mark" d="M{x1} ' in svg
+    assert f'class="mark resume" d="M{round(x1)} ' in svg
     assert "a &lt;title&gt;" in svg
     assert "resumed &amp; so on" in svg
 
@@ -62,3 +72,32 @@ def test_long_runs_keep_their_spikes() -> None:
     assert [x for x, _ in series["points"]] == sorted(x for x, _ in series["points"])
     mean = smoothed(ys)
     assert mean[25_000] == pytest.approx(sum(ys[24_500:25_501]) / 1001)
+
+
+def test_events_are_told_apart_and_those_at_one_place_are_counted() -> None:
+    marks = [Mark(5000.0 + k, f"spike {k}", "spike") for k in range(3)] + [
+        Mark(2000.0, "out of memory", "failure", 2),
+        Mark(99_999.0, "later"),
+    ]
+    svg = str(chart_svg(Chart("", [Series("", ([0.0, 10_000.0], [0.0, 1.0]))], marks=marks)))
+    assert svg.count('class="mark') == 2
+    assert "<title>spike 0 (and 2 more)</title>" in svg
+    assert 'class="mark failure c2"' in svg
+
+
+def test_levels_are_in_the_picture() -> None:
+    chart = Chart("", [Series("", ([0.0, 1.0], [1.0, 2.0]))], levels=[Level(8.0, "8 GiB planned", 1)])
+    svg = str(chart_svg(chart))
+    found = re.search(r'class="level c1" d="M[\d.]+ ([\d.]+)H', svg)
+    assert found is not None
+    assert chart_data(chart)["top"] <= float(found[1]) < min(y for _, y in places(svg, "line"))
+
+
+def test_the_band_of_a_long_run_keeps_its_spikes() -> None:
+    xs, ys = [float(k) for k in range(50_000)], [1.0] * 50_000
+    spread = [0.1] * 50_000
+    spread[31_415] = 5.0
+    upper, lower = Series("", (xs, ys), style="band", spread=spread).band
+    assert (31_415.0, 6.0) in upper
+    assert (31_415.0, -4.0) in lower
+    assert len(upper) < 700

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from finetrainers.utils.text import plural
 
 from ..sample.grid import grid_html
 from . import sections
-from .charts import chart_groups
-from .media import VideoLimits, Videos, rollout_videos, sample_videos
+from .charts import ChartGroup, chart_groups, watched_charts
+from .media import VideoLimits, Videos, drawn_samples, rollout_videos, sample_videos, watched_videos
+from .memory import memory_charts, memory_of
 from .run_records import RunRecords, read_run
+from .watched import Watched, watched_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +29,7 @@ logger = logging.getLogger(__name__)
 REPORT = "report.html"
 #: Videos on a page, at most.
 MOST_VIDEOS = 36
+_NONE = VideoLimits(0)
 _SIZE = "@page-size@"
 
 
@@ -35,10 +40,11 @@ def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
         runs: one, or several that are compared.
         limits: how much video it may have.
     """
-    rollouts = _rollouts(runs, limits)
-    samples = sample_videos(runs, VideoLimits(limits.count - sum(one.shown for _, one in rollouts), limits.own_size))
+    watched = [one for run in runs for one in watched_of(run)]
+    shown = _shown(runs, watched, limits)
     groups = chart_groups(runs)
-    videos = [samples, *(one for _, one in rollouts)]
+    memory, scores = ChartGroup("Memory", memory_charts(runs)), watched_charts(runs, watched)
+    charts = [chart for group in [*groups, memory, *([scores] if scores else [])] for chart in group.charts]
     # Prompts, file names and messages are anybody's: the template escapes them, and the script puts them in as text.
     page = render_page(
         Path(__file__).with_name("report.html"),
@@ -49,16 +55,19 @@ def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
         facts_of=sections.facts_of,
         figures=sections.figures_of(runs[0]),
         compared=sections.compared(runs),
-        memory=_of_each(runs, sections.memory_rows),
+        memory=_of_each(runs, memory_of),
+        memory_charts=memory.charts,
         data=_of_each(runs, sections.data_of),
         events=_of_each(runs, sections.events_of),
         settings=sections.settings_of(runs),
         commands=_of_each(runs, sections.commands_of),
         groups=groups,
-        chart_data=[chart_data(chart) for group in groups for chart in group.charts],
-        samples=samples,
-        rollouts=[(name, one) for name, one in rollouts if one.grid is not None],
-        videos=_videos_text(videos, runs, limits),
+        scores=scores,
+        watched=watched,
+        marked={mark.kind for chart in charts for mark in chart.marks},
+        chart_data=[chart_data(chart) for chart in charts],
+        shown=shown,
+        videos=_videos_text([one for _, some in shown.values() for _, one in some], runs, limits),
         size=_SIZE,
     )
     # A lone half of a character, from a file name that is not UTF-8, becomes a visible escape.
@@ -71,10 +80,27 @@ def _of_each(runs: Sequence[RunRecords], read: Callable[[RunRecords], Any]) -> l
     return [(run, found) for run in runs if (found := read(run))]
 
 
-def _rollouts(runs: Sequence[RunRecords], limits: VideoLimits) -> list[tuple[str, Videos]]:
-    """The rollouts of each run, which get a third of the videos at most."""
-    share = VideoLimits(limits.count // (3 * len(runs)) // 2 * 2, limits.own_size)
-    return [(run.name, rollout_videos(run, share)) for run in runs]
+def _shown(
+    runs: Sequence[RunRecords], watched: Sequence[Watched], limits: VideoLimits
+) -> dict[str, tuple[str, list[tuple[str, Videos]]]]:
+    """Titles and videos of the sections that have some, by name. Each gets a part, and the first one what the others leave."""
+    named = len(runs) > 1
+    makers: dict[str, tuple[str, list[tuple[str, Callable[[VideoLimits], Videos]]]]] = {
+        "rollouts": ("Best and worst clips of rollouts", [(run.name if named else "", partial(rollout_videos, run)) for run in runs]),
+        "drawn": ("Drawn with finetrainers sample", [(run.name if named else "", partial(drawn_samples, run)) for run in runs]),
+        "watched": ("Watched checkpoints", [
+            (f"{one.run.name}, {one.preset}" if named else f"preset {one.preset}", partial(watched_videos, one)) for one in watched
+        ]),
+    }  # fmt: skip
+    # Sections without a video get no part.
+    present = {name: [(of, make) for of, make in some if make(_NONE).left_out] for name, (_, some) in makers.items()}
+    parts = 1 + sum(bool(some) for some in present.values())
+    found = {}
+    for name, some in present.items():
+        share = replace(limits, count=limits.count // parts // max(1, len(some)) // 2 * 2)
+        found[name] = (makers[name][0], [(of, make(share)) for of, make in some])
+    left = limits.count - sum(one.shown for _, some in found.values() for _, one in some)
+    return {"samples": ("Samples", [("", sample_videos(runs, replace(limits, count=left)))]), **found}
 
 
 def _videos_text(videos: Sequence[Videos], runs: Sequence[RunRecords], limits: VideoLimits) -> str:

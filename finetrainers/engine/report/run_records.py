@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +71,25 @@ class RunRecords:
     @cached_property
     def _by_step(self) -> dict[str, Points]:
         """Points of all metrics; one pass, since a long run has many."""
-        found: dict[str, Points] = {}
+        found: dict[str, Points] = defaultdict(lambda: ([], []))
         for record in self.metrics:
+            step = record["step"]
             for name, value in record.items():
-                if is_number(value):
-                    xs, ys = found.setdefault(name, ([], []))
-                    xs.append(record["step"])
+                if isinstance(value, float | int) and isfinite(value):  # `is_number`, where it is called most
+                    xs, ys = found[name]
+                    xs.append(step)
                     ys.append(value)
-        return found
+        return dict(found)
+
+    @cached_property
+    def times(self) -> list[float]:
+        """When each record was written, as far as it says so; never falling."""
+        found, last = [], 0.0
+        for record in self.metrics:
+            moment = record.get("time")
+            last = max(last, moment) if is_number(moment) else last
+            found.append(last)
+        return found if last else []
 
     def values(self, name: str) -> list[float]:
         """A metric's values."""

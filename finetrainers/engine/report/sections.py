@@ -101,7 +101,11 @@ def _progress(run: RunRecords) -> Iterator[Figure]:
         note = f"from {values[0]:.4g}" if len(values) > 1 else ""
         if len(values) > 2 and name.startswith("eval") and best != values[-1]:
             note += f"; best {best:.4g} at step {steps[values.index(best)]:g}"
-        called = name.replace("eval_reward/", "held-out reward, ").replace("reward/", "rollout reward, ")
+        called = (
+            name.replace("weighted_sum", "weighted sum")
+            .replace("eval_reward/", "held-out reward, ")
+            .replace("reward/", "rollout reward, ")
+        )
         yield Figure(_NAMES.get(name, called), f"{values[-1]:.4g}", note)
 
 
@@ -143,27 +147,6 @@ def compared(runs: Sequence[RunRecords]) -> list[tuple[str, list[Figure | None]]
     of_runs = [{figure.name: figure for figure in figures_of(run)} for run in runs]
     names = dict.fromkeys(name for figures in of_runs for name in figures)
     return [(name, [figures.get(name) for figures in of_runs]) for name in names]
-
-
-# ---- memory ------------------------------------------------------------------------------------------------------------
-
-
-def memory_rows(run: RunRecords) -> tuple[list[str], list[list[str]]] | None:
-    """Headings and rows of planned and measured peaks by phase, in GiB; None without any."""
-    measured, planned = run.measured_memory(), run.planned_memory()
-    kinds = [k for k in ("allocated", "reserved", "host") if any(k in p for p in measured.values())]
-    columns = [(which, kind) for kind in kinds for which in ("planned", "measured")
-               if which == "measured" or any(kind in p for p in planned.values())]  # fmt: skip
-    if not measured:
-        return None
-    called = {"allocated": "GPU, allocated", "reserved": "GPU, reserved", "host": "host"}
-    headings = ["phase", *(f"{called[kind]}, {which}" for which, kind in columns)]
-    sources = {"planned": planned, "measured": measured}
-    rows = [
-        [label(phase), *(f"{v:.2f}" if (v := sources[which].get(phase, {}).get(kind)) is not None else "" for which, kind in columns)]
-        for phase in measured
-    ]  # fmt: skip
-    return headings, rows
 
 
 # ---- data --------------------------------------------------------------------------------------------------------------

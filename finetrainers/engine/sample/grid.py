@@ -55,11 +55,21 @@ class Group:
 
 @dataclass(frozen=True)
 class Grid:
-    """Groups of rows with the same columns; `missing` stands where there is no clip."""
+    """Groups of rows with the same columns.
+
+    Attributes:
+        columns: their headings.
+        groups: of rows.
+        missing: what stands where there is no clip.
+        widest: pixels of a clip's width at first.
+        open: how many groups are seen before the others are asked for.
+    """
 
     columns: Sequence[str]
     groups: Sequence[Group]
     missing: str = "not sampled"
+    widest: int = 420
+    open: int = 1000
 
     @property
     def cells(self) -> list[Cell]:

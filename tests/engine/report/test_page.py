@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from finetrainers.engine.checkpoints.best import mark_best
 from finetrainers.engine.report.charts import chart_groups
-from finetrainers.engine.report.media import VideoLimits, rollout_videos, sample_videos
+from finetrainers.engine.report.media import VideoLimits, drawn_samples, rollout_videos, sample_videos, watched_videos
+from finetrainers.engine.report.memory import memory_charts, memory_of
 from finetrainers.engine.report.page import make_report, write_run_report
 from finetrainers.engine.report.run_records import read_run
-from finetrainers.engine.report.sections import commands_of, data_of, events_of, figures_of, memory_rows, settings_of
+from finetrainers.engine.report.sections import commands_of, data_of, events_of, figures_of, settings_of
+from finetrainers.engine.report.watched import watched_of
 from finetrainers.utils.video import write_mp4
 
 EVIL = '<script>alert("x")</script> & "quoted" </textarea>'
@@ -147,9 +151,10 @@ def test_the_page_of_a_run(run_dir: Path) -> None:
     assert "runs/first ended without a result" in page.text
     lines = drawn(page)
     assert lines["0.10"] == [[0, 3.0], [6, 2.5]]
-    assert lines["data"] == [[1, 0.6], [2, 0.7], *([k, 0.25] for k in range(3, 7))]
-    assert [*lines.values()].count([[k, (1.0 if k < 3 else 0.5) / k] for k in range(1, 7)]) == 1  # loss, each step once
-    assert "constant: lr 0.001" in page.text
+    assert lines["waiting for data"] == [[1, 0.6], [2, 0.7], *([k, 0.25] for k in range(3, 7))]
+    loss = [[k, float(f"{(1.0 if k < 3 else 0.5) / k:.5g}")] for k in range(1, 7)]
+    assert [*lines.values()].count(loss) == 1  # each step once
+    assert "constant: learning rate 0.001" in page.text
     assert page.tags.count("video") == 6 + 4
     assert "advantage +1.25" in page.text
     assert re.search(r"This page: \d+ kB, 10 videos\.", page.text)
@@ -169,8 +174,12 @@ def test_its_numbers_are_those_of_the_records(run_dir: Path) -> None:
         "peak GPU memory": ("5 GiB", "training step"),
     }
     assert run.training_seconds == 2 * 2.0 + 4 * 1.0
-    headings = ["phase", "GPU, allocated, planned", "GPU, allocated, measured"]
-    assert memory_rows(run) == (headings, [["training step", "4.50", "5.00"]])
+    memory = memory_of(run)
+    assert memory is not None
+    headings = ["phase", "GPU memory, allocated, planned", "GPU memory, allocated, measured"]
+    assert memory.table == (headings, [["training step", "4.50", "5.00"]])
+    assert [(bar.phase, bar.text) for bar in memory.bars] == [("training step", "5.00, plan 4.50")]
+    assert (memory.title, memory.most) == ("GPU memory, allocated", 5.0)
     data = data_of(run)
     assert data is not None
     assert [(share["text"], share["count"]) for share in data.shares] == [
@@ -289,7 +298,147 @@ def test_rewards_come_first_and_spread_is_drawn(tmp_path: Path) -> None:
     groups = chart_groups([read_run(tmp_path)])
     assert [group.title for group in groups] == ["Rewards", "Loss"]
     reward, kl, against = groups[0].charts
+    assert [(chart.title, chart.note) for chart in (reward, kl)] == [
+        ("Reward of rollouts: a", "smoothed; band: std within groups"),
+        ("KL divergence from the reference model", "smoothed"),
+    ]
     assert reward.series[0].spread == [0.05] * 3
     assert against.series[0].points == ([0.2 / 3, 0.1, 0.2], [pytest.approx(0.3), 0.2, 0.1])
-    assert groups[0].constant == "clipped_high 0"
+    assert groups[0].constant == "clipped ratios: above (share) 0"
     assert kl.x == "step"
+
+
+def test_what_happened_is_marked_on_the_curves_also_of_several_runs(run_dir: Path, tmp_path: Path) -> None:
+    """In the color of the run, whose events may say no step, but when they were."""
+    run = read_run(run_dir, name="first")
+    other = tmp_path / "other"
+    write_lines(other / "metrics.jsonl", [{"time": 1e9 + 10 * k, "step": k, "loss": 1.0 / k} for k in range(1, 7)])
+    happened = [
+        {"time": 1e9 + 35, "event": "out_of_memory", "now": 4},
+        {"time": 1e9, "event": "nonfinite", "step": 5, "values": "loss nan"},
+    ]
+    write_lines(other / "events.jsonl", [*happened, {"time": 1e9, "event": "rollback", "step": 4, "failed": 5}])
+    [alone] = [chart for group in chart_groups([run]) for chart in group.charts if chart.title == "Training loss"]
+    assert [(mark.x, mark.kind, mark.color) for mark in alone.marks] == [(2, "spike", None), (2, "resume", None)]
+    runs = [run, read_run(other, name="other")]
+    [both] = [chart for group in chart_groups(runs) for chart in group.charts if chart.title == "Training loss"]
+    assert [(mark.x, mark.kind, mark.color) for mark in both.marks] == [
+        (2, "spike", 0), (2, "resume", 0), (3, "failure", 1), (5, "failure", 1), (4, "resume", 1),
+    ]  # fmt: skip
+    assert [mark.text for mark in both.marks][2] == "other: out of memory at step 3, retried with 4 samples at once"
+    page = make_report(runs, VideoLimits(0))
+    assert page.count('class="mark failure c1"') >= 2
+    text = Page(page).text
+    assert [said in text for said in ("resumed or rolled back", "spike", "out of memory and retried")] == [True] * 3
+
+
+def test_memory_is_drawn_against_its_plan(run_dir: Path, tmp_path: Path) -> None:
+    run = read_run(run_dir, name="first")
+    [chart] = memory_charts([run])
+    assert chart.title == "GPU memory, allocated, peak of each phase (GiB)"
+    assert [(one.label, one.points) for one in chart.series] == [("training step", ([1, 2], [4.0, 5.0]))]
+    assert [(level.y, level.text) for level in chart.levels] == [(4.5, "training step: 4.50 GiB planned")]
+    other = tmp_path / "other"
+    records = [
+        {"step": k, "memory/training_step/allocated_gib": 2.0 + k, "memory/validation/allocated_gib": 9.0}
+        for k in (1, 1, 2)
+    ]
+    records[0]["memory/training_step/allocated_gib"] = 7.0  # two records of a step
+    write_lines(other / "metrics.jsonl", records)
+    both = memory_charts([run, read_run(other, name="other")])[0]
+    assert both.title == "GPU memory, allocated, peak of a training step (GiB)"
+    assert [(one.label, one.points[1]) for one in both.series] == [("first", [4.0, 5.0]), ("other", [7.0, 4.0])]
+    assert [(level.text, level.color) for level in both.levels] == [("first: 4.50 GiB planned", 0)]
+
+
+def watched_run(root: Path, name: str) -> Path:
+    """A run with two checkpoints that were watched, the first one in two versions, and with a sheet of samples."""
+    write_lines(root / "metrics.jsonl", [{"step": k, "loss": 1.0} for k in (1, 2)])
+    folder, sheet = root / "watch" / "low", root / "samples" / "sample"
+    records, drawn_clips = [], []
+    for step, manifest, score in ((1, "old", 0.9), (1, "new", 0.25), (2, "b", 0.75)):
+        for prompt, seed in ((EVIL, 3), ("b", 3), ("b", 4)):
+            file = f"{prompt[-1]}-{step}-{seed}.mp4".replace(">", "x")
+            clip(folder / file, comment=prompt)
+            record = {"step": step, "manifest": manifest, "preset": "low", "prompt": prompt, "seed": seed, "file": file}
+            records += [
+                {**record, "scores": {"motion": score + (seed - 3) / 10}},
+                {**record, "scores": {"bright": None}},
+            ]
+    write_lines(folder / "scores.jsonl", records)
+    for column, scale in (("result_scale-1", 1.0), ("result_scale-0.5", 0.5), ("base", None)):
+        for seed in (7, 8):
+            clip(sheet / f"{column}-{seed}.mp4", comment="c")
+            drawn_clips.append({"time": 1, "file": f"{column}-{seed}.mp4", "column": column, "prompt": EVIL, "seed": seed, "size": "9x32x32", "scale": scale, "path": "x"})  # fmt: skip
+    write_lines(
+        sheet / "ledger.jsonl", [*drawn_clips, {**drawn_clips[0], "time": 2, "file": "gone.mp4"}, {"key": "cut"}]
+    )
+    checkpoints = root / "checkpoints"
+    (checkpoints / "step-1").mkdir(parents=True)
+    mark_best(checkpoints / "step-1")
+    return root
+
+
+def test_watched_checkpoints_and_drawn_samples_are_shown(tmp_path: Path) -> None:
+    run = read_run(watched_run(tmp_path / "run", "run"), name="run")
+    [watched] = watched_of(run)
+    assert (watched.preset, watched.best, watched.labels, watched.steps) == ("low", 1, ["motion", "bright"], [1, 2])
+    assert watched.means("motion") == (
+        [1.0, 2.0],
+        [pytest.approx(0.85 / 3), pytest.approx(2.35 / 3)],
+    )  # not of the old one
+    grid = watched_videos(watched, VideoLimits(20)).grid
+    assert grid is not None
+    assert grid.columns == ["step 1, best", "step 2"]
+    assert [(group.heading, [row.label for row in group.rows]) for group in grid.groups] == [(EVIL, ["seed 3"]), ("b", ["seed 3", "seed 4"])]  # fmt: skip
+    assert [cell.caption for cell in grid.cells][-2:] == ["motion 0.35\nbright failed", "motion 0.85\nbright failed"]
+    few = watched_videos(watched, VideoLimits(4))
+    assert (few.shown, few.left_out) == (4, 2)
+    assert few.grid is not None
+    assert [group.heading for group in few.grid.groups] == [EVIL, "b"]  # a seed of each prompt first
+
+    drawn_grid = drawn_samples(run, VideoLimits(20)).grid
+    assert drawn_grid is not None
+    assert drawn_grid.columns == ["base model", "result, scale 0.5", "result, scale 1"]
+    assert [(group.heading, [row.label for row in group.rows]) for group in drawn_grid.groups] == [
+        (EVIL, ["seed 7", "seed 8"])
+    ]
+    assert [cell.video.name for cell in drawn_grid.cells if cell.video][::3] == ["base-7.mp4", "base-8.mp4"]
+
+    page = Page(make_report([run], VideoLimits(40)))
+    assert page.tags.count("video") == 6 + 6
+    for said in ("Watched checkpoints", "Reward of checkpoints: motion", "preset low", "step 1, best", "Drawn with finetrainers sample"):  # fmt: skip
+        assert said in page.text
+    second = read_run(watched_run(tmp_path / "second", "second"), name="second")
+    compared = make_report([run, second], VideoLimits(0))
+    assert "run low" in Page(compared).text
+    assert "second low" in Page(compared).text
+
+
+def test_rollouts_of_each_reward_are_shown(run_dir: Path) -> None:
+    folder = run_dir / "rollouts" / "step-000003"
+    clip(folder / "best-b.mp4", comment="c")
+    scores = json.loads((folder / "scores.json").read_text())
+    heads = {"brightness": {kind: {**scores[kind], "video": f"{kind}.mp4"} for kind in ("best", "worst")}}
+    heads["b"] = {"best": {**scores["best"], "video": "best-b.mp4"}, "worst": {**scores["worst"], "video": "worst.mp4"}}
+    (folder / "scores.json").write_text(json.dumps({**scores, "heads": heads}))
+    grid = rollout_videos(read_run(run_dir), VideoLimits(20)).grid
+    assert grid is not None
+    assert [group.heading for group in grid.groups] == ["by advantage, over all rewards", "by brightness", "by b"]
+    found = [[None if cell.video is None else cell.video.name for cell in row.cells] for row in grid.groups[2].rows]
+    assert found == [[None, "best-b.mp4"], [None, "worst.mp4"]]  # of the first step only two clips were kept
+
+
+def test_a_long_run_has_a_small_page_in_a_moment(tmp_path: Path) -> None:
+    """Curves are thinned, and no spike is lost."""
+    records = [
+        {"time": 1e9 + k, "step": k, **dict.fromkeys(("loss", "grad_norm", "step_s", "seconds/data", "tokens_per_s", "mfu", "memory/training_step/host_gib"), 1.0 + k * 7919 % 1000 / 1000)}
+        for k in range(1, 20_001)
+    ]  # fmt: skip
+    records[12_344]["loss"] = 99.0
+    write_lines(tmp_path / "metrics.jsonl", records)
+    begun = time.process_time()
+    text = make_report([read_run(tmp_path)], VideoLimits(0))
+    assert time.process_time() - begun < 4  # 0.5 s on an idle core
+    assert len(text) < 300_000
+    assert any([12_345, 99.0] in points for points in drawn(Page(text)).values())

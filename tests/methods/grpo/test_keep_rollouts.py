@@ -57,9 +57,31 @@ def test_the_best_and_the_worst_clip_of_the_first_prompt_are_written(tmp_path: P
     assert json.loads((folder / "scores.json").read_text()) == {
         "rollout": 3,
         "prompt": "a cat",
-        "best": {"clip": 2, "advantage": 2.0, "reward": {"brightness": 0.75}},
-        "worst": {"clip": 0, "advantage": -1.0, "reward": {"brightness": 0.25}},
+        "best": {"clip": 2, "advantage": 2.0, "reward": {"brightness": 0.75}, "video": "best.mp4"},
+        "worst": {"clip": 0, "advantage": -1.0, "reward": {"brightness": 0.25}, "video": "worst.mp4"},
     }
+
+
+def test_of_several_rewards_each_has_its_best_and_its_worst_clip(tmp_path: Path) -> None:
+    """A clip that is there already is named, and not written twice; a clip that one reward could not score is neither."""
+    other = torch.tensor([0.9, torch.nan, 0.1, 0.1, 0.2, 0.3], dtype=torch.float64)
+    third = torch.tensor([torch.nan, torch.nan, 0.5, 0.1, 0.2, 0.3], dtype=torch.float64)
+    scores = Scores({name: HeadScores(raw, raw) for name, raw in zip(("bright", "demo.shape", "c"), (RAW, other, third), strict=True)}, FAILED.flatten())  # fmt: skip
+    one = keeper(tmp_path, OneOf(), keep_rollouts_every=1)
+    jobs = [Job(0, prompt, Prompt(("a cat", "a dog")[prompt], ""), k) for prompt in (0, 1) for k in range(3)]
+    clips = {k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8) for k in range(3)}
+    one.keep(jobs, clips, scores, FOUND)
+    folder = tmp_path / "rollouts" / "step-000001"
+    found = json.loads((folder / "scores.json").read_text())
+    assert {head: {kind: (clip["clip"], clip["video"]) for kind, clip in kinds.items()} for head, kinds in found["heads"].items()} == {
+        "bright": {"best": (2, "best.mp4"), "worst": (0, "worst.mp4")},
+        "demo.shape": {"best": (0, "best-demo-shape.mp4"), "worst": (2, "worst-demo-shape.mp4")},
+        "c": {"best": (2, "best.mp4"), "worst": (2, "worst-demo-shape.mp4")},
+    }  # fmt: skip
+    assert sorted(path.name for path in folder.glob("*.mp4")) == ["best-demo-shape.mp4", "best.mp4", "worst-demo-shape.mp4", "worst.mp4"]  # fmt: skip
+    assert "best of 3 by demo-shape | advantage -1.00 | bright 0.25, demo.shape 0.9" in comment_of(
+        folder / "best-demo-shape.mp4"
+    )
 
 
 @pytest.mark.parametrize(
