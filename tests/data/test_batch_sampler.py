@@ -199,6 +199,17 @@ def test_leftovers_come_last_in_order_of_their_first_clip() -> None:
     assert firsts == sorted(firsts)
 
 
+def test_a_rank_makes_its_own_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step on 64 ranks, which spans several epochs: a rank's time does not grow with their number."""
+    sampler = BatchSampler(make_clips([11, 9]), Segment(0, 2, 128, epoch_end="keep"), seed=3)
+    made: list[int] = []
+    at = sampler.at
+    monkeypatch.setattr(sampler, "at", lambda position: made.append(position) or at(position))
+    found = [batch for rank in range(64) for batch in sampler.step(5, data_rank=rank, data_size=64)]
+    assert len(found) == len(made) == 128
+    assert sum(batch.weight for batch in found) == pytest.approx(64)
+
+
 def test_steps_for_epochs() -> None:
     one, four = (BatchSampler(make_clips([5, 3]), Segment(0, 2, per_step), seed=0) for per_step in (1, 4))
     assert [one.steps_for_epochs(epochs) for epochs in (1, 2)] == [5, 10]

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from every_family import FAMILIES
+from torch.overrides import TorchFunctionMode
 
+from finetrainers.engine import trainer
 from finetrainers.utils.files import write_json_atomic
 
+#: What gives a Python number, or an array, of a tensor.
+_READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"}
 GOLDEN = Path(__file__).parents[1] / "golden"
 UPDATE = os.environ.get("FINETRAINERS_UPDATE_GOLDEN") == "1"
 
@@ -35,6 +40,41 @@ RUNS = [
     ("nft", "cogvideox", "lora"),
     ("nft", "hunyuan_video", "full-finetune"),
 ]
+
+
+class HostReads(TorchFunctionMode):
+    """Notes where code asks the host for a number of a tensor, which on a GPU waits for everything that was begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READS and isinstance(args[0], torch.Tensor):
+            *_, caller = (f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename)
+            self.places.append(f"{Path(caller.filename).name}:{caller.lineno} {caller.line}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No loss of any method on any family reads from the device, while it makes the graph or goes back through it."""
+    reads, accumulate = HostReads(), trainer.accumulate_gradients
+
+    def watched(state: Any, micro_batches: Any) -> Any:
+        loss = state.method.loss
+
+        def watched_loss(*arguments: Any) -> Any:
+            with reads:
+                return loss(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(state.method, "loss", watched_loss)
+            return accumulate(state, micro_batches)
+
+    monkeypatch.setattr(trainer, "accumulate_gradients", watched)
+    yield
+    assert reads.places == []
 
 
 def picture(clip: Any, **_: Any) -> torch.Tensor:

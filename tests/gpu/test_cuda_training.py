@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from every_family import FAMILIES
 from on_devices import Run, assert_equal, cases, devices, fp32
+
+from finetrainers.engine import trainer
 
 Start = Callable[..., Run]
 
@@ -79,3 +82,27 @@ def test_what_is_encoded_beforehand_trains_as_on_the_fly(device: str, plain: Sta
     """Two clips at a time."""
     cached = start(device, precompute_conditions=True, precompute_batch_size=2)
     assert cached.curve() == pytest.approx(plain(device).curve(), rel=1e-2)
+
+
+@pytest.mark.parametrize(("device", "family"), cases(*FAMILIES, on_cpu=0))
+def test_no_loss_waits_for_the_device(device: str, family: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on; the first may look at what never changes."""
+    accumulate, begun = trainer.accumulate_gradients, []
+
+    def watched(state: Any, micro_batches: Any) -> Any:
+        loss = state.method.loss
+
+        def watched_loss(*arguments: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error" if len(begun) > 1 else "default")
+            try:
+                return loss(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        begun.append(state.step)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(state.method, "loss", watched_loss)
+            return accumulate(state, micro_batches)
+
+    monkeypatch.setattr(trainer, "accumulate_gradients", watched)
+    assert len(start(device, family).curve()) == len(begun) == 3

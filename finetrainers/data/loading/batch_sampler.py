@@ -143,13 +143,22 @@ class BatchSampler:
         return EpochRest(self._rest.epoch + nth, batches.samples[left])
 
     def step(self, step: int, *, data_rank: int = 0, data_size: int = 1) -> list[MicroBatch]:
-        """The micro-batches of one data rank in optimizer step `step`, counted from 0."""
-        first = self._position(step)
-        batches = [self.at(first + k) for k in range(self.segment.per_step)]
-        samples = sum(len(batch.clips) for batch in batches)
-        return [
-            replace(batch, weight=len(batch.clips) * data_size / samples) for batch in batches[data_rank::data_size]
-        ]
+        """The micro-batches of one data rank in optimizer step `step`, counted from 0; those of others are only counted."""
+        first, number = self._position(step), self.segment.per_step
+        samples = self._num_samples(first, number)
+        batches = [self.at(position) for position in range(first + data_rank, first + number, data_size)]
+        return [replace(batch, weight=len(batch.clips) * data_size / samples) for batch in batches]
+
+    def _num_samples(self, position: int, number: int) -> int:
+        """Samples of so many batches from a position on."""
+        samples = 0
+        while number:
+            nth, place = self._find(position)
+            batches = self._batches(nth)
+            stop = min(place + number, len(batches.starts))
+            samples += int((batches.stops[place:stop] - batches.starts[place:stop]).sum())
+            position, number = position + stop - place, number - (stop - place)
+        return samples
 
     def epoch_of(self, step: int) -> int:
         """The epoch that the last micro-batch of an optimizer step is of."""

@@ -163,14 +163,18 @@ class GRPO(RolloutMethod[Transition]):
             return ratio.new_zeros(())
         before = self._ratio_error
         self._ratio_error = torch.maximum(before, ((ratio - 1).abs() * (batch.share > 0)).max())
-        if before <= self.epsilon / 2 < self._ratio_error:
+        return self._ratio_error - before
+
+    def look(self) -> None:
+        """Warn of ratios that must be 1 and are not."""
+        error = float(self._ratio_error)
+        if error > self.epsilon / 2:
             logger.warning(
                 "the policy that is trained is not the one that sampled: a ratio that must be 1 is off by %.2g, and the clip "
                 "range is %.2g. In fp32 it is exactly 1; lower precision may need a larger --clip_range",
-                float(self._ratio_error),
+                error,
                 self.epsilon,
             )
-        return self._ratio_error - before
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -87,7 +87,11 @@ class RolloutMethod(ABC, Generic[T]):
                 partial(self.micro_batch, transformer, collected, rollout),
                 metrics={**collected.stats, "updates_skipped": float(not parts)},
                 device=parallel.device,
+                look=self.look,
             )
+
+    def look(self) -> None:
+        """Read what the device has found out in a step, once all its micro-batches are done."""
 
     def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[T]]]:
         """One micro-batch as a rollout gives it, of clips that nobody has sampled."""
@@ -106,14 +110,22 @@ class RolloutMethod(ABC, Generic[T]):
 
 
 class _TimedStep(Step[T]):
-    """Measures `seconds/train`, from the first micro-batch until all have been gone through."""
+    """Measures `seconds/train`, from the first micro-batch until all have been gone through, then calls `look`."""
 
     def __init__(
-        self, parts: Sequence[Part], make: Callable[[Part], T], *, metrics: Mapping[str, float], device: torch.device
+        self,
+        parts: Sequence[Part],
+        make: Callable[[Part], T],
+        *,
+        metrics: Mapping[str, float],
+        device: torch.device,
+        look: Callable[[], None],
     ) -> None:
         super().__init__(parts, make, metrics={**metrics, "seconds/train": 0.0})
         self._device = device
+        self._look = look
 
     def __iter__(self) -> Iterator[T]:
         with timed(self.metrics, "seconds/train", self._device):
             yield from super().__iter__()
+        self._look()  # what is read here, nobody has to wait for any more

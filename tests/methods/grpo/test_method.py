@@ -243,6 +243,7 @@ def test_a_policy_that_is_not_the_one_that_sampled_is_noticed(caplog: pytest.Log
         model.outward.bias += 0.3
     with caplog.at_level(logging.WARNING):
         _, metrics = method.loss(model, batch)
+        method.look()
     assert metrics["ratio_error"] > 1e-3
     assert "is not the one that sampled" in caplog.text
 
