@@ -17,6 +17,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.values import gpu_memory
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launcher_environment
+from finetrainers.utils.process_state import planning
 
 from .demo import positive_integer
 
@@ -68,24 +69,21 @@ def estimate_command(argv: Sequence[str]) -> int:
     from finetrainers.config.flags import parse_flags
 
     parser = _own_options()
-    before = dict(os.environ)
     try:
-        own, rest = parser.parse_known_args(argv)
-        found = parser.problems([])
-        try:
-            os.environ.update(_environment(own))
-        except ConfigError as error:
-            found += error.problems
-        config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
-        if config is None:
-            raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
-        return _estimate(config, own, own.gpu)
+        with planning():  # which restores the environment: it launches nothing
+            own, rest = parser.parse_known_args(argv)
+            found = parser.problems([])
+            try:
+                os.environ.update(_environment(own))
+            except ConfigError as error:
+                found += error.problems
+            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
+            if config is None:
+                raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
+            return _estimate(config, own, own.gpu)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
-    finally:  # it launches nothing
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _environment(own: argparse.Namespace) -> Mapping[str, str]:

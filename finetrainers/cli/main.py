@@ -22,7 +22,7 @@ from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.failures import sentence_of
 from finetrainers.utils.launch import launch_problems, launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
-from finetrainers.utils.process_state import gc_paused
+from finetrainers.utils.process_state import gc_paused, planning
 from finetrainers.utils.versions import __version__, version_problem
 
 from .cache import add_cache
@@ -89,6 +89,8 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
         with gc_paused():
             from finetrainers.engine.run import run
 
+            checked.family.load(checked.config.model)  # imports the networks' classes
+
         quiet_progress_bars()
         gc.freeze()  # the libraries' objects live to the end; collections between loading phases need not walk them
         state = run(checked, handle_signals=True)
@@ -154,7 +156,10 @@ def _run(
     config = None
     try:
         config, _ = parse_flags(argv, prog=prog, guide=PREPARE if preparing else TRAIN)
-        return _models(None) if config is None else work(config)
+        if config is None:
+            return _models(None)
+        with planning() if config.run.dry_run else contextlib.nullcontext():
+            return work(config)
     except KeyboardInterrupt:  # while loading; in a step it is a signal
         if launched_rank() == 0:
             print(interrupted, file=sys.stderr)

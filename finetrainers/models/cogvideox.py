@@ -11,16 +11,9 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLCogVideoX,
-    CogVideoXDDIMScheduler,
-    CogVideoXDPMScheduler,
-    CogVideoXFunControlPipeline,
-    CogVideoXImageToVideoPipeline,
-    CogVideoXPipeline,
-    CogVideoXTransformer3DModel,
-)
+from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
@@ -109,18 +102,20 @@ class CogVideoXSpec(ModelSpec):
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]
         """Image-to-video checkpoints have a pipeline of their own."""
-        return CogVideoXImageToVideoPipeline if self.facts.first_frame == "channels" else None
+        return diffusers.CogVideoXImageToVideoPipeline if self.facts.first_frame == "channels" else None
 
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]
         """They have no other, and those that take a control video have one of their own, too."""
-        return self.image_pipeline_class or (CogVideoXFunControlPipeline if self.facts.media else CogVideoXPipeline)
+        return self.image_pipeline_class or (
+            diffusers.CogVideoXFunControlPipeline if self.facts.media else diffusers.CogVideoXPipeline
+        )
 
     def load_scheduler(self) -> Any:
         """The checkpoint's own; with a control video, the one that its pipeline can step, of the same noise schedule."""
         scheduler = super().load_scheduler()
-        if self.facts.media and isinstance(scheduler, CogVideoXDPMScheduler):
-            return CogVideoXDDIMScheduler.from_config(scheduler.config)
+        if self.facts.media and isinstance(scheduler, diffusers.CogVideoXDPMScheduler):
+            return diffusers.CogVideoXDDIMScheduler.from_config(scheduler.config)
         return scheduler
 
     def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
@@ -146,7 +141,7 @@ class CogVideoXSpec(ModelSpec):
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """The pipeline's encoding: T5 states, padded to the transformer's text length, `[B, 226, D]`."""
-        embeds, _ = common.build_pipeline(CogVideoXPipeline, encoders.modules).encode_prompt(
+        embeds, _ = common.build_pipeline(diffusers.CogVideoXPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts),
             do_classifier_free_guidance=False,
             max_sequence_length=self.configs["transformer"].get("max_text_seq_length", 226),
@@ -274,4 +269,6 @@ def _rotary(config: Any, x_BTCHW: Tensor) -> tuple[Tensor, Tensor] | None:
     _, frames, _, height, width = x_BTCHW.shape
     # The method reads two attributes of its pipeline. Sizes are in latents here, hence a VAE factor of 1.
     stand_in = SimpleNamespace(vae_scale_factor_spatial=1, transformer=SimpleNamespace(config=config))
-    return CogVideoXPipeline._prepare_rotary_positional_embeddings(stand_in, height, width, frames, x_BTCHW.device)
+    return diffusers.CogVideoXPipeline._prepare_rotary_positional_embeddings(
+        stand_in, height, width, frames, x_BTCHW.device
+    )

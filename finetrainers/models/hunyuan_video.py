@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import diffusers
 import torch
-from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
+from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
@@ -101,7 +102,6 @@ class HunyuanVideoSpec(ModelSpec):
         "vae": AutoencoderKLHunyuanVideo,
         "transformer": HunyuanVideoTransformer3DModel,
     }
-    pipeline_class = HunyuanVideoPipeline
     blocks = ("transformer_blocks", "single_transformer_blocks")
     activations: ClassVar = {
         "lora": Activations(kept=(22.4, 19.4), outside=15.2, checkpointed=1.01, forward=20.0, backward=36.3),
@@ -128,6 +128,12 @@ class HunyuanVideoSpec(ModelSpec):
     )
     vae_pixel_bytes, vae_frames_at_once, vae_tile = 2340, 17, (256, 256)
     attention_processor = HunyuanAttnProcessor
+
+    @property
+    def pipeline_class(self) -> Any:  # type: ignore[override]
+        """It is imported when it is asked for: pipelines, unlike networks, import schedulers and much else."""
+        return diffusers.HunyuanVideoPipeline
+
     text_varies = True  # at batch size 1
 
     def load_text_encoders(self) -> Parts:
@@ -154,7 +160,7 @@ class HunyuanVideoSpec(ModelSpec):
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """The pipeline's encoding: LLaMA states `[B, 256, D]` without the prompt template, and CLIP's `[B, D2]`."""
-        embeds, pooled, mask = common.build_pipeline(HunyuanVideoPipeline, encoders.modules).encode_prompt(
+        embeds, pooled, mask = common.build_pipeline(diffusers.HunyuanVideoPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts), device=common.encoder_device(encoders)
         )
         return Conditions(

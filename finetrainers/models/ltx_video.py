@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import diffusers
 import torch
-from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline, LTXPipeline, LTXVideoTransformer3DModel
+from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor, apply_rotary_emb
 from torch import Tensor, nn
 from transformers import T5EncoderModel, T5TokenizerFast
@@ -73,7 +74,6 @@ class LTXVideoSpec(ModelSpec):
         "vae": AutoencoderKLLTXVideo,
         "transformer": LTXVideoTransformer3DModel,
     }
-    pipeline_class, image_pipeline_class = LTXPipeline, LTXImageToVideoPipeline
     attention_processor = LTXAttnProcessor
     activations: ClassVar = {
         "lora": Activations(kept=(28.5,), outside=10.2, checkpointed=1.0, forward=18.7, backward=41.4, attention=2.06),
@@ -95,10 +95,20 @@ class LTXVideoSpec(ModelSpec):
     attentions = (Attends("transformer_blocks", "video", "video"), Attends("transformer_blocks", "video", "prompt"))
     vae_pixel_bytes = 118
 
+    @property
+    def pipeline_class(self) -> Any:  # type: ignore[override]
+        """It is imported when it is asked for: pipelines, unlike networks, import schedulers and much else."""
+        return diffusers.LTXPipeline
+
+    @property
+    def image_pipeline_class(self) -> Any:  # type: ignore[override]
+        """Likewise."""
+        return diffusers.LTXImageToVideoPipeline
+
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """`prompt_embeds` `[B, 128, D]` and `prompt_attention_mask` `[B, 128]` (bool), by the pipeline's own code."""
-        pipeline = common.build_pipeline(LTXPipeline, encoders.modules)
+        pipeline = common.build_pipeline(diffusers.LTXPipeline, encoders.modules)
         embeds, mask, _, _ = pipeline.encode_prompt(
             list(prompts),
             do_classifier_free_guidance=False,
@@ -134,7 +144,7 @@ class LTXVideoSpec(ModelSpec):
         spatial = self.facts.geometry.spatial
         seconds_per_frame = self.facts.geometry.temporal / meta.fps.to(x_BCTHW.device, torch.float32)
         packed = transformer(
-            hidden_states=LTXPipeline._pack_latents(x_BCTHW).to(dtype),
+            hidden_states=diffusers.LTXPipeline._pack_latents(x_BCTHW).to(dtype),
             encoder_hidden_states=conditions["prompt_embeds"].to(dtype),
             timestep=timestep,
             encoder_attention_mask=conditions["prompt_attention_mask"],

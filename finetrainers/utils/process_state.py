@@ -111,6 +111,18 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Import libraries faster, for a command that computes nothing: no garbage collection, no compiler of PyTorch.
+
+    bitsandbytes, which diffusers and PEFT import, decorates functions with `torch.compile`. That imports the compiler, unless
+    PyTorch's own variable says that nothing will be compiled.
+    """
+    with gc_paused(), environment_restored():
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        yield
+
+
 def free_memory() -> None:
     """Free unreachable objects (reference cycles) and the unused device memory in torch's caching allocator.
 

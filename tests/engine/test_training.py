@@ -191,7 +191,8 @@ UNUSED = (
     "finetrainers.parallel.fsdp", "finetrainers.parallel.zero", "finetrainers.rewards",
 )  # fmt: skip
 
-_FRESH = """
+#: Notes which package first imports each of the modules named in the arguments.
+_IMPORTERS = """
 import json, sys
 importers = {}
 def note(event, arguments):
@@ -200,6 +201,8 @@ def note(event, arguments):
         while "importlib" in frame.f_code.co_filename: frame = frame.f_back
         importers[arguments[0]] = frame.f_globals["__name__"].partition(".")[0]
 sys.addaudithook(note)
+"""
+_FRESH = """
 from finetrainers import load_config, train
 first = []
 class Noting:
@@ -215,15 +218,21 @@ print(json.dumps([*first, importers, list(sys.modules)]))
 """
 
 
+def in_fresh_process(program: str, values: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that prints what it has imported."""
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_VERBOSITY")}
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTERS + program, values, *OPTIONAL], env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def test_a_fresh_process_says_first_what_it_will_do_and_libraries_say_nothing(options: Callable[..., dict]) -> None:
     """Libraries talk on their import, so they must not have been imported; those that the run does not use, never."""
     values = json.dumps(options(train_steps=1, validation_prompts="a@@@9x64x64", validation_inference_steps=2))
-    environment = {k: v for k, v in os.environ.items() if not k.endswith("_VERBOSITY")}
-    done = subprocess.run(
-        [sys.executable, "-c", _FRESH, values, *OPTIONAL], env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = in_fresh_process(_FRESH, values)
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     text, had_torch, importers, loaded = json.loads(lines[-1])
@@ -235,3 +244,29 @@ def test_a_fresh_process_says_first_what_it_will_do_and_libraries_say_nothing(op
     assert not [line for line in lines if "WARNING" in line or "Loading" in line]
     assert set(importers.values()) <= {"diffusers"}, importers
     assert {"deepspeed", *UNUSED} & set(loaded) == set()
+
+
+#: What estimating and a dry run do not use besides: PyTorch's compiler, and diffusers' pipelines.
+PLANNING_UNUSED = (
+    "diffusers.pipelines.ltx", "torch._inductor.compile_fx", "finetrainers.engine.trainer", "finetrainers.engine.report.page"
+)  # fmt: skip
+_PLANNING = """
+from finetrainers.cli.main import main
+flags = json.loads(sys.argv[1])
+loaded = {}
+for command in (["estimate"], ["train", "--dry_run"]):
+    assert main([*command, *flags]) == 0
+    loaded[" ".join(command)] = list(sys.modules)
+print(json.dumps([importers, loaded]))
+"""
+
+
+def test_estimates_and_dry_runs_import_only_what_they_use(options: Callable[..., dict]) -> None:
+    """Neither of them computes anything, and most of their time is imports."""
+    given = options(validation_prompts="a@@@9x64x64", video_resolution_buckets="9x64x64")
+    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    importers, loaded = json.loads(in_fresh_process(_PLANNING, json.dumps(flags)).stdout.splitlines()[-1])
+    assert set(importers.values()) <= {"diffusers", "peft"}, importers
+    assert {"deepspeed", *UNUSED, *PLANNING_UNUSED} & set(loaded["estimate"]) <= {"finetrainers.cli"}
+    by_train = {"finetrainers.cli", "finetrainers.engine.trainer", "finetrainers.engine.report.page"}
+    assert {"deepspeed", *UNUSED, *PLANNING_UNUSED} & set(loaded["train --dry_run"]) <= by_train
