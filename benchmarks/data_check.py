@@ -94,7 +94,7 @@ def throughput(root: Path, *, clips: int) -> list[tuple[str, int, float]]:
         survey = survey_dataset(config, geometry, options=ProbeOptions(decode=decode, duplicates=True))
         seconds = time.perf_counter() - started
         assert survey.problem is None
-        assert not any(verdict.marks == ("same_content",) for verdict in survey.items)
+        assert not any(item.marks == ("same_content",) for item in survey.items)
         return what, clips, seconds
 
     return [

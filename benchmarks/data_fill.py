@@ -1,4 +1,4 @@
-"""How long filling the cache takes, beside the plain loop that encodes one clip after the other.
+"""How long filling the cache takes, compared with the plain loop that encodes one clip after the other.
 
     OMP_NUM_THREADS=1 python benchmarks/data_fill.py
     OMP_NUM_THREADS=1 python benchmarks/data_fill.py --clips 8 --repeats 1

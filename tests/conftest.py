@@ -100,6 +100,23 @@ def tiny_repo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return build
 
 
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiled graphs are traced, and run operator by operator; nothing of it outlives the test."""
+    from torch._dynamo import config as dynamo
+    from torch._dynamo.utils import counters
+
+    from finetrainers.models import compiling
+
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    names = ("recompile_limit", "accumulated_recompile_limit", "optimize_ddp")
+    torch._dynamo.reset()
+    counters.clear()
+    with dynamo.patch({name: getattr(dynamo, name) for name in names}):
+        yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="module")
 def benchmark_script() -> Iterator[Callable[[str], ModuleType]]:
     """`benchmark_script(name)`: a script of `benchmarks/` as a module."""

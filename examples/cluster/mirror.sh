@@ -2,9 +2,9 @@
 # Keeps a copy of a run directory in a mounted bucket, and brings it back on a new machine.
 #
 #   bash examples/cluster/mirror.sh restore BUCKET_DIR OUTPUT_DIR   # once, before the run; nothing if there is no copy
-#   bash examples/cluster/mirror.sh follow OUTPUT_DIR BUCKET_DIR    # beside the run, until it is ended by SIGTERM
+#   bash examples/cluster/mirror.sh follow OUTPUT_DIR BUCKET_DIR    # next to the run, until it is ended by SIGTERM
 #
-# A run directory cannot lie in the mount itself: a checkpoint is published by renaming a directory, and records grow by
+# A run directory cannot be in the mount itself: a checkpoint is published by renaming a directory, and records grow by
 # appending, which mounts of object stores do not do, or not reliably. Here only whole checkpoints are copied, each
 # with its manifest last, so a copy that was cut off counts as damaged and the one before it is continued from.
 #

@@ -66,7 +66,7 @@ class GRPOSection(Section):
     window_size: int = option(2, "Number of consecutive denoising steps that are stochastic and trained. 0 trains all "
         "but the last.", resume="same", method="grpo", ge=0)
     window_range: Annotated[list[_Fraction], BeforeValidator(parse_numbers)] = option([0.0, 0.5],
-        "Fractions of the schedule between which the window lies. The default is the noisier half, which decides most "
+        "Fractions of the schedule between which the window is. The default is the noisier half, which decides most "
         "of a clip.", resume="same", needs="window_size", method="grpo", min_length=2, max_length=2)
     window_strategy: Literal["fixed", "progressive", "random"] = option("random", "Keep the window at the start of its "
         "range, move it through the range, or draw its position for each rollout.", resume="same", needs="window_size",

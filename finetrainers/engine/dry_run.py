@@ -53,7 +53,7 @@ def dry_run_report(checked: Preflight) -> None:
         _print_memory(checked, transformer)
     print_remarks(checked)
     _print_options(config)
-    print_line(_verdict(checked, unseen))
+    print_line(_conclusion(checked, unseen))
 
 
 def why_unseen(checked: Preflight) -> str | None:
@@ -86,7 +86,7 @@ def _print_options(config: TrainConfig) -> None:
     print_line(tomli_w.dumps({name: value for name, value in options.items() if name not in _OF_THIS_COMMAND}))
 
 
-def _verdict(checked: Preflight, unseen: str | None) -> str:
+def _conclusion(checked: Preflight, unseen: str | None) -> str:
     """The last line; it claims nothing of what was not seen."""
     if unseen is not None:
         return (

@@ -39,7 +39,7 @@ def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[
     elif fetched.missing:
         checked = replace(checked, unseen=f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}")
     elif fetched.away is not None and not fetched.is_offline_by_choice:
-        warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used as it lies on this disk"
+        warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used as it is on this disk"
         checked = replace(checked, warnings=[*checked.warnings, warning])
     if not config.run.dry_run:
         if not preparing:

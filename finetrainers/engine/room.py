@@ -34,7 +34,7 @@ class Needs:
 
     Attributes:
         checkpoint: each checkpoint.
-        num_checkpoints: how many of them will lie there beside those of today.
+        num_checkpoints: how many of them will be there besides those of today.
         result: the weights at the end.
         samples: all validation samples.
     """
@@ -121,7 +121,7 @@ def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
 
 
 def _new_checkpoints(checked: Preflight) -> int:
-    """How many checkpoints will lie there at once, besides those of today."""
+    """How many checkpoints will be there at once, besides those of today."""
     training = checked.config.training
     todo = _total_steps(checked) - checked.start.step
     saves = math.ceil(todo / training.checkpointing_steps) if training.checkpointing_steps else 1

@@ -27,7 +27,7 @@ from .checkpoints.manifest import MANIFEST, is_optimizer_state, read_manifest
 
 logger = logging.getLogger(__name__)
 
-#: Files of the run directory itself that are copied: settings, metrics, events, the fate of the data, the model card.
+#: Files of the run directory itself that are copied: settings, metrics, events, the status of each data item, the model card.
 _SMALL = (".toml", ".json", ".jsonl", ".md", ".txt")
 #: A transfer in which nothing moves for so long is ended, and retried.
 _TIMEOUT_S = 120

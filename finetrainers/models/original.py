@@ -62,6 +62,11 @@ def _joined(pattern: str, template: str, parts: Iterable[str]) -> list[Rule]:
     return [Rule(pattern.format(part), template, (place,)) for place, part in enumerate(parts)]
 
 
+def _mlp(pattern: str, template: str) -> list[Rule]:
+    """Rules of the two layers of an embedding of a number."""
+    return [Rule(rf"{pattern}\.linear_{n}\.(.*)", rf"{template}.{place}.\1") for n, place in ((1, 0), (2, 2))]
+
+
 _REFINER = r"context_embedder\.token_refiner\.refiner_blocks\.(\d+)\."
 _REFINER_TO = r"txt_in.individual_token_refiner.blocks.\1."
 _DOUBLE, _SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
@@ -70,8 +75,7 @@ _W = r"(weight|bias)"
 
 HUNYUAN_TRANSFORMER = (
     Rule(r"x_embedder\.(.*)", r"img_in.\1"),
-    Rule(r"context_embedder\.time_text_embed\.timestep_embedder\.linear_1\.(.*)", r"txt_in.t_embedder.mlp.0.\1"),
-    Rule(r"context_embedder\.time_text_embed\.timestep_embedder\.linear_2\.(.*)", r"txt_in.t_embedder.mlp.2.\1"),
+    *_mlp(r"context_embedder\.time_text_embed\.timestep_embedder", "txt_in.t_embedder.mlp"),
     Rule(r"context_embedder\.time_text_embed\.text_embedder\.(.*)", r"txt_in.c_embedder.\1"),
     Rule(r"context_embedder\.proj_in\.(.*)", r"txt_in.input_embedder.\1"),
     *_joined(_REFINER + r"attn\.to_{}\." + _W, _REFINER_TO + r"self_attn_qkv.\2", "qkv"),
@@ -80,10 +84,8 @@ HUNYUAN_TRANSFORMER = (
     Rule(_REFINER + r"ff\.net\.2\.(.*)", _REFINER_TO + r"mlp.fc2.\2"),
     Rule(_REFINER + r"norm_out\.linear\.(.*)", _REFINER_TO + r"adaLN_modulation.1.\2"),
     Rule(_REFINER + r"(.*)", _REFINER_TO + r"\2"),
-    Rule(r"time_text_embed\.timestep_embedder\.linear_1\.(.*)", r"time_in.mlp.0.\1"),
-    Rule(r"time_text_embed\.timestep_embedder\.linear_2\.(.*)", r"time_in.mlp.2.\1"),
-    Rule(r"time_text_embed\.guidance_embedder\.linear_1\.(.*)", r"guidance_in.mlp.0.\1"),
-    Rule(r"time_text_embed\.guidance_embedder\.linear_2\.(.*)", r"guidance_in.mlp.2.\1"),
+    *_mlp(r"time_text_embed\.timestep_embedder", "time_in.mlp"),
+    *_mlp(r"time_text_embed\.guidance_embedder", "guidance_in.mlp"),
     Rule(r"time_text_embed\.text_embedder\.linear_1\.(.*)", r"vector_in.in_layer.\1"),
     Rule(r"time_text_embed\.text_embedder\.linear_2\.(.*)", r"vector_in.out_layer.\1"),
     *_joined(_DOUBLE + r"attn\.to_{}\." + _W, _DOUBLE_TO + r"img_attn_qkv.\2", "qkv"),
@@ -164,10 +166,8 @@ COG_TRANSFORMER = (
     Rule(_DOUBLE + r"ff\.net\.0\.proj\.(.*)", _COG_TO + r"mlp.dense_h_to_4h.\2"),
     Rule(_DOUBLE + r"ff\.net\.2\.(.*)", _COG_TO + r"mlp.dense_4h_to_h.\2"),
     Rule(r"norm_final\.(.*)", r"transformer.final_layernorm.\1"),
-    Rule(r"time_embedding\.linear_1\.(.*)", r"time_embed.0.\1"),
-    Rule(r"time_embedding\.linear_2\.(.*)", r"time_embed.2.\1"),
-    Rule(r"ofs_embedding\.linear_1\.(.*)", r"ofs_embed.0.\1"),
-    Rule(r"ofs_embedding\.linear_2\.(.*)", r"ofs_embed.2.\1"),
+    *_mlp("time_embedding", "time_embed"),
+    *_mlp("ofs_embedding", "ofs_embed"),
     Rule(r"patch_embed\.pos_embedding", r"mixins.pos_embed.pos_embedding"),
     Rule(r"patch_embed\.(.*)", r"mixins.patch_embed.\1"),
     Rule(r"norm_out\.norm\.(.*)", r"mixins.final_layer.norm_final.\1"),

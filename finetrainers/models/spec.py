@@ -48,7 +48,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: Bytes above which the VAE works on one clip at a time, and above which on tiles of a clip. It is what an 80 GB GPU has left
-#: beside the largest model's LoRA training with its text encoders. It does not depend on the GPU, since tiling changes latents.
+#: next to the largest model's LoRA training with its text encoders. It does not depend on the GPU, since tiling changes latents.
 VAE_BUDGET = 24 * 2**30
 #: Tensors of an encoded clip: the VAE's moments of all frames, and of the first one alone.
 MOMENTS, FIRST_FRAME = "moments", "first_frame_moments"

@@ -65,7 +65,7 @@ def _recipe_errors(config: TrainConfig, name: str, recipe: Recipe, device_type: 
     if recipe.on_host and device_type != "cpu":
         yield Problem(
             "--optimizer",
-            f"{name} updates weights that lie on the CPU, and this run trains on {device_type}; use adamw with "
+            f"{name} updates weights that are on the CPU, and this run trains on {device_type}; use adamw with "
             "accelerate_configs/deepspeed_zero2_offload.yaml, which puts DeepSpeed's CPU Adam in its place",
         )
 

@@ -221,7 +221,7 @@ def _read(folder: Path, base: Path, *, rows: int) -> dict[str, Tensor]:
     if (folder / "model.pth").is_file():
         return backbone_names(read_tensors(folder / "model.pth"))
     if not (folder / "non_lora_state_dict.pth").is_file():
-        raise ValueError(f"{folder} holds adapter_model.safetensors, but not the non_lora_state_dict.pth beside it")
+        raise ValueError(f"{folder} holds adapter_model.safetensors, but not the non_lora_state_dict.pth next to it")
     state = base_weights(base, rows=rows)
     state.update(backbone_names(read_tensors(folder / "non_lora_state_dict.pth")))
     state.update(backbone_names(read_tensors(folder / "adapter_model.safetensors")))

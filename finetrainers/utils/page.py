@@ -1,4 +1,4 @@
-"""HTML pages that need no other file and no network: templates that share one style, `page.css`, and some parts."""
+"""HTML pages that need no other file and no network: templates that share one head with a style, `head.html`, and some parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jinja2
 
 
 def render_page(template: Path, *, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any) -> str:
-    """Render a template, which escapes every value, and may include `page.css` and the parts next to it.
+    """Render a template, which escapes every value, and may include `head.html` and the parts next to it.
 
     Args:
         template: its file, which may include others of its folder.

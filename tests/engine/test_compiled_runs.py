@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
-from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 
 from finetrainers.config.load import load_config
@@ -14,7 +12,8 @@ from finetrainers.engine.callbacks.base import Callback
 from finetrainers.engine.ready import get_ready
 from finetrainers.engine.run import run
 from finetrainers.engine.state import TrainState
-from finetrainers.models import compiling
+
+pytestmark = pytest.mark.usefixtures("traced")
 
 
 class Graphs(Callback):
@@ -29,18 +28,6 @@ class Graphs(Callback):
     @property
     def by_step(self) -> list[int]:
         return [after - before for before, after in zip(self.totals, self.totals[1:], strict=False)]
-
-
-@pytest.fixture(autouse=True)
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are traced, and run operator by operator; nothing of it outlives the test."""
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
-    names = ("recompile_limit", "accumulated_recompile_limit", "optimize_ddp")
-    torch._dynamo.reset()
-    counters.clear()
-    with dynamo.patch({name: getattr(dynamo, name) for name in names}):
-        yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(("family", "graphs"), [("ltx_video", 2), ("cogvideox", 2), ("hunyuan_video", 4)])

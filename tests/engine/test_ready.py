@@ -93,7 +93,7 @@ def test_what_is_on_this_disk_needs_no_hub(
     torch.testing.assert_close(load_file(second.weights), load_file(first.weights), rtol=0, atol=0)
     assert sum(hub.asked.values()) <= 1
     printed = capsys.readouterr().out
-    assert f"no answer within 0.2 s); {REPO} is used as it lies on this disk" in printed
+    assert f"no answer within 0.2 s); {REPO} is used as it is on this disk" in printed
 
     train(load_config(**from_hub(dry_run=True, output_dir=str(tmp_path / "third"))))
     assert capsys.readouterr().out.splitlines()[-1].startswith("everything checks out, with ")

@@ -18,11 +18,16 @@ from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.models.registry import get_family
 
 
-@pytest.fixture
-def planned(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[TrainConfig, ActivationModel, Any]]:
+@pytest.fixture(scope="module")
+def planned(
+    tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[TrainConfig, ActivationModel, Any]]:
     """`planned(**options)`: HunyuanVideo's configuration, model, and the estimate of a configuration."""
 
-    repo = published_repository(tiny_repo("hunyuan_video"), tmp_path, NETWORKS["HunyuanVideo"].config)
+    repo = published_repository(
+        tiny_repo("hunyuan_video"), tmp_path_factory.mktemp("published"), NETWORKS["HunyuanVideo"].config
+    )
+    networks: dict[str, Any] = {}  # no other option changes them, and each takes a second to build
 
     def build(**options: Any) -> tuple[TrainConfig, ActivationModel, Any]:
         config = load_config(
@@ -31,8 +36,10 @@ def planned(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., tup
         )  # fmt: skip
         family = get_family("hunyuan_video")
         geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
-        meta = spec.transformer_on_meta()
-        attach(meta, config.training)
+        meta = networks.get(config.model.attn_backend)
+        if meta is None:
+            meta = networks[config.model.attn_backend] = spec.transformer_on_meta()
+            attach(meta, config.training)
         case: Any = {"spec": spec, "bucket": (49, 512, 768), "batch_size": 1}
         return (
             config, activation_model(config, geometry, meta, **case),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,7 @@ from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.models import compiling
 from finetrainers.parallel.ddp import free_group_last
 
-
-@pytest.fixture(autouse=True)
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are traced, and run operator by operator; nothing of it outlives the test."""
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
-    names = ("recompile_limit", "accumulated_recompile_limit", "optimize_ddp")
-    torch._dynamo.reset()
-    counters.clear()
-    with dynamo.patch({name: getattr(dynamo, name) for name in names}):
-        yield
-    torch._dynamo.reset()
-
+pytestmark = pytest.mark.usefixtures("traced")
 
 #: Arguments of each prediction in turn, and the graphs of all: one for each class of blocks and size. The first block of
 #: CogVideoX, and the first double block of HunyuanVideo, are given views, and have graphs of their own. HunyuanVideo's text has

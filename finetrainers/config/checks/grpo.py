@@ -16,7 +16,7 @@ from .findings import Findings
 
 #: Fewer clips per optimizer step learn little or nothing (reports of users of DanceGRPO: 8 failed, 16 to 32 worked).
 FEW_CLIPS = 16
-#: Published amounts of noise for `flow` and `dance` lie between 0.25 and this, but for one.
+#: Published amounts of noise for `flow` and `dance` are between 0.25 and this, but for one.
 _MUCH_NOISE = 1.5
 
 #: Options of training on clips that are an error here, and what to use instead.
@@ -211,7 +211,7 @@ def _check_noise(section: GRPOSection, *, is_flow: bool, found: Findings) -> Non
     elif name in ("cps", "ddim") and eta > 1:
         found.error("eta", f"{name} can add noise up to 1, got {eta:g}")
     elif eta > _MUCH_NOISE:
-        found.warnings.append(f"--eta {eta:g} is much for --sampler {name}: published values lie between 0.25 and 1.5")
+        found.warnings.append(f"--eta {eta:g} is much for --sampler {name}: published values are between 0.25 and 1.5")
 
 
 def _check_window(config: TrainConfig, found: Findings) -> None:

@@ -97,7 +97,7 @@ def _tile(cell: Cell) -> Tile:
 
 
 def grid_html(grid: Grid) -> Markup:
-    """A part of a page: the grid with its videos within it, and what plays them. The page has to include `page.css`."""
+    """A part of a page: the grid with its videos within it, and what plays them. The page has to include `head.html`."""
     return Markup(render_page(_TEMPLATES / "grid.html", filters={"data_url": _data_url}, grid=grid))
 
 

@@ -61,7 +61,7 @@ class RolloutMethod(ABC, Generic[T]):
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[T]]:
         if not self.can_stop_after(start):
-            raise ValueError(f"step {start} lies within a rollout of {self.updates} steps, whose clips are gone")
+            raise ValueError(f"step {start} is within a rollout of {self.updates} steps, whose clips are gone")
         for rollout in count(start // self.updates):
             transformer.eval()  # dropout would make the replayed policy another one than the sampled
             # Not kept in a variable here, where it would still lie while the next one is made.

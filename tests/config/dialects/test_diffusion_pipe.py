@@ -173,7 +173,7 @@ def test_what_cannot_be_had_is_one_problem(
     assert "secret" not in problem.message
 
 
-def test_every_key_has_one_fate_and_every_way_out_exists() -> None:
+def test_every_key_is_classified_once_and_every_way_out_exists() -> None:
     keys = [*RENAMED, *COMPUTED, *REFUSED, *WITHOUT_EFFECT]
     assert len(keys) == len(set(keys))
     assert set(RENAMED.values()) <= set(fields())
