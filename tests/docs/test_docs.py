@@ -66,6 +66,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "build", "init", "shm", "stop", "network", "device", "ulimit",  # of docker
     "nproc_per_node", "num_gpus", "input_folder", "output_folder",  # of torchrun and DeepSpeed
     "include", "local",  # of hf download, as far as their first hyphen
+    "load_fast", "reload_multifile",  # of tensorboard
     "command",  # of benchmarks/checkpoint_kills.py
     "write", "fits",  # of benchmarks/memory_seed_table.py and memory_estimate.py
     "layers",  # of benchmarks/quantization_error.py
