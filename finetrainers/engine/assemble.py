@@ -42,7 +42,7 @@ from .sampling import EncodedPrompts
 from .start_report import loading, print_line
 from .state import TrainState
 from .throughput import measure_calls
-from .trainable import load_trainable_transformer, trainable_dtype, trainable_parameters
+from .trainable import load_trainable_transformer, mapped_dtype, trainable_dtype, trainable_parameters
 from .trainer import Trainer
 from .watchdog import Watchdog
 
@@ -121,9 +121,10 @@ def _load_trained(
 ) -> tuple[nn.Module, Any]:
     """The transformer, with what is trained attached, and its optimizer, as the strategy has prepared them."""
     config, swap = checked.config, block_swap(blocks_to_swap, spec, parallel)
+    wanted, mapped = trainable_dtype(config), mapped_dtype(checked, spec)
     with loading(checked, "transformer"):
         return parallel.prepare(
-            lambda: load_trainable_transformer(checked, spec, trainable_dtype(config), device=parallel.device),
+            lambda: load_trainable_transformer(checked, spec, mapped or wanted, device=parallel.device),
             lambda parameters: create_optimizer(
                 parameters,
                 config=config.optimizer,
@@ -133,6 +134,8 @@ def _load_trained(
             ),
             blocks=spec.blocks,
             swap=swap,
+            mapped=mapped is not None,
+            widened=None if mapped in (None, wanted) else wanted,
         )
 
 

@@ -27,6 +27,7 @@ from finetrainers.models.spec import DTYPES, ModelSpec, weight_files
 from finetrainers.parallel.strategy import Strategy, Wanted
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.hashed_files import Written
+from finetrainers.utils.headers import read_header
 from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import nearest
 
@@ -35,6 +36,8 @@ from .preflight import Preflight, named_as_given
 from .start_report import print_line
 from .state import TrainState
 
+#: Dtypes of safetensors files.
+_MAPPED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 #: Of the files that ranks share: smaller ones are many to open, for little to write at once.
 LEAST_FILE_BYTES = 256 << 20
 
@@ -44,6 +47,27 @@ def trainable_dtype(config: TrainConfig) -> torch.dtype:
     if config.training.training_type == "lora":
         return DTYPES[config.model.transformer_dtype]
     return torch.float32 if config.training.master_weights == "fp32" else torch.bfloat16
+
+
+def mapped_dtype(checked: Preflight, spec: ModelSpec) -> torch.dtype | None:
+    """The dtype in which the transformer's weights are mapped from its files, so that no process holds a copy; None: copied.
+
+    It is that of the files, of which all tensors have the same, if that is the one wanted. Full finetuning in fp32 also
+    maps narrower ones: fp32 holds them exactly, and strategies widen them part by part.
+    """
+    config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
+    is_full, wanted = config.training.training_type == "full-finetune", trainable_dtype(config)
+    files = spec.files_of(spec.facts.trained)
+    if checkpoint is not None and is_full:
+        files = sorted((checkpoint / spec.facts.trained).iterdir())
+    if not files or any(file.parent != files[0].parent for file in files) or len(files) == 1:
+        return None  # a single file of another program, whose tensors are put together otherwise
+    dtypes = {name for file in files if file.suffix == ".safetensors" for name in read_header(file).dtypes.values()}
+    stored = _MAPPED.get(dtypes.pop()) if len(dtypes) == 1 else None
+    # A LoRA that is added to the weights would round in the narrower dtype.
+    adds_lora = checkpoint is None and initial is not None and initial.kind == "lora"
+    widens = is_full and wanted == torch.float32 and not adds_lora
+    return stored if stored == wanted or widens else None
 
 
 def load_trainable_transformer(

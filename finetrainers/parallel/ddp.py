@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted
+from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, widen
 
 #: What is averaged at once: enough to use the network well, and little memory.
 _BUCKET_BYTES = 25 << 20
@@ -24,9 +25,10 @@ class DDP(Strategy):
         return "DDP" if self.world_size > 1 else ""
 
     def prepare(
-        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None
-    ) -> tuple[nn.Module, Any]:
-        model = self.in_turns("loading the network", lambda: self._place(load(), swap))
+        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None,
+        mapped: bool = False, widened: torch.dtype | None = None,
+    ) -> tuple[nn.Module, Any]:  # fmt: skip
+        model = self.in_turns("loading the network", lambda: self._place(load(), swap, widened), together=mapped)
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         model = self.accelerator.prepare(model, device_placement=[False])
@@ -34,10 +36,10 @@ class DDP(Strategy):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, self._prepare_optimizer(optimizer)
 
-    def _place(self, model: nn.Module, swap: Swap | None) -> nn.Module:
+    def _place(self, model: nn.Module, swap: Swap | None, widened: torch.dtype | None) -> nn.Module:
         if swap is not None:  # their memory is shared by several blocks: nothing that could be broadcast
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(swap(model)))
-        return model.to(self.device)
+        return widen(model.to(self.device), widened)
 
     def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
         self._micro_batch += 1

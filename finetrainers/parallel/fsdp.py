@@ -33,7 +33,7 @@ from finetrainers.config.root import TrainConfig
 
 from .sharding import USE_FSDP
 from .slices import Slices, read_into, renamed, slices_of, trained_names
-from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, below_wrapper
+from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, below_wrapper, widen
 
 
 class FSDP(Strategy):
@@ -92,18 +92,24 @@ class FSDP(Strategy):
     # ---- wrapping ----------------------------------------------------------------------------------------------
 
     def prepare(
-        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None
-    ) -> tuple[nn.Module, Any]:
-        model = self.in_turns("loading the network", lambda: self._split_trained(load(), blocks, swap))
+        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None,
+        mapped: bool = False, widened: torch.dtype | None = None,
+    ) -> tuple[nn.Module, Any]:  # fmt: skip
+        def split() -> nn.Module:
+            return self._split_trained(load(), blocks, swap, widened)
+
+        model = self.in_turns("loading the network", split, together=mapped)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer(self._parameters)
         return model, self._prepare_optimizer(optimizer)
 
-    def _split_trained(self, model: nn.Module, blocks: Sequence[str], swap: Swap | None) -> nn.Module:
+    def _split_trained(
+        self, model: nn.Module, blocks: Sequence[str], swap: Swap | None, widened: torch.dtype | None
+    ) -> nn.Module:
         """Swapped weights are whole on every process: each copies its own to the device, and nothing is gathered."""
         if swap is None:
-            return self._split(model, blocks)
+            return self._split(model, blocks, widened=widened)
         for parameter in model.parameters():
             if (
                 not parameter.requires_grad and parameter.is_floating_point()
@@ -114,10 +120,15 @@ class FSDP(Strategy):
     def _place_frozen(self, model: nn.Module, computed: torch.dtype, blocks: Sequence[str]) -> nn.Module:
         for parameter in model.parameters():  # kept in the dtype that weights are gathered in
             parameter.data = parameter.data.to(computed)
-        return self._split(model, blocks, frozen=True)
+        return self._split(model, blocks)
 
     def _split(
-        self, model: nn.Module, blocks: Sequence[str], *, frozen: bool = False, ignored: Set[nn.Parameter] = frozenset()
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        *,
+        ignored: Set[nn.Parameter] = frozenset(),
+        widened: torch.dtype | None = None,
     ) -> nn.Module:
         """The network, split in place, block by block; nothing here waits for another rank.
 
@@ -133,7 +144,7 @@ class FSDP(Strategy):
         computed = self.compute_dtype(torch.float32)
         pinned = self.device.type != "cpu"
         shard(
-            model, layers, mesh=self._mesh, computed=computed, frozen=frozen, ignored=ignored,
+            model, layers, mesh=self._mesh, computed=computed, ignored=ignored, widened=widened,
             reshard=self._options.fsdp_reshard_after_forward,
             offload=CPUOffloadPolicy(pin_memory=pinned) if self._options.fsdp_cpu_offload else OffloadPolicy(),
         )  # fmt: skip
@@ -206,8 +217,8 @@ def shard(
     computed: torch.dtype,
     reshard: bool = True,
     offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
-    frozen: bool = False,
     ignored: Iterable[nn.Parameter] = (),
+    widened: torch.dtype | None = None,
 ) -> None:
     """Split a network in place by `fully_shard`, layer by layer.
 
@@ -218,14 +229,17 @@ def shard(
         computed: dtype that weights are gathered in.
         reshard: whether the gathered weights of a layer are freed after its forward pass.
         offload: where the shards are.
-        frozen: whether there is no backward pass.
         ignored: weights that are not touched.
+        widened: see `Strategy.prepare`: of the whole network in this dtype, host memory then never holds more than a layer.
     """
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())  # without a backward pass
     arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": set(ignored)}
-    for module in modules_of_another_dtype(model):
+    for module in modules_of_another_dtype(model) if widened is None else ():
         fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **arguments)
     for layer in layers:
+        widen(layer, widened)
         fully_shard(layer, mp_policy=_precision(computed), reshard_after_forward=frozen or reshard, **arguments)
+    widen(model, widened)  # what is in no layer; a shard has the dtype already
     # As under DDP, autocast chooses each operation's dtype and the output is fp32. Inputs keep theirs: rounded to bf16,
     # timesteps and positions would be others.
     fully_shard(

@@ -186,12 +186,20 @@ class Ranks:
             error = caught
         self.raise_if_any_failed(error, what)
 
-    def in_turns(self, what: str, load: Callable[[], T]) -> T:
+    def in_turns(self, what: str, load: Callable[[], T], *, together: bool = False) -> T:
         """`load()`, on one process of each machine after another, so that its memory holds one copy on the way to a GPU.
+
+        Args:
+            what: names it in errors.
+            load: what each process does.
+            together: whether all may do it at once: what they load is mapped from files, whose pages they share.
 
         Raises:
             RuntimeError: it failed on another rank; on the rank where it fails, the error itself.
         """
+        if together:
+            with self.raise_on_all_ranks(what):
+                return load()
         mine = launched_local_rank()
         with self.raise_on_all_ranks(what):
             error: Exception | None = None

@@ -166,17 +166,21 @@ class Strategy(Ranks):
 
     @abstractmethod
     def prepare(
-        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None
-    ) -> tuple[nn.Module, Any]:
+        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None,
+        mapped: bool = False, widened: torch.dtype | None = None,
+    ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Load and wrap a network, and the optimizer over its trainable weights. Every rank must call it.
 
-        Where host memory is the limit, the processes of a machine load one after another (`in_turns`).
+        Where host memory is the limit, the processes of a machine load one after another (`in_turns`), unless what they
+        load is mapped from files.
 
         Args:
             load: gives the network, on the CPU, with what is trained requiring gradients.
             make_optimizer: builds it over weights.
             blocks: attributes of the network that list its repeated blocks.
             swap: places the weights of swapped blocks, where `why_no_swap` is None; the others go to the device.
+            mapped: whether the network's weights are mapped from files.
+            widened: the dtype that weights are turned into, a part at a time, once they are on the device or in shards.
 
         Raises:
             RuntimeError: loading failed on another rank.
@@ -316,6 +320,14 @@ def trains_on_cpu() -> bool:
 def _whole(norm: Tensor) -> Tensor:
     """A norm over all ranks; that of sharded gradients is still a sum of parts."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def widen(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Turn floating-point weights into a wider dtype, in place and one at a time; None leaves them."""
+    for parameter in model.parameters() if dtype is not None else ():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def below_wrapper(optimizer: Any) -> torch.optim.Optimizer:

@@ -24,7 +24,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.utils.launch import says_yes
 
 from .sharding import USE_DEEPSPEED
-from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Strategy, Swap, Wanted
+from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Strategy, Swap, Wanted, widen
 
 _TAG = "state"
 
@@ -106,11 +106,12 @@ class ZeRO(Strategy):
     # ---- stepping ----------------------------------------------------------------------------------------------
 
     def prepare(
-        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None
-    ) -> tuple[nn.Module, Any]:
+        self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None,
+        mapped: bool = False, widened: torch.dtype | None = None,
+    ) -> tuple[nn.Module, Any]:  # fmt: skip
         assert swap is None, "DeepSpeed cannot leave weights alone"
         with self.raise_on_all_ranks("loading the network"):
-            model = load()  # DeepSpeed takes it from host memory, on all ranks together
+            model = widen(load(), widened)  # DeepSpeed takes it from host memory, on all ranks together
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         self._engine, _ = self.accelerator.prepare(model, optimizer)

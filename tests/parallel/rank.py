@@ -4,6 +4,7 @@ Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, pl
 `_slow_saving` (seconds), `_zero_stage` (of DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of NaN)
 `_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
 `_least_file_bytes` (of weight files that ranks share),
+`_copied` (whether weights are loaded in turns, in the dtype that is trained),
 `_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint for itself),
 and `_sharing` (whether all ranks train on the same samples, as they would if a sample was split over them).
 """
@@ -89,6 +90,8 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
         patch.setattr("finetrainers.engine.preflight.launched_processes", lambda: 1)
     if "_least_file_bytes" in options:
         patch.setattr("finetrainers.engine.trainable.LEAST_FILE_BYTES", options.pop("_least_file_bytes"))
+    if options.pop("_copied", False):
+        patch.setattr("finetrainers.engine.assemble.mapped_dtype", lambda *_: None)
     hashed: list[str] = []
     if "_damaged" in options:
         damage(Path(options.pop("_damaged")))

@@ -57,6 +57,8 @@ JOBS: dict[str, dict[str, Any]] = {
         "resume_from_checkpoint": "latest",
         "_damaged": "{root}/gathered/checkpoints/step-2/optimizer.pt",
     },
+    "widened": {**FULL, "pretrained_model_name_or_path": "{bf16}"},
+    "copied": {**FULL, "pretrained_model_name_or_path": "{bf16}", "_copied": True},
     "hybrid": {**LORA, **HYBRID, "dry_batches": "on"},
     "offloaded": MIXED,
     "pairs": PAIRS,
@@ -76,8 +78,19 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
+def bf16_repo(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose transformer is in bf16, as published ones are."""
+    repo = tmp_path_factory.mktemp("bf16") / "repo"
+    shutil.copytree(tiny_repo("ltx_video"), repo)
+    LTXVideoTransformer3DModel.from_pretrained(
+        repo, subfolder="transformer", torch_dtype=torch.bfloat16
+    ).save_pretrained(repo / "transformer")
+    return repo
+
+
+@pytest.fixture(scope="module")
 def jobs(
-    options: Callable[..., dict], launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+    options: Callable[..., dict], launch: Callable[..., Any], bf16_repo: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Any]]]:
     """The run directories' parent, and what both ranks saw, by job."""
     root = tmp_path_factory.mktemp("fsdp")
@@ -85,7 +98,7 @@ def jobs(
         name: options(root / {"resumed": "full", "damaged": "gathered"}.get(name, name), **changes)
         for name, changes in JOBS.items()
     }
-    todo = json.loads(json.dumps(todo).replace("{root}", str(root)))
+    todo = json.loads(json.dumps(todo).replace("{root}", str(root)).replace("{bf16}", str(bf16_repo)))
     launcher = ["accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes", "2"]
     return root, launch([*launcher, "--mixed_precision", "no"], todo, root, TORCHDYNAMO_DISABLE="1")
 
@@ -168,6 +181,23 @@ def test_weights_are_computed_with_in_bf16_and_kept_in_fp32(jobs: Any, single: d
     ours, theirs = weights(root / "offloaded"), weights(single["offloaded"])
     close(ours, theirs, rtol=0, atol=5e-3)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in ours.values())
+
+
+def test_weights_of_files_become_fp32_part_by_part(
+    jobs: Any, options: Callable[..., dict], bf16_repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped and widened in shards, or on the device, they are those that each process loaded in fp32 at its turn."""
+    for rank in jobs[1]:
+        assert rank["widened"]["digest"] == rank["copied"]["digest"]
+        assert rank["widened"]["results"] == rank["copied"]["results"]
+    found = {}
+    for name in ("widened", "copied"):
+        if name == "copied":
+            monkeypatch.setattr("finetrainers.engine.assemble.mapped_dtype", lambda *_: None)
+        values = options(tmp_path / name, **FULL, pretrained_model_name_or_path=str(bf16_repo))
+        train(load_config(**values))
+        found[name] = weights(tmp_path / name)
+    close(found["widened"], found["copied"], rtol=0, atol=0)
 
 
 def test_all_samples_of_an_odd_number_are_written(jobs: Any) -> None:
