@@ -20,7 +20,7 @@ def benchmark(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
 def test_both_settings_train_in_turns(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(benchmark, "_BOTH", {**benchmark._BOTH, **SMALL})
+    monkeypatch.setattr(benchmark, "_BOTH", {**benchmark._BOTH, **SMALL, "evaluated": 4})
     benchmark.main(["--score", "2", "--every", "2", "--limit_s", "0"])
     out = capsys.readouterr().out
     rows = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from real_process import Python
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,14 @@ def test_start_up_is_measured_each_way(
     assert "| finetrainers | 0.25 |\n| all | 1.75 |" in out
 
 
-@pytest.mark.slow
-def test_the_first_step_of_a_real_run(startup: ModuleType, tmp_path: Path) -> None:
+def test_the_first_step_of_a_real_run(
+    startup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Python
+) -> None:
+    def run(command: list[str]) -> None:
+        process = python(*command[1:])
+        assert process.wait() == 0, process.stderr
+
+    monkeypatch.setattr(startup, "_run", run)
     case = startup.CASES["ltx"]
     case.build(tmp_path)
     assert 0 < startup.first_step_seconds(case, tmp_path, precompute=True) < 600
