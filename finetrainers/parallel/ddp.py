@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,6 +17,8 @@ from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, widen
 
 #: What is averaged at once: enough to use the network well, and little memory.
 _BUCKET_BYTES = 25 << 20
+#: How many pieces are exchanged at the same time: more would take memory, and wait for the same network.
+_ON_THEIR_WAY = 2
 
 
 class DDP(Strategy):
@@ -47,15 +50,18 @@ class DDP(Strategy):
         return nullcontext() if is_last and not self.manual_all_reduce else self.accelerator.no_sync(model)
 
     def all_reduce(self) -> None:
-        """See `Strategy`; in pieces of 25 MiB, as DDP itself does."""
+        """See `Strategy`; in pieces of 25 MiB, as DDP itself does, of which the next is put together while one is on its way."""
         if not self.manual_all_reduce:
             return
+        sent: deque[tuple[Sequence[Tensor], Tensor, dist.Work]] = deque()
         for some in _take_tensors(list(self.gradients()), _BUCKET_BYTES):
             flat = _flatten_dense_tensors(some)
             flat /= self.world_size
-            dist.all_reduce(flat)
-            for gradient, averaged in zip(some, _unflatten_dense_tensors(flat, some), strict=True):
-                gradient.copy_(averaged)
+            sent.append((some, flat, dist.all_reduce(flat, async_op=True)))
+            if len(sent) > _ON_THEIR_WAY:
+                _receive(*sent.popleft())
+        while sent:
+            _receive(*sent.popleft())
 
     def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
         return self.unwrap(model).state_dict()
@@ -65,6 +71,13 @@ class DDP(Strategy):
 
     def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(state)
+
+
+def _receive(gradients: Sequence[Tensor], flat: Tensor, work: dist.Work) -> None:
+    """Once they are averaged, put the numbers of a piece into its gradients."""
+    work.wait()
+    for gradient, averaged in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+        gradient.copy_(averaged)
 
 
 def free_group_last(model: nn.Module) -> None:
