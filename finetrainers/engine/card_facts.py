@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from yaml import YAMLError
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.packaged import SCHEME
+from finetrainers.utils.phases import PHASES, TRAINING_STEP, label
 from finetrainers.utils.text import duration
 from finetrainers.utils.versions import __version__
 
 from .callbacks.samples import sheet_of
 from .preflight import Preflight
 from .run_dir import package_versions
+from .sampling import sample_seed
 from .state import TrainState
 
 #: The newest samples below each other, in the run directory.
@@ -128,6 +130,7 @@ def facts(state: TrainState, checked: Preflight) -> list[tuple[str, str]]:
         ("finished", time.strftime("%Y-%m-%d")),
         ("training steps took", f"{duration(seconds)} on {count}{device}"),
         ("a step", checked.plan.step_of(config)),
+        *_memory_fact(state, is_cuda=is_cuda),
         ("made with", ", ".join([f"finetrainers {__version__}", *(f"{name} {versions[name]}" for name in _LIBRARIES)])),
     ]
     if checked.prompts:
@@ -136,6 +139,45 @@ def facts(state: TrainState, checked: Preflight) -> list[tuple[str, str]]:
         steps = f"{sampling.validation_inference_steps} denoising steps"
         found.append(("samples", f"{steps}, {shown}, seed {config.training.seed}, {checked.frame_rate:g} fps"))
     return found
+
+
+def sampling_arguments(config: TrainConfig, prompt: str) -> list[tuple[str, str]]:
+    """What a pipeline is called with for the validation sample of a prompt, as code."""
+    section, guidance = config.validation, config.validation.validation_guidance_scale
+    found = [("num_inference_steps", str(section.validation_inference_steps))]
+    found += [] if guidance is None else [("guidance_scale", f"{guidance:g}")]
+    seed = sample_seed(config.training.seed, prompt)
+    return [*found, ("generator", f"torch.Generator().manual_seed({seed})")]
+
+
+def _memory_fact(state: TrainState, *, is_cuda: bool) -> Iterator[tuple[str, str]]:
+    """What a training step took at most, of the process that took most."""
+    peak = state.memory.all_peaks.get(TRAINING_STEP, {})
+    parts = []
+    if "allocated" in peak:
+        reserved = f", {peak['reserved']:.2f} GiB reserved" if "reserved" in peak else ""
+        total = torch.cuda.get_device_properties(state.parallel.device).total_memory / 2**30 if is_cuda else None
+        parts.append(
+            f"{peak['allocated']:.2f} GiB allocated{reserved}{'' if total is None else f' of {total:.1f} GiB'} on the GPU"
+        )
+    if "host" in peak:
+        parts.append(f"{peak['host']:.2f} GiB of host memory")
+    if parts:
+        yield (
+            "peak memory of a training step",
+            f"{'; '.join(parts)}{', per process' if state.parallel.world_size > 1 else ''}",
+        )
+
+
+def memory_by_phase(peaks: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Headings, and a row for each phase, of the greatest peaks in GiB; empty where nothing was measured."""
+    called = {"allocated": "GPU, allocated", "reserved": "GPU, reserved", "host": "host"}
+    measured = {phase: peaks[phase] for phase in PHASES if phase in peaks}
+    columns = [name for name in called if any(name in peak for peak in measured.values())]
+    rows = [
+        [label(phase), *(f"{peak[name]:.2f}" if name in peak else "" for name in columns)] for phase, peak in measured.items()
+    ]  # fmt: skip
+    return [["phase", *(called[name] for name in columns)], *rows] if rows else []
 
 
 def at_a_glance(config: TrainConfig, plan: Any) -> list[tuple[str, str]]:

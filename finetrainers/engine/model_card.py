@@ -13,6 +13,7 @@ from huggingface_hub import ModelCardData
 
 from finetrainers.config.root import TrainConfig, changed_options, fields
 from finetrainers.models.lora_names import READERS, format_problem
+from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 from finetrainers.utils.versions import __version__
@@ -26,10 +27,11 @@ from .card_facts import (
     figures,
     folder_of,
     license_of,
+    memory_by_phase,
     newest_samples,
+    sampling_arguments,
 )
 from .preflight import Preflight
-from .start_report import memory_table
 from .state import TrainState
 
 _CARD = """---
@@ -92,13 +94,16 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
 {%- for name in media %}
     {{ name }}=load_video("{{ name }}.mp4"),
 {%- else %}
-    num_frames={{ plan.size[0] }},
+    num_frames={{ size[0] }},
 {%- endfor %}
-    height={{ plan.size[1] }},
-    width={{ plan.size[2] }},
+    height={{ size[1] }},
+    width={{ size[2] }},
 {%- if takes_rate %}
     frame_rate={{ "%g" % frame_rate }},
 {%- endif %}
+{%- for name, value in as_sampled %}
+    {{ name }}={{ value }},
+{%- endfor %}
 ).frames[0]
 encode_video(video, fps={{ frame_rate | round | int }}, output_path="video.mp4")
 ```
@@ -167,7 +172,7 @@ finetrainers train --config config.toml --output_dir repeated
 </details>
 {% if memory %}
 <details>
-<summary>Memory that it took</summary>
+<summary>Peak memory of each phase of training, GiB</summary>
 
 {% for row in memory %}| {{ row | join(" | ") }} |
 {% if loop.first %}|{{ "---|" * row | length }}
@@ -215,18 +220,28 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         load_call=spec.load_call(location) if is_lora else "",
         comfyui=not packaged and _comfyui_reads(config),
         has_strength=spec.facts.trained == "transformer",
-        example=checked.prompts[0].prompt if checked.prompts else plan.example,
-        frame_rate=checked.frame_rate,
-        takes_rate="frame_rate" in signature(spec.pipeline_class.__call__).parameters,
+        **_call(checked, spec),
         needs_image=needs_image,
         media=spec.facts.media,
         facts=facts(state, checked),
         table=plan.table(),
-        memory=memory_table(state.memory.all_peaks),
+        memory=memory_by_phase(state.memory.all_peaks),
         results=figures(root),
         held_out=f"{plan.noun}s",
         settings=[(n, _shown(value)) for n, value in changed_options(config).items() if not fields()[n].local],
     )
+
+
+def _call(checked: Preflight, spec: ModelSpec) -> dict[str, Any]:
+    """What the pipeline is called with: as for the first sample of validation, if there is one."""
+    first = checked.prompts[0] if checked.prompts else None
+    return {
+        "example": checked.plan.example if first is None else first.prompt,
+        "size": (None if first is None else first.size) or checked.plan.size,
+        "frame_rate": checked.frame_rate,
+        "takes_rate": "frame_rate" in signature(spec.pipeline_class.__call__).parameters,
+        "as_sampled": [] if first is None else sampling_arguments(checked.config, first.prompt),
+    }
 
 
 def _comfyui_reads(config: TrainConfig) -> bool:

@@ -1,6 +1,7 @@
 """What a run leaves: the model card's content, and what is uploaded."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import av
@@ -11,6 +12,7 @@ import yaml
 from diffusers import LTXPipeline
 from PIL import Image
 
+from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import ValidationPrompt
@@ -48,16 +50,21 @@ def finished(tmp_path, *, pretrained="owner/base", **options):
             load_call=lambda place: f"load_lora_weights({json.dumps(place)})",
         ),
         run_dir=SimpleNamespace(root=tmp_path),
-        memory=SimpleNamespace(all_peaks={"training_step": {"allocated": 12.345, "host": 3.0}}),
+        memory=SimpleNamespace(
+            all_peaks={
+                "training_step": {"allocated": 12.345, "reserved": 13.5, "host": 3.0},
+                "memory_before_training": {"host": 2.0},
+            }
+        ),
     )
     checked = SimpleNamespace(
         start=SimpleNamespace(origin=None),
         plan=SimpleNamespace(
-            example='MY a fox, "quoted"', size=(9, 64, 96), fps=25.0, count=3, noun="clip",
+            example='MY a fox, "quoted"', size=(9, 64, 96), count=3, noun="clip",
             buckets={(9, 64, 96): 3}, table=lambda: [("bucket", "clips"), ("9x64x96", "3")], step_of=lambda config: "2 clips",
         ),
-        geometry=SimpleNamespace(fps=25.0),
-        prompts=[ValidationPrompt(prompt="a fox: at night"), ValidationPrompt(prompt="a dog")],
+        frame_rate=25.0,
+        prompts=[ValidationPrompt(prompt="a fox: at night"), ValidationPrompt(prompt="a dog")], config=config,
     )  # fmt: skip
     return state, checked
 
@@ -89,10 +96,15 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
     assert "![a fox: at night](samples/00-a-fox-at-night-0.png)" in card
     assert "| 9x64x96 | 3 |" in card
     assert "| training steps took | 2 min on 2 x CPU |" in card
+    assert "| peak memory of a training step | 12.35 GiB allocated, 13.50 GiB reserved on the GPU; 3.00 GiB of host memory, per process |" in card  # fmt: skip
+    assert "memory before training" not in card
     assert "| samples | 50 denoising steps, the pipeline's own guidance, seed 42, 25 fps |" in card
     assert "| measured on held-out clips | step 0 | step 12 | best |\n|---|---|---|---|\n" in card
     assert "|\n| `eval_loss` | 0.5 | 0.25 | 0.125 (step 5) |\n" in card
-    assert "\n\n| peak memory, GiB | allocated | host |\n|---|---|---|\n| training step | 12.35 | 3.00 |\n\n" in card
+    assert (
+        "\n\n| phase | GPU, allocated | GPU, reserved | host |\n|---|---|---|---|\n| training step | 12.35 | 13.50 | 3.00 |\n\n</details>"
+        in card
+    )
     assert (
         "\n\n| base model | [owner/base](https://huggingface.co/owner/base) |\n|---|---|\n| strength | 1.0 is as"
         in card
@@ -143,6 +155,12 @@ def test_the_cards_code_is_python_and_fits_what_was_trained(tmp_path, training_t
     assert expected in code
 
 
+def shown(path):
+    """The frames of a video."""
+    with av.open(str(path)) as video:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]).astype(float)
+
+
 @pytest.mark.parametrize(("family", "version", "training_type"), [
     ("ltx_video", None, "lora"),
     ("hunyuan_video", None, "full-finetune"),
@@ -150,17 +168,30 @@ def test_the_cards_code_is_python_and_fits_what_was_trained(tmp_path, training_t
     ("cogvideox", "control", "lora"),
 ])  # fmt: skip
 def test_the_cards_code_runs(options, run, tmp_path, monkeypatch, family, version, training_type):
-    """As pasted, but for the device: from the weights in the run directory to an mp4 file."""
-    done = run(**options(family, version=version, training_type=training_type, train_steps=1))
-    code = (done.root / "README.md").read_text().split("```python")[1].split("```")[0]
+    """As pasted, but for device and dtype: from the weights in the run directory to an mp4 file, which is that of validation."""
+    prompts = {"validation_prompts": "a cat:::a dog", "validation_steps": 1, "validation_inference_steps": 2}
+    done = run(
+        **options(family, version=version, training_type=training_type, train_steps=1, **({} if version else prompts))
+    )
+    card = (done.root / "README.md").read_text()
+    code = card.split("```python")[1].split("```")[0]
     assert 'pipe.to("cuda")' in code
     Image.new("RGB", (64, 64), (200, 90, 30)).save(tmp_path / "first_frame.png")
     # diffusers reads videos by imageio, which is no requirement of training.
     monkeypatch.setattr("diffusers.utils.load_video", lambda name: [Image.new("RGB", (64, 64), "white")] * 9)
     monkeypatch.chdir(tmp_path)
-    exec(code.replace('"cuda"', '"cpu"').replace("width=64,", "width=64, num_inference_steps=2,"), {})
-    with av.open(str(tmp_path / "video.mp4")) as video:
-        assert len(list(video.decode(video=0))) == 9
+    code = code.replace('"cuda"', '"cpu"').replace("bfloat16", "float32")
+    exec(code if not version else code.replace("width=64,", "width=64, num_inference_steps=2,"), {})
+    frames = shown(tmp_path / "video.mp4")
+    assert len(frames) == 9
+    if not version:
+        first, other = (shown(next((done.root / "samples" / "step-000001").glob(f"{k}-*.mp4"))) for k in ("00", "01"))
+        assert abs(frames - first).mean() < 10 < 2 * abs(frames - other).mean()  # both are compressed
+    if family == "ltx_video":
+        monkeypatch.chdir(done.root)
+        [command] = re.findall(r"^finetrainers (export .*)$", card, re.MULTILINE)
+        assert main(command.split()) == 0
+        assert [path.suffix for path in (done.root / "export" / "comfyui").glob("*.safetensors")] == [".safetensors"]
 
 
 def test_the_card_shows_the_newest_samples_on_one_picture(tmp_path):
