@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -29,21 +30,26 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float, comment: str = "") 
     """
     height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
-    with av.open(str(unfinished), "w") as container:
-        container.metadata["comment"] = comment
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-        stream.width, stream.height = width, height
-        stream.pix_fmt = "yuv420p"
-        # With x264's macroblock tree, tiny frames were encoded differently from one time to the next.
-        stream.options = {"crf": "18", "x264-params": "mbtree=0"}
-        for image in frames:
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image[:height, :width]), format="rgb24")
-            for packet in stream.encode(frame):
+    # Of its own for each process: those that share samples may write the same clip at the same time.
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.unfinished{path.suffix}")
+    try:
+        with av.open(str(unfinished), "w") as container:
+            container.metadata["comment"] = comment
+            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+            stream.width, stream.height = width, height
+            stream.pix_fmt = "yuv420p"
+            # With x264's macroblock tree, tiny frames were encoded differently from one time to the next.
+            stream.options = {"crf": "18", "x264-params": "mbtree=0"}
+            for image in frames:
+                frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image[:height, :width]), format="rgb24")
+                for packet in stream.encode(frame):
+                    container.mux(packet)
+            for packet in stream.encode():
                 container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-    unfinished.replace(path)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read_mp4(path: Path, *, columns: int) -> tuple[np.ndarray, list[int]]:

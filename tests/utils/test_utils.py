@@ -86,6 +86,32 @@ def test_mp4_keeps_frames_size_and_rate(tmp_path):
     assert np.abs(decoded[5].astype(int) - 100).max() < 6
 
 
+def test_processes_may_write_the_same_clip_at_once(tmp_path, monkeypatch):
+    """Those that share samples keep the same clips of a rollout: neither takes the other's unfinished file away."""
+    path, pixels, others = tmp_path / "best.mp4", np.full((100, 32, 48, 3), 100, np.uint8), []
+
+    class Frames:
+        shape = pixels.shape
+
+        def __iter__(self):
+            for number, frame in enumerate(pixels):
+                if number == 99:  # most packets are in the file by now
+                    with monkeypatch.context() as patch:
+                        patch.setattr(os, "getpid", lambda: -1)
+                        write_mp4(path, pixels, fps=8)
+                        others.append(path.stat().st_size)
+                yield frame
+
+    write_mp4(path, Frames(), fps=8)
+    assert others == [path.stat().st_size]
+    with av.open(str(path)) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 100
+    assert [file.name for file in tmp_path.iterdir()] == ["best.mp4"]
+    with pytest.raises(ValueError):
+        write_mp4(path, np.zeros((1, 32, 48, 5), np.uint8), fps=8)
+    assert [file.name for file in tmp_path.iterdir()] == ["best.mp4"]
+
+
 def test_frames_are_spaced_evenly_where_they_can_be():
     assert [spaced(count, 8) for count in (1, 5, 9, 17, 49, 12)] == [
         [0], [0, 1, 2, 3, 4], [0, 2, 4, 6, 8], [0, 4, 8, 12, 16], [0, 8, 16, 24, 32, 40, 48], [0, 2, 3, 5, 6, 8, 9, 11]
