@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -241,6 +242,24 @@ def test_the_next_batch_is_decoded_while_one_is_encoded(
     assert precompute_video(many, encode, keys, OneOf(), loading=loading).encoded == 9
     assert seen[0] >= 8
     assert seen == sorted(seen)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_the_vae_gets_the_memory_that_it_has_freed(clips: list[Clip], tmp_path: Path) -> None:
+    """Else each of its large tensors is mapped from the system, page by page: half of the time on a CPU."""
+    resource = pytest.importorskip("resource")
+    faults: list[int] = []
+
+    def encode(video: Tensor, _: Any) -> dict[str, Tensor]:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(3):
+            torch.zeros(48 * 2**20, dtype=torch.uint8).add_(1)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        return {"moments": video[:, :2, :1, :2, :2]}
+
+    precompute_video(clips, encode, keys_in(tmp_path / "cache"), OneOf(), loading=HERE)
+    encode(torch.zeros(1, 3, 1, 2, 2), None)
+    assert min(faults[:-1]) < faults[-1] / 3
 
 
 def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(

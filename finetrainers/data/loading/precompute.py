@@ -19,6 +19,7 @@ from torch import Tensor
 
 from finetrainers.config.sections import DataloaderSection
 from finetrainers.parallel.ranks import Ranks
+from finetrainers.utils.host_memory import freed_memory_is_reused
 from finetrainers.utils.progress import Meter
 from finetrainers.utils.seeding import generator
 from finetrainers.utils.text import file_size
@@ -118,7 +119,7 @@ def precompute_video(
     # same; the largest bucket first, so that what does not fit into memory is known at once.
     distinct = {repr((clip.files, keys.cut(clip))): clip for clip in clips}
     mine = sorted(distinct.values(), key=_largest_first)[parallel.rank :: parallel.world_size]
-    with _progress("clips", parallel) as progress:
+    with _progress("clips", parallel) as progress, freed_memory_is_reused():
         by_key, bad = _by_key(mine, keys, optional)
         todo = [(key, by_key[key]) for key in keys.cache.missing(by_key)]
         done = encoded = size = 0
