@@ -9,8 +9,8 @@ one process. Reading headers, hashing files, loading models and writing entries 
 
 The plain loop is the precomputation of the original finetrainers, operation by operation: decord decodes every frame of a
 clip, all are converted to floats, the bucket's frames are chosen and resized, captions and then clips are encoded one at a time,
-and `torch.save` writes a file for each. Both take evenly spaced frames. The exit code is 1 if the best set of options takes more
-than a third of the plain loop's time.
+and `torch.save` writes a file for each. Both take evenly spaced frames. The exit code is 1 if default options take more than a third
+of the plain loop's time.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def fill(model: Path, captions: Path, directory: Path, **options: Any) -> int:
 
 
 def table(directory: Path, *, clips: int, repeats: int) -> tuple[list[str], float]:
-    """A row for each way of filling, and the smallest share of the plain loop's wall time."""
+    """A row for each way of filling, and the share of the plain loop's wall time that the first set of options takes."""
     model, warm_up = write_model(directory / "model"), write_real_clips(directory / "warm-up", 2)
     captions = write_real_clips(directory / "clips", clips)
     ways: dict[str, Callable[[Path, Path], int]] = {"plain loop": partial(fill_plainly, model)}
@@ -193,7 +193,7 @@ def table(directory: Path, *, clips: int, repeats: int) -> tuple[list[str], floa
     for name, (of_wall, of_cpu) in shares.items():
         seconds, busy = statistics.median(wall[name]), statistics.median(cpu[name])
         rows.append(f"| {name} | {seconds:.2f} | {busy:.2f} | {of_wall:.2f} | {of_cpu:.2f} |")
-    return rows, min(of_wall for of_wall, _ in shares.values())
+    return rows, list(shares.values())[1][0]
 
 
 def _shares(wall: dict[str, list[float]], cpu: dict[str, list[float]], name: str) -> tuple[float, float]:
@@ -216,10 +216,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads\n"
     )
     with tempfile.TemporaryDirectory() as directory:
-        rows, best = table(Path(directory), clips=arguments.clips, repeats=arguments.repeats)
+        rows, share = table(Path(directory), clips=arguments.clips, repeats=arguments.repeats)
     print(*rows, sep="\n")
-    print(f"\nthe best takes {best:.2f} of the plain loop's time (aim: at most {TARGET:.2f})")
-    return int(best > TARGET)
+    print(f"\ndefault options take {share:.2f} of the plain loop's time (aim: at most {TARGET:.2f})")
+    return int(share > TARGET)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ def test_both_ways_encode_every_clip(
     filled = []
     fill = script.fill
     monkeypatch.setattr(script, "fill", lambda *a, **k: filled.append(fill(*a, **k)) or filled[-1])
-    rows, best = script.table(tmp_path, clips=2, repeats=1)
+    rows, share = script.table(tmp_path, clips=2, repeats=1)
     assert filled == [2 + 1 + 2] * 2  # captions, the empty prompt, and clips; the first warms up
     assert [row.split("|")[1].strip() for row in rows] == ["2 clips", "---", "plain loop", "finetrainers prepare, all"]
-    assert best > 0
+    assert f"{share:.2f}" == rows[3].split("|")[4].strip() != "1.00"
 
-    for best, code in ((0.3, 0), (0.4, 1)):
-        monkeypatch.setattr(script, "table", lambda *_, best=best, **__: (["rows"], best))
+    for share, code in ((0.3, 0), (0.4, 1)):
+        monkeypatch.setattr(script, "table", lambda *_, share=share, **__: (["rows"], share))
         assert script.main([]) == code
-    assert "the best takes 0.40 of the plain loop's time (aim: at most 0.33)" in capsys.readouterr().out
+    assert "default options take 0.40 of the plain loop's time (aim: at most 0.33)" in capsys.readouterr().out

@@ -134,6 +134,9 @@ class ControlFiles:
             present = {entry.name for entry in os.scandir(self.folder)}
         except OSError:
             return set()
+        if not present:  # after nearly every step
+            self._stuck, self._unknown = set(), set()
+            return present
         self._stuck &= present
         for name in sorted(present - set(COMMANDS) - self._unknown):
             logger.warning("%s is not a command; there are %s", self.folder / name, ", ".join(COMMANDS))

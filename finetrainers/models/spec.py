@@ -38,7 +38,7 @@ from .lora_formats import Lora
 from .pixels import moments_of, to_unit_range
 from .saving import remove_full, weight_files
 from .sizes import frozen_bytes, vae_working_bytes
-from .tiling import fitted_vae, tiled_alike, tiled_for_memory
+from .tiling import Size, fitted_vae, sliced_for_memory, tiled_alike, tiled_for_memory
 from .weights import network_problems
 
 __all__ = [
@@ -106,7 +106,7 @@ class ModelSpec(ABC):
         self.config = config
         self.name = name
         self._read = read
-        self.vae_too_large: set[tuple[int, int, int]] = set()  # sizes of clips that the VAE ran out of memory on
+        self.vae_one_by_one, self.vae_too_large = set[Size](), set[Size]()  # after an OOM; see `fitted_vae`
 
     # ---- description -------------------------------------------------------------------------------------------
 
@@ -295,9 +295,9 @@ class ModelSpec(ABC):
 
     def vae_mode(self, size: tuple[int, int, int], *, batch: int = 1) -> tuple[bool, bool]:
         """Whether the VAE slices and tiles `batch` clips of a size in pixels."""
-        slicing, after_oom = self.config.enable_slicing, tiled_for_memory(self, size)
-        slicing = batch * self.vae_bytes(size) > VAE_BUDGET or after_oom if slicing is None else slicing
-        return slicing, bool(self.config.enable_tiling) or self.tiles_by_size(size) or after_oom
+        sliced = sliced_for_memory(self, size) or batch * self.vae_bytes(size) > VAE_BUDGET
+        tiled = bool(self.config.enable_tiling) or self.tiles_by_size(size) or tiled_for_memory(self, size)
+        return sliced if self.config.enable_slicing is None else self.config.enable_slicing, tiled
 
     def fit_vae(self, vae: Any, size: tuple[int, int, int], *, batch: int = 1) -> None:
         """Turn the VAE's slicing and tiling on or off, as it encodes or decodes `batch` clips of a size in pixels next."""

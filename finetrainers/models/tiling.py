@@ -1,4 +1,4 @@
-"""VAE tiling on OOM: an encode or decode that runs out of memory is retried once, on tiles of the clips."""
+"""VAE slicing and tiling on OOM: an encode or decode that runs out of memory is retried clip by clip, then on tiles."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Fits(Protocol):
     """What a retry needs of a model's description."""
 
     config: ModelSection
+    vae_one_by_one: set[Size]
     vae_too_large: set[Size]
 
     def tiles_by_size(self, size: Size) -> bool: ...
@@ -35,7 +36,16 @@ def tiled_for_memory(spec: Fits, size: Size) -> bool:
     """Whether clips of a size are tiled only since this process ran out of memory on them, or on smaller ones."""
     if spec.config.enable_tiling is not None or spec.tiles_by_size(size):
         return False
-    return any(math.prod(size) >= math.prod(small) for small in spec.vae_too_large)
+    return _as_large_as(spec.vae_too_large, size)
+
+
+def sliced_for_memory(spec: Fits, size: Size) -> bool:
+    """Whether batches of a size are cut into clips only since this process ran out of memory on one, or on smaller clips."""
+    return tiled_for_memory(spec, size) or _as_large_as(spec.vae_one_by_one, size)
+
+
+def _as_large_as(sizes: set[Size], size: Size) -> bool:
+    return any(math.prod(size) >= math.prod(small) for small in sizes)
 
 
 def tiled_alike(spec: Fits, size: Size, encode: Callable[[], T]) -> T:
@@ -55,9 +65,10 @@ def tiled_alike(spec: Fits, size: Size, encode: Callable[[], T]) -> T:
 
 @contextmanager
 def fitted_vae(spec: Fits, vae: Any, size: Size, *, batch: int = 1) -> Iterator[None]:
-    """Within the block, the VAE encodes or decodes clips of a size in pixels, on OOM once more in tiles.
+    """Within the block, the VAE encodes or decodes clips of a size in pixels; on OOM first clip by clip, then in tiles.
 
-    It is an error if tiling is on already or `enable_tiling` is set. After a retry this process tiles clips of the size and larger ones. Only there do results differ from those of another GPU.
+    It is an error if the options `enable_slicing` and `enable_tiling` leave nothing to try. After a retry this process slices, or
+    tiles, clips of the size and larger ones. Only where it tiles do results differ from those of another GPU.
 
     Args:
         spec: remembers the size, and turns tiling on.
@@ -69,23 +80,27 @@ def fitted_vae(spec: Fits, vae: Any, size: Size, *, batch: int = 1) -> Iterator[
     spec.fit_vae(vae, size, batch=batch)
 
     def retried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            fault_point("vae")
-            return call(*args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            if vae.use_tiling or spec.config.enable_tiling is not None or not is_out_of_memory(error):
-                raise
-            reason = str(error).split("\n", 1)[0]
-        free_memory()  # not within the handler, whose traceback holds the tensors
-        logger.warning(
-            "the VAE ran out of memory on a clip of %s (%s); clips of this size and larger ones are tiled from now on, which "
-            "changes them slightly (--enable_tiling does so from the start)",
-            "x".join(map(str, size)),
-            reason,
-        )
-        spec.vae_too_large.add(size)
-        spec.fit_vae(vae, size, batch=batch)
-        return call(*args, **kwargs)
+        tried = False
+        while True:
+            try:
+                if not tried:
+                    fault_point("vae")
+                return call(*args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                sizes, effect = _smaller(spec, vae, batch)
+                if sizes is None or not is_out_of_memory(error):
+                    raise
+                reason, tried = str(error).split("\n", 1)[0], True
+            free_memory()  # not within the handler, whose traceback holds the tensors
+            logger.warning(
+                "the VAE ran out of memory on %s of %s (%s); clips of this size and larger ones are %s",
+                "a clip" if batch == 1 else f"a batch of {batch} clips",
+                "x".join(map(str, size)),
+                reason,
+                effect,
+            )
+            sizes.add(size)
+            spec.fit_vae(vae, size, batch=batch)
 
     before = {name: vars(vae).get(name) for name in ("encode", "decode")}
     for name in before:
@@ -95,3 +110,12 @@ def fitted_vae(spec: Fits, vae: Any, size: Size, *, batch: int = 1) -> Iterator[
     finally:
         for name, own in before.items():
             delattr(vae, name) if own is None else setattr(vae, name, own)
+
+
+def _smaller(spec: Fits, vae: Any, batch: int) -> tuple[set[Size] | None, str]:
+    """Where a size is remembered with which the VAE takes less memory from now on, and how; None: nothing is left to try."""
+    if batch > 1 and not vae.use_slicing and spec.config.enable_slicing is None:
+        return spec.vae_one_by_one, "taken one by one from now on (--enable_slicing does so from the start)"
+    if vae.use_tiling or spec.config.enable_tiling is not None:
+        return None, ""
+    return spec.vae_too_large, "tiled from now on, which changes them slightly (--enable_tiling does so from the start)"

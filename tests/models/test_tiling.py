@@ -1,4 +1,4 @@
-"""A VAE that runs out of memory is retried in tiles, once, and remembers the size; with tiling decided by the user, never."""
+"""A VAE that runs out of memory is retried clip by clip, then in tiles, and remembers the size; never as the user has not allowed."""
 
 from __future__ import annotations
 
@@ -60,6 +60,45 @@ def test_encode_and_decode_are_retried_in_tiles(
     assert spec.vae_too_large == {SIZE}
     monkeypatch.delenv(FAULT)
     arm_faults()
+
+
+def test_a_batch_is_retried_clip_by_clip_before_its_clips_are_tiled(
+    tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clip by clip, moments are those of each clip alone; entries of a cache do not depend on the GPU then."""
+    spec = load(tiny_repo("ltx_video"), "ltx_video")
+    vae = spec.load_vae()
+    clips = torch.rand(2, 3, *SIZE, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    alone = torch.cat([spec.encode_video(vae, clip[None]) for clip in clips])
+    encode, limit = vae._encode, 1
+
+    def limited(x: torch.Tensor) -> torch.Tensor:
+        if len(x) > limit and not vae.use_tiling:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return encode(x)
+
+    monkeypatch.setattr(vae, "_encode", limited)
+    assert spec.encode_video(vae, clips).equal(alone)
+    assert (spec.vae_one_by_one, spec.vae_too_large, vae.use_tiling) == ({SIZE}, set(), False)
+    assert "ran out of memory on a batch of 2 clips of 9x64x64" in caplog.text
+    assert "one by one from now on" in caplog.text
+    caplog.clear()
+    assert spec.encode_video(vae, clips).equal(alone)
+    assert not caplog.text  # it is remembered
+    assert [spec.vae_mode(size, batch=2) for size in (SIZE, (9, 64, 96), (9, 32, 32))] == [
+        (True, False), (True, False), (False, False)
+    ]  # fmt: skip
+
+    limit = 0
+    spec.vae_one_by_one.clear()
+    spec.encode_video(vae, clips)
+    assert (spec.vae_one_by_one, spec.vae_too_large, vae.use_tiling) == ({SIZE}, {SIZE}, True)
+    told = load(tiny_repo("ltx_video"), "ltx_video", enable_slicing=False, enable_tiling=False)
+    told_vae = told.load_vae()
+    monkeypatch.setattr(told_vae, "_encode", limited)
+    vae.disable_tiling()
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        told.encode_video(told_vae, clips)
 
 
 def test_an_oom_in_the_middle_of_a_batch_tiles_all_of_it(
