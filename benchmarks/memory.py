@@ -37,7 +37,7 @@ from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.config.root import TrainConfig  # noqa: E402
 from finetrainers.data.inspect.batch_counts import BatchCounts  # noqa: E402
 from finetrainers.data.inspect.plan import DatasetPlan  # noqa: E402
-from finetrainers.engine.block_swap import block_swap, number_to_swap  # noqa: E402
+from finetrainers.engine.block_swap import block_swap  # noqa: E402
 from finetrainers.engine.init_distributed import make_strategy  # noqa: E402
 from finetrainers.engine.memory_recorder import MemoryRecorder  # noqa: E402
 from finetrainers.engine.preflight import Preflight  # noqa: E402
@@ -191,7 +191,7 @@ class Bench:
                 stochastic_rounding=config.training.master_weights == "stochastic_rounding",
             ),
             blocks=spec.blocks,
-            swap=block_swap(number_to_swap(checked, spec, parallel), spec, parallel),
+            swap=block_swap(config.memory.blocks_to_swap, spec, parallel),
         )  # fmt: skip
         network = parallel.unwrap(wrapped)
         scheduler = spec.load_scheduler()

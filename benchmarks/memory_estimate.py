@@ -39,7 +39,7 @@ from finetrainers.engine.sizes_plan import plan_sizes  # noqa: E402
 from finetrainers.engine.trainable import attach  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
-from finetrainers.memory.phases import RESERVE  # noqa: E402
+from finetrainers.memory.fit import reserved  # noqa: E402
 from finetrainers.methods.registry import method_spec  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.utils.phases import TRAINING_STEP, label  # noqa: E402
@@ -47,9 +47,12 @@ from finetrainers.utils.phases import TRAINING_STEP, label  # noqa: E402
 PAGE = ROOT / "docs" / "how-to" / "memory.md"
 _MARKS = ("<!-- what fits -->", "<!-- end of what fits -->")
 GPUS = (12, 16, 24, 32, 48, 80)
+#: Memory of the machine that these GPUs are in.
+HOST_GIB = 64
 KINDS = {"LoRA r128": {"rank": 128, "lora_alpha": 128}, "full": {"training_type": "full-finetune"}}
 ABSENT = "does not fit one GPU"
-HEADINGS = ("GPU", "model", "flags", "planned peak", "expected slowdown")
+_SHORT = {"blocks_to_swap": "{} swapped", "enable_model_cpu_offload": "samples with parts in host memory"}
+HEADINGS = ("GPU", "model", "flags", "chosen by the run", "planned peak", "planned slowdown")
 
 
 @cache
@@ -71,34 +74,31 @@ def run_memory(name: str, kind: str) -> RunMemory:
         mixed_precision="bf16", output_dir="runs/estimate", data_root="absent", **KINDS[kind],
     )  # fmt: skip
     config = method_spec(config).without_data(config) or config
-    return RunMemory(preflight(config, preparing=True, weights=False, planner=plan_sizes))
+    return RunMemory(preflight(config, preparing=True, weights=False, planner=plan_sizes), host_gib=HOST_GIB)
 
 
 def fits(name: str, kind: str, gpu: int) -> tuple[str, ...]:
-    """A row of what fits: GPU, model, flags, planned peak, slowdown."""
+    """A row of what fits, as `HEADINGS` say."""
     memory = run_memory(name, kind)
     start = [f"{gpu} GB", f"{name} {kind}"]
     advice = memory.advice(gpu)
     if advice is None:
-        return (*start, ABSENT, "", "")
-    flags = " ".join(f"`{switch.flags}`" for switch, _ in advice.switches) or "none"
-    unknown = any(switch.slowdown is None for switch, _ in advice.switches)
-    slowdown = sum(switch.slowdown or 0 for switch, _ in advice.switches)
-    said = [f"+{slowdown:g} %"] if slowdown else [] if unknown else ["none"]
-    peak = (1 + RESERVE) * max(advice.peaks.values()) / GIB
-    return (*start, flags, f"{peak:.1f} GiB", ", rest ".join([*said, *(["not measured"] if unknown else [])]))
+        return (*start, ABSENT, "", "", "")
+    flags = " ".join(f"`{one.switch.flags}`" for one in advice.switches) or "none"
+    chosen = "; ".join(_SHORT.get(name, "{}").format(what) for name, what in advice.outcome.chosen.items())
+    return (*start, flags, chosen, f"{reserved(advice.outcome.peak) / GIB:.1f} GiB", advice.slowdown)
 
 
 def all_fits() -> Iterator[tuple[str, ...]]:
-    """Every row that fits with other flags than on a smaller GPU."""
+    """Every row that says something else than that of a smaller GPU."""
     for name in NETWORKS:
         for kind in KINDS:
-            before = ABSENT
+            before: tuple[str, ...] = (ABSENT, "", "", "")
             for gpu in GPUS:
                 row = fits(name, kind, gpu)
-                if row[2] != before:
+                if row[2:] != before:
                     yield row
-                before = row[2]
+                before = row[2:]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -138,7 +138,7 @@ def planned_peak(recipe: Path) -> str:
     found = json.loads(printed.getvalue())
     phase, more = found["peak"]["phase"], "".join(f" and the {part}" for part in found["unknown"])
     line = f"# Planned peak: {found['peak']['reserved'] / GIB:.1f} GiB{more} in the phase {label(phase)}"
-    step = (1 + RESERVE) * found["phases"][TRAINING_STEP]["gpu"] / GIB
+    step = reserved(found["phases"][TRAINING_STEP]["gpu"]) / GIB
     rest = "" if phase == TRAINING_STEP else f", {step:.1f} in the training step"
     return f"{line}{rest} (finetrainers estimate)."
 

@@ -53,8 +53,9 @@ def _own_options() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--gpu", type=_gpu, metavar="24GB", help="say whether it fits this GPU, and if not, what makes it fit"
+        "--gpu", type=_gib, metavar="24GB", help="say whether it fits this GPU, and if not, what makes it fit"
     )
+    parser.add_argument("--host", type=_gib, metavar="64GB", help="host memory of the machine to plan for [this one]")
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     parser.add_argument(
         "--num_processes", type=positive_integer, help="processes on all machines [1, or as the file says]"
@@ -80,7 +81,7 @@ def estimate_command(argv: Sequence[str]) -> int:
             config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
             if config is None:
                 raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
-            return _estimate(config, own, own.gpu)
+            return _estimate(config, own, gpu=own.gpu, host=own.host)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
@@ -106,7 +107,7 @@ def _environment(own: argparse.Namespace) -> Mapping[str, str]:
     return found
 
 
-def _gpu(text: str) -> float:
+def _gib(text: str) -> float:
     """GiB.
 
     Raises:
@@ -118,7 +119,7 @@ def _gpu(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _estimate(config: TrainConfig, own: argparse.Namespace, gpu: float | None) -> int:
+def _estimate(config: TrainConfig, own: argparse.Namespace, *, gpu: float | None, host: float | None) -> int:
     from finetrainers.engine.preflight import preflight
     from finetrainers.engine.sizes_plan import plan_sizes
     from finetrainers.methods.registry import method_names, method_spec, plan_work
@@ -134,23 +135,23 @@ def _estimate(config: TrainConfig, own: argparse.Namespace, gpu: float | None) -
             f"{checked.config.model.pretrained_model_name_or_path} --include '*.json'"
         )
         raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
-    from finetrainers.engine.memory_plan import RunMemory, as_json, fit_lines, memory_lines
+    from finetrainers.engine.memory_lines import as_json, fit_lines, memory_lines
+    from finetrainers.engine.memory_plan import RunMemory
     from finetrainers.memory.estimate import GIB
-    from finetrainers.memory.phases import RESERVE
+    from finetrainers.memory.fit import fits
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries may speak when they are imported
-        memory = RunMemory(checked, gpu_gib=gpu)
-        plan = memory.plan()
-        fits = gpu is None or (1 + RESERVE) * plan.peak <= GIB * gpu
-        advice = None if fits or gpu is None else memory.advice(gpu)
+        memory = RunMemory(checked, gpu_gib=gpu, host_gib=host)
+        found = memory.choose()
+        advice = None if gpu is None or fits(found.plan.peak, GIB * gpu) else memory.advice(gpu)
     if own.json:
-        print(json.dumps(as_json(memory, plan, gpu, advice), indent=2))
+        print(json.dumps(as_json(memory, found, gpu, advice), indent=2))
         return exit_codes.DONE
-    for line in memory_lines(memory, plan):
+    for line in memory_lines(memory, found):
         print(line)
     if no_data:
         print("the data is not on this machine: sizes are those of the options, and its cache is not counted")
     if gpu is not None:
-        for line in fit_lines(plan, gpu, advice):
+        for line in fit_lines(found.plan, gpu, advice):
             print(line)
     return exit_codes.DONE

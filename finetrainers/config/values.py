@@ -238,7 +238,7 @@ def gpu_memory(value: Any) -> Any:
         return value
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:gi?b?)?\s*", value, re.IGNORECASE)
     if found is None or not float(found[1]):
-        raise ValueError(f"{shortened(quoted(value))} is not the memory of a GPU; give GB, such as 24GB")
+        raise ValueError(f"{shortened(quoted(value))} is no amount of memory; give GB, such as 24GB")
     return float(found[1])
 
 

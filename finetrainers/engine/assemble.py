@@ -21,8 +21,9 @@ from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
 
-from .activation_memory import activation_planner, with_activations
-from .block_swap import block_swap, check_number_of_blocks, number_to_swap
+from .activation_memory import activation_planner
+from .automatic import chosen_by_run
+from .block_swap import block_swap, check_number_of_blocks
 from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
 from .callbacks.metrics import MetricsFile, RewardFiles
@@ -34,7 +35,6 @@ from .checkpoints.restore import check_restorable, restore
 from .checkpoints.save import shares_saving
 from .guards.memory import memory_advice
 from .load_work import load_texts, load_work
-from .memory_plan import offloads_samples
 from .memory_recorder import MemoryRecorder
 from .preflight import Preflight
 from .run_dir import RunDirectory
@@ -70,10 +70,10 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     watchdog.enter("loading")
     global_batch = config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.data_size
     lr = config.optimizer.lr * (global_batch if config.optimizer.scale_lr else 1)
-    number = number_to_swap(checked, spec, parallel)
-    activations = activation_planner(checked, spec, parallel, blocks_to_swap=number)
-    resolved = replace(checked, config=with_activations(config, activations))
-    transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr, blocks_to_swap=number)
+    chosen, automatic = chosen_by_run(checked, parallel)
+    activations = activation_planner(checked, automatic, parallel.device)
+    resolved = replace(checked, config=chosen)
+    transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(
         MethodParts(
@@ -92,7 +92,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     )  # fmt: skip
     if activations is not None:
         state.guards.memory.recompute_more = partial(activations.recompute_more, state)
-    callbacks = _make_callbacks(state, checked, source, scheduler=scheduler, encoded=encoded)
+    callbacks = _make_callbacks(state, resolved, source, scheduler=scheduler, encoded=encoded)
     restore(state, start)
     _start_records(state, checked)
     begun = start.schedule_start
@@ -116,11 +116,10 @@ def _sampling_dtype(config: TrainConfig, parallel: Strategy) -> torch.dtype:
     return parallel.compute_dtype(trainable_dtype(config) if is_full else DTYPES[config.model.transformer_dtype])
 
 
-def _load_trained(
-    checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr: float, blocks_to_swap: int
-) -> tuple[nn.Module, Any]:
+def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr: float) -> tuple[nn.Module, Any]:
     """The transformer, with what is trained attached, and its optimizer, as the strategy has prepared them."""
-    config, swap = checked.config, block_swap(blocks_to_swap, spec, parallel)
+    config, number = checked.config, checked.config.memory.blocks_to_swap
+    assert number != "auto", "it was chosen"
     wanted, mapped = trainable_dtype(config), mapped_dtype(checked, spec)
     with loading(checked, "transformer"):
         return parallel.prepare(
@@ -133,7 +132,7 @@ def _load_trained(
                 stochastic_rounding=config.training.master_weights == "stochastic_rounding",
             ),
             blocks=spec.blocks,
-            swap=swap,
+            swap=block_swap(number, spec, parallel),
             mapped=mapped is not None,
             widened=None if mapped in (None, wanted) else wanted,
         )
@@ -162,8 +161,7 @@ def _make_validations(
 ) -> Iterator[Validation]:
     """What samples the validation prompts, and what samples the prompts that rewards score, unless these are the same."""
     config, scores = state.config, None
-    changes = {"enable_model_cpu_offload": _offloads(state, checked), "validation_frame_rate": checked.frame_rate}
-    section = config.validation.model_copy(update=changes)
+    section = checked.config.validation.model_copy(update={"validation_frame_rate": checked.frame_rate})
     due = _validation_schedule(state, source)
     if config.validation.eval_reward and not method_spec(config).samples:
         scores = SampleScores(config.validation.eval_reward, state.parallel)
@@ -194,13 +192,6 @@ def _scoring_schedule(state: TrainState) -> Callable[[int], bool]:
 
 def _either(one: Callable[[int], bool], other: Callable[[int], bool]) -> Callable[[int], bool]:
     return lambda step: one(step) or other(step)
-
-
-def _offloads(state: TrainState, checked: Preflight) -> bool:
-    """Whether samples are drawn with parts of the model in host memory."""
-    parallel = state.parallel
-    can = parallel.device.type == "cuda" and parallel.weights_are_plain
-    return offloads_samples(checked, gpu_bytes=torch.cuda.mem_get_info(parallel.device)[1] if can else None)
 
 
 def _validation_schedule(state: TrainState, source: WorkSource) -> Callable[[int], bool]:

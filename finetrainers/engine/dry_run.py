@@ -13,7 +13,8 @@ from finetrainers.methods.registry import method_spec
 from finetrainers.utils.text import plural
 
 from .block_swap import check_number_of_blocks
-from .memory_plan import RunMemory, memory_lines
+from .memory_lines import memory_lines
+from .memory_plan import RunMemory
 from .preflight import Preflight
 from .ready import examine_weights
 from .room import disk_needs, room_warnings
@@ -73,7 +74,7 @@ def _print_memory(checked: Preflight, transformer: nn.Module) -> None:
         weights = num_quantizable(transformer, config, checked.family.load(config.model))
         print_line(f"  {weights / 1e6:.4g} M of them quantized to {config.memory.quantize_frozen}")
     memory = RunMemory(checked, transformer)
-    for line in memory_lines(memory, memory.plan()):
+    for line in memory_lines(memory, memory.choose()):
         print_line(line)
 
 

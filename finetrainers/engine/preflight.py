@@ -107,43 +107,39 @@ def preflight(
     earlier = scan_checkpoints(config.run.output_dir)
     checkpoint, initial = _find_weights(config, found, damaged or {})
     config = _with_base(config, initial)
-    check_paths(config, found)
-
-    misplaced = _concern(found, _MODEL_PLACES)
-    model_problems = [] if misplaced else family.problems(config.model, weights=weights)
-    found.errors += named_as_given(model_problems, initial)
-    readable = not misplaced and not model_problems  # else its rules are those of the published checkpoints
-    facts = family.facts_of(config.model) if readable else family.facts
+    facts, known = _find_facts(config, family, initial, weights=weights, found=found)
     prompts = read_prompts(config, found)
     scored = _read_scored(config, method, found)
+    _check_options(config, facts, prompts, scored, found)
+    config = _with_media(config, facts)
     if not preparing:
         check_tracker(config, found)
-    _check_options(config, facts, prompts, scored, method, found)
-    config = _with_media(config, facts)
-    if earlier and not preparing:  # damaged ones too
-        _check_earlier(config, found)
-
+        if earlier:  # damaged ones too
+            _check_earlier(config, found)
     start = None
     plan = None if method is None else _find_work(config, facts, method, planner, found)
     if plan is not None:
         config = _with_frame_rate(config, sampling_fps(plan.rates, facts.geometry.fps), facts)
         check_control_videos(config, facts, [*prompts, *scored], plan.size, found)
-    if plan is not None and not model_problems and not _concern(found, ("init_from", "resume_from_checkpoint")):
+    if plan is not None and known and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
             start = _begin(config, plan, checkpoint, initial)
     if found.errors or plan is None or start is None:
         raise ConfigError(found.errors)
-    return Preflight(
-        config,
-        family,
-        facts,
-        prompts,
-        plan,
-        start,
-        [*found.warnings, *plan.warnings, *start.warnings],
-        earlier,
-        scored=scored,
-    )
+    warnings = [*found.warnings, *plan.warnings, *start.warnings]
+    return Preflight(config, family, facts, prompts, plan, start, warnings, earlier, scored=scored)
+
+
+def _find_facts(
+    config: TrainConfig, family: Family, initial: InitialWeights | None, *, weights: bool, found: Findings
+) -> tuple[Facts, bool]:
+    """The facts of the model, else those of the published checkpoints; and whether nothing is wrong with its files."""
+    check_paths(config, found)
+    misplaced = _concern(found, _MODEL_PLACES)
+    problems = [] if misplaced else family.problems(config.model, weights=weights)
+    found.errors += named_as_given(problems, initial)
+    readable = not misplaced and not problems
+    return family.facts_of(config.model) if readable else family.facts, not problems
 
 
 def _find_method(config: TrainConfig, found: Findings) -> MethodSpec | None:
@@ -263,32 +259,54 @@ def read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]
     return prompts
 
 
-def _check_options(
+def option_findings(
     config: TrainConfig,
     facts: Facts,
     prompts: list[ValidationPrompt],
     scored: list[ValidationPrompt],
-    method: MethodSpec | None,
-    found: Findings,
-) -> None:
-    """The options among each other, with the method and on this device; and the faults that were asked for."""
-    rules = check_config(config, facts=facts, prompts=prompts, scored=scored)
-    device = likely_device_type()
-    errors, warnings = optimizer_problems(config, device_type=device, num_processes=launched_processes())
-    kernels = kernel_problems(config, device_type=device, dtype_bytes=computed_bytes(config))
-    found.errors += [*rules.errors, *([] if method is None else method.problems(config)), *errors, *kernels.errors]
-    found.errors += quantization_problems(config, device_type=device)
-    is_lora, is_dora = config.training.training_type == "lora", config.training.use_dora
-    for wanted in config.run.export_formats:
-        why = format_problem(config.model.model_name, wanted, is_lora=is_lora, is_dora=is_dora)
-        found.errors += [] if why is None else [Problem("--export_formats", why)]
+    *,
+    device_type: str,
+    updates_parts: bool = False,
+) -> Findings:
+    """Errors and warnings of the options among each other, with the method, and on a device.
+
+    Args:
+        config: the run.
+        facts: of the model.
+        prompts: to be sampled during training.
+        scored: to be sampled and scored besides.
+        device_type: where it trains: `cpu`, `cuda`, `xpu`.
+        updates_parts: see `optimizer_problems`.
+    """
+    found = check_config(config, facts=facts, prompts=prompts, scored=scored)
+    method = method_spec(config) if config.training.method in method_names() else None
+    errors, warnings = optimizer_problems(
+        config, device_type=device_type, num_processes=launched_processes(), updates_parts=updates_parts
+    )
+    kernels = kernel_problems(config, device_type=device_type, dtype_bytes=computed_bytes(config))
+    found.errors += [*([] if method is None else method.problems(config)), *errors, *kernels.errors]
+    found.errors += quantization_problems(config, device_type=device_type)
     if config.optimizer.optimizer_in_backward and method is not None and method.accumulates(config):
         message = (
             "frees each gradient as it is made, and a step of this run has several micro-batches, whose gradients add up; use "
             "--gradient_accumulation_steps 1, or leave it out"
         )
         found.errors.append(Problem("--optimizer_in_backward", message))
-    found.warnings += [*rules.warnings, *warnings, *kernels.warnings]
+    found.warnings += [*warnings, *kernels.warnings]
+    return found
+
+
+def _check_options(
+    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], scored: list[ValidationPrompt], found: Findings
+) -> None:
+    """The options on this device, formats that the result cannot be written in, and faults that were asked for."""
+    rules = option_findings(config, facts, prompts, scored, device_type=likely_device_type())
+    found.errors += rules.errors
+    found.warnings += rules.warnings
+    is_lora, is_dora = config.training.training_type == "lora", config.training.use_dora
+    for wanted in config.run.export_formats:
+        why = format_problem(config.model.model_name, wanted, is_lora=is_lora, is_dora=is_dora)
+        found.errors += [] if why is None else [Problem("--export_formats", why)]
     asked = os.environ.get(faults.ENVIRONMENT, "")
     with _noted(found, faults.ENVIRONMENT):
         if faults.parse_faults(asked):  # so that nobody forgets the variable

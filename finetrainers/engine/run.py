@@ -10,6 +10,7 @@ from finetrainers.utils.faults import arm_faults, fault_point
 from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
 
 from .assemble import assemble
+from .automatic import within_budget
 from .callbacks.base import Callback
 from .checkpoints.find import scan_checkpoints
 from .checkpoints.restore import find_damage
@@ -18,7 +19,7 @@ from .export import export
 from .guards.memory_failure import MemoryFailures
 from .init_distributed import make_strategy
 from .lock import exclusive
-from .memory_plan import planned_peaks, print_planned, within_budget
+from .memory_plan import planned_peaks, print_planned
 from .memory_recorder import MemoryRecorder
 from .preflight import Preflight
 from .ready import examine_weights, get_ready

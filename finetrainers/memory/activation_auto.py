@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ActivationMemory
-from finetrainers.parallel.sharding import WHOLE, Split
 
-from .activation_plan import SETTINGS, Choice, Machine, StepWork, choose, recomputed
+from .activation_plan import SETTINGS, Choice, Machine, StepWork, choose, recomputed, step_seconds
 from .estimate import GIB, MemoryPlan, Workload, estimate, workload_of
+from .network_weights import NetworkWeights
+from .phases import Surroundings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +37,7 @@ class ActivationModel:
         work: operations of a micro-batch.
         settings: that go with the other options.
         whole: whether a setting must hold for all blocks.
+        others: bytes on the device during a step that the workload knows nothing of: other networks.
         correction: measured by planned bytes of what a step takes beyond what is there between steps.
     """
 
@@ -43,17 +45,32 @@ class ActivationModel:
     work: StepWork
     settings: tuple[ActivationMemory, ...] = SETTINGS
     whole: bool = False
+    others: float = 0.0
     correction: float = 1.0
 
     def choose(self, machine: Machine) -> Choice:
         """The setting with which a step takes least time; see `activation_plan.choose`."""
         total = sum(self.workload.num_blocks)
+        machine = replace(machine, host=machine.host - self.workload.swap.host)
         return choose(total, self.sizes, self.work, machine, settings=self.settings, whole=self.whole)
+
+    def slower(self, config: TrainConfig, machine: Machine) -> float:
+        """By how much a step of a configuration takes longer than one that recomputes and copies nothing, as a share."""
+        stored, share, total = (
+            config.memory.stored,
+            config.memory.selective_checkpointing,
+            sum(self.workload.num_blocks),
+        )
+        share = 0.0 if stored == "none" else 1.0 if share is None else share
+        host = self.sizes(stored, round(share * total))[1]
+        fastest = step_seconds(replace(self.work, copied=0.0), machine, "none", 0.0, 0.0)
+        return step_seconds(self.work, machine, stored, share, host) / fastest - 1
 
     def sizes(self, stored: ActivationMemory, number: int) -> tuple[float, float]:
         """Bytes on the device and on the host with a setting for so many blocks."""
         plan = self.plan(stored, number)
-        return GIB * (plan.at_rest + self.correction * (plan.total - plan.at_rest)), GIB * plan.offloaded
+        moving = self.correction * (plan.total - plan.at_rest)
+        return self.others + GIB * (plan.at_rest + moving), GIB * plan.offloaded
 
     def plan(self, stored: ActivationMemory, number: int) -> MemoryPlan:
         """The estimate, without the correction."""
@@ -63,12 +80,13 @@ class ActivationModel:
     @property
     def at_rest(self) -> float:
         """Bytes on the device between steps."""
-        return GIB * self.plan("none", 0).at_rest
+        return self.others + GIB * self.plan("none", 0).at_rest
 
     def measured(self, choice: Choice, *, peak: float) -> ActivationModel:
         """The model, corrected by the peak in bytes of a step with this choice."""
         plan = self.plan(choice.stored, choice.number)
-        return replace(self, correction=max(0.0, peak / GIB - plan.at_rest) / (plan.total - plan.at_rest))
+        moving = max(0.0, (peak - self.others) / GIB - plan.at_rest)
+        return replace(self, correction=moving / (plan.total - plan.at_rest))
 
     def operations(self, choice: Choice) -> float:
         """Of a micro-batch, by those that are computed once."""
@@ -82,15 +100,28 @@ def activation_model(
     network: nn.Module,
     *,
     spec: ModelSpec,
-    bucket: tuple[int, int, int],
-    batch_size: int,
-    split: Split = WHOLE,
+    around: Surroundings,
+    others: float = 0.0,
 ) -> ActivationModel:
-    """The model of a configured run; see `workload_of`."""
-    workload = workload_of(config, geometry, network, spec=spec, bucket=bucket, batch_size=batch_size, split=split)
+    """The model of a configured run.
+
+    Args:
+        config: the run.
+        geometry: size rules of the checkpoint.
+        network: on the meta device, with its adapter attached.
+        spec: of the model.
+        around: the largest clips, how many make a micro-batch, and what processes share.
+        others: see `ActivationModel`.
+    """
+    weights = around.weights or NetworkWeights(network, spec)
+    workload = workload_of(
+        config, geometry, network, spec=spec, bucket=around.bucket, batch_size=around.clips, split=around.split,
+        weights=weights,
+    )  # fmt: skip
     # Autograd stores the casts of blocks that are not recomputed, which the estimate leaves out.
     casts = "transformer" in config.memory.layerwise_upcasting_modules
-    return ActivationModel(workload, _work(workload, network, spec), _settings(config, recomputes=casts), whole=casts)
+    settings = _settings(config, recomputes=casts)
+    return ActivationModel(workload, _work(workload, weights, spec), settings, whole=casts, others=others)
 
 
 def with_choice(config: TrainConfig, choice: Choice | None) -> TrainConfig:
@@ -108,13 +139,13 @@ def _settings(config: TrainConfig, *, recomputes: bool) -> tuple[ActivationMemor
     return tuple(setting for setting in SETTINGS if setting not in excluded)
 
 
-def _work(workload: Workload, network: nn.Module, spec: ModelSpec) -> StepWork:
+def _work(workload: Workload, weights: NetworkWeights, spec: ModelSpec) -> StepWork:
     from finetrainers.models.spec import Tokens  # needs torch, as the caller's network does
 
     tokens = Tokens(workload.batch_size, workload.num_tokens, 0)
-    flops = spec.flops(network)
+    flops = weights.once("flops", lambda: spec.flops(weights.network))
     if flops is None:  # two operations for each weight and token
-        forward = 2.0 * sum(p.numel() for p in network.parameters()) * tokens.clips * tokens.video
+        forward = 2.0 * weights.total * tokens.clips * tokens.video
         return StepWork(forward, 2 * forward, 0.0, workload.swap.copied)
     return StepWork(
         flops.of_forward(tokens), flops.of_backward(tokens), flops.of_attention(tokens), workload.swap.copied

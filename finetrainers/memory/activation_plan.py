@@ -106,8 +106,8 @@ class Machine:
     """What a process has to compute with.
 
     Attributes:
-        device: bytes on the device that tensors may take.
-        host: bytes of host memory that activations may take.
+        device: bytes on the device that tensors may take, those of all networks.
+        host: bytes of host memory that activations and swapped blocks may take.
         flops: operations a second.
         link: bytes a second between host and device, in each direction.
     """
@@ -184,7 +184,10 @@ def choose(
 
     def choice(stored: ActivationMemory, number: int, *, fits: bool = True) -> Choice:
         device, host = sizes(stored, number)
-        slower = _seconds(work, machine, stored, number / total, host) / _seconds(work, machine, "none", 0.0, 0.0) - 1
+        slower = (
+            step_seconds(work, machine, stored, number / total, host) / step_seconds(work, machine, "none", 0.0, 0.0)
+            - 1
+        )
         return Choice(stored, number, total, device, host, slower, fits)
 
     fitting: list[Choice] = []
@@ -205,8 +208,8 @@ def recomputed(work: StepWork, stored: ActivationMemory, share: float) -> float:
     return share * (work.forward - (work.attention if stored in ("keep_attention", "offload") else 0.0))
 
 
-def _seconds(work: StepWork, machine: Machine, stored: ActivationMemory, share: float, host: float) -> float:
-    """A micro-batch: what computing does not hide of copies is waited for."""
+def step_seconds(work: StepWork, machine: Machine, stored: ActivationMemory, share: float, host: float) -> float:
+    """Seconds of a micro-batch: what computing does not hide of copies is waited for."""
     forward, backward = work.forward, work.backward + recomputed(work, stored, share)
     to_device = work.copied / 2
     copies = max(host, to_device) / machine.link, (host + to_device) / machine.link

@@ -7,16 +7,36 @@ Imports no torch.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from finetrainers.config.root import TrainConfig, fields
 
-#: Bytes on the GPU in each phase; None: a run with these options would be refused.
-Peaks = Callable[[TrainConfig], Mapping[str, float] | None]
 
-_MOST_TRIALS = 120  # sets that are estimated in order of price before the search becomes greedy
+@dataclass(frozen=True)
+class Outcome:
+    """What comes of options.
+
+    Attributes:
+        peaks: bytes on the GPU in each phase.
+        slower: percent by which a step takes longer than one that recomputes and copies nothing, as it was planned.
+        chosen: what is chosen for options with the value `auto`, by name, in words.
+    """
+
+    peaks: Mapping[str, float]
+    slower: float = 0.0
+    chosen: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the GPU, at most."""
+        return max(self.peaks.values(), default=0.0)
+
+
+#: What comes of a configuration; None: a run with these options would be refused.
+Outcomes = Callable[[TrainConfig], Outcome | None]
 
 
 @dataclass(frozen=True)
@@ -26,9 +46,9 @@ class Switch:
     Attributes:
         options: values by flat name of the option.
         cost: in words, for the user: what gets slower, worse or larger.
-        price: for the order of the search, which prefers the set of switches with the lowest sum. About the percent of
-            a step's time; what changes results costs more than what only takes time.
-        slowdown: percent of a step's time, counted or measured; None: it was not measured.
+        price: for the order of the search, which prefers the set of switches with the lowest sum, `Outcome.slower` included.
+            About the percent of a step's time; what changes results costs more than what only takes time.
+        slowdown: percent of a step's time besides `Outcome.slower`; None: it was not measured.
         needs: values of other options without which it saves nothing.
     """
 
@@ -52,20 +72,13 @@ SWITCHES: tuple[Switch, ...] = (
     Switch({"precompute_conditions": True}, "disk for the cache, and one fixed crop of every clip", 3, 0),
     Switch({"quantize_text_encoders": "int8"}, "text encoders are rounded to int8: prompts are encoded a bit differently", 5, 0),
     Switch({"enable_tiling": True}, "the VAE works in tiles: slower, and latents differ slightly", 4, 0),
+    Switch({"gradient_checkpointing": True}, "one more forward pass", 1, 0),
+    Switch({"activation_memory": "auto"}, "blocks compute some activations again, or move them to host memory", 2, 0),
     Switch({"offload_trajectory": True}, "sampled latents travel to host memory and back", 4),
     Switch({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),
     Switch({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10),
     Switch({"optimizer": "adamw-torchao-8bit"}, "optimizer state is rounded to 8 bits", 12),
-    Switch(
-        {"gradient_checkpointing": True, "activation_memory": "keep_attention"},
-        "one more forward pass, without attention", 20,
-    ),
-    Switch(
-        {"gradient_checkpointing": True, "activation_memory": "offload"},
-        "one more forward pass without attention, PCIe traffic, pinned host memory", 34,
-    ),
     Switch({"blocks_to_swap": "auto"}, "frozen weights travel over PCIe in forward and in backward; host memory", 20),
-    Switch({"gradient_checkpointing": True}, "one more forward pass: a third more computation", 33, 33),
     Switch({"quantize_frozen": "int8"}, "frozen weights are rounded to int8, and dequantized for every use", 34),
     Switch({"quantize_frozen": "nf4"}, "frozen weights are rounded to 4 bits, and dequantized for every use", 60),
     Switch(
@@ -98,44 +111,60 @@ OTHER_WAYS = (
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """A switch of a set.
+
+    Attributes:
+        switch: that is on.
+        saves: bytes that the peak would rise by without it.
+        slower: percent of a step's time that it is planned to take.
+    """
+
+    switch: Switch
+    saves: float
+    slower: float
+
+
+@dataclass(frozen=True)
 class Advice:
     """A set of switches, and what comes of it.
 
     Attributes:
         config: with the switches on.
-        switches: the set, with the bytes that the peak would rise by without each.
-        peaks: bytes on the GPU in each phase.
+        switches: the set.
+        outcome: what comes of it.
+        slower: percent of a step's time that the set is planned to take.
     """
 
     config: TrainConfig
-    switches: tuple[tuple[Switch, float], ...]
-    peaks: Mapping[str, float]
+    switches: tuple[Chosen, ...]
+    outcome: Outcome
+    slower: float
+
+    @property
+    def slowdown(self) -> str:
+        """What is known of how much longer a step takes, in words."""
+        known = self.slower + sum(one.switch.slowdown or 0.0 for one in self.switches)
+        said = [f"{known:+.0f} %"] if round(known) else []
+        if any(one.switch.slowdown is None for one in self.switches):
+            said.append("rest not measured" if said else "not measured")
+        return ", ".join(said) or "none"
 
 
 def cheapest(
-    config: TrainConfig, peaks: Peaks, *, budget: float, switches: Sequence[Switch] = SWITCHES
+    config: TrainConfig, outcomes: Outcomes, *, budget: float, switches: Sequence[Switch] = SWITCHES
 ) -> Advice | None:
     """The set of switches with the lowest price with which no phase exceeds the budget; None: no set does.
 
-    Options that the user has set to other than their defaults stay as they are. Sets are tried in order of price. Where
-    there are too many, the switch that lowers the peak most for its price is added until it fits, and then those that
-    turn out not to be needed are removed.
+    Options that the user has set to other than their defaults stay as they are.
 
     Args:
         config: the run.
-        peaks: the estimate.
+        outcomes: the estimate.
         budget: bytes that a phase may take.
         switches: to choose from.
     """
-    useful = _useful(config, peaks, switches)
-    for trials, chosen in enumerate(_by_price(useful), start=1):
-        found = _peaks_with(config, chosen, peaks)
-        if found is not None and max(found.values(), default=0.0) <= budget:
-            return _advice(config, chosen, peaks)
-        if trials > _MOST_TRIALS:
-            greedy = _greedily(config, useful, peaks, budget)
-            return None if greedy is None else _advice(config, greedy, peaks)
-    return None
+    return _Search(config, outcomes, budget, switches).cheapest()
 
 
 def with_switches(config: TrainConfig, switches: Sequence[Switch]) -> TrainConfig:
@@ -150,80 +179,121 @@ def with_switches(config: TrainConfig, switches: Sequence[Switch]) -> TrainConfi
 
 def has_what_it_needs(config: TrainConfig, switch: Switch) -> bool:
     """Whether a switch would save anything: every setting that recomputes all blocks counts as `gradient_checkpointing`."""
+    recomputes = config.memory.recomputes_all or config.memory.activation_memory == "auto"
     return all(
-        config.memory.recomputes_all if name == "gradient_checkpointing" else config.get(name) == value
+        recomputes if name == "gradient_checkpointing" else config.get(name) == value
         for name, value in switch.needs.items()
     )
 
 
-def _useful(config: TrainConfig, peaks: Peaks, switches: Sequence[Switch]) -> list[Switch]:
-    """The switches that may be set, and lower a phase, by themselves or with what they need."""
-    found = []
-    for switch in switches:
-        if any(config.changed(name) for name in switch.options):
-            continue
-        base = with_switches(config, [Switch(switch.needs, "", 0.0)])
-        before, after = peaks(base), peaks(with_switches(base, [switch]))
-        if after is not None and (before is None or any(after[phase] < before.get(phase, 0.0) for phase in after)):
-            found.append(switch)
-    return sorted(found, key=lambda switch: switch.price)
+class _Search:
+    """Best-first search over the sets of switches, with bounds.
 
+    Of two sets that go together, the one with more switches is taken to need no more memory and to recompute no more. So no
+    set fits that is part of one which does not, and the time of the larger one bounds the price of all its parts.
+    """
 
-def _by_price(switches: Sequence[Switch]) -> Iterator[list[Switch]]:
-    """Every set of switches that go together, the one with the lowest price first."""
-    heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    while heap:
-        price, chosen = heapq.heappop(heap)
-        yield [switches[number] for number in chosen]
-        for number in range(chosen[-1] + 1 if chosen else 0, len(switches)):
-            if not any(switches[number].options.keys() & switches[other].options.keys() for other in chosen):
-                heapq.heappush(heap, (price + switches[number].price, (*chosen, number)))
+    def __init__(self, config: TrainConfig, outcomes: Outcomes, budget: float, switches: Sequence[Switch]) -> None:
+        self._config, self._outcomes, self._budget = config, outcomes, budget
+        self._useful = sorted(filter(self._is_useful, switches), key=lambda switch: switch.price)
+        self._conflicts = [(one, other) for one, other in combinations(self._useful, 2) if self._conflict(one, other)]
 
+    def cheapest(self) -> Advice | None:
+        """The set with the lowest price that fits."""
+        heap: list[tuple[float, tuple[int, ...], bool]] = []
 
-def _peaks_with(config: TrainConfig, chosen: Sequence[Switch], peaks: Peaks) -> Mapping[str, float] | None:
-    """The estimate with a set of switches; None: refused, or one of them lacks what it needs."""
-    changed = with_switches(config, chosen)
-    if not all(has_what_it_needs(changed, switch) for switch in chosen):
+        def push(price: float, chosen: tuple[int, ...]) -> None:
+            """All sets that begin with these switches, at the least price that any of them may have."""
+            slower = self._least_slower(chosen)
+            if slower is not None:
+                heapq.heappush(heap, (price + slower, chosen, False))
+
+        push(0.0, ())
+        while heap:
+            _, chosen, is_set = heapq.heappop(heap)
+            switches = [self._useful[number] for number in chosen]
+            if is_set:
+                return self._advice(switches)
+            price, found = sum(switch.price for switch in switches), self._outcome(switches)
+            if found is not None and found.peak <= self._budget:
+                heapq.heappush(heap, (price + found.slower, chosen, True))
+            for number in range(chosen[-1] + 1 if chosen else 0, len(self._useful)):
+                more = self._useful[number]
+                if self._go_together([*switches, more]):
+                    push(price + more.price, (*chosen, number))
         return None
-    return peaks(changed)
 
+    def _least_slower(self, chosen: tuple[int, ...]) -> float | None:
+        """A bound of the planned time of the sets that begin with these switches; None: none of them fits."""
+        switches = [self._useful[number] for number in chosen]
+        later = self._useful[chosen[-1] + 1 if chosen else 0 :]
+        found = [
+            self._outcome(self._with_needs([*switches, *more]))
+            for more in self._largest([one for one in later if self._go_together([*switches, one])])
+        ]
+        return min((one.slower for one in found if one is not None and one.peak <= self._budget), default=None)
 
-def _greedily(config: TrainConfig, useful: Sequence[Switch], peaks: Peaks, budget: float) -> list[Switch] | None:
-    """A set that fits, not always the one with the lowest price."""
-    chosen: list[Switch] = []
+    def _largest(self, switches: list[Switch]) -> list[list[Switch]]:
+        """The largest sets of these switches that go together."""
+        for one, other in self._conflicts:
+            if one in switches and other in switches:
+                found = [self._largest([each for each in switches if each is not left]) for left in (one, other)]
+                return [*found[0], *(sets for sets in found[1] if sets not in found[0])]
+        return [switches]
 
-    def worst(switches: Sequence[Switch]) -> float:
-        found = _peaks_with(config, switches, peaks)
-        return float("inf") if found is None else max(found.values(), default=0.0)
+    def _with_needs(self, switches: list[Switch]) -> list[Switch]:
+        """Those that have what they need among the others."""
+        config = with_switches(self._config, switches)
+        return [switch for switch in switches if has_what_it_needs(config, switch)]
 
-    while (peak := worst(chosen)) > budget:
-        gains = []
-        for number, switch in enumerate(useful):
-            # Of several rows for an option, a later one may take the place of an earlier one.
-            rest = [other for other in chosen if not other.options.keys() & switch.options.keys()]
-            if switch not in chosen and (gain := peak - worst([*rest, switch])) > 0:
-                gains.append((gain / switch.price, number, [*rest, switch]))
-        if not gains:
+    def _go_together(self, switches: Sequence[Switch]) -> bool:
+        return not any(one in switches and other in switches for one, other in self._conflicts)
+
+    def _conflict(self, one: Switch, other: Switch) -> bool:
+        """Whether two switches set the same option, or a run with both would be refused."""
+        if one.options.keys() & other.options.keys():
+            return True
+        needed = [Switch({**one.needs, **other.needs}, "", 0.0)]
+        return self._outcomes(with_switches(self._config, [*needed, one, other])) is None
+
+    def _advice(self, chosen: Sequence[Switch]) -> Advice:
+        """What comes of a set, and of each switch in it."""
+        found, base = self._outcome(chosen), self._outcomes(self._config)
+        assert found is not None, "the set was found by this estimate"
+        each = []
+        for switch in chosen:
+            # What needs this switch saves nothing without it.
+            rest = [other for other in chosen if other is not switch and not self._needs(other, switch)]
+            without = self._outcome(rest)
+            saves, slower = (
+                (0.0, 0.0) if without is None else (without.peak - found.peak, found.slower - without.slower)
+            )
+            each.append(Chosen(switch, saves, slower))
+        before = 0.0 if base is None else base.slower
+        return Advice(with_switches(self._config, chosen), tuple(each), found, found.slower - before)
+
+    def _is_useful(self, switch: Switch) -> bool:
+        """Whether it may be set, and lowers a phase, by itself or with what it needs."""
+        if any(self._config.changed(name) for name in switch.options):
+            return False
+        base = with_switches(self._config, [Switch(switch.needs, "", 0.0)])
+        before, after = self._outcomes(base), self._outcomes(with_switches(base, [switch]))
+        if after is None or before is None:
+            return after is not None
+        return any(size < before.peaks.get(phase, 0.0) for phase, size in after.peaks.items())
+
+    def _needs(self, switch: Switch, other: Switch) -> bool:
+        """Whether a switch saves nothing without the other."""
+        return not has_what_it_needs(self._config, switch) and has_what_it_needs(
+            with_switches(self._config, [other]), switch
+        )
+
+    def _outcome(self, chosen: Sequence[Switch]) -> Outcome | None:
+        """The estimate with a set of switches; None: refused, or one of them lacks what it needs."""
+        changed = with_switches(self._config, chosen)
+        if not all(has_what_it_needs(changed, switch) for switch in chosen):
             return None
-        chosen = max(gains)[2]
-    for switch in sorted(chosen, key=lambda one: -one.price):
-        rest = [other for other in chosen if other is not switch]
-        if worst(rest) <= budget:
-            chosen = rest
-    return sorted(chosen, key=lambda one: one.price)
-
-
-def _advice(config: TrainConfig, chosen: Sequence[Switch], peaks: Peaks) -> Advice:
-    found = _peaks_with(config, chosen, peaks)
-    assert found is not None, "the set was found by this estimate"
-    peak = max(found.values(), default=0.0)
-    savings = []
-    for switch in chosen:
-        # What needs this switch saves nothing without it.
-        rest = [o for o in chosen if o is not switch and not o.needs.keys() & switch.options.keys()]
-        without = _peaks_with(config, rest, peaks)
-        savings.append((switch, 0.0 if without is None else max(without.values(), default=0.0) - peak))
-    return Advice(with_switches(config, chosen), tuple(savings), found)
+        return self._outcomes(changed)
 
 
 def _flag(name: str, value: Any) -> str:

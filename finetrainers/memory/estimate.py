@@ -323,18 +323,24 @@ def _optimizer_bytes_on_device(config: TrainConfig, split: Split, *, masters: bo
 
 def _frozen_bytes(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> tuple[float, SwapSizes]:
     """Bytes of the frozen weights that stay on the device, and of swapped blocks."""
-    width = DTYPE_BYTES[config.model.transformer_dtype]
-    sizes = {id(p): float(p.numel() * width) for p in weights.all if not p.requires_grad}
-    casts = "transformer" in config.memory.layerwise_upcasting_modules
-    if casts:
-        sizes |= weights.bytes_cast(config.memory.layerwise_upcasting_skip_modules_pattern)
-    for weight, saved in _saved(config, weights, spec).items():
-        sizes[weight] -= saved
-    of_blocks = [sum(sizes.get(id(p), 0.0) for p in block) for block in weights.blocks]
+    memory, width = config.memory, DTYPE_BYTES[config.model.transformer_dtype]
+    casts = "transformer" in memory.layerwise_upcasting_modules
+    skip = memory.layerwise_upcasting_skip_modules_pattern
+
+    def find() -> tuple[float, list[float]]:
+        sizes = {id(p): float(p.numel() * width) for p in weights.all if not p.requires_grad}
+        if casts:
+            sizes |= weights.bytes_cast(skip)
+        for weight, saved in _saved(config, weights, spec).items():
+            sizes[weight] -= saved
+        return sum(sizes.values()), [sum(sizes.get(id(p), 0.0) for p in block) for block in weights.blocks]
+
+    quantized = (memory.quantize_frozen, *memory.quantize_skip_modules)
+    total, of_blocks = weights.once(("frozen", width, (*skip,) if casts else None, quantized), find)
     swap = swap_sizes(of_blocks, len(swapped_blocks(config, weights.blocks)))
     if casts and swap.slots:  # each layer leaves a copy in 8 bits behind, until its block has computed
         swap = replace(swap, slots=swap.slots + max(of_blocks))
-    return sum(sizes.values()) - swap.host, swap
+    return total - swap.host, swap
 
 
 def _saved(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> Mapping[int, float]:

@@ -40,7 +40,7 @@ class NetworkWeights:
             layers = castable_layers(self.network, skip_modules_pattern=skip)
             return {id(p): float(p.numel()) for _, layer in layers for p in layer.parameters()}
 
-        return self._once(("cast", *skip), find)
+        return self.once(("cast", *skip), find)
 
     def bytes_saved(self, kind: str, *, skip: tuple[str, ...], width: int) -> Mapping[int, float]:
         """Bytes that quantization saves of each weight, by its `id`."""
@@ -50,9 +50,10 @@ class NetworkWeights:
 
             return bytes_saved(self.network, kind, skip=skip, width=width)
 
-        return self._once(("quantized", kind, skip, width), find)
+        return self.once(("quantized", kind, skip, width), find)
 
-    def _once(self, key: Hashable, find: Callable[[], T]) -> T:
+    def once(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What was found for this key, which only the network and the key decide."""
         if key not in self._known:
             self._known[key] = find()
         return self._known[key]

@@ -27,7 +27,6 @@ from finetrainers.utils.phases import (
     VALIDATION,
 )  # fmt: skip
 
-from .activation_plan import Choice, Machine
 from .estimate import DTYPE_BYTES, GIB, MemoryPlan, activations_of, estimate_for, optimizer_state_bytes
 from .network_weights import NetworkWeights
 
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int, int]
 
-#: What the allocator reserves beyond what is allocated, CUDA's context included: published measurements, see `docs/how-to/memory.md`.
-RESERVE = 0.15
 #: Resident memory of a process that trains, without weights: 0.55 to 0.62 measured on Linux with the CPU build of torch. The
 #: libraries of CUDA add to it; how much was not measured.
 PROCESS_GIB = 0.6
@@ -95,7 +92,6 @@ class RunPlan:
         local_processes: processes that share the memory of a machine.
         one_by_one: bytes that the processes of a machine load one after another, each at its turn.
         unknown: what is not in the figures.
-        activations: what `--activation_memory auto` chooses, and for what machine; None: the options say it, or all is stored.
     """
 
     phases: Mapping[str, Mapping[str, float]]
@@ -104,12 +100,16 @@ class RunPlan:
     local_processes: int = 1
     one_by_one: float = 0.0
     unknown: tuple[str, ...] = ()
-    activations: tuple[Choice, Machine] | None = None
 
     @property
     def peaks(self) -> dict[str, float]:
         """Bytes on the GPU by phase."""
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
+
+    @property
+    def other_networks(self) -> float:
+        """Bytes on the GPU in a training step that the network which is trained does not take."""
+        return self.peaks[TRAINING_STEP] - GIB * self.step.total
 
     @property
     def peak_phase(self) -> str:

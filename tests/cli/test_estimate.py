@@ -51,7 +51,7 @@ def test_json(estimate: Callable[..., tuple[int, str, str]]) -> None:
     assert found["fits"] is False
     assert found["peak"]["allocated"] == max(phase["gpu"] for phase in found["phases"].values())
     assert found["advice"]["reserved"] <= 2 * 2**30
-    assert all(switch["saves"] > 0 for switch in found["advice"]["switches"])
+    assert all(one["saves"] > 0 or one["planned_slowdown_percent"] < 0 for one in found["advice"]["switches"])
 
 
 def test_processes_of_a_launcher(estimate: Callable[..., tuple[int, str, str]]) -> None:
@@ -72,7 +72,7 @@ def test_processes_of_a_launcher(estimate: Callable[..., tuple[int, str, str]]) 
 
 def test_errors(estimate: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     for flags, said in (
-        ((*SIZE, "--gpu", "much"), "is not the memory of a GPU"),
+        ((*SIZE, "--gpu", "much"), "--gpu: 'much' is no amount of memory"),
         ((), "--video_resolution_buckets 49x512x768"),
         ((*SIZE, "--num_processes", "3", "--num_machines", "2"), "do not divide among 2 machines"),
         ((*SIZE, "--accelerate_config", str(tmp_path / "absent.yaml")), "cannot be read"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
-from finetrainers.engine import activation_memory
+from finetrainers.engine import activation_memory, automatic
 from finetrainers.engine.activation_memory import ActivationPlanner, activation_planner
+from finetrainers.engine.automatic import chosen_by_run
+from finetrainers.engine.memory_plan import RunMemory
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.training import train
 from finetrainers.memory.activation_plan import Machine
@@ -27,8 +30,9 @@ CHANGES = "activation_memory"
 
 def slightly_more(planner: ActivationPlanner) -> float:
     """A peak above the planned one, before the optimizer has its state."""
-    plan = planner._model.plan(planner.choice.stored, planner.choice.number)
-    return 1.005 * planner.choice.device - GIB * plan.parts["optimizer state"]
+    model = planner._model
+    plan = model.plan(planner.choice.stored, planner.choice.number)
+    return 1.005 * planner.choice.device - model.others - GIB * plan.parts["optimizer state"]
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -48,7 +52,7 @@ def test_a_plan_that_changes_between_steps_changes_no_bit(
     capsys.readouterr()
 
     planners: list[ActivationPlanner] = []
-    monkeypatch.setattr(activation_memory, "_machine", lambda *_: (Machine(2**40, 2**40, 1e9, 1.0), 0.0))
+    monkeypatch.setattr(automatic, "_machine", lambda *_: Machine(2**40, 2**40, 1e9, 1.0))
     monkeypatch.setattr(activation_memory, "measured_peak", lambda _: slightly_more(planners[0]))
     init, loss, calls = ActivationPlanner.__init__, SFT.loss, []
 
@@ -97,7 +101,7 @@ def test_a_plan_that_changes_between_steps_changes_no_bit(
 def test_micro_batches_are_halved_when_nothing_is_left_to_recompute(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation_memory, "_machine", lambda *_: (Machine(0.0, 0.0, 1e9, 1.0), 0.0))
+    monkeypatch.setattr(automatic, "_machine", lambda *_: Machine(0.0, 0.0, 1e9, 1.0))
     loss, sizes = SFT.loss, []
 
     def limited(self: SFT, transformer: Any, batch: Any) -> Any:
@@ -118,27 +122,36 @@ def test_what_ranks_with_gpus_plan_for(
     options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The least memory, rate and bandwidth of all; the budget counts what is loaded already."""
-    other = (9.2 * GIB, 3 * GIB, 5e12, 7e9)
+    other = (8 * GIB, 3 * GIB, 5e12, 7e9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (23 * GIB, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(activation_memory, "link_bandwidth", lambda _: 50e9)
-    monkeypatch.setattr(activation_memory, "room", lambda: SimpleNamespace(available=80 * GIB))
+    monkeypatch.setattr(automatic, "link_bandwidth", lambda _: 50e9)
+    monkeypatch.setattr(automatic, "room", lambda: SimpleNamespace(available=80 * GIB))
+    checked = preflight(load_config(**options(activation_memory="auto")))
+    memory = RunMemory(checked)
+    planned = memory.plan().other_networks
+    assert planned > 0
 
-    def machine(*shares: Any, **memory: Any) -> Machine:
+    def machine(*shares: Any, **options: Any) -> Machine:
+        """Beyond what other networks are planned to take."""
         parallel: Any = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda one: [*one, *shares])
-        return activation_memory._machine(load_config(**options(activation_memory="auto", **memory)), parallel)[0]
+        section = checked.config.memory.model_copy(update=options)
+        found = automatic._machine(checked.config.model_copy(update={"memory": section}), memory, parallel)
+        return replace(found, device=round(found.device - planned))
 
     assert machine() == pytest.approx(Machine(20 * GIB, 60 * GIB, 0.4 * 989.4e12, 50e9))
     assert machine(other) == pytest.approx(Machine(8 * GIB, 3 * GIB, 5e12, 7e9))
-    assert machine(memory_budget=13.5) == pytest.approx(Machine(10 * GIB, 60 * GIB, 0.4 * 989.4e12, 50e9))
+    # Of 13.8 GiB tensors may take 12.
+    assert machine(memory_budget=13.8) == pytest.approx(Machine(10 * GIB, 60 * GIB, 0.4 * 989.4e12, 50e9))
 
-    monkeypatch.setattr(activation_memory, "_machine", lambda *_: (Machine(1e5, 0.0, 1e12, 1e9), 0.0))
-    parallel: Any = SimpleNamespace(device=torch.device("cuda"))
-    checked = preflight(load_config(**options(activation_memory="auto")))
-    planner = activation_planner(checked, checked.family.load(checked.config.model), parallel, blocks_to_swap=0)
+    monkeypatch.setattr(automatic, "_machine", lambda *_: Machine(1e5, 0.0, 1e12, 1e9))
+    parallel: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_plain=True)
+    config, found = chosen_by_run(checked, parallel)
+    planner = activation_planner(checked, found, parallel.device)
     assert planner is not None
     assert not planner.choice.fits
+    assert config.memory.activation_memory == "checkpoint"
     out = capsys.readouterr().out
     assert "warning: activation memory: checkpoint for all of 2 blocks: nothing fits" in out
     assert "are missing" in out
@@ -151,7 +164,7 @@ def test_sharing_out_blocks_is_refused(options: Callable[..., dict]) -> None:
 
 def test_a_dry_run_says_what_would_be_chosen(options: Callable[..., dict], capsys: pytest.CaptureFixture[str]) -> None:
     train(load_config(**options(activation_memory="auto", dry_run=True)))
-    assert "--activation_memory auto: none on a CPU" in capsys.readouterr().out
+    assert "--activation_memory auto: no GPU is known, all activations count as stored;" in capsys.readouterr().out
     train(load_config(**options(activation_memory="auto", dry_run=True, memory_budget=24)))
     out = capsys.readouterr().out
     assert "--activation_memory auto, assuming 125 TFLOP/s, 25 GB/s, " in out

@@ -17,10 +17,15 @@ from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
-from finetrainers.engine import block_swap, init_distributed
+from finetrainers.engine import init_distributed
+from finetrainers.engine.automatic import chosen_by_run
+from finetrainers.engine.memory_lines import as_json, memory_lines
+from finetrainers.engine.memory_plan import RunMemory, run_memory
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.training import train
+from finetrainers.memory.automatic import with_blocks_to_swap
 from finetrainers.memory.estimate import GIB
+from finetrainers.memory.fit import reserved
 from finetrainers.parallel.fsdp import FSDP
 from finetrainers.parallel.zero import ZeRO
 
@@ -131,36 +136,79 @@ def test_engines_and_devices_that_cannot_swap(options: Callable[..., dict]) -> N
     assert FSDP.why_no_swap is None
 
 
+@pytest.fixture
+def published(options: Callable[..., dict], tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., Any]:
+    """`published(**options)`: a checked run of the published HunyuanVideo, without its weights."""
+    repo = published_repository(tiny_repo("hunyuan_video"), tmp_path / "repo", NETWORKS["HunyuanVideo"].config)
+
+    def check(**changes: Any) -> Any:
+        checked: Any = preflight(load_config(**options("hunyuan_video", blocks_to_swap="auto", **changes)))
+        model = {"pretrained_model_name_or_path": str(repo), "transformer_dtype": "bf16"}
+        section = checked.config.model.model_copy(update=model)
+        return replace(checked, config=checked.config.model_copy(update={"model": section}))
+
+    return check
+
+
 def test_auto_swaps_the_fewest_blocks_that_fit(
-    options: Callable[..., dict], tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    network = NETWORKS["HunyuanVideo"]
-    repo = published_repository(tiny_repo("hunyuan_video"), tmp_path / "repo", network.config)
-    checked: Any = preflight(
-        load_config(**options("hunyuan_video", gradient_checkpointing=True, blocks_to_swap="auto"))
+    published: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every phase, by the rule of the estimate: a run chooses what the estimate of its GPU says."""
+    checked = published(gradient_checkpointing=True)
+    memory = run_memory(checked)
+    loaded = memory.plan().other_networks
+    parallel: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        weights_are_plain=True,
+        gather_objects=lambda one: [*one, (30 * GIB, 1e12, 1e12, 1e9)],
     )
-    published = {"pretrained_model_name_or_path": str(repo), "transformer_dtype": "bf16"}
-    model = checked.config.model.model_copy(update=published)
-    checked = replace(checked, config=checked.config.model_copy(update={"model": model}))
-    spec = checked.family.load(checked.config.model)
-    meta = block_swap.network_without_weights(checked)
-    parallel: Any = SimpleNamespace(device=torch.device("cuda"), gather_objects=lambda one: [*one, 30 * GIB])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: loaded)
 
-    def fewest(gib: float) -> int:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * GIB, 80 * GIB))
-        return block_swap._fewest(checked, spec, parallel)
+    def fewest(gib: float, **memory: Any) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * GIB - reserved(loaded), 80 * GIB))
+        section = checked.config.memory.model_copy(update=memory)
+        changed = replace(checked, config=checked.config.model_copy(update={"memory": section}))
+        found = chosen_by_run(changed, parallel)[0].memory.blocks_to_swap
+        estimated = RunMemory(changed, gpu_gib=memory.get("memory_budget", gib)).choose()
+        assert estimated.config.memory.blocks_to_swap == estimated.swapped == found
+        return found
 
-    assert fewest(29) == 0
+    assert fewest(32) == 0
     number = fewest(16)
     assert 3 < number < 60
-    assert block_swap.estimated(checked, spec, meta, number) * 1.15 <= 16
-    assert block_swap.estimated(checked, spec, meta, number - 1) * 1.15 > 16
-    budget = checked.config.memory.model_copy(update={"memory_budget": 16.0})
-    unlimited, checked = checked, replace(checked, config=checked.config.model_copy(update={"memory": budget}))
-    assert fewest(29) == number, "the budget counts as what is free"
-    checked = unlimited
-    assert fewest(1) == 60
-    assert "with all 60 blocks swapped the estimate is" in capsys.readouterr().out
+    peaks = {
+        n: memory.plan(with_blocks_to_swap(checked.config, n)).peaks["training_step"] for n in (number - 1, number)
+    }
+    assert reserved(peaks[number]) <= 16 * GIB < reserved(peaks[number - 1])
+    assert fewest(32, memory_budget=16.0) == number, "the budget counts as what is free"
+    assert "warning" not in capsys.readouterr().out
+    assert fewest(2) == 60
+    assert "warning: --blocks_to_swap auto: with 60 of 60 blocks swapped" in capsys.readouterr().out
     parallel.device = torch.device("cpu")
-    assert fewest(16) == 0
+    assert chosen_by_run(checked, parallel)[0].memory.blocks_to_swap == 0
+
+    # Samples count too: what is at rest while they are decoded.
+    sampled = published(
+        gradient_checkpointing=True, enable_model_cpu_offload=False, validation_prompts="a cat@@@49x512x768"
+    )
+    memory = RunMemory(sampled, gpu_gib=24)
+    found = memory.choose()
+    assert found.swapped > RunMemory(checked, gpu_gib=24).choose().swapped
+    assert found.plan.peak_phase == "validation"
+    assert found.fits
+
+
+def test_what_the_estimate_says_of_auto(published: Callable[..., Any]) -> None:
+    """The number that a run would choose for the GPU that is asked about; without one, that all blocks are counted."""
+    checked = published(gradient_checkpointing=True)
+    unknown, known = RunMemory(checked), RunMemory(checked, gpu_gib=16)
+    counted, found = unknown.choose(), known.choose()
+    everything = known.plan(with_blocks_to_swap(checked.config, 60))
+    assert counted.plan.peaks == everything.peaks
+    assert counted.plan.peak < found.plan.peak <= 16 * GIB / 1.15
+    said = "\n".join(memory_lines(unknown, counted))
+    assert "--blocks_to_swap auto: no GPU is known, all 60 blocks count as swapped;" in said
+    assert f"--blocks_to_swap auto: {found.swapped} of 60 blocks" in memory_lines(known, found)
+    assert as_json(known, found, 16, None)["blocks_to_swap"] == {"blocks": found.swapped, "of": 60, "for_gpu": True}
+    assert as_json(unknown, counted, None, None)["blocks_to_swap"] == {"blocks": 60, "of": 60, "for_gpu": False}
+    assert max(map(len, memory_lines(unknown, counted))) <= 80

@@ -13,22 +13,15 @@ import pytest
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import memory_plan
-from finetrainers.engine.memory_plan import (
-    RunMemory,
-    as_json,
-    fit_lines,
-    memory_lines,
-    offloads_samples,
-    planned_peaks,
-    print_planned,
-    within_budget,
-)
+from finetrainers.engine.automatic import within_budget
+from finetrainers.engine.memory_lines import as_json, fit_lines, memory_lines
+from finetrainers.engine.memory_plan import RunMemory, planned_peaks, print_planned, run_memory
 from finetrainers.engine.preflight import Preflight, preflight
 from finetrainers.engine.room import disk_needs
 from finetrainers.engine.sizes_plan import plan_sizes
 from finetrainers.engine.trainable import network_without_weights
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.phases import RESERVE
+from finetrainers.memory.fit import RESERVE, reserved
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.sizes import num_weights
 from finetrainers.models.spec import ModelSpec, frozen_bytes
@@ -114,24 +107,25 @@ def test_processes_share(checked: Callable[..., Preflight], monkeypatch: pytest.
     assert eight.machine_bytes == pytest.approx(4 * min(eight.host.values()) + eight.one_by_one, rel=0.2)
     options = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp": "full", "fsdp_cpu_offload": True}
     memory = RunMemory(checked(**options))
-    host = memory.plan()
-    assert "planned for 1 process" not in "\n".join(memory_lines(memory, host))
+    found = memory.choose()
+    host = found.plan
+    assert "planned for 1 process" not in "\n".join(memory_lines(memory, found))
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "planned for 1 process" in "\n".join(memory_lines(memory, host))
+    assert "planned for 1 process" in "\n".join(memory_lines(memory, found))
     assert host.host["training_step"] > eight.host["training_step"]
     assert host.peaks["checkpoint"] < eight.peaks["checkpoint"]
 
 
 def test_what_is_said(checked: Callable[..., Preflight]) -> None:
     memory = RunMemory(checked(precompute_conditions=True))
-    plan = memory.plan()
-    lines = memory_lines(memory, plan)
+    found = memory.choose()
+    plan, lines = found.plan, memory_lines(memory, found)
     assert max(map(len, lines)) <= 80
     assert any(line.endswith("< peak") for line in lines)
-    found = json.loads(json.dumps(as_json(memory, plan, 24.0, None)))
-    assert found["fits"] is True
-    assert found["peak"]["allocated"] == round(plan.peak)
-    assert sum(found["phases"][plan.peak_phase]["parts"].values()) == pytest.approx(plan.peak, abs=10)
+    data = json.loads(json.dumps(as_json(memory, found, 24.0, None)))
+    assert data["fits"] is True
+    assert data["peak"]["allocated"] == round(plan.peak)
+    assert sum(data["phases"][plan.peak_phase]["parts"].values()) == pytest.approx(plan.peak, abs=10)
     assert fit_lines(plan, 24, None)[0].startswith("it fits 24 GB")
 
 
@@ -147,14 +141,33 @@ def test_a_budget_chooses(checked: Callable[..., Preflight], capsys: pytest.Capt
         config = run.config.model_copy(update={"memory": section})
         return memory_plan.replace(run, config=config)
 
-    assert within_budget(with_budget(2 * needed)).config.memory.gradient_checkpointing is False
+    assert within_budget(with_budget(2 * needed)).config.memory.activation_memory is None
     assert "no option is changed" in capsys.readouterr().out
     advice = RunMemory(with_budget(0.8 * needed)).advice(0.8 * needed)
     assert advice is not None
-    assert (1 + RESERVE) * max(advice.peaks.values()) <= 0.8 * needed * GIB
-    assert RunMemory(run).plan(advice.config).peaks == pytest.approx(dict(advice.peaks))
+    assert (1 + RESERVE) * advice.outcome.peak <= 0.8 * needed * GIB
+    assert RunMemory(run, gpu_gib=0.8 * needed).plan(advice.config).peaks == pytest.approx(dict(advice.outcome.peaks))
     with pytest.raises(ConfigError, match=r"smaller or shorter clips"):
         within_budget(with_budget(1e-6))
+
+
+def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., Preflight]) -> None:
+    """Compiled blocks cannot be swapped, and this attention cannot be kept; on a CPU, nothing is chosen without a budget."""
+    run = checked(compile="regional", precompute_conditions=True, batch_size=400, lora_autocast=False)
+    memory = RunMemory(run)
+    peak = memory.plan().peaks["training_step"]
+    assert memory.plan().peak_phase == "training_step"
+    chosen = memory.advice(reserved(0.99 * peak) / GIB)
+    assert chosen is not None
+    assert chosen.outcome.chosen["activation_memory"].startswith("checkpoint for ")
+    for share in (0.9, 0.6, 0.3, 0.1):
+        advice = memory.advice(share * reserved(peak) / GIB)
+        assert advice is None or advice.config.memory.blocks_to_swap == 0
+    plain = RunMemory(checked(precompute_conditions=True, batch_size=400))
+    for device_type, setting in (("cuda", "auto"), ("cpu", None)):
+        advice = plain.advice(reserved(0.99 * plain.plan().peak) / GIB, device_type=device_type)
+        assert advice is not None
+        assert advice.config.memory.activation_memory == setting
 
 
 def test_the_network_is_built_once(
@@ -166,7 +179,7 @@ def test_the_network_is_built_once(
     monkeypatch.setattr(ModelSpec, "transformer_on_meta", lambda spec: built.append(1) or original(spec))
     disk_needs(run, network_without_weights(run))
     print_planned(run)
-    assert not offloads_samples(run, gpu_bytes=1e12)
+    assert run_memory(run).choose().offloads_samples is None
     assert sum(built) == 1
     assert {p.device.type for p in network_without_weights(run).parameters()} == {"meta"}
     assert "memory, planned" in capsys.readouterr().out
@@ -199,7 +212,7 @@ def test_rewards_at_work(checked: Callable[..., Preflight], monkeypatch: pytest.
 
 def test_compiling_is_left_out_and_said(checked: Callable[..., Preflight]) -> None:
     memory = RunMemory(checked(compile="regional"))
-    assert "compiled blocks store less" in "\n".join(memory_lines(memory, memory.plan()))
+    assert "compiled blocks store less" in "\n".join(memory_lines(memory, memory.choose()))
 
 
 def test_a_run_records_its_plan(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:

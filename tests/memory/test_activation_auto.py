@@ -15,6 +15,7 @@ from finetrainers.engine.trainable import attach
 from finetrainers.memory.activation_auto import ActivationModel, activation_model, with_choice
 from finetrainers.memory.activation_plan import Machine, recomputed
 from finetrainers.memory.estimate import GIB, estimate_for
+from finetrainers.memory.phases import Surroundings
 from finetrainers.models.registry import get_family
 
 
@@ -40,10 +41,11 @@ def planned(
         if meta is None:
             meta = networks[config.model.attn_backend] = spec.transformer_on_meta()
             attach(meta, config.training)
-        case: Any = {"spec": spec, "bucket": (49, 512, 768), "batch_size": 1}
+        case: Any = {"bucket": (49, 512, 768), "batch_size": 1}
+        around = Surroundings((49, 512, 768))
         return (
-            config, activation_model(config, geometry, meta, **case),
-            lambda one: estimate_for(one, geometry, meta, **case),
+            config, activation_model(config, geometry, meta, spec=spec, around=around),
+            lambda one: estimate_for(one, geometry, meta, spec=spec, **case),
         )  # fmt: skip
 
     return build

@@ -12,7 +12,7 @@ import torch
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.advice import SWITCHES, Switch, has_what_it_needs, with_switches
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.phases import RESERVE
+from finetrainers.memory.fit import reserved
 from finetrainers.utils.host_memory import Room, room
 from finetrainers.utils.phases import (
     CHECKPOINT,
@@ -29,7 +29,7 @@ from finetrainers.utils.phases import (
 )  # fmt: skip
 from finetrainers.utils.text import aligned
 
-from ..memory_plan import RunMemory
+from ..memory_plan import run_memory
 from ..memory_recorder import MemoryRecorder
 from ..preflight import Preflight
 from ..start_report import memory_table
@@ -155,15 +155,15 @@ class MemoryFailures:
 
 def planned_memory(checked: Preflight, phase: str | None, *, device_type: str) -> tuple[dict[str, float], str | None]:
     """GiB that the estimate has for each phase; and, if the phase has its peak, the option that lowers it most, with its cost."""
-    memory = RunMemory(checked)
+    memory = run_memory(checked)
     plan = memory.plan()
     peaks = {name: size / GIB for name, size in plan.peaks.items()}
     if phase != plan.peak_phase:
         return peaks, None
-    advice = memory.advice(_LOWER * (1 + RESERVE) * plan.peak / GIB, device_type=device_type)
+    advice = memory.advice(_LOWER * reserved(plan.peak) / GIB, device_type=device_type)
     if advice is None or not advice.switches:
         return peaks, None
-    switch, _ = max(advice.switches, key=lambda one: one[1])
+    switch = max(advice.switches, key=lambda one: one.saves).switch
     return peaks, f"{switch.flags} ({switch.cost})"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from finetrainers.config.sections import TrainingSection
-from finetrainers.memory.phases import RESERVE, Surroundings, plan_run
+from finetrainers.memory.fit import fits, reserved
+from finetrainers.memory.phases import Surroundings, plan_run
 from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.utils.phases import VALIDATION
 from finetrainers.utils.text import file_size
@@ -47,10 +48,10 @@ def offloads(plan: SamplePlan, spec: ModelSpec, *, device: torch.device) -> tupl
     asked = plan.config.validation.enable_model_cpu_offload
     if asked is not None or device.type != "cuda":
         return bool(asked), ""
-    needed, has = (1 + RESERVE) * sampling_bytes(plan, spec), torch.cuda.mem_get_info(device)[1]
-    if needed <= has:
+    planned, has = sampling_bytes(plan, spec), torch.cuda.mem_get_info(device)[1]
+    if fits(planned, has):
         return False, ""
     return True, (
-        f"note: parts of the model that are not in use wait in host memory: about {file_size(needed)} are needed otherwise, and "
+        f"note: parts of the model that are not in use wait in host memory: about {file_size(reserved(planned))} are needed otherwise, and "
         f"the GPU has {file_size(has)} (--no-enable_model_cpu_offload)"
     )

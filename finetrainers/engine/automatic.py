@@ -1,0 +1,148 @@
+"""What a run chooses itself (`auto`), when all but the network that is trained is loaded: by what its GPUs have free then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.memory.activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, HOST_SHARE, UTILIZATION, with_choice
+from finetrainers.memory.activation_plan import Machine
+from finetrainers.memory.advice import OTHER_WAYS
+from finetrainers.memory.automatic import Automatic, with_blocks_to_swap, with_samples
+from finetrainers.memory.estimate import GIB
+from finetrainers.memory.fit import fits, for_tensors, reserved
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.host_memory import room
+from finetrainers.utils.launch import local_world_size
+from finetrainers.utils.phases import label
+from finetrainers.utils.process_state import free_memory
+from finetrainers.utils.text import file_size
+
+from .memory_lines import advice_lines
+from .memory_plan import RunMemory, run_memory
+from .preflight import Preflight, preflight
+from .start_report import print_line, print_warnings
+from .throughput import peak_flops
+
+#: Bytes of the copies that measure the link.
+_PROBE_BYTES = 64 << 20
+
+
+def within_budget(checked: Preflight) -> Preflight:
+    """The run with the cheapest options that fit `memory_budget`, which are printed.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    budget = checked.config.memory.memory_budget
+    if budget is None:
+        return checked
+    memory = run_memory(checked)
+    peak = memory.plan().peak
+    needed = reserved(peak) / GIB
+    if fits(peak, GIB * budget):
+        print_line(f"memory budget: {needed:.1f} of {budget:g} GiB are planned; no option is changed")
+        return checked
+    advice = memory.advice(budget, device_type=likely_device_type())
+    if advice is None:
+        ways = "".join(f"\n    * {way}" for way in OTHER_WAYS)
+        message = (
+            f"{needed:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What does:{ways}"
+        )
+        raise ConfigError([Problem("--memory_budget", message)])
+    for line in advice_lines(advice, f"memory budget: {needed:.1f} GiB are planned, more than {budget:g}. Chosen:"):
+        print_line(line)
+    return replace(preflight(advice.config), unseen=checked.unseen)
+
+
+def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, Automatic | None]:
+    """The configuration with what the run chooses in the place of every `auto`, and the choice; every rank must call it.
+
+    None: the options leave nothing open; or the device is a CPU without a budget, where nothing is moved or recomputed.
+    """
+    config, on_gpu = checked.config, parallel.device.type == "cuda"
+    if config.validation.enable_model_cpu_offload is None and not (on_gpu and parallel.weights_are_plain):
+        config = with_samples(config, offloads=False)
+    swaps, stores = config.memory.blocks_to_swap == "auto", config.memory.activation_memory == "auto"
+    samples = config.validation.enable_model_cpu_offload is None and bool(checked.sampled)
+    if not (swaps or stores or samples):
+        return config, None
+    if not on_gpu and config.memory.memory_budget is None:
+        return _on_cpu(config), None
+    memory = run_memory(checked)
+    memory.machine = _machine(config, memory, parallel)
+    found = memory.choose(config)
+    _print(found)
+    return found.config, found
+
+
+def link_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a copy between pinned host memory and a CUDA device, in the slower direction."""
+    host = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    slowest = 0.0
+    for target, source in ((there, host), (host, there)):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        target.copy_(source, non_blocking=True)  # the first one may set up the link
+        start.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        slowest = max(slowest, start.elapsed_time(end) / 1000)
+    return _PROBE_BYTES / slowest
+
+
+def _machine(config: TrainConfig, memory: RunMemory, parallel: Strategy) -> Machine:
+    """The least that any process has, in the estimate's terms: what is loaded counts as it was planned."""
+    device, budget, others = parallel.device, config.memory.memory_budget, memory.plan().other_networks
+    free_memory()
+    left, loaded, flops, link = float("inf"), others, ASSUMED_FLOPS, ASSUMED_LINK
+    if device.type == "cuda":
+        left, loaded = for_tensors(torch.cuda.mem_get_info(device)[0]), float(torch.cuda.memory_allocated(device))
+        if config.memory.activation_memory == "auto":
+            peak = peak_flops(device)
+            flops = flops if peak is None else UTILIZATION * peak
+            link = link_bandwidth(device)
+    if budget is not None:
+        left = min(left, for_tensors(GIB * budget) - loaded)
+    host = HOST_SHARE * room().available / local_world_size()
+    shares = parallel.gather_objects([(left, host, flops, link)])
+    left, host, flops, link = (min(numbers) for numbers in zip(*shares, strict=True))
+    return Machine(left + others, host, flops, link)
+
+
+def _on_cpu(config: TrainConfig) -> TrainConfig:
+    """Everything in its place: a CPU has no device memory to save."""
+    memory = config.memory
+    if memory.blocks_to_swap == "auto":
+        config = with_blocks_to_swap(config, 0)
+    if memory.activation_memory == "auto":
+        print_line("activation memory: none, since a CPU has no device memory to save")
+        config = with_choice(config, None)
+    return config
+
+
+def _print(found: Automatic) -> None:
+    """What was chosen, and whether it fits."""
+    machine, plan = found.machine, found.plan
+    assert machine is not None
+    if found.offloads_samples:
+        print_line(
+            f"note: samples are drawn with the model's parts in host memory: they would not fit the {file_size(machine.device)} "
+            "that tensors may take otherwise (--no-enable_model_cpu_offload)"
+        )
+    if (choice := found.activations) is not None:
+        say = print_line if choice.fits else lambda text: print_warnings([text])
+        say(f"activation memory: {choice.what}: {choice.why(machine)}")
+    if found.swapped is not None and not found.fits:
+        print_warnings(
+            [
+                f"--blocks_to_swap auto: with {found.words['blocks_to_swap']} swapped {file_size(plan.peak)} are planned in "
+                f"the phase {label(plan.peak_phase)}, and tensors may take {file_size(machine.device)}; see "
+                "docs/how-to/memory.md"
+            ]
+        )

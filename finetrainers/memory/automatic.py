@@ -1,0 +1,145 @@
+"""What a run chooses itself: how many blocks are swapped, what blocks store, where the model's parts wait while it samples.
+
+The estimate, its advice and a run choose by one rule, that every phase fits the memory that tensors may take (`memory.fit`).
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.utils.phases import VALIDATION
+
+from .activation_auto import ActivationModel, with_choice
+from .activation_plan import Choice, Machine
+from .phases import RunPlan
+from .swap_plan import fewest_blocks
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as its options change.
+
+    Attributes:
+        plan: its memory.
+        model: memory and time of its training step.
+        num_blocks: of its network.
+        may_offload_samples: whether the model's parts may wait in host memory while it samples.
+    """
+
+    plan: Callable[[TrainConfig], RunPlan]
+    model: Callable[[TrainConfig], ActivationModel]
+    num_blocks: int
+    may_offload_samples: bool
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """What stands in the place of `auto`.
+
+    Attributes:
+        config: the run with what was chosen.
+        plan: its memory.
+        machine: that it was chosen for; None: no GPU is known, all blocks are counted as swapped, and all activations as
+            stored.
+        model: of its training step, with all but the activations chosen.
+        num_blocks: of the network.
+        swapped: how many of them are swapped, where that was to be chosen.
+        activations: what blocks store, where that was to be chosen.
+        offloads_samples: whether the model's parts wait in host memory while it samples, where that was to be chosen.
+    """
+
+    config: TrainConfig
+    plan: RunPlan
+    machine: Machine | None
+    model: ActivationModel
+    num_blocks: int
+    swapped: int | None = None
+    activations: Choice | None = None
+    offloads_samples: bool | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits."""
+        return self.machine is None or self.plan.peak <= self.machine.device
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What is chosen, by the name of the option that leaves it open."""
+        found = {}
+        if self.swapped is not None:
+            found["blocks_to_swap"] = f"{self.swapped} of {self.num_blocks} blocks"
+        if self.activations is not None:
+            found["activation_memory"] = self.activations.what
+        if self.offloads_samples:
+            found["enable_model_cpu_offload"] = "samples are drawn with the model's parts in host memory"
+        return found
+
+    @property
+    def slower(self) -> float:
+        """By how much a step takes longer than one that recomputes and copies nothing, as a share; 0: not known."""
+        return 0.0 if self.machine is None else self.model.slower(self.config, self.machine)
+
+
+def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> Automatic:
+    """Choose what the options leave open.
+
+    First samples are drawn with the model's parts in host memory if they would not fit otherwise, then the fewest blocks are
+    swapped with which every phase fits, and last the fastest way to store activations is taken.
+    """
+    memory, asked = config.memory, config.validation.enable_model_cpu_offload
+    swaps, stores = memory.blocks_to_swap == "auto", memory.activation_memory == "auto"
+    if machine is None:
+        config = with_choice(config, None) if stores else config
+        counted = run.num_blocks if swaps else None
+        return Automatic(config, run.plan(config), None, run.model(config), run.num_blocks, swapped=counted)
+    offloads = None
+    if asked is None and run.may_offload_samples:
+        in_place = _with_swap(config, run, machine.device, besides=VALIDATION)
+        offloads = run.plan(in_place).peaks.get(VALIDATION, 0.0) > machine.device
+        config = with_samples(config if offloads else in_place, offloads=offloads)
+    config = _with_swap(config, run, machine.device)
+    model, choice = run.model(config), None
+    if stores:
+        choice = model.choose(machine)
+        config = with_choice(config, choice)
+    swapped = config.memory.blocks_to_swap if swaps else None
+    assert swapped != "auto"
+    return Automatic(
+        config, run.plan(config), machine, model, run.num_blocks, swapped=swapped, activations=choice,
+        offloads_samples=offloads,
+    )  # fmt: skip
+
+
+def with_blocks_to_swap(config: TrainConfig, number: int) -> TrainConfig:
+    """The configuration with so many swapped blocks."""
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"blocks_to_swap": number})})
+
+
+def with_samples(config: TrainConfig, *, offloads: bool) -> TrainConfig:
+    """The configuration in which the model's parts wait in host memory while it samples, or do not."""
+    section = config.validation.model_copy(update={"enable_model_cpu_offload": offloads})
+    return config.model_copy(update={"validation": section})
+
+
+def _with_swap(config: TrainConfig, run: Run, room: float, *, besides: str | None = None) -> TrainConfig:
+    """With the fewest swapped blocks with which every phase fits, or takes as little as with all blocks swapped.
+
+    Args:
+        config: the run.
+        run: its memory.
+        room: bytes that tensors may take.
+        besides: a phase that does not count.
+    """
+    if config.memory.blocks_to_swap != "auto":
+        return config
+    least = run.plan(with_blocks_to_swap(config, run.num_blocks)).peaks
+
+    def enough(number: int) -> bool:
+        peaks = run.plan(with_blocks_to_swap(config, number)).peaks
+        return all(peak <= max(room, least[phase]) for phase, peak in peaks.items() if phase != besides)
+
+    number = fewest_blocks(run.num_blocks, enough)
+    return with_blocks_to_swap(config, run.num_blocks if number is None else number)
