@@ -81,7 +81,7 @@ def estimate_command(argv: Sequence[str]) -> int:
             config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
             if config is None:
                 raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
-            return _estimate(config, own, gpu=own.gpu, host=own.host)
+            return _estimate(config, own)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
@@ -119,11 +119,12 @@ def _gib(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _estimate(config: TrainConfig, own: argparse.Namespace, *, gpu: float | None, host: float | None) -> int:
+def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
     from finetrainers.engine.preflight import preflight
     from finetrainers.engine.sizes_plan import plan_sizes
     from finetrainers.methods.registry import method_names, method_spec, plan_work
 
+    gpu: float | None = own.gpu
     without_data = method_spec(config).without_data(config) if config.training.method in method_names() else None
     no_data = without_data is not None
     planner = plan_sizes if no_data else plan_work
@@ -141,7 +142,7 @@ def _estimate(config: TrainConfig, own: argparse.Namespace, *, gpu: float | None
     from finetrainers.memory.fit import fits
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries may speak when they are imported
-        memory = RunMemory(checked, gpu_gib=gpu, host_gib=host)
+        memory = RunMemory(checked, gpu_gib=gpu, host_gib=own.host)
         found = memory.choose()
         advice = None if gpu is None or fits(found.plan.peak, GIB * gpu) else memory.advice(gpu)
     if own.json:
