@@ -34,21 +34,22 @@ class ActivationPlanner:
     """
 
     def __init__(
-        self, found: Automatic, *, heaviest: tuple[tuple[int, int, int], int], loaded: float, replans: bool = True
+        self, found: Automatic, *, heaviest: tuple[tuple[int, int, int], int], loaded: float, compiles: bool = False
     ) -> None:
         """Args:
         found: what the run has chosen.
         heaviest: size of the largest clips' latents, and how many make a micro-batch.
         loaded: bytes on the device before the network that is trained is loaded.
-        replans: whether a measured step changes the choice.
+        compiles: whether the first step with the largest clips compiles, so that the second one is measured.
         """
         assert found.machine is not None
         assert found.activations is not None
         self.machine, self.choice, self._model = found.machine, found.activations, found.model
-        self._heaviest, self._loaded, self._replans = heaviest, loaded, replans
+        self._heaviest, self._loaded = heaviest, loaded
+        self._replans, self._skips = True, compiles
 
     def look(self, state: TrainState, step: Step[Any], *, seconds: float, operations: float | None) -> None:
-        """Plan once more after the first step with the largest clips; every rank must call it after every step.
+        """Plan once more after the first measured step with the largest clips; every rank must call it after every step.
 
         Args:
             state: of the run, when gradients are complete.
@@ -58,9 +59,10 @@ class ActivationPlanner:
         """
         if not self._replans:
             return
-        shares = state.parallel.gather_objects(
-            [(seconds, operations, self._peak(state))] if self._is_heaviest(step) else []
-        )
+        measures = self._is_heaviest(step)
+        if measures and self._skips:
+            self._skips = measures = False
+        shares = state.parallel.gather_objects([(seconds, operations, self._peak(state))] if measures else [])
         if not shares:
             return
         self._replans = False
@@ -133,7 +135,7 @@ def activation_planner(checked: Preflight, found: Automatic | None, device: torc
     loaded = float(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0.0
     return ActivationPlanner(
         found, heaviest=(checked.geometry.latent_shape(*bucket), clips), loaded=loaded,
-        replans=checked.config.memory.compile == "none",  # the first step compiles, and another choice would compile again
+        compiles=checked.config.memory.compile != "none",
     )  # fmt: skip
 
 

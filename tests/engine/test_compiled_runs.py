@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
 from finetrainers.config.load import load_config
+from finetrainers.engine import activation_memory, automatic
+from finetrainers.engine.activation_memory import ActivationPlanner
 from finetrainers.engine.callbacks.base import Callback
+from finetrainers.engine.memory_plan import RunMemory
 from finetrainers.engine.ready import get_ready
 from finetrainers.engine.run import run
 from finetrainers.engine.state import TrainState
+from finetrainers.memory.activation_plan import Machine
 
 pytestmark = pytest.mark.usefixtures("traced")
 
@@ -50,3 +58,47 @@ def test_the_first_step_of_a_size_compiles_and_later_ones_do_not(
     run(get_ready(load_config(**values)), callbacks=[found])
     assert found.by_step == [graphs, sampled, *[0] * (values["train_steps"] - 2)]
     assert not counters["graph_break"]
+
+
+def test_activation_memory_is_chosen_again_after_a_step_that_did_not_compile(
+    options: Callable[..., dict], tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second step is measured. What the new choice compiles is at most once more what the first step has compiled."""
+    model = str(tiny_repo("ltx_video", layers=4))
+    values = options("ltx_video", clips=4, compile="regional", train_steps=4, pretrained_model_name_or_path=model)
+    plain = Graphs()
+    reference = run(get_ready(load_config(**{**values, "output_dir": tmp_path / "plain"})), callbacks=[plain])
+    torch._dynamo.reset()
+    counters.clear()
+
+    planners: list[ActivationPlanner] = []
+    init = ActivationPlanner.__init__
+
+    def noted(self: ActivationPlanner, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        planners.append(self)
+
+    def less_than_planned(_: Any) -> float:
+        model = planners[0]._model
+        return model.at_rest + 0.5 * (planners[0].choice.device - model.at_rest) - model.others
+
+    monkeypatch.setattr(ActivationPlanner, "__init__", noted)
+    monkeypatch.setattr(activation_memory, "measured_peak", less_than_planned)
+    auto = {**values, "activation_memory": "auto", "memory_budget": 100, "output_dir": tmp_path / "auto"}
+    sizes = RunMemory(get_ready(load_config(**auto))).choose().model.sizes
+    room = (sizes("none", 0)[0] + sizes("checkpoint", 4)[0]) / 2
+    monkeypatch.setattr(automatic, "_machine", lambda *_: Machine(room, 2**40, 1e9, 1.0))
+    found = Graphs()
+    state = run(get_ready(load_config(**auto)), callbacks=[found])
+    [planner] = planners
+    assert planner.choice.stored == "none"
+    assert found.by_step[0] == plain.by_step[0]
+    assert found.by_step[1] == 0
+    assert found.by_step[2] <= plain.by_step[0]
+    assert found.by_step[3] == 0
+    events = [json.loads(line) for line in (tmp_path / "auto" / "events.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["setting"]) for one in events if one["event"] == "activation_memory"] == [(1, "none")]
+    assert state is not None
+    assert reference is not None
+    for one, other in zip(state.network.parameters(), reference.network.parameters(), strict=True):
+        assert torch.equal(one, other)
