@@ -73,9 +73,8 @@ class Watch:
     def __post_init__(self) -> None:
         plan = self.plan
         self._scores = {name: Scores(one.output_dir, plan.labels) for name, one in plan.presets.items()}
-        self._trackers = {
-            name: WatchTracker(plan.run, name, one.output_dir, plan.config) for name, one in plan.presets.items()
-        } if not plan.options.no_track else {}  # fmt: skip
+        folders = {name: one.output_dir for name, one in plan.presets.items()}
+        self._tracker = None if plan.options.no_track else WatchTracker(plan.run, folders, plan.config)
         self._said: set[int] = set()  # steps that have not arrived as a whole, and of which that is told
         self._waiting = ""
         self._shown: dict[str, Checkpoint | str | None] = dict.fromkeys(plan.presets, "")  # the best on the page
@@ -112,9 +111,9 @@ class Watch:
         return worked
 
     def finish(self) -> None:
-        """End the runs at trackers."""
-        for tracker in self._trackers.values():
-            tracker.finish()
+        """End the run at the tracker."""
+        if self._tracker is not None:
+            self._tracker.finish()
 
     def _wait(self) -> None:
         """Pause, and tell what for, once for each state of the run. Its memory is free where no checkpoint is expected."""
@@ -170,12 +169,12 @@ class Watch:
         return []
 
     def _is_done(self, name: str, checkpoint: Checkpoint) -> bool:
-        tracker, scores = self._trackers.get(name), self._scores[name]
+        tracker, scores = self._tracker, self._scores[name]
         if (name, checkpoint.manifest) in self.failed:
             return True
         samples = self._recorded(name, checkpoint)
         is_scored = bool(samples) and all(scores.has(checkpoint.manifest, sample.key) for sample in samples)
-        return is_scored and (tracker is None or tracker.has(checkpoint.manifest))
+        return is_scored and (tracker is None or tracker.has(name, checkpoint.manifest))
 
     def _serve(self, name: str, found: Found, checkpoint: Checkpoint) -> bool:
         """Sample and score a checkpoint; False if it has not arrived as a whole. An error is the checkpoint's own."""
@@ -318,7 +317,7 @@ class Watch:
 
     def _show(self, name: str, best: Checkpoint | None) -> None:
         """Write sheet and page of the newest checkpoints and the best, and send those that the tracker lacks."""
-        plan, scores, tracker = self.plan.presets[name], self._scores[name], self._trackers.get(name)
+        plan, scores, tracker = self.plan.presets[name], self._scores[name], self._tracker
         ledger, columns = Ledger(plan.output_dir), []
         for step, manifest, variant in scores.columns():
             samples = self._samples(name, variant)
@@ -326,8 +325,8 @@ class Watch:
             if clips:  # else it has been sampled with other prompts
                 is_best = best is not None and manifest == best.manifest
                 columns.append(Column(step, variant, clips, scores.means(samples), is_best))
-            if clips and tracker is not None and not tracker.has(manifest):
-                tracker.send(manifest, step, scores.means(samples), list(clips.values()))
+            if clips and tracker is not None:
+                tracker.send(name, manifest, step, scores.means(samples), list(clips.values()))
         self._shown[name] = best
         if columns:
             plan = replace(plan, given=[str(self.plan.run)])

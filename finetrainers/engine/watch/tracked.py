@@ -1,7 +1,7 @@
 """Clips and scores of a watch at the tracker of the run: in the training's own run, where two processes may write to one.
 
 That is so for tensorboard, whose run is a folder of files, for trackio, and for wandb where the training uses its shared mode.
-Elsewhere a preset has a run of its own in the training's group.
+Elsewhere a watch has a run of its own in the training's group.
 """
 
 from __future__ import annotations
@@ -25,63 +25,65 @@ _STATE = "tracker.json"
 
 
 class WatchTracker:
-    """Sends what a preset makes of a checkpoint, once. The first failure ends tracking, not the watch."""
+    """Sends what is made of a checkpoint, once. The first failure ends tracking, not the watch."""
 
-    def __init__(self, run: Path, preset: str, folder: Path, config: TrainConfig) -> None:
+    def __init__(self, run: Path, folders: Mapping[str, Path], config: TrainConfig) -> None:
         """Args:
         run: the run directory.
-        preset: its name.
-        folder: of the preset, which remembers what was sent.
+        folders: of the presets, by name; each remembers what was sent.
         config: of the run.
         """
         self.config, self.section = config, config.run
-        self._place = (run, preset)
-        self._file = folder / _STATE
-        self._tracked: TrackedRun | None = None
+        self._run, self._presets = run, list(folders)
+        self._files = {preset: folder / _STATE for preset, folder in folders.items()}
+        self._tracked: TrackedRun | None = None  # of the whole process: wandb and trackio have one at a time
         self._off = self.section.report_to == "none"
-        self._state: dict[str, str | None] = {}
-        self._sent: list[str] = []  # manifests
-        if self._file.is_file():
-            known = json.loads(self._file.read_text(encoding="utf-8"))
-            if (known.get("tracker"), known.get("project")) == (self.section.report_to, self.section.tracker_name):
-                self._sent, self._state = known.pop("sent"), known
+        self._own: str | None = None  # the run of its own that an earlier watch of the same presets has begun
+        self._sent = {preset: self._read(file) for preset, file in self._files.items()}  # manifests
 
-    def send(self, manifest: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
+    def _read(self, file: Path) -> list[str]:
+        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if (known.get("tracker"), known.get("project")) != (self.section.report_to, self.section.tracker_name):
+            return []
+        if known.get("presets") == self._presets:
+            self._own = known.get("own")
+        return known["sent"]
+
+    def send(self, preset: str, manifest: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
         """Send clips and mean scores of a checkpoint, unless they were sent before."""
-        if self.has(manifest):
+        if self.has(preset, manifest):
             return
-        self._guard(lambda: self._send(step, means, videos))
+        self._guard(lambda: self._send(preset, step, means, videos))
         if not self._off:
-            self._sent.append(manifest)
-            write_json_atomic(self._file, {**self._state, "sent": self._sent})
+            self._sent[preset].append(manifest)
+            state = {
+                "tracker": self.section.report_to, "project": self.section.tracker_name, "presets": self._presets,
+                "own": self._own, "sent": self._sent[preset],
+            }  # fmt: skip
+            write_json_atomic(self._files[preset], state)
 
-    def has(self, manifest: str) -> bool:
+    def has(self, preset: str, manifest: str) -> bool:
         """Whether nothing of a checkpoint is left to be sent."""
-        return self._off or manifest in self._sent
+        return self._off or manifest in self._sent[preset]
 
-    def _send(self, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
-        tracked, preset = self._tracked or self._open(), self._place[1]
+    def _send(self, preset: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
+        if self._tracked is None:
+            self._tracked = self._open()
         if means:
-            tracked.log({f"watch/{preset}/{label}": value for label, value in means.items()}, step=step)
+            self._tracked.log({f"watch/{preset}/{label}": value for label, value in means.items()}, step=step)
         names = [f"watch/{preset}/{video.stem.replace(f'_step-{step:06d}', '')}" for video in videos]
         media = [Media(name, video, comment_of(video)) for name, video in zip(names, videos, strict=True)]
-        tracked.log_media([*media, Media(f"watch/{preset}/sheet", sheet_of(list(videos)))], step=step)
+        self._tracked.log_media([*media, Media(f"watch/{preset}/sheet", sheet_of(list(videos)))], step=step)
 
     def _open(self) -> TrackedRun:
-        run, preset = self._place
-        joined = training_run(run, self.config)
-        # A run of its own that an earlier watch has begun.
-        own = self._state.get("run") if joined is None and not self._state.get("joined") else None
+        joined = training_run(self._run, self.config)
         place = Place(
-            project=self.section.tracker_name, folder=run / self.section.logging_dir, name=run.resolve().name,
-            resumed=own, step=0, beside=f"watch-{preset}", joined=joined,
+            project=self.section.tracker_name, folder=self._run / self.section.logging_dir, name=self._run.resolve().name,
+            resumed=self._own if joined is None else None, step=0, beside=f"watch-{'-'.join(self._presets)}", joined=joined,
         )  # fmt: skip
-        self._tracked = TRACKERS[self.section.report_to](place)
-        self._state = {
-            "tracker": self.section.report_to, "project": self.section.tracker_name, "run": self._tracked.name,
-            "joined": joined,
-        }  # fmt: skip
-        return self._tracked
+        tracked = TRACKERS[self.section.report_to](place)
+        self._own = tracked.name if joined is None else None
+        return tracked
 
     def finish(self) -> None:
         """Send what is left."""

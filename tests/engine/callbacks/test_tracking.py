@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import time
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -25,6 +26,7 @@ from finetrainers.engine.callbacks.samples import write_sample
 from finetrainers.engine.callbacks.tracking import TrackedMedia, Tracker
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.training import train
+from finetrainers.engine.watch.tracked import WatchTracker, whose_run
 from finetrainers.utils.video import comment_of, gif_of, write_mp4
 
 
@@ -95,9 +97,15 @@ class FakeRun:
         self.starting_step = 0
         self.finished = False
 
+        self.axes: dict[str, str | None] = {}
+
+    def define_metric(self, name: str, step_metric: str | None = None, hidden: bool = False) -> None:
+        self.axes[name] = step_metric
+
     def log(self, data: dict[str, Any], step: int | None = None) -> None:
-        assert step is not None
-        self.sent.append((step, data))
+        own = data.pop(self.axes["*"]) if self.axes else None  # the axis of its own
+        assert (step is None) is bool(self.axes)
+        self.sent.append((own if step is None else step, data))
 
     def finish(self) -> None:
         self.finished = True
@@ -123,13 +131,14 @@ class Library(ModuleType):
         self.runs: list[FakeRun] = []
         self.settings: dict[str, Any] = {}
         self.config = SimpleNamespace(update=lambda values, allow_val_change: self.settings.update(values))  # of wandb
+        self.Settings = dict
         self.starting_step = 0
 
     def init(self, **arguments: Any) -> FakeRun:
         run = FakeRun(arguments)
         # What the server has, which trackio keeps under another name.
         run.starting_step = run._next_step = self.starting_step  # type: ignore[attr-defined]
-        run.config = self.settings  # type: ignore[attr-defined]
+        run.config = self.settings if len(self.runs) == 0 or self.__name__ == "wandb" else {"of": "this process"}  # type: ignore[attr-defined]
         self.runs.append(run)
         return run
 
@@ -138,7 +147,7 @@ class Library(ModuleType):
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library(request.param)
     monkeypatch.setitem(sys.modules, request.param, found)
-    for name in ("WANDB_DIR", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME"):
+    for name in ("WANDB_DIR", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     return found
 
@@ -236,6 +245,96 @@ def test_a_new_run_in_the_same_place_is_a_new_run_at_the_tracker(library: Librar
     assert "resume" not in second.arguments
     assert library.__name__ == "wandb" or first.name != second.name
     assert [step for step, values in second.sent if "loss" in values] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_second_process_writes_to_the_run_where_two_may(
+    shared: bool, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb: only in the mode for it; else it has a run of its own, which its next start continues."""
+    root, is_wandb = tmp_path / "mystyle", library.__name__ == "wandb"
+    if shared and not is_wandb:
+        pytest.skip("a mode of wandb")
+    if shared:
+        monkeypatch.setenv("WANDB_MODE", "shared")
+    state, tracker, media = start(library, root)
+    steps(state, tracker, media, to=4)
+    monkeypatch.delenv("WANDB_MODE", raising=False)  # which the second process need not have
+    [video] = (root / "samples" / "step-000002").glob("*.mp4")
+
+    def watch(*manifests: str) -> None:
+        one = WatchTracker(root, folders, state.config)
+        for number, manifest in enumerate(manifests):
+            for preset in folders:
+                one.send(preset, manifest, 2 - number, {"brightness": 0.5}, [video])  # in any order
+                assert one.has(preset, manifest)
+        one.finish()
+
+    folders = {preset: root / "watch" / preset for preset in ("run", "low4s")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    joins = shared or not is_wandb
+    assert whose_run(root, state.config).startswith("into the run" if joins else "as a run of its own")
+    watch("a", "b")
+    watch("a", "b", "c")
+    watch("c")  # has nothing to send
+    training, first, second = library.runs  # one for each process, whatever it has presets
+    for run, sent in ((first, [2, 2, 2, 2, 1, 1, 1, 1]), (second, [0, 0, 0, 0])):
+        assert [step for step, _ in run.sent] == sent
+        assert run.finished
+        assert {name for _, values in run.sent for name in values} == {
+            f"watch/{preset}/{name}" for preset in folders for name in ("brightness", "sheet", video.stem)
+        }
+        assert run.axes.get("*") == ("step" if is_wandb else None)
+    if not is_wandb:
+        for run in (first, second):
+            given = {"name": training.name, "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
+            assert run.arguments == {"project": "finetrainers", **given}
+            assert run.config == {}  # type: ignore[attr-defined]  # which leaves the training's as they are
+    elif shared:
+        for run in (first, second):
+            assert (run.arguments["id"], run.arguments["mode"]) == (training.id, "shared")
+            assert run.arguments["settings"]["x_update_finish_state"] is False
+        assert training.axes["*"] == "step"
+        assert [step for step, values in training.sent if "loss" in values] == [1, 2, 3, 4]
+    else:
+        assert first.arguments["name"] == "mystyle-watch-run-low4s"
+        assert first.arguments["group"] == training.arguments["name"]
+        assert "id" not in first.arguments
+        assert (second.arguments["id"], second.arguments["resume"]) == (first.id, "allow")
+    # Other presets together are another writer.
+    del folders["run"]
+    watch("d")
+    assert is_wandb is False or shared or "id" not in library.runs[-1].arguments
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_two_processes_with_the_library_itself(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip(kind)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    root = tmp_path / "mystyle"
+    state, tracker, media = start(library, root)
+    steps(state, tracker, media, to=2)
+    tracker.on_end(state)  # of two processes, one at a time is in this one
+    [video] = (root / "samples" / "step-000002").glob("*.mp4")
+    (root / "watch").mkdir()
+    watch = WatchTracker(root, {"run": root / "watch"}, state.config)
+    watch.send("run", "a", 1, {"brightness": 0.25}, [video])
+    assert watch.has("run", "a")
+    assert not watch._off
+    watch.finish()
+    if kind == "wandb":  # whose own process writes the files
+        deadline = time.monotonic() + 20
+        wanted = (b"watch/run/brightness", b"mystyle-watch-run")
+        while time.monotonic() < deadline:
+            files = [file.read_bytes() for file in (root / "logs" / "wandb").glob("offline-run-*/*.wandb")]
+            found = [sum(text in file for file in files) for text in wanted]
+            if found == [1, 1]:
+                break
+            time.sleep(0.1)
+        assert (len(files), found) == (2, [1, 1])
 
 
 def test_variables_of_the_user_win(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
