@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _MORE = """Only published checkpoints are copied, without optimizer state, and the weights before the manifest, so that
 `finetrainers watch` on the other machine never takes half a checkpoint for a whole one. The run's settings, metrics and
-events come along. Nothing is deleted at the target without --prune."""
+events come along. Nothing is deleted at the target without --prune. It goes on until it is stopped (Ctrl-C). ssh has to
+work without a password. A transfer that fails is retried."""
 #: Seconds before the first retry; each further one waits twice as long.
 _FIRST_RETRY_S = 5
 _LAST_RETRY_S = 300
@@ -31,7 +32,7 @@ def add_sync(commands: Any) -> None:
     """Add the subcommand to the parser's."""
     examples = (
         "sync runs/mystyle me@gpu-box:runs/mystyle --every 100",
-        'sync runs/mystyle me@gpu-box:runs/mystyle --rsh "ssh -p 2222" --once',
+        'sync runs/mystyle gpu-box:runs/mystyle --once --rsh "ssh -p 2222"',
     )
     about = "copy a run's checkpoints to another machine with rsync, for `watch`"
     sync = commands.add_parser("sync", **described(about, *examples, more=_MORE))
@@ -40,7 +41,7 @@ def add_sync(commands: Any) -> None:
     sync.add_argument("--every", type=_seconds, default=100.0, metavar="SECONDS", help="pause between two looks [100]")
     sync.add_argument("--once", action="store_true", help="copy what is there, and exit")
     sync.add_argument("--prune", action="store_true", help="delete checkpoints at the target that the run has deleted, but for the best")  # fmt: skip
-    sync.add_argument("--rsh", metavar="COMMAND", help="what rsync connects with [ssh]")
+    sync.add_argument("--rsh", metavar="COMMAND", help="what rsync connects with [ssh -o BatchMode=yes ...]")
     sync.set_defaults(run=_sync, check=lambda arguments: _of(arguments).problems())
 
 
@@ -78,6 +79,8 @@ def _copy_on(sync: Sync, *, every: float, once: bool) -> int:
     from finetrainers.engine.sync import TransferError, told
 
     failures = 0
+    if not once:
+        print(f"copying {sync.run} to {sync.target} every {every:g} s; Ctrl-C stops", flush=True)
     while True:
         try:
             arrived = sync.transfer()
@@ -93,6 +96,13 @@ def _copy_on(sync: Sync, *, every: float, once: bool) -> int:
             for one in arrived:
                 print(told(one, sync.target), flush=True)
             if once:
-                print("" if arrived else f"{sync.target} has every published checkpoint", end="" if arrived else "\n")
+                if not arrived:
+                    print(_nothing_new(sync))
                 return exit_codes.DONE
         time.sleep(pause)
+
+
+def _nothing_new(sync: Any) -> str:
+    if sync.has_checkpoints:
+        return f"{sync.target} has every published checkpoint"
+    return f"{sync.run} has no checkpoint yet; its settings and records are at {sync.target}"

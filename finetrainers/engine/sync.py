@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -32,6 +33,13 @@ _SMALL = (".toml", ".json", ".jsonl", ".md", ".txt")
 #: A transfer in which nothing moves for so long is ended, and retried.
 _TIMEOUT_S = 120
 _REMOTE = re.compile(r"^(?:[^/:]+:|rsync://)")
+_DAEMON = re.compile(r"^(?:[^/:]+::|rsync://)")
+#: Seconds until a machine that does not answer counts as unreachable.
+_CONNECT_S = 20
+#: Nobody answers questions in the background, and each transfer would ask its own.
+_SSH = f"ssh -o BatchMode=yes -o ConnectTimeout={_CONNECT_S} -o ServerAliveInterval=30"
+#: What ssh says where it would have to ask for a password, or whether to trust a machine.
+_ASKS = re.compile(r"Permission denied \([a-z,-]+\)|Host key verification failed")
 
 
 class TransferError(ExpectedError):
@@ -54,7 +62,7 @@ class Sync:
     Attributes:
         run: its directory.
         target: `user@host:dir`, or a folder.
-        rsh: the command that rsync connects with, instead of ssh.
+        rsh: the command that rsync connects with; None: that of RSYNC_RSH, or ssh without questions.
         prune: whether checkpoints that the run does not have any more are deleted at the target.
     """
 
@@ -87,9 +95,21 @@ class Sync:
             problems.append(Problem("TARGET", f"{self.target} is the run itself"))
         if shutil.which("rsync") is None:
             problems.append(Problem("rsync", "is not installed; apt-get install rsync (here, and at the target)"))
-        if is_remote and not self.rsh and not self.target.startswith("rsync:") and shutil.which("ssh") is None:
+        if is_remote and self._connection() and not self.rsh and shutil.which("ssh") is None:
             problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
         return problems
+
+    def _connection(self) -> list[str]:
+        """Arguments for the way to the target."""
+        if _DAEMON.match(self.target):
+            return [f"--contimeout={_CONNECT_S}"]
+        rsh = self.rsh or (None if os.environ.get("RSYNC_RSH") else _SSH)
+        return [] if rsh is None or not _REMOTE.match(self.target) else [f"--rsh={rsh}"]
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether the run has published any."""
+        return any(one.damage is None for one in scan_checkpoints(self.run, weights_only=True))
 
     def transfer(self) -> list[Copied]:
         """Copy what the target does not have; the checkpoints that have arrived.
@@ -162,13 +182,16 @@ class Sync:
         Raises:
             TransferError: it failed; the message has its last line.
         """
-        rsh = [] if self.rsh is None else [f"--rsh={self.rsh}"]
-        command = ["rsync", f"--timeout={_TIMEOUT_S}", *rsh, *arguments]
+        command = ["rsync", f"--timeout={_TIMEOUT_S}", *self._connection(), *arguments]
         done = subprocess.run(command, input=given, capture_output=True, text=True, errors="replace")
         if done.returncode:
             lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
             # Its last line has its own source code's position; what happened is said before it.
             said = next((line for line in lines if not line.startswith("rsync error:")), "it says no more")
+            asked = next((line for line in lines if _ASKS.search(line)), None)
+            if asked is not None:
+                host = self.target.partition(":")[0]
+                said = f"{asked}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
             raise TransferError(f"rsync to {self.target} failed with exit code {done.returncode}: {said}")
         return done.stdout
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,8 @@ from finetrainers.engine.ready import get_ready
 from finetrainers.engine.state import TrainState
 from finetrainers.models.registry import families
 from finetrainers.utils.video import write_mp4
+
+SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").is_file() else None)
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,43 @@ def run() -> Callable[..., Run]:
         return Run(state, Path(values["output_dir"]))
 
     return start
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> Iterator[str]:
+    """The command that connects to a server of this test's own, with keys of its own."""
+    if SSHD is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("sshd is not installed")
+    folder = tmp_path / "ssh"
+    folder.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lines = [
+        f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {folder}/host", f"AuthorizedKeysFile {folder}/authorized",
+        "StrictModes no", "UsePAM no", "PasswordAuthentication no", f"PidFile {folder}/pid", "PermitRootLogin yes",
+    ]  # fmt: skip
+    (folder / "config").write_text("\n".join(lines) + "\n")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    log = open(folder / "log", "w")  # noqa: SIM115 - the server's, for as long as it runs
+    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log)
+    try:
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        else:
+            pytest.skip(f"sshd does not start here: {(folder / 'log').read_text()[-200:]}")
+        options = ["UserKnownHostsFile=/dev/null", "StrictHostKeyChecking=no", "IdentitiesOnly=yes", "LogLevel=ERROR"]
+        yield f"ssh -F none -p {port} -i {folder}/user " + " ".join(f"-o {one}" for one in options)
+    finally:
+        server.terminate()
+        server.wait()
+        log.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

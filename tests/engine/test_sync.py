@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import shutil
 import socket
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,6 @@ from finetrainers.engine.checkpoints.manifest import damage
 from finetrainers.engine.sync import Sync, TransferError
 from finetrainers.utils import faults
 
-SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").is_file() else None)
 needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 
 
@@ -49,43 +44,6 @@ def run(tmp_path: Path) -> Path:
     (root / "logs" / "project").mkdir(parents=True)
     (root / "logs" / "project" / "events.out").write_text("x")
     return root
-
-
-@pytest.fixture
-def ssh(tmp_path: Path) -> Iterator[str]:
-    """The command that connects to a server of this test's own, with keys of its own."""
-    if SSHD is None or shutil.which("ssh-keygen") is None:
-        pytest.skip("sshd is not installed")
-    folder = tmp_path / "ssh"
-    folder.mkdir(mode=0o700)
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    shutil.copy(folder / "user.pub", folder / "authorized")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    lines = [
-        f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {folder}/host", f"AuthorizedKeysFile {folder}/authorized",
-        "StrictModes no", "UsePAM no", "PasswordAuthentication no", f"PidFile {folder}/pid", "PermitRootLogin yes",
-    ]  # fmt: skip
-    (folder / "config").write_text("\n".join(lines) + "\n")
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)
-    log = open(folder / "log", "w")  # noqa: SIM115 - the server's, for as long as it runs
-    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log)
-    try:
-        for _ in range(100):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        else:
-            pytest.skip(f"sshd does not start here: {(folder / 'log').read_text()[-200:]}")
-        options = ["UserKnownHostsFile=/dev/null", "StrictHostKeyChecking=no", "IdentitiesOnly=yes", "LogLevel=ERROR"]
-        yield f"ssh -F none -p {port} -i {folder}/user " + " ".join(f"-o {one}" for one in options)
-    finally:
-        server.terminate()
-        server.wait()
-        log.close()
 
 
 def names(folder: Path) -> set[str]:
@@ -207,6 +165,32 @@ def test_a_target_may_lie_above_the_working_directory(
     monkeypatch.chdir(tmp_path / "here")
     assert main(["sync", str(run), "../new/copy", "--once"]) == 0
     assert scan_checkpoints(tmp_path / "new" / "copy", weights_only=True)
+
+
+@needs_rsync
+def test_a_target_that_does_not_answer_ends_the_transfer(
+    run: Path, ssh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for an answer that nobody gives: not for a machine, a password, or a yes."""
+    for option in ("BatchMode=yes", "ConnectTimeout=20"):
+        assert f"-o {option} " in syncing._SSH
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        quick = syncing._SSH.replace("ConnectTimeout=20", "ConnectTimeout=1")
+        monkeypatch.setattr(syncing, "_SSH", f"{quick} -p {silent.getsockname()[1]}")
+        monkeypatch.delenv("RSYNC_RSH", raising=False)
+        with pytest.raises(TransferError, match="timed out"):
+            Sync(run, "me@127.0.0.1:x").transfer()
+    with pytest.raises(
+        TransferError, match=r"Permission denied \(publickey.*let `ssh me@127.0.0.1` work without a question"
+    ):
+        Sync(run, "me@127.0.0.1:x", ssh.replace("/user ", "/host ")).transfer()
+    there = tmp_path / "file"
+    there.touch()
+    with pytest.raises(TransferError, match="Not a directory"):
+        Sync(run, f"{getpass.getuser()}@127.0.0.1:{there}/x", ssh).transfer()
+    assert Sync(run, "rsync://host/x")._connection() == Sync(run, "host::x")._connection() == ["--contimeout=20"]
+    monkeypatch.setenv("RSYNC_RSH", "mine")
+    assert Sync(run, "me@host:x")._connection() == Sync(run, "folder")._connection() == []
 
 
 def test_what_cannot_be_copied_is_refused(

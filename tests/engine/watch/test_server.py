@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +18,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from finetrainers.cli.main import main
 from finetrainers.engine.checkpoints.best import best_checkpoint
 from finetrainers.engine.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
-from finetrainers.engine.sample.run import _Drawing
 from finetrainers.engine.watch import server
 from finetrainers.engine.watch.waiting import Training, training_of
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.rewards.pixels import Brightness
 
-PROMPTS = ("a red ball", "a blue ball on a hill")
-
-
-@pytest.fixture
-def trained(options: Callable[..., dict], run: Callable[..., Any]) -> Path:
-    """A run with two checkpoints."""
-    values = options(
-        train_steps=2, checkpointing_steps=1, validation_prompts=":::".join(PROMPTS), validation_inference_steps=2, seed=5,
-        report_to="tensorboard",
-    )  # fmt: skip
-    return run(**values).root
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the clips that are sampled."""
-    names: list[str] = []
-    write = _Drawing._write
-
-    def keep(self: Any, sample: Any, clip: Any, **more: Any) -> None:
-        names.append(self.names[sample.key])
-        write(self, sample, clip, **more)
-
-    monkeypatch.setattr(_Drawing, "_write", keep)
-    return names
+PROMPTS = ("a red ball", "a blue ball on a hill")  # of the run
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
