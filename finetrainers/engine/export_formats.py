@@ -23,7 +23,7 @@ from finetrainers.utils.text import plural
 
 from .checkpoints.find import step_of
 from .initial_weights import LORA_FILE, read_lora_header
-from .sample.weights import Weights, find_target
+from .sample.weights import Weights, find_target, under
 
 if TYPE_CHECKING:
     import torch
@@ -99,9 +99,9 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
         family = get_family(config.model.model_name)
     except KeyError as error:
         raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
-    if options and (problems := family.problems(config.model, weights=False)):
-        raise ConfigError(problems)
-    path = target.weights.path
+    path, model = target.weights.path, target.weights.on(config.model)
+    if (options or path.is_file()) and (problems := family.problems(model, weights=model != config.model)):
+        raise ConfigError(under("SOURCE", problems, target.weights))
     home = target.home or (path.parent if path.is_file() else path)
     step = step_of(path.parent) if target.weights.is_checkpoint else None
     named_itself = target.home is None and path.is_file() and path.name != LORA_FILE
@@ -282,6 +282,10 @@ def _export_full(
     from finetrainers.models.spec import DTYPES
 
     assert source.weights.path is not None
+    if source.weights.path.is_file():
+        spec = source.family.load(source.weights.on(source.config.model))
+        if problems := spec.examine()[0]:
+            raise ConfigError(under("SOURCE", problems, source.weights), of="this command")
     network = spec.load_transformer(dtype or DTYPES["bf16"], folder=source.weights.path)
     if source.weights.averages is not None:
         averages, weights = load_file(source.weights.averages), network.state_dict()

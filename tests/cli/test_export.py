@@ -17,6 +17,7 @@ from torch import nn
 from finetrainers.cli.main import main
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.engine import export_formats as module
+from finetrainers.engine.sample.weights import find_target
 from finetrainers.models.registry import get_family
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -106,7 +107,10 @@ def test_merged_weights_are_rounded_once(a_run: Callable[..., tuple[Path, Any]])
 
 
 def test_all_weights_of_a_full_finetuning(
-    a_run: Callable[..., tuple[Path, Any]], capsys: pytest.CaptureFixture[str]
+    a_run: Callable[..., tuple[Path, Any]],
+    tiny_repo: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for family, key in (
         ("ltx_video", "model.diffusion_model.patchify_proj.weight"),
@@ -118,11 +122,56 @@ def test_all_weights_of_a_full_finetuning(
         assert key in load_file(root / "export" / "comfyui" / f"my-{family}.safetensors")
         again = type(network).from_pretrained(root / "export" / "diffusers", subfolder="transformer")
         assert all(tensor.equal(network.state_dict()[name]) for name, tensor in again.state_dict().items())
+    _check_single_files(root, network, tiny_repo("cogvideox"), tmp_path, capsys)
     capsys.readouterr()
     assert main(["export", str(root), "--format", "kohya", "merged"]) == 2
     said = capsys.readouterr().err
     assert "--format: kohya: it holds a LoRA, and these are all weights; use diffusers or comfyui" in said
     assert "--format: merged: these are all weights already" in said
+
+
+def _check_single_files(
+    root: Path, network: Any, model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A single file of a whole network can be exported and sampled from, unless it is quantized or lacks tensors."""
+    file = root / "export" / "comfyui" / "my-cogvideox.safetensors"
+    on = ["--pretrained_model_name_or_path", str(model)]
+    assert (
+        main(
+            ["export", str(file), "--format", "diffusers", "--dtype", "fp32", "--output_dir", str(folder / "back"), *on]
+        )
+        == 0
+    )
+    again = type(network).from_pretrained(folder / "back" / "diffusers", subfolder="transformer").state_dict()
+    assert all(tensor.equal(again[name]) for name, tensor in network.state_dict().items())
+    target = find_target(str(file)).weights
+    assert (target.kind, target.label) == ("full", "my-cogvideox")
+    assert target.digest  # or its clips would count as those of the base model
+
+    weights = load_file(file)
+    name = "model.diffusion_model.blocks.0.q.weight"
+    wrong = {
+        "lacking": ({one: tensor for one, tensor in weights.items() if one != name}, "lacks 1 tensor"),
+        "quantized": ({**weights, f"{name}.absmax": torch.zeros(1)}, "holds quantized weights (states of bitsandbytes"),
+    }
+    for what, (tensors, said) in wrong.items():
+        save_file(tensors, folder / f"{what}.safetensors")
+        for command in (
+            ["export", "--format", "diffusers"],
+            ["sample", "--prompts", "a", "--size", "9x32x32", "--dry_run"],
+        ):
+            arguments = [
+                command[0],
+                str(folder / f"{what}.safetensors"),
+                *command[1:],
+                *on,
+                "--output_dir",
+                str(folder / what),
+            ]
+            assert main(arguments) == 2
+            where = "SOURCE" if command[0] == "export" else "TARGET"
+            assert f"{where}: {folder / what}.safetensors {said}" in capsys.readouterr().err
+            assert not (folder / what).exists()
 
 
 def test_a_checkpoint_and_a_file(

@@ -30,7 +30,7 @@ from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
 from finetrainers.utils.video import slug
 
 from ..preflight import check_control_videos, check_paths, read_prompts, resolve_family
-from .weights import BASE, Target, Weights, find_target, in_order, named_apart
+from .weights import BASE, Target, Weights, find_target, in_order, named_apart, under
 
 Size = tuple[int, int, int]
 #: Options of a run that no pixel depends on, or that are named by what they lead to.
@@ -190,8 +190,9 @@ def plan_targets(
     except ConfigError as error:
         raise ConfigError([*found.errors, *error.problems]) from None
     check_paths(config, found)
-    problems = [] if found.errors else family.problems(config.model)
-    found.errors += problems
+    for weights in [] if found.errors else dict.fromkeys(one.weights for one in targets):
+        found.errors += under("TARGET", family.problems(weights.on(config.model)), weights)
+    found.errors[:] = dict.fromkeys(found.errors)
     if found.errors:  # a model that is not there says nothing of its sizes
         raise ConfigError(found.errors)
     _fetch(family, config)

@@ -34,6 +34,7 @@ from .ledger import Ledger
 from .memory import offloads
 from .plan import Sample, SamplePlan, Variant
 from .sampler import Sampler
+from .weights import under
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +114,16 @@ def check_weights(plan: SamplePlan) -> None:
                 problems.append(Problem("TARGET", str(error)))
     expected = spec.parts[spec.facts.trained].__name__
     for one in weights:
-        if one.kind == "full" and one.path is not None:
+        if one.kind == "full" and one.path is not None and one.path.is_file():
+            problems += under("TARGET", plan.family.load(one.on(plan.config.model)).examine()[0], one)
+        elif one.kind == "full" and one.path is not None:
             found = json.loads((one.path / "config.json").read_text(encoding="utf-8")).get("_class_name", expected)
             if found != expected:
                 problems.append(
                     Problem("TARGET", f"{one.path} holds a {found}, and {plan.family.name} is a {expected}")
                 )
     if problems:
-        raise ConfigError(problems, of="these samples")
+        raise ConfigError(list(dict.fromkeys(problems)), of="these samples")
 
 
 @dataclass

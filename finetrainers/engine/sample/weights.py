@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from finetrainers.config.errors import Problem
 from finetrainers.config.given import Given
 from finetrainers.config.load import file_source
 from finetrainers.config.root import by_current_names
+from finetrainers.config.sections import ModelSection
 from finetrainers.utils.files import file_sha256, not_there
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
@@ -43,6 +45,12 @@ class Weights:
     averages: Path | None = None
     digest: str = ""
     is_checkpoint: bool = False
+
+    def on(self, model: ModelSection) -> ModelSection:
+        """The model with these weights as its transformer, where they are a single file, so that its files can be examined."""
+        if self.kind != "full" or self.path is None or not self.path.is_file():
+            return model
+        return model.model_copy(update={"transformer_id": str(self.path)})
 
 
 #: The model without any LoRA.
@@ -96,11 +104,18 @@ def find_target(given: str, *, use_ema: bool = True) -> Target:
             return Target(given, BASE, _values(pretrained_model_name_or_path=given))
     found = find_initial_weights(given)
     if found.kind == "full":
-        return Target(given, Weights(found.path.name, "full", found.path, digest=_folder_digest(found.path)))
+        name = found.path.stem if found.path.is_file() else found.path.name
+        return Target(given, Weights(name, "full", found.path, digest=_digest(found.path)))
     home = found.path.parent if (found.path.parent / _CONFIG).is_file() else None
     source = file_source(home / _CONFIG) if home is not None else _base_of(found.path)
     name = found.path.parent.resolve().name if found.path.name == LORA_FILE else found.path.stem
     return Target(given, Weights(name, "lora", found.path, digest=file_sha256(found.path)), source, home)
+
+
+def under(where: str, problems: Iterable[Problem], weights: Weights) -> list[Problem]:
+    """What is wrong with a single file of a network, under the argument that named it, `TARGET` or `SOURCE`."""
+    path = str(weights.path)
+    return [Problem(where, p.message) if p.where == "--transformer_id" and path in p.message else p for p in problems]
 
 
 def in_order(targets: list[Target]) -> list[Target]:
@@ -169,8 +184,7 @@ def _run(given: str, path: Path, *, use_ema: bool) -> Target:
         continued = bool(whole) and whole[-1].saved_at > file.stat().st_mtime + 1
         # The result of a run with a moving average is that average.
         if not continued and (use_ema or not source.values.get("use_ema")):
-            digest = file_sha256(result.path) if result.path.is_file() else _folder_digest(result.path)
-            return Target(given, Weights("result", result.kind, result.path, digest=digest), source, path)
+            return Target(given, Weights("result", result.kind, result.path, digest=_digest(result.path)), source, path)
     newest = find_checkpoint("latest", path, weights_only=True)
     assert newest is not None
     found = _checkpoint(str(newest), newest, use_ema=use_ema)
@@ -207,6 +221,6 @@ def _values(**values: Any) -> Given:
     return Given(values, {name: f"--{name}" for name in values})
 
 
-def _folder_digest(folder: Path) -> str:
-    """Of a network's weight files, every byte."""
-    return " ".join(file_sha256(file) for file in sorted(folder.glob("*.safetensors")))
+def _digest(path: Path) -> str:
+    """Of a weight file, or of those in a folder, every byte."""
+    return " ".join(file_sha256(file) for file in ([path] if path.is_file() else sorted(path.glob("*.safetensors"))))
