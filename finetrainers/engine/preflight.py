@@ -23,6 +23,7 @@ from finetrainers.config.values import split_part
 from finetrainers.data.buckets.frames import num_available, playback_fps, sampling_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.items import DataError
+from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.backends import backend_problem
 from finetrainers.memory.estimate import computed_bytes
@@ -237,9 +238,8 @@ def _read_scored(config: TrainConfig, method: MethodSpec | None, found: Findings
     except ConfigError as error:
         found.errors += error.problems
         return []
-    for place in (place for prompt in prompts for place in (prompt.image, prompt.video) if place):
-        if not place.startswith(("http://", "https://")) and not Path(place).is_file():
-            found.error("eval_prompts", f"no such file: {place}")
+    for problem in [problem for prompt in prompts for problem in _media_problems(prompt).values()]:
+        found.error("eval_prompts", problem)
     return prompts
 
 
@@ -251,12 +251,32 @@ def read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]
         found.errors += error.problems
         return []
     for prompt in prompts:
-        image, video = prompt.image, prompt.video
-        if image and not image.startswith(("http://", "https://")) and not Path(image).is_file():
-            found.error("validation_images", f"no such file: {image}")
-        if video and not Path(video).is_file():
-            found.error("validation_videos", f"no such file: {video}; give a local video")
+        for option, problem in _media_problems(prompt).items():
+            found.error(option, problem)
     return prompts
+
+
+def _media_problems(prompt: ValidationPrompt) -> dict[str, str]:
+    """Why the files of a prompt cannot be read, by option. Images may also be URLs, which are read when they are needed."""
+    found = {}
+    image, video = prompt.image, prompt.video
+    if image and not image.startswith(("http://", "https://")):
+        try:
+            if not Path(image).is_file():
+                found["validation_images"] = f"no such file: {image}"
+            else:
+                with decoding(Path(image)), open_image(image) as picture:
+                    picture.load()  # all of it: one that is cut short has a whole header
+        except UnusableError as error:
+            found["validation_images"] = str(error)
+    if video and not Path(video).is_file():
+        found["validation_videos"] = f"no such file: {video}; give a local video"
+    elif video:
+        try:
+            probe(Path(video))
+        except UnusableError as error:
+            found["validation_videos"] = f"{video}: {error}"
+    return found
 
 
 def option_findings(
@@ -390,9 +410,8 @@ def check_control_videos(
             continue  # said already
         try:
             video = probe(Path(prompt.video))
-        except UnusableError as error:
-            found.error("validation_videos", f"{prompt.video}: {error}")
-            continue
+        except UnusableError:
+            continue  # said already
         needed = (prompt.size or size)[0]
         fps = playback_fps(video.fps, config.validation.validation_frame_rate or facts.geometry.fps)
         available = num_available(video.frames, source_fps=video.fps, fps=fps)

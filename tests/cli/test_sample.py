@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from finetrainers.cli.main import main
@@ -25,6 +26,9 @@ def refused(
     (tmp_path / "runs" / "mystyle").mkdir(parents=True)
     save_file({"transformer.blocks.7.to_q.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "lora.safetensors")
     (tmp_path / "empty.txt").write_text("# nothing\n")
+    Image.effect_noise((64, 32), 50).save(tmp_path / "whole.png")
+    (tmp_path / "short.png").write_bytes((tmp_path / "whole.png").read_bytes()[:-500])
+    (tmp_path / "empty.mp4").touch()
     places = {"MODEL": ("ltx_video", None), "I2V": ("cogvideox", "i2v"), "HUNYUAN": ("hunyuan_video", None)}
 
     def say(arguments: Sequence[str]) -> str:
@@ -92,6 +96,9 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
         (("MODEL", *PROMPT, "--negative_prompt", "x", "--guidance_scale", "1"), ["--negative_prompt: has no effect"]),
         (("HUNYUAN", *PROMPT, "--negative_prompt", "blurry"), ["takes guidance as an input"]),
         (("HUNYUAN", *PROMPT, "--image", __file__), ["takes no first frame"]),
+        (("MODEL", *PROMPT, "--image", "short.png"), ["--image: cannot decode short.png: image file is truncated"]),
+        (("MODEL", *PROMPT, "--image", "empty.txt"), ["--image: cannot decode empty.txt: not an image that PIL"]),
+        (("MODEL", *PROMPT, "--video", "empty.mp4"), ["--video: empty.mp4: the file is empty"]),
         (("I2V", *PROMPT), ["--image: this checkpoint animates an image; give one for each prompt"]),
         (("MODEL", *PROMPT, "--lr", "1"), ["--lr: unknown flag; it is an option of training"]),
         (("MODEL", *PROMPT, "--validation_prompts", "x"), ["here it is --prompts"]),

@@ -152,11 +152,10 @@ def test_one_clip_fails_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     root, frames = validated()
-    (tmp_path / "picture.png").write_bytes(b"no picture")
     Image.new("RGB", (64, 64), (200, 30, 30)).save(tmp_path / "image.png")
     lines = [
         {"prompt": PROMPTS[0]},
-        {"prompt": "spoilt", "image": str(tmp_path / "picture.png")},
+        {"prompt": "spoilt", "image": "http://127.0.0.1:9/image.png"},  # a file is read before anything is loaded
         {"prompt": "<b>third</b>"},
     ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -180,7 +179,8 @@ def test_one_clip_fails_alone(
     page = (root / "samples" / "sample" / "index.html").read_text()
     assert "no luck" in page
     assert "<b>third" not in page
-    Image.open(tmp_path / "image.png").save(tmp_path / "picture.png")
+    lines[1]["image"] = str(tmp_path / "image.png")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, found = sample(*arguments)
     assert (code, len(found)) == (0, 3)
 
