@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -122,6 +123,10 @@ def print_results(root: Path) -> None:
     for name, path in places.items():
         if path.exists():
             print_line(f"  {name:<{max(16, width)}}{path}")
+    run = shlex.quote(str(root))
+    print_line(
+        f"next:\n  finetrainers sample {run} --prompts TEXT --compare base\n  finetrainers export {run} --format comfyui"
+    )
 
 
 def print_memory(peaks: Mapping[str, Mapping[str, float]]) -> None:

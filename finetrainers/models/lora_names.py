@@ -14,10 +14,13 @@ FORMATS = ("diffusers", "comfyui", "kohya", "peft", "merged")
 PREFIXES: Mapping[str, str] = {"comfyui": "diffusion_model.", "kohya": "lora_unet_", "peft": "base_model.model."}
 #: Which programs read a family's LoRAs in formats that depend on it.
 READERS: Mapping[str, Mapping[str, str]] = {
-    "ltx_video": {"comfyui": "ComfyUI, and diffusers", "kohya": "ComfyUI; no trainer of kohya-ss has LTX-Video"},
-    "hunyuan_video": {"comfyui": "ComfyUI", "kohya": "musubi-tuner"},
+    "ltx_video": {
+        "comfyui": "ComfyUI (models/loras), and diffusers",
+        "kohya": "ComfyUI; no trainer of kohya-ss has LTX-Video",
+    },
+    "hunyuan_video": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
     "cogvideox": {
-        "comfyui": "ComfyUI's own nodes; ComfyUI-CogVideoXWrapper reads the format diffusers",
+        "comfyui": "ComfyUI's own nodes (models/loras); ComfyUI-CogVideoXWrapper reads the format diffusers",
         "kohya": "VideoX-Fun, and ComfyUI-CogVideoXWrapper for models of CogVideoX-Fun",
     },
 }
@@ -75,7 +78,8 @@ def format_problem(family: str, wanted: str, *, is_lora: bool, is_dora: bool) ->
 def readers(family: str, kind: str, *, is_lora: bool = True) -> str | None:
     """Which programs read a format, for people; None: it is not known."""
     if not is_lora and kind == "comfyui":
-        return "ComfyUI (models/diffusion_models), and programs that read the authors' files"
+        layout = "" if family == "cogvideox" else ", and programs that read the authors' files"
+        return f"ComfyUI (models/diffusion_models){layout}"
     common = {
         "diffusers": "diffusers: load_lora_weights" if is_lora else "diffusers: from_pretrained",
         "peft": "PEFT: PeftModel.from_pretrained",
