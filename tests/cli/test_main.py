@@ -204,7 +204,7 @@ MISTAKES = {
     "export nowhere --format comfy --lora_scale nan --output_dir file": [
         "--format: unknown value 'comfy'", "--lora_scale: not a finite number", "--output_dir: file is a file", "'nowhere'",
     ],
-    "report nowhere run --videos x --output run": ["--videos: 'x'", "RUN: nowhere does not exist", "--output: run is a folder"],
+    "report nowhere run --videos x --output file": ["--videos: 'x'", "RUN: nowhere does not exist", "--output: file would not be opened"],
     "sync nowhere file --every 0": ["--every: not a number of seconds", "RUN: nowhere", "TARGET: file is a file"],
     "sync --evrey 5 run x": ["--evrey: unknown flag; did you mean --every?"],
     "ckpt lss run": ["ACTION: unknown value 'lss'; did you mean 'ls'?"],
