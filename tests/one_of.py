@@ -15,8 +15,9 @@ class OneOf:
     device = torch.device("cpu")
 
     def __init__(self, rank: int = 0, world_size: int = 1, *, sharing: int = 1) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.sharing = rank, world_size, sharing
         self.data_rank, self.data_size = rank // sharing, world_size // sharing
+        self.writes_samples, self.sequence_group = rank % sharing == 0, None
 
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
         if error is not None:

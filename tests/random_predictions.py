@@ -19,7 +19,16 @@ def spec_of(repo: Path, family: str, backend: str) -> Any:
     return get_family(family).load(config)
 
 
-def predict(spec: Any, network: nn.Module, *, batch: int = 1, text: int = 7, frames: int = 9) -> Tensor:
+def predict(
+    spec: Any,
+    network: nn.Module,
+    *,
+    batch: int = 1,
+    text: int = 7,
+    frames: int = 9,
+    size: tuple[int, int] = (64, 64),
+    times_per_frame: bool = False,
+) -> Tensor:
     """A prediction with gradients, on random inputs that the arguments decide; `text`: tokens of each prompt."""
     generator = torch.Generator().manual_seed(batch)
 
@@ -31,8 +40,10 @@ def predict(spec: Any, network: nn.Module, *, batch: int = 1, text: int = 7, fra
     tensors = {name: normal(*tensor.shape) for name, tensor in conditions.tensors.items()}
     for name in masks:
         tensors[name] = (torch.arange(tensors[name].shape[1]) < text).expand(batch, -1)
-    x = spec.padded(normal(batch, network.config.out_channels, *spec.facts.geometry.denoised_shape(frames, 64, 64)))
+    x = spec.padded(normal(batch, network.config.out_channels, *spec.facts.geometry.denoised_shape(frames, *size)))
     meta = SimpleNamespace(**{**vars(meta), "extra": {name: torch.zeros_like(x) for name in spec.facts.media}})
     t = torch.full((batch,), 0.5) if spec.facts.is_flow else torch.full((batch,), 500)
+    if times_per_frame:
+        t = t[:, None] * torch.linspace(0, 1, x.shape[2])
     given = Conditions(tensors, (text,) * batch if masks else None)
     return spec.predict(network, x, t, given, meta)

@@ -119,7 +119,8 @@ class Python:
             "ACCELERATE_USE_CPU": "true",
         }  # fmt: skip
         return [
-            self(*arguments, **company, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(count)
+            self(*arguments, **{**company, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment})
+            for rank in range(count)
         ]
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ class Facts:
         boundary: noise-level quantile from which on one of two experts, `transformer`, denoises; below it
             `transformer_2` does. None: one network denoises at all levels.
         noise_range: quantiles that the trained part is for.
+        heads: attention heads of the network, over which processes can share a clip; None: not known.
         media: further media that the network takes with every clip, each of the clip's frames: `control_video`, say.
     """
 
@@ -79,6 +80,7 @@ class Facts:
     boundary: float | None = None
     noise_range: tuple[float, float] = (0.0, 1.0)
     media: tuple[str, ...] = ()
+    heads: int | None = None
 
     def of_expert(self, expert: str | None) -> Facts:
         """The facts of a run that trains the `high` (also for None) or the `low` expert, where there are two."""

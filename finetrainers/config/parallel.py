@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from finetrainers.utils.text import plural
+
 from .base import Section
 from .option import option
 
@@ -29,5 +31,21 @@ class ParallelSection(Section):
         "(3).", resume="free", needs="deepspeed", ge=1, le=3)
     zero_offload: bool = option(False, "Keep the optimizer state in host memory and update the weights there "
         "(DeepSpeed). Stage 3 also keeps the weights there.", resume="free", needs="deepspeed")
-    sp_size: int = option(1, "Processes that share one clip (sequence parallelism). Only 1 is supported.",
+    sp_size: int = option(1, "Processes that share each clip (sequence parallelism, Ulysses): each stores the activations "
+        "of its part of the tokens. It must divide the processes and the network's attention heads.",
         resume="free", ge=1)
+
+    def data_size(self, processes: int) -> int:
+        """How many of so many processes train on clips of their own."""
+        return max(1, processes // self.sp_size)
+
+
+def groups_problem(processes: int, size: int) -> str:
+    """Why so many processes cannot be groups of `size`."""
+    return f"{plural(processes, 'process', 'processes')} cannot be groups of {size}; start a multiple of {size} by a launcher"
+
+
+def heads_problem(heads: int, size: int) -> str:
+    """Why a network with so many attention heads cannot be split over `size` processes."""
+    fitting = [str(n) for n in range(2, heads + 1) if heads % n == 0]
+    return f"{heads} attention heads do not divide by {size} processes; use one of {', '.join(fitting)}"

@@ -15,7 +15,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
 from finetrainers.methods.spec import WorkSource
-from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.models.spec import DTYPES, ModelSpec, check_split
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule
@@ -55,6 +55,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     check_restorable(start, parallel)
     spec = checked.family.load(config.model)
     spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
+    check_split(spec, config.parallel.sp_size)
     method_spec(config).check(plan, config, spec=spec)
     check_number_of_blocks(config, spec)
     scheduler = spec.load_scheduler()
@@ -87,7 +88,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
         config=config, spec=spec, method=method, parallel=parallel, transformer=transformer, optimizer=optimizer,
         total_steps=total_steps, run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
         watchdog=watchdog, memory=memory, checkpoint_fields=start.checkpoint_fields(config),
-        ema=make_ema(config, network), meter=measure_calls(spec, network),
+        ema=make_ema(config, network), meter=measure_calls(spec, network, sharing=parallel.sharing),
         shares_saving=shares_saving(config, parallel),
     )  # fmt: skip
     if activations is not None:
@@ -123,7 +124,9 @@ def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr
     wanted, mapped = trainable_dtype(config), mapped_dtype(checked, spec)
     with loading(checked, "transformer"):
         return parallel.prepare(
-            lambda: load_trainable_transformer(checked, spec, mapped or wanted, device=parallel.device),
+            lambda: load_trainable_transformer(
+                checked, spec, mapped or wanted, device=parallel.device, sequence_group=parallel.sequence_group
+            ),
             lambda parameters: create_optimizer(
                 parameters,
                 config=config.optimizer,

@@ -223,7 +223,7 @@ def _check_earlier(config: TrainConfig, found: Findings) -> None:
 
 def _begin(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial: InitialWeights | None) -> Start:
     """Where the run begins: at step 0, or at a checkpoint."""
-    size = launched_processes()
+    size = config.parallel.data_size(launched_processes())
     if checkpoint is None:
         return new_run(config, plan, initial=initial, data_size=size)
     return resume_run(config, plan, checkpoint, initial=initial, data_size=size)

@@ -137,7 +137,7 @@ def _total_steps(checked: Preflight) -> int:
     if config.training.train_steps:
         return config.training.train_steps
     per_process = config.dataloader.batch_size * config.training.gradient_accumulation_steps
-    per_step = per_process * launched_processes()
+    per_step = per_process * config.parallel.data_size(launched_processes())
     return math.ceil(checked.plan.count * config.training.train_epochs / per_step)
 
 

@@ -34,12 +34,18 @@ def peak_flops(device: torch.device) -> float | None:
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words), None)
 
 
-def measure_calls(spec: ModelSpec, network: nn.Module) -> FlopMeter | None:
-    """Meter the calls of the network from here on; None: the family does not tell its operations."""
+def measure_calls(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) -> FlopMeter | None:
+    """Meter the calls of the network from here on; None: the family does not tell its operations.
+
+    Args:
+        spec: of the model.
+        network: that is trained.
+        sharing: processes that share each call.
+    """
     flops = spec.flops(network)
     if flops is None:
         return None
-    meter = FlopMeter(flops, lambda call: spec.tokens_of(network, call))
+    meter = FlopMeter(flops, lambda call: spec.tokens_of(network, call), sharing=sharing)
     names = list(inspect.signature(network.forward).parameters)
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

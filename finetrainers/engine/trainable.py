@@ -14,6 +14,7 @@ from huggingface_hub import StateDictSplit
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
@@ -71,7 +72,12 @@ def mapped_dtype(checked: Preflight, spec: ModelSpec) -> torch.dtype | None:
 
 
 def load_trainable_transformer(
-    checked: Preflight, spec: ModelSpec, dtype: torch.dtype, *, device: torch.device | None = None
+    checked: Preflight,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+    sequence_group: ProcessGroup | None = None,
 ) -> nn.Module:
     """The transformer with what is trained attached, resumed or initial weights included, ready to be wrapped.
 
@@ -80,6 +86,7 @@ def load_trainable_transformer(
         spec: of the model.
         dtype: of the weights as they are loaded.
         device: quantizes frozen weights, layer by layer; default: the CPU.
+        sequence_group: the processes that share each clip with this one; None: nobody does.
 
     Raises:
         ConfigError: a LoRA target matches nothing, or a LoRA to start from does not fit.
@@ -101,6 +108,7 @@ def load_trainable_transformer(
         with _named_init_from():
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
     store_frozen_weights(transformer, config, spec, dtype=dtype, device=device)
+    spec.split_tokens(transformer, sequence_group)
     blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
     set_activation_memory(transformer, config.memory.stored, blocks=blocks)
     if config.memory.compile == "regional":

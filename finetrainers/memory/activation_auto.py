@@ -145,8 +145,8 @@ def _work(workload: Workload, weights: NetworkWeights, spec: ModelSpec) -> StepW
     tokens = Tokens(workload.batch_size, workload.num_tokens, 0)
     flops = weights.once("flops", lambda: spec.flops(weights.network))
     if flops is None:  # two operations for each weight and token
-        forward = 2.0 * weights.total * tokens.clips * tokens.video
+        forward = 2.0 * weights.total * tokens.clips * tokens.video / workload.sharing
         return StepWork(forward, 2 * forward, 0.0, workload.swap.copied)
-    return StepWork(
-        flops.of_forward(tokens), flops.of_backward(tokens), flops.of_attention(tokens), workload.swap.copied
-    )
+    whole = flops.of_forward(tokens), flops.of_backward(tokens), flops.of_attention(tokens)
+    forward, backward, attention = (one / workload.sharing for one in whole)
+    return StepWork(forward, backward, attention, workload.swap.copied)

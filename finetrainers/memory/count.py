@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -133,6 +135,7 @@ class StepShape:
         autocast: dtype that matrices are multiplied in; None: without autocast.
         gradients_stay: False if each gradient leaves as soon as it is made.
         blocks_to_swap: how many blocks wait in host memory.
+        sharing: processes that share each clip.
     """
 
     latent: tuple[int, int, int, int]
@@ -144,6 +147,7 @@ class StepShape:
     autocast: torch.dtype | None = torch.bfloat16
     gradients_stay: bool = True
     blocks_to_swap: int = 0
+    sharing: int = 1
 
 
 def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted:
@@ -174,8 +178,12 @@ def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted
 
 def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mapping[str, int]) -> dict[str, float]:
     net = shortened(network, depths)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        fake_group(shape.sharing) if shape.sharing > 1 else nullcontext() as group,
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         fake_weights(net, shape)
+        spec.split_tokens(net, group)
         blocks = spread(spec.block_modules(net), shape.share)
         offloads = set_activation_memory(net.train(), shape.stored, blocks=blocks, host="meta")
         if shape.blocks_to_swap:
@@ -201,6 +209,17 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
         return {
             "weights": weights, "kept": kept, "forward": forward, "backward": backward, "gradients": gradients, "host": host,
         }  # fmt: skip
+
+
+@contextmanager
+def fake_group(number: int) -> Iterator[dist.ProcessGroup]:
+    """Within the block, this is rank 0 of so many processes, whose exchanges do nothing; their group."""
+    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    try:
+        assert dist.group.WORLD is not None, "it has just been made"
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def _drop_gradients(network: nn.Module) -> None:

@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from .activation_plan import spread
 from .checkpointing import set_activation_memory
-from .count import LiveStorages, StepShape, cuda_autocast, fake_weights
+from .count import LiveStorages, StepShape, cuda_autocast, fake_group, fake_weights
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
@@ -176,9 +174,6 @@ def fake_processes(number: int, group_size: int | None = None) -> Iterator[Devic
         number: of processes.
         group_size: processes that share one copy of the weights; None: all, and the mesh has one dimension.
     """
-    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
     shape = (number,) if group_size is None else (number // group_size, group_size)
-    try:
+    with fake_group(number):
         yield init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
-    finally:
-        dist.destroy_process_group()

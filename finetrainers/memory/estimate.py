@@ -86,6 +86,7 @@ class Workload:
         num_blocks: transformer blocks of each list.
         hidden: width of a token.
         num_tokens: tokens of one clip (text tokens that join the sequence included).
+        sharing: processes that share each clip, so that each has activations of its part of the tokens.
         batch_size: clips per micro-step.
         trainable_bytes: bytes per trainable weight; its gradient has as many.
         optimizer_bytes: optimizer state per trainable weight that lies on the GPU.
@@ -108,6 +109,7 @@ class Workload:
     hidden: int
     num_tokens: int
     activations: Activations
+    sharing: int = 1
     batch_size: int = 1
     trainable_bytes: float = 4.0
     optimizer_bytes: float = 8.0
@@ -149,7 +151,7 @@ def estimate(workload: Workload) -> MemoryPlan:
     Forward fills activations, and keeps the copies of weights that autocast makes. Backward empties activations as it makes
     gradients. With accumulation the gradients of earlier micro-steps are there all the time.
     """
-    unit = workload.batch_size * workload.num_tokens * workload.hidden * _HALF / GIB
+    unit = workload.batch_size * workload.num_tokens / workload.sharing * workload.hidden * _HALF / GIB
     split = workload.split
     units = activation_units(workload.activations, workload.num_blocks, workload.stored, workload.share)
     saved, in_forward, in_backward = units.stored * unit, units.in_forward * unit, units.in_backward * unit
@@ -250,6 +252,7 @@ def workload_of(
         num_blocks=tuple(len(getattr(transformer, name)) for name in spec.blocks),
         hidden=spec.width(transformer),
         num_tokens=geometry.num_tokens(*bucket),
+        sharing=config.parallel.sp_size,
         batch_size=kept.batch_size,
         trainable_bytes=_HALF if masters else trainable_bytes,
         optimizer_bytes=_optimizer_bytes_on_device(config, split, masters=masters),

@@ -259,7 +259,7 @@ class _Phases:
 
     def _sampling(self, size: Size, batch: int) -> dict[str, float]:
         """A forward pass without backward: what forward needs besides what blocks store for it."""
-        unit = batch * self.geometry.num_tokens(*size) * self.width * 2
+        unit = batch * self.geometry.num_tokens(*size) / self.config.parallel.sp_size * self.width * 2
         activations = activations_of(self.config, self.spec, self.around.split, halved=self.halved)
         gathered = self.step["gathered weights"]
         return {

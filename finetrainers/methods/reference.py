@@ -36,6 +36,7 @@ def reference_model(parts: MethodParts[Any]) -> Reference:
 
     def load() -> nn.Module:
         copy = parts.spec.load_transformer(parts.weights_dtype)
+        parts.spec.split_tokens(copy, parts.parallel.sequence_group)
         if parts.config.memory.compile == "regional":
             parts.spec.compile_blocks(copy)
         return copy

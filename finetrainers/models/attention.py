@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import Tensor, nn
 
-from finetrainers.config.attention import BACKENDS
+from finetrainers.config.attention import AUTO, BACKENDS
 from finetrainers.config.errors import ConfigError, Problem
 
 #: diffusers' operator of this name has no backward pass; the package's own function has one.
@@ -30,15 +30,22 @@ class Attend:
 
     name: str
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Outputs `[B, S, H, D]`.
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, text: tuple[int, int] = (0, 0)
+    ) -> Tensor:
+        """Attention of a clip's tokens to each other: outputs `[B, S, H, D]`.
 
         Args:
             query: `[B, S, H, D]`.
             key: likewise, of as many tokens as `value`.
             value: likewise.
             mask: over keys, broadcast to `[B, H, S, keys]`: boolean (True is attended to), or added to the scores.
+            text: how many of the tokens are of the text, before those of the clip and after them; see `sequence.SplitAttend`.
         """
+        return self.alone(query, key, value, mask)
+
+    def alone(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The same for tokens that need no other process: those of the keys are whole on each, as a text's are."""
         backend = BACKENDS[self.name]
         if mask is not None and not (backend.masks == "any" or (backend.masks == "bool" and mask.dtype == torch.bool)):
             return _dispatch("native", query, key, value, mask)
@@ -68,6 +75,17 @@ def set_processors(blocks: Iterable[nn.Module], processor: Any) -> None:
         for module in block.modules():
             if hasattr(module, "set_processor"):
                 module.set_processor(processor)  # type: ignore[operator]
+
+
+def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """See `ModelSpec.check_attention`."""
+    name = spec.config.attn_backend
+    if name != AUTO and spec.attention_processor is None:
+        message = f"{name}: the attention of {spec.name} has no choice of a backend; leave it out"
+        raise ConfigError([Problem("--attn_backend", message)])
+    if name not in (AUTO, "native"):
+        head_dim = spec.configs[spec.facts.trained].get("attention_head_dim", 64)
+        check_backend(name, device=device, dtype=dtype, head_dim=head_dim)
 
 
 def check_backend(name: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:

@@ -27,6 +27,7 @@ from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .flops import Attends
+from .sequence import TokenPlan
 from .spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class CogVideoXAttnProcessor(CogVideoXAttnProcessor2_0):
         if image_rotary_emb is not None:
             query[:, :, text:] = apply_rotary_emb(query[:, :, text:], image_rotary_emb)
             key[:, :, text:] = apply_rotary_emb(key[:, :, text:], image_rotary_emb)
-        found = self.attend(*(one.transpose(1, 2) for one in (query, key, value))).flatten(2, 3)
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        found = self.attend(query, key, value, text=(text, 0)).flatten(2, 3)
         found = attn.to_out[1](attn.to_out[0](found))
         return found[:, text:], found[:, :text]
 
@@ -98,6 +100,7 @@ class CogVideoXSpec(ModelSpec):
     vae_pixel_bytes, vae_frames_at_once, vae_tile = 3830, 12, (240, 360)
     _last_positions: tuple[Any, tuple[Tensor, Tensor] | None] | None = None
     attention_processor = CogVideoXAttnProcessor
+    token_plan = TokenPlan(inputs={"image_rotary_emb": 0}, outputs={"patch_embed": 1}, text_first=("patch_embed",))
 
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]

@@ -31,6 +31,7 @@ def ltx_video(configs: Configs) -> Facts:
         ),
         first_frame="tokens",
         first_frame_p=0.1,
+        heads=transformer.get("num_attention_heads", 32),
         least_steps=2,  # its schedule is stretched to end at a level of its own, which one step leaves undefined
     )
 
@@ -59,6 +60,7 @@ def hunyuan_video(configs: Configs) -> Facts:
             pixels=16,
         ),
         text_parts=("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2"),
+        heads=transformer.get("num_attention_heads", 24),
         guidance=6.0 if takes_guidance else None,  # the default of the pipeline's `guidance_scale`
     )
 
@@ -92,6 +94,7 @@ def cogvideox(configs: Configs) -> Facts:
             fps=16.0 if transformer.get("patch_size_t") else 8.0,
         ),
         is_flow=False,
+        heads=transformer.get("num_attention_heads"),  # 30 or 48
         first_frame=kind if "transformer" in configs else "unknown",
         first_frame_p=1.0 if animates else 0.0,
         first_frame_noise=(-3.0, 0.5)

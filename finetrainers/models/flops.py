@@ -153,12 +153,13 @@ class FlopMeter:
     tokens.
     """
 
-    def __init__(self, flops: Flops, tokens_of: Callable[[Mapping[str, Any]], Tokens]) -> None:
+    def __init__(self, flops: Flops, tokens_of: Callable[[Mapping[str, Any]], Tokens], *, sharing: int = 1) -> None:
         """Args:
         flops: the formula.
         tokens_of: of a call, by its arguments.
+        sharing: processes that share the operations of each call.
         """
-        self._flops, self._tokens_of = flops, tokens_of
+        self._flops, self._tokens_of, self._sharing = flops, tokens_of, sharing
         self._known: dict[tuple[Tokens, bool], float] = {}  # operations of a call
         self._operations = self._tokens = 0.0
 
@@ -168,6 +169,7 @@ class FlopMeter:
         operations = self._known.get((tokens, trains))
         if operations is None:
             operations = self._flops.of_forward(tokens) + (self._flops.of_backward(tokens) if trains else 0.0)
+            operations /= self._sharing
             self._known[tokens, trains] = operations
         self._operations += operations
         if trains:

@@ -29,6 +29,7 @@ from .attention import Attend, set_processors
 from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .flops import Attends
+from .sequence import TokenPlan
 from .spec import ModelSpec
 
 #: Guidance-distilled checkpoints take their guidance scale as an input; the unguided network is the one at 1.
@@ -67,7 +68,7 @@ class HunyuanAttnProcessor(HunyuanVideoAttnProcessor2_0):
             query = torch.cat([query, attn.norm_added_q(more[0])], dim=1)
             key = torch.cat([key, attn.norm_added_k(more[1])], dim=1)
             value = torch.cat([value, more[2]], dim=1)
-        found = self.attend(query, key, value, mask).flatten(2, 3).to(query.dtype)
+        found = self.attend(query, key, value, mask, text=(0, text.shape[1])).flatten(2, 3).to(query.dtype)
         video, text = found[:, : hidden_states.shape[1]], found[:, hidden_states.shape[1] :]
         if getattr(attn, "to_out", None) is not None:
             video = attn.to_out[1](attn.to_out[0](video))
@@ -128,6 +129,7 @@ class HunyuanVideoSpec(ModelSpec):
     )
     vae_pixel_bytes, vae_frames_at_once, vae_tile = 2340, 17, (256, 256)
     attention_processor = HunyuanAttnProcessor
+    token_plan = TokenPlan(outputs={"x_embedder": 1, "rope": 0})
 
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]

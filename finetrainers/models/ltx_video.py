@@ -6,7 +6,8 @@ clip's frame rate. Image-to-video needs no extra weights: the first latent frame
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import diffusers
@@ -22,7 +23,8 @@ from . import common
 from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
-from .flops import Attends
+from .flops import Attends, Tokens
+from .sequence import TokenPlan
 from .spec import ModelSpec
 
 #: Prompt length that the published checkpoints were trained with, and the pipeline's default.
@@ -57,7 +59,8 @@ class LTXAttnProcessor(LTXVideoAttnProcessor):
         if image_rotary_emb is not None:
             query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
         query, key, value = (one.unflatten(2, (attn.heads, -1)) for one in (query, key, value))
-        found = self.attend(query, key, value, attention_mask).flatten(2, 3).to(query.dtype)
+        attend = self.attend if encoder_hidden_states is None else self.attend.alone
+        found = attend(query, key, value, attention_mask).flatten(2, 3).to(query.dtype)
         return attn.to_out[1](attn.to_out[0](found))
 
 
@@ -75,6 +78,7 @@ class LTXVideoSpec(ModelSpec):
         "transformer": LTXVideoTransformer3DModel,
     }
     attention_processor = LTXAttnProcessor
+    token_plan = TokenPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
     activations: ClassVar = {
         "lora": Activations(kept=(28.5,), outside=10.2, checkpointed=1.0, forward=18.7, backward=41.4, attention=2.06),
         "lora without autocast": Activations(
@@ -156,6 +160,13 @@ class LTXVideoSpec(ModelSpec):
             return_dict=False,
         )[0]
         return packed.float().transpose(1, 2).unflatten(2, (frames, height, width))
+
+    def tokens_of(self, network: Any, call: Mapping[str, Any]) -> Tokens:
+        """By the clip's size: of its tokens, and of their noise levels, processes that share it are given a part."""
+        found, config = super().tokens_of(network, call), network.config
+        cells = call["num_frames"] * call["height"] * call["width"]
+        video = cells // (config.patch_size_t * config.patch_size**2)
+        return replace(found, video=video, times=video if found.times > 1 else 1)
 
     def decode_latents(self, vae: Any, z_BCTHW: Tensor) -> Tensor:
         """Decode like the pipeline at its default decode timestep, 0, where it adds no noise.

@@ -20,7 +20,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from finetrainers.config.attention import AUTO
-from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Activations, Configs, Facts, Read, is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching, Process
@@ -28,7 +28,7 @@ from finetrainers.diffusion.schedule import sampling_times
 from finetrainers.utils.hashed_files import Written
 
 from . import common, saving
-from .attention import Attend, check_backend, set_processors
+from .attention import Attend, check_attention, set_processors
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
 from .common import DTYPES, input_dtype, unwrap
 from .compiling import compile_blocks
@@ -37,14 +37,15 @@ from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
 from .lora_formats import Lora
 from .pixels import moments_of, to_unit_range
 from .saving import remove_full, weight_files
+from .sequence import TokenPlan, check_split, share_clips
 from .sizes import frozen_bytes, vae_working_bytes
 from .tiling import Size, fitted_vae, sliced_for_memory, tiled_alike, tiled_for_memory
 from .weights import network_problems
 
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
-    "even_bounds", "fitted_vae", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory", "to_unit_range", "unwrap",
-    "vae_working_bytes", "weight_files",
+    "check_split", "even_bounds", "fitted_vae", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
+    "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 
 #: Bytes above which the VAE works on one clip at a time, and above which on tiles of a clip. It is what an 80 GB GPU has left
@@ -75,6 +76,8 @@ class ModelSpec(ABC):
     blocks: tuple[str, ...] = ("transformer_blocks",)
     #: Class of the processor that runs the attention of blocks by a chosen backend (`--attn_backend`); None: the family has none.
     attention_processor: type[Any] | None = None
+    #: Where the network's tensors have tokens that several processes can share (`--sp_size`); None: the family does not tell.
+    token_plan: TokenPlan | None = None
     #: Whether the transformer sees texts of the prompt's length, not of one length.
     text_varies: bool = False
     #: Tokens that a text encoder reads, by part, and whether it keeps all layers' states; default: those of `text_shapes`, no.
@@ -226,13 +229,11 @@ class ModelSpec(ABC):
 
     def check_attention(self, device: torch.device, dtype: torch.dtype) -> None:
         """Refuse an attention backend that the family has no processor for, or that does not work; see `check_backend`."""
-        name = self.config.attn_backend
-        if name != AUTO and self.attention_processor is None:
-            message = f"{name}: the attention of {self.name} has no choice of a backend; leave it out"
-            raise ConfigError([Problem("--attn_backend", message)])
-        if name not in (AUTO, "native"):
-            head_dim = self.configs[self.facts.trained].get("attention_head_dim", 64)
-            check_backend(name, device=device, dtype=dtype, head_dim=head_dim)
+        check_attention(self, device, dtype)
+
+    def split_tokens(self, network: nn.Module, group: Any) -> None:
+        """Have the processes of a group (None: this one alone) share each call of the network; in place, its LoRA attached."""
+        share_clips(self, network, group)
 
     @cached_property
     def companions(self) -> Parts:

@@ -37,16 +37,20 @@ class Ranks:
     encode waits there for those that have. NCCL would count that as a hang, and abort all of them.
     """
 
-    def __init__(self, accelerator: Accelerator, *, timeout: timedelta, idle_timeout: timedelta) -> None:
+    def __init__(
+        self, accelerator: Accelerator, *, timeout: timedelta, idle_timeout: timedelta, sharing: int = 1
+    ) -> None:
         """Args:
         accelerator: has joined the other processes.
         timeout: after which a stuck collective of a step fails.
         idle_timeout: after which a rank that waits for others which load, encode, sample, score or save fails.
+        sharing: how many neighbors have the same samples.
 
         Raises:
             RuntimeError: the machines do not reach each other by the addresses that gloo has chosen.
         """
         self.accelerator = accelerator
+        self.sharing = sharing
         self.waited_s = 0.0  # in messages between the hosts
         self._step_group: dist.ProcessGroup | None = None
         self._idle_group: dist.ProcessGroup | None = None
@@ -67,12 +71,17 @@ class Ranks:
     @property
     def data_rank(self) -> int:
         """Index of the samples that this process trains on: data, noise and dropout follow it, not `rank`."""
-        return self.rank
+        return self.rank // self.sharing
 
     @property
     def data_size(self) -> int:
         """Number of processes that train on samples of their own; a step's mean is over these."""
-        return self.world_size
+        return self.world_size // self.sharing
+
+    @property
+    def writes_samples(self) -> bool:
+        """Whether this process writes what was made of its samples; of those that share them, the first does."""
+        return self.rank % self.sharing == 0
 
     @property
     def is_main(self) -> bool:

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin, GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from finetrainers.config.parallel import ParallelSection
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.parallel import ParallelSection, groups_problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import unwrap
 from finetrainers.utils.launch import launched_processes, says_yes
@@ -57,6 +60,7 @@ class Strategy(Ranks):
         can_drop_gradients: whether gradients can be dropped without an update, wherever a step has got to.
         why_no_retry: why a step that ran out of memory cannot be retried, as the end of a sentence; None if it can.
         why_no_swap: why blocks cannot be swapped, with the way out; None if they can.
+        sequence_group: the processes that share this one's clips (`--sp_size`); None: it has clips of its own.
         optimizer_shards: processes over which the optimizer's state is divided.
         optimizer_layout: names the layout of a saved optimizer state; a strategy reads no other. Checkpoints store it.
         manual_all_reduce: whether gradients are averaged after all micro-batches (`all_reduce`) instead of during the last
@@ -101,13 +105,25 @@ class Strategy(Ranks):
         AcceleratorState._reset_state(reset_partial_state=True)
         timeout = timedelta(seconds=config.run.nccl_timeout)
         accelerator = self._join(precision, on_cpu=trains_on_cpu(), timeout=timeout)
-        super().__init__(accelerator, timeout=timeout, idle_timeout=timedelta(seconds=config.run.idle_timeout))
+        idle_timeout = timedelta(seconds=config.run.idle_timeout)
+        super().__init__(accelerator, timeout=timeout, idle_timeout=idle_timeout, sharing=options.sp_size)
         world_size = launched_processes()
         if self.world_size != world_size:
             raise RuntimeError(
                 f"the launcher started {world_size} processes, but this one sees {self.world_size}: "
                 "they would train separately. Launch with a file from accelerate_configs/; on CPUs set "
                 "ACCELERATE_USE_CPU=true"
+            )
+        self.sequence_group: dist.ProcessGroup | None = None
+        if self.world_size % options.sp_size:
+            raise ConfigError([Problem("--sp_size", groups_problem(self.world_size, options.sp_size))])
+        if options.sp_size > 1:
+            # Neighbors, which are on one machine where their number divides its processes.
+            shape, names = (self.data_size, options.sp_size), ("data", "sequence")
+            self.sequence_group = init_device_mesh(self.device.type, shape, mesh_dim_names=names).get_group("sequence")
+            self.why_no_retry = (
+                "processes that share a clip (--sp_size) wait for each other within the step: halve --batch_size and "
+                "double --gradient_accumulation_steps"
             )
 
     def _join(

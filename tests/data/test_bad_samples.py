@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -92,6 +94,73 @@ def test_the_ledger_counts_each_clip_once_and_has_a_limit() -> None:
     assert BadSampleTracker(parallel=OneOf(), share=0.0, num_files=500).allowed == 0
 
 
+def source_of(clips: list[Clip], parallel: Any) -> Any:
+    """What a run trains on, without models."""
+    plan: Any = type(
+        "Plan", (), {"clips": tuple(clips), "eval_clips": (), "prior": None, "fetch_with": lambda _, fetch: fetch}
+    )()
+    config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3)
+    spec: Any = SimpleNamespace(facts=SimpleNamespace(first_frame="none", media=()))
+    texts: Any = SimpleNamespace(encode=lambda prompts: None)
+    source = TrainingData(
+        plan,
+        config,
+        spec=spec,
+        parallel=parallel,
+        texts=texts,
+        clip_encoders=Parts({"vae": None}),
+        data_position=DataPosition.begin(config, data_size=parallel.data_size),  # type: ignore[arg-type]
+    )
+    source._encoder = lambda raw, dropout=True: raw  # type: ignore[assignment]
+    return source
+
+
+class Neighbors(OneOf):
+    """One of two ranks that share their samples; each is a thread."""
+
+    said: ClassVar[list[Any]] = [None, None]
+    meeting = Barrier(2, timeout=10)
+
+    def gather_objects(self, items: list[Any]) -> list[Any]:
+        self.said[self.rank] = items
+        self.meeting.wait()
+        found = [*self.said[0], *self.said[1]]
+        self.meeting.wait()
+        return found
+
+    def max_on_host(self, values: Sequence[int]) -> list[int]:
+        return [max(self.gather_objects(list(values)))]
+
+
+def test_ranks_that_share_samples_replace_what_one_of_them_cannot_read() -> None:
+    """Else their parts would be of different clips. It may be readable again later, or not by another rank."""
+    clips = [clip(k) for k in range(4)]
+
+    def steps_of(rank: int) -> list[tuple[list[int], list[int]]]:
+        source = source_of(clips, Neighbors(rank, 2, sharing=2))
+
+        def load(one: Clip, key: tuple[int, int]) -> torch.Tensor:
+            # Rank 1 cannot read clip 2 in the first epoch, nor rank 0 in the second one: it is known by then.
+            if one.index == 2 and key[0] == 1 - rank:
+                raise UnusableError("cannot decode 2.mp4")
+            return torch.full((1,), float(one.index))
+
+        def fetch(batch: MicroBatch) -> RawBatch:
+            used, pixels, bad = load_clips(batch, load, substitutes=source._substitutes)
+            return RawBatch(used, batch.sample_keys, batch.weight, pixels=tuple(pixels), bad=bad)
+
+        source._fetch = fetch
+        batches = [batch for step in itertools.islice(source.steps(0), 4) for batch in step]
+        return [([one.index for one in b.clips], [int(p) for p in b.pixels]) for b in batches]
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(steps_of, (0, 1))
+    assert one == other
+    assert all(clips == pixels for clips, pixels in one)
+    used = [index for clips, _ in one for index in clips]
+    assert sorted(used) == [0, 0, 1, 1, 3, 3, 3, 3]
+
+
 def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tmp_path: Path) -> None:
     """The same at every world size and number of workers; the metrics and events say so."""
     clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, seed=k)) for k in range(4)]
@@ -114,22 +183,8 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
     captions = [one.caption for batch in alone for one in batch.clips]
     assert sorted(captions) == ["caption 0", "caption 1", "caption 3", "caption 3"]
 
-    plan: Any = type(
-        "Plan", (), {"clips": tuple(clips), "eval_clips": (), "prior": None, "fetch_with": lambda _, fetch: fetch}
-    )()
-    config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3)
-    spec: Any = SimpleNamespace(facts=SimpleNamespace(first_frame="none", media=()))
-    texts: Any = SimpleNamespace(encode=lambda prompts: None)
-    source = TrainingData(
-        plan,
-        config,
-        spec=spec,
-        parallel=OneOf(),
-        texts=texts,
-        clip_encoders=Parts({"vae": None}),
-        data_position=DataPosition.begin(config, data_size=1),  # type: ignore[arg-type]
-    )
-    source._fetch, source._encoder = fetch, lambda raw, dropout=True: raw  # type: ignore[assignment]
+    source = source_of(clips, OneOf())
+    source._fetch = fetch
     steps, seen = source.steps(0), []
     for _ in range(4):
         next(steps)

@@ -26,6 +26,8 @@ LAUNCHES: dict[str, dict[str, dict[str, Any]]] = {
     "whole and split": {
         "ddp lora": {},
         "ddp full": FULL,
+        "shared lora": {"sp_size": 2, "batch_size": 2},
+        "shared full, fsdp": {**FULL, "sp_size": 2, "batch_size": 2, "fsdp": "full"},
         "fsdp lora": {"fsdp": "full"},
         "fsdp full": {**FULL, "fsdp": "full"},
     },

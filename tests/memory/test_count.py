@@ -92,6 +92,33 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
             assert planned.total == pytest.approx(counted, rel=0.05), (training_type, stored, share, batch_size)
 
 
+@pytest.mark.parametrize("name", ["LTX-Video", "CogVideoX-2b"])
+def test_processes_that_share_a_clip_store_activations_of_their_part(
+    name: str, tiny_repo: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What they exchange takes little beside it: within 5 % the estimate has a part of the activations, and all weights."""
+    network, totals = NETWORKS[name], {}
+    repo = published_repository(tiny_repo(network.family, **network.tiny), tmp_path, network.config)
+    for sharing, stored in product((1, 2), ("none", "checkpoint")):
+        config = load_config(
+            model_name=network.family, pretrained_model_name_or_path=str(repo), data_root=str(repo), rank=64,
+            video_resolution_buckets=["x".join(map(str, network.bucket))], optimizer="adamw", sp_size=sharing,
+            activation_memory=stored,
+        )  # fmt: skip
+        family = get_family(network.family)
+        geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
+        meta = spec.transformer_on_meta()
+        attach(meta, config.training)
+        weights = sum((12 if p.requires_grad else 2) * p.numel() for p in meta.parameters())
+        latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
+        planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket).total
+        if sharing > 1:
+            found = count_step(spec, meta, StepShape(latent, stored=stored, sharing=sharing))
+            assert planned == pytest.approx((weights + max(found.forward, found.backward)) / GIB, rel=0.05), stored
+        totals[sharing, stored] = planned - weights / GIB
+    assert totals[2, "none"] == pytest.approx(totals[1, "none"] / 2, rel=0.1)
+
+
 @pytest.mark.parametrize(("name", "saved"), [("LTX-Video", 0.14), ("HunyuanVideo", 0.17), ("CogVideoX-5b", 0.30)])
 def test_a_lora_without_autocast_stores_less(
     name: str, saved: float, tiny_repo: Callable[..., Path], tmp_path: Path

@@ -48,10 +48,17 @@ def test_the_frozen_copy_is_loaded_as_the_network_was() -> None:
             return load()
 
     compiled: list[nn.Module] = []
-    spec = SimpleNamespace(load_transformer=load, blocks=("blocks",), compile_blocks=compiled.append)
+    shared: list[Any] = []
+    spec = SimpleNamespace(
+        load_transformer=load,
+        blocks=("blocks",),
+        compile_blocks=compiled.append,
+        split_tokens=lambda copy, group: shared.append((copy, group)),
+    )
     given = parts(model, "full-finetune", spec=spec, parallel=Processes(), weights_dtype=torch.bfloat16)
     with reference_model(given)(model) as frozen:
         assert frozen is not model
         assert compiled == [frozen]
+        assert shared == [(frozen, None)]
         assert not torch.is_grad_enabled()
     assert asked == [torch.bfloat16]

@@ -5,8 +5,7 @@ Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, pl
 `_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
 `_least_file_bytes` (of weight files that ranks share),
 `_copied` (whether weights are loaded in turns, in the dtype that is trained),
-`_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint for itself),
-and `_sharing` (whether all ranks train on the same samples, as they would if a sample was split over them).
+and `_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint for itself).
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from finetrainers.memory.activation_plan import Machine
 from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.parallel import ddp
-from finetrainers.parallel.ranks import Ranks
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.files import file_sha256
 
@@ -85,10 +83,6 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
         os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(options.pop("_zero_stage"))
     save_weights, loss = saving.save_weights, SFT.loss
     patch = pytest.MonkeyPatch()
-    if options.pop("_sharing", False):
-        patch.setattr(Ranks, "data_rank", 0)
-        patch.setattr(Ranks, "data_size", 1)
-        patch.setattr("finetrainers.engine.preflight.launched_processes", lambda: 1)
     if "_least_file_bytes" in options:
         patch.setattr("finetrainers.engine.trainable.LEAST_FILE_BYTES", options.pop("_least_file_bytes"))
     if options.pop("_copied", False):

@@ -118,7 +118,11 @@ def test_what_an_engine_will_split(
         ({}, {**FILE, "FSDP_VERSION": "1"}, "fsdp_version: FSDP1 is not supported"),
         ({}, {**FILE, "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "fsdp_sharding_strategy: NO_SHARD is of FSDP1"),
         ({}, {**FILE, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
-        ({}, {**FILE, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "parallelism_config_cp_size: a clip is not split"),
+        (
+            {},
+            {**FILE, "PARALLELISM_CONFIG_CP_SIZE": "2"},
+            "parallelism_config_cp_size: is not supported; remove it, and split clips over processes with --sp_size",
+        ),
         ({"fsdp_group_size": 2}, FILE, "groups are for --fsdp hybrid"),
         ({"deepspeed": True}, FILE, "choose one of them"),
         ({"fsdp": "full"}, {"ACCELERATE_USE_DEEPSPEED": "true"}, "choose one of them"),

@@ -34,10 +34,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "lora_dropout": 0.5, "use_ema": True, "train_steps": 3, "resume_from_checkpoint": "latest",
         "activation_memory": "keep_attention",
     },
-    "sharing": {
-        "lora_dropout": 0.5, "batch_size": 2, "gradient_accumulation_steps": 2, "train_steps": 3, "eval_num_items": 1,
-        "eval_steps": 1, "_sharing": True,
-    },
     "rounding": {
         "training_type": "full-finetune", "transformer_dtype": "bf16", "optimizer": "adamw",
         "master_weights": "stochastic_rounding",
@@ -136,17 +132,6 @@ def test_uneven_batches_weigh_by_their_clips(ranks: Ranks, options: Callable[...
     changes = {**JOBS["uneven"], "gradient_accumulation_steps": 4}
     train(load_config(**options(tmp_path, **changes)))
     close(ranks.directory("uneven"), tmp_path)
-
-
-def test_ranks_that_share_their_samples_train_as_one(
-    ranks: Ranks, options: Callable[..., dict], tmp_path: Path
-) -> None:
-    """As if each sample was split over both: data, noise, dropout and the weights of means are those of one process."""
-    train(load_config(**options(tmp_path, **{k: v for k, v in JOBS["sharing"].items() if k != "_sharing"})))
-    close(ranks.directory("sharing"), tmp_path)
-    one, other = ranks["sharing"]
-    assert one["inputs"] == other["inputs"]
-    assert one["digest"] == other["digest"]
 
 
 def test_ranks_share_the_work_of_precomputing(ranks: Ranks) -> None:

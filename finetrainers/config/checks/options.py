@@ -12,6 +12,7 @@ from ..errors import Problem
 from ..facts import Facts, is_network
 from ..geometry import Geometry
 from ..grpo import REWARD_METHODS
+from ..parallel import groups_problem, heads_problem
 from ..prompts import ValidationPrompt
 from ..root import TrainConfig, fields, sections
 from ..sections import MemorySection, ModelSection
@@ -51,7 +52,9 @@ def check_config(
     _check_training(config, found)
     _check_block_swap(config, found)
     _check_resume(config, found)
+    processes = launched_processes() if world_size is None else world_size
     _check_parallel(config, found)
+    _check_sequence_parallel(config, facts, found, processes=processes)
     _check_validation(config, facts, prompts, found)
     _check_scored(config, facts, prompts, scored, found)
     _check_run(config, found)
@@ -63,7 +66,7 @@ def check_config(
     if config.training.method in REWARD_METHODS:
         if facts.first_frame == "channels":
             found.error("method", "this checkpoint animates an image, and prompts bring none; use a text-to-video one")
-        check_grpo(config, facts, found, world_size=launched_processes() if world_size is None else world_size)
+        check_grpo(config, facts, found, world_size=config.parallel.data_size(processes))
         return found
     _check_eval_reward(config, found)
     _check_diffusion(config, facts, found)
@@ -322,12 +325,6 @@ def _check_block_swap(config: TrainConfig, found: Findings) -> None:
 def _check_parallel(config: TrainConfig, found: Findings) -> None:
     """Rules that hold under every launcher. What the launcher says is checked when the processes join."""
     parallel = config.parallel
-    if parallel.sp_size > 1:
-        found.error(
-            "sp_size",
-            f"{parallel.sp_size} processes cannot share one clip yet (sequence parallelism); leave it out. For longer "
-            "clips use --gradient_checkpointing and --fsdp full",
-        )
     if parallel.fsdp and parallel.deepspeed:
         found.error("deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp")
     if parallel.fsdp != "hybrid" and parallel.fsdp_group_size is not None:
@@ -338,6 +335,26 @@ def _check_parallel(config: TrainConfig, found: Findings) -> None:
         and config.training.method not in REWARD_METHODS
     ):
         found.warnings.append("--sync_each_batch has no effect without --gradient_accumulation_steps")
+
+
+def _check_sequence_parallel(config: TrainConfig, facts: Facts, found: Findings, *, processes: int) -> None:
+    """Rules of clips that several processes share. One process is no error before it joins others: it may only plan."""
+    size = config.parallel.sp_size
+    if size == 1:
+        return
+    if processes > 1 and processes % size:
+        found.error("sp_size", groups_problem(processes, size))
+    if config.memory.compile != "none":
+        found.error(
+            "compile", "regional: blocks that processes share (--sp_size) run uncompiled; leave one of them out"
+        )
+    if facts.heads is not None and facts.heads % size:
+        found.error("sp_size", heads_problem(facts.heads, size))
+    if config.training.lora_dropout:
+        found.error(
+            "lora_dropout",
+            "processes that share a clip (--sp_size) would drop the same places of different tokens; leave it out",
+        )
 
 
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], found: Findings) -> None:

@@ -224,8 +224,8 @@ class _Translation:
         given = self.given
         if theirs.train_sp_batch_size > 1:
             message = (
-                "a clip is not split over processes (DanceGRPO's sequence parallelism mixes different clips); leave it "
-                "out: every process then samples clips of its own"
+                "processes that share clips (--sp_size) train as many at once as others do; leave it out, and use "
+                "--batch_size"
             )
             _refuse(given, "train_sp_batch_size", message)
         if theirs.master_weight_type is not None:
@@ -252,16 +252,20 @@ class _Translation:
         """Translate counts that are those of a process there."""
         batch, kept = theirs.train_batch_size, theirs.bestofn
         if batch is not None:
-            self.given.put("prompts_per_step", batch * launched_processes(), "train_batch_size")
+            self.given.put("prompts_per_step", batch * self._data_size(), "train_batch_size")
         if kept is not None and kept % (batch or 1):
             message = f"{kept} kept clips of a process do not divide by its train_batch_size of {batch}"
             _refuse(self.given, "bestofn", message)
         elif kept is not None:
             self.given.put("best_of_n", kept // (batch or 1), "bestofn")
 
+    def _data_size(self) -> int:
+        """Processes with clips of their own."""
+        return max(1, launched_processes() // (self._count("sp_size") or 1))
+
     def _accumulation(self) -> None:
         """Translate clips per optimizer step. 1, our default, counts only next to names that are theirs alone."""
-        name, values, processes = "gradient_accumulation_steps", self.given.values, launched_processes()
+        name, values, processes = "gradient_accumulation_steps", self.given.values, self._data_size()
         clips = _integer(values.get(name))
         prompts, kept = self._count("prompts_per_step"), self._count("best_of_n") or self._count("num_generations")
         if clips is None or prompts is None or kept is None:

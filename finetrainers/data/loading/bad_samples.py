@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -49,9 +49,13 @@ class Substitutes:
 
     It follows from the clip alone, so that it is the same on every rank, in every worker, and at every world size.
     Clips of the same file are left out: a window is no substitute for another one of a file that cannot be read.
+
+    Attributes:
+        unusable: files that count as unusable whether they can be loaded or not, and why.
     """
 
     def __init__(self, clips: Sequence[Clip]) -> None:
+        self.unusable: Mapping[Path, str] = {}
         self._by_bucket: dict[Bucket, list[Clip]] = defaultdict(list)
         for clip in sorted(clips, key=lambda clip: clip.index):
             self._by_bucket[clip.bucket].append(clip)
@@ -90,6 +94,8 @@ def load_clips(
         while clip is not None:
             note_reading(clip)
             try:
+                if substitutes is not None and clip.path in substitutes.unusable:
+                    raise UnusableError(substitutes.unusable[clip.path])
                 loaded.append(twice(load, clip, key))
                 used.append(clip)
                 break
@@ -125,19 +131,23 @@ class BadSampleTracker:
         self.known: dict[Path, BadSample] = {}
         self.events: list[dict[str, Any]] = []
 
-    def agree(self, found: Sequence[BadSample], error: Exception | None) -> None:
+    def agree(self, found: Sequence[BadSample], error: Exception | None) -> bool:
         """Share the bad samples of this rank's step with all ranks; every rank must call it for every step.
+
+        Returns:
+            Whether there were any that ranks should compare: new ones, or any at all where ranks share their samples.
 
         Raises:
             BadSamplesError: there are too many, on any ranks together.
             Exception: what kept any rank from loading; on every rank.
         """
         new = [one for one in found if one.clip.path not in self.known]
-        worst = self.parallel.max_on_host([2 if error is not None else 1 if new else 0])[0]
+        tells = found if self.parallel.sharing > 1 else new
+        worst = self.parallel.max_on_host([2 if error is not None else 1 if tells else 0])[0]
         if worst == 2:
             self.parallel.raise_if_any_failed(error, "loading a batch")
         if worst == 0:
-            return
+            return False
         for one in self.parallel.gather_objects(new):
             if one.clip.path in self.known:
                 continue
@@ -153,3 +163,4 @@ class BadSampleTracker:
                 f"{len(self.known)} clips turned out unusable while training, more than the {self.allowed} that "
                 f"--max_bad_share {self.share:g} allows: {files}. Repair or remove the files, or raise the share"
             )
+        return True

@@ -88,9 +88,9 @@ class TrainingData:
             texts.encode, encode_clip, data=config.data, seed=seed, device=parallel.device, prior=plan.prior
         )
         # Only training clips have substitutes. Those of a held-out one would change what the evaluation loss is of.
-        substitutes = Substitutes(all_cuts(plan.clips)) if config.data.max_bad_share else None
+        self._substitutes = Substitutes(all_cuts(plan.clips)) if config.data.max_bad_share else None
         self._fetch_strictly = plan.fetch_with(strict)
-        self._fetch = plan.fetch_with(replace(strict, substitutes=substitutes))
+        self._fetch = plan.fetch_with(replace(strict, substitutes=self._substitutes))
 
     @phase(ENCODING_CLIPS)
     def _encode_clip(
@@ -145,6 +145,7 @@ class TrainingData:
             error: Exception | None = None
             bad: list[BadSample] = []
             batches: list[Batch] = []
+            loaded: list[RawBatch] = []
             try:
                 started = time.perf_counter()
                 loaded = next(raw_steps)
@@ -154,8 +155,39 @@ class TrainingData:
                     bad += raw.bad
             except Exception as caught:  # whatever it is, the other ranks must not wait for this one
                 error = caught
-            self._bad_samples.agree(bad, error)
+            if self._bad_samples.agree(bad, error) and self.parallel.sharing > 1:
+                batches = self._as_neighbors(step, loaded, batches)
             yield batches
+
+    def _as_neighbors(self, step: int, loaded: Sequence[RawBatch], batches: list[Batch]) -> list[Batch]:
+        """The batches of a step, of the same clips on all ranks that share their samples.
+
+        What one of them could not read, the others may have read: then none of them uses it.
+
+        Raises:
+            RuntimeError: more files cannot be read when the step is loaded again, on any rank.
+        """
+        found = {one.clip.path: one.reason for raw in loaded for one in raw.bad}
+        used = [clip.index for raw in loaded for clip in raw.clips]
+        rank, error = self.parallel.data_rank, None
+        said = self.parallel.gather_objects([(rank, used, found)])
+        ours = [one for one in said if one[0] == rank]
+        if any(one[1] != used for one in ours):
+            assert self._substitutes is not None, "what is unusable is an error otherwise"
+            self._substitutes.unusable = {path: reason for one in ours for path, reason in one[2].items()}
+            try:
+                wanted = self.sampler.step(step, data_rank=rank, data_size=self.parallel.data_size)
+                loaded = [self._fetch(one) for one in wanted]
+                if {one.clip.path for raw in loaded for one in raw.bad} - self._substitutes.unusable.keys():
+                    raise RuntimeError(
+                        "files can be read at times, and at times not, so that ranks get different clips"
+                    )
+                batches = [self._encoder(raw) for raw in loaded]
+            except Exception as caught:
+                error = caught
+            self._substitutes.unusable = {}
+        self.parallel.raise_if_any_failed(error, "loading a batch again")
+        return batches
 
     def _count_left_out(self, step: int) -> None:
         """At the first step of an epoch, say how many clips fall through all its buckets."""

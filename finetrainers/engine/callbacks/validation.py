@@ -111,10 +111,11 @@ class Validation(Callback):
                     continue
                 prompt, video = mine[place]
                 text = " ".join(self.encoded.prompts[prompt].prompt.split())
-                write_sample(
-                    samples, f"{self.prefix}{prompt:02d}-{slug(text)}-{video}", frames, step=state.step,
-                    fps=self.settings.frame_rate, heading=f"{text}\n{self._settings(prompt, video, seed)}",
-                )  # fmt: skip
+                if parallel.writes_samples:
+                    write_sample(
+                        samples, f"{self.prefix}{prompt:02d}-{slug(text)}-{video}", frames, step=state.step,
+                        fps=self.settings.frame_rate, heading=f"{text}\n{self._settings(prompt, video, seed)}",
+                    )  # fmt: skip
                 if self.scores is not None:
                     found.append((jobs.index(mine[place]), self.encoded.prompts[prompt].prompt, frames))
         transformer.train()

@@ -52,7 +52,8 @@ class PairKeeper:
                     index = slot * values.shape[1] + int(picked[slot]) - start
                     if 0 <= index < len(jobs):
                         name = f"rollout-{rollout:06d}-{slot:03d}-{kind}.mp4"
-                        write_mp4(self.folder / name, videos[index].numpy(), fps=self.fps)
+                        if self.parallel.writes_samples:
+                            write_mp4(self.folder / name, videos[index].numpy(), fps=self.fps)
                         rows.append({"slot": slot, "prompt": jobs[index].prompt.text, kind: name})
         except Exception as caught:
             error = caught

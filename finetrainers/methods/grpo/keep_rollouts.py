@@ -79,7 +79,7 @@ class RolloutKeeper:
                 told.setdefault(head, {})[kind] = {**_numbers(place, scores, found), "video": name}
         for (kind, place), name in names.items():
             index = place - start  # the clips of the first prompt come first
-            if index in videos:
+            if index in videos and self.parallel.writes_samples:
                 comment = _comment(jobs[index], kind, name, _numbers(place, scores, found), count)
                 write_mp4(folder / name, videos[index].numpy(), fps=self.fps, comment=comment)
         if self.parallel.rank == 0:

@@ -98,4 +98,5 @@ def _is_nft(config: TrainConfig) -> bool:
 
 def _clips(config: TrainConfig) -> int:
     """Clips that a process samples in a rollout."""
-    return math.ceil(config.grpo.prompts_per_step * config.grpo.num_generations / launched_processes())
+    processes = config.parallel.data_size(launched_processes())
+    return math.ceil(config.grpo.prompts_per_step * config.grpo.num_generations / processes)

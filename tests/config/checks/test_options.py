@@ -11,7 +11,7 @@ from finetrainers.config.prompts import parse_validation_prompts
 
 BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
 GEOMETRY = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0)
-FLOW = Facts(GEOMETRY, is_flow=True, first_frame="tokens", least_steps=2)
+FLOW = Facts(GEOMETRY, is_flow=True, first_frame="tokens", least_steps=2, heads=32)
 VP = Facts(GEOMETRY, is_flow=False, first_frame="none")
 
 
@@ -73,7 +73,9 @@ def findings(family=FLOW, **options):
             {"activation_memory": "none", "selective_checkpointing": 0.3},
             "and --selective_checkpointing recomputes them",
         ),
-        ({"sp_size": 2}, "2 processes cannot share one clip yet (sequence parallelism)"),
+        ({"sp_size": 2, "lora_dropout": 0.1}, "would drop the same places of different tokens"),
+        ({"sp_size": 2, "compile": "regional"}, "blocks that processes share (--sp_size) run uncompiled"),
+        ({"sp_size": 5}, "32 attention heads do not divide by 5 processes; use one of 2, 4, 8, 16, 32"),
         ({"fsdp": "full", "deepspeed": True}, "both split the network"),
         ({"fsdp_group_size": 2}, "groups are for --fsdp hybrid"),
     ],

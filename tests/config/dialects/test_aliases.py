@@ -82,6 +82,14 @@ def test_the_result_survives_the_file_without_the_launcher(monkeypatch, tmp_path
     assert config.grpo.prompts_per_step == 6
 
 
+def test_processes_that_share_a_clip_count_once(monkeypatch):
+    """The command of its guide for six GPUs in three pairs: a prompt for each pair."""
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    given = " ".join(DANCEGRPO).replace("--sp_size 1", "--sp_size 2").split()
+    config, _ = parse_flags([*FLAGS, *given])
+    assert (config.parallel.sp_size, config.parallel.data_size(6), config.grpo.prompts_per_step) == (2, 3, 3)
+
+
 def test_names_work_in_files_and_flags_win(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("h = 256\nw = 256\n[grpo]\nt = 33\nbestofn = 4\n[optimizer]\nlearning_rate = 1e-5\n")
@@ -205,7 +213,7 @@ def test_a_step_that_never_comes_is_refused_with_the_sum():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"train_sp_batch_size": 2}, "a clip is not split over processes"),
+        ({"train_sp_batch_size": 2}, "train as many at once as others do"),
         ({"train_sp_batch_size": "two"}, "train_sp_batch_size: not a whole number, got 'two'"),
         ({"cfg": 0.1}, "rate of dropped prompts"),
         ({"use_group": "false"}, "within the group of their prompt"),

@@ -1,0 +1,110 @@
+"""One of four ranks: compares networks whose calls are shared by groups with whole ones, then trains as `rank.py` does.
+
+Usage: sequence_rank.py REPOSITORIES jobs.json OUT, with the folders of tiny models by family and version. Rank 0 writes
+`cases.json`: of each case the largest difference of predictions, of losses and of gradients (relative to all of them).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import rank
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from random_predictions import predict, spec_of
+from torch import Tensor, nn
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.memory.checkpointing import set_activation_memory
+
+Pair = tuple[nn.Module, nn.Module]
+
+
+def differences(spec: Any, pair: Pair, *calls: dict[str, Any]) -> tuple[float, float, float]:
+    """Of a network that each process calls alone and one whose calls are shared; gradients are means over all processes.
+
+    Args:
+        spec: of the model.
+        pair: both networks.
+        calls: arguments of `predict`; the loss is of all of them together.
+    """
+    found = []
+    for network in pair:
+        network.zero_grad()
+        predictions = [predict(spec, network, **call) for call in calls]
+        loss = torch.stack([one.square().mean() for one in predictions]).sum()
+        loss.backward()
+        gradients = torch.cat([_gradient(p) for p in network.parameters() if p.requires_grad])
+        if network is pair[1]:
+            dist.all_reduce(gradients)
+            gradients /= dist.get_world_size()
+        found.append((torch.cat([one.detach().flatten() for one in predictions]), loss.detach(), gradients))
+    (out, loss, gradients), (other_out, other_loss, others) = found
+    relative = (gradients - others).norm() / gradients.norm()
+    return (out - other_out).abs().max().item(), (loss - other_loss).abs().item(), relative.item()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.flatten().clone()
+
+
+def networks(spec: Any, group: Any, *, adapted: tuple[str, ...] = ()) -> Pair:
+    """The same weights twice, the second shared by a group; `adapted`: what a LoRA targets, with weights that are not zero."""
+    made = []
+    for shared in (False, True):
+        network = spec.load_transformer(torch.float32)
+        if adapted:
+            torch.manual_seed(0)
+            network.requires_grad_(False).add_adapter(LoraConfig(target_modules=list(adapted), init_lora_weights=False))
+        if shared:
+            spec.split_tokens(network, group)
+        made.append(network)
+    return made[0], made[1]
+
+
+def cases(repositories: dict[str, str], group: Any) -> dict[str, Any]:
+    """What `cases.json` has."""
+    found: dict[str, Any] = {}
+    for name, repository in repositories.items():
+        family, _, version = name.partition(" ")
+        spec = spec_of(Path(repository), family, "auto")
+        odd: dict[str, Any] = {"size": (96, 96) if family == "ltx_video" else (48, 80), "frames": 17}
+        pair = networks(spec, group)
+        found[name] = differences(spec, pair, {}, {"batch": 2})
+        if version != "i2v":  # whose positions are learned for one size
+            found[f"{name}, odd"] = differences(spec, pair, odd, {"batch": 2, **odd})
+        if family == "ltx_video":
+            per_frame = {"batch": 2, "times_per_frame": True, **odd}
+            found["noise levels per frame"] = differences(spec, pair, per_frame)
+            adapted = networks(spec, group, adapted=("to_q", "proj_in", "proj_out"))
+            found["a LoRA of what is split and joined"] = differences(spec, adapted, per_frame)
+        if version == "1.5":
+            found["four processes"] = differences(spec, networks(spec, dist.group.WORLD), odd)
+        if family == "hunyuan_video":
+            # The second size is computed before blocks of the first one are recomputed in backward.
+            sizes = ({}, {"batch": 2, **odd})
+            for setting in ("checkpoint", "keep_attention", "offload"):
+                for network in pair:
+                    set_activation_memory(network, setting, blocks=spec.block_modules(network))
+                found[f"two sizes, {setting}"] = differences(spec, pair, *sizes)
+            with torch.autocast("cpu", torch.bfloat16):
+                found["bf16"] = differences(spec, pair, *sizes)
+            try:
+                networks(spec, dist.group.WORLD)
+            except ConfigError as error:
+                found["refused"] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    repositories, jobs, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    found = cases(json.loads(repositories), dist.new_subgroups(2)[0])
+    if dist.get_rank() == 0:
+        (out / "cases.json").write_text(json.dumps(found))
+    rank.main(jobs, out)

@@ -1,0 +1,132 @@
+"""Sequence parallelism on four real processes over gloo, in groups of two and of four: as one process with whole clips."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_family import CHECKPOINTS
+from real_process import Python
+from test_two_processes import close, metrics, weights
+
+from finetrainers.config.load import load_config
+from finetrainers.engine.training import train
+
+pytestmark = pytest.mark.slow
+
+SCRIPT, TIMEOUT_S = Path(__file__).with_name("sequence_rank.py"), 300
+#: Of predictions, losses and gradients. Most predictions are equal to the last bit. But a product of matrices may be rounded in
+#: another way for the rows of one process than for those of all, and gradients are sums over other parts.
+TOLERANCE = 1e-6
+LORA = {
+    "batch_size": 2, "gradient_accumulation_steps": 2, "train_steps": 3, "eval_num_items": 1, "eval_steps": 1,
+    "max_grad_norm": 0.02, "gradient_checkpointing": True,
+}  # fmt: skip
+FULL = {"training_type": "full-finetune", "train_steps": 2, "max_grad_norm": 0.02}
+SAMPLES = {"validation_prompts": "one@@@9x64x64:::two@@@9x64x64:::three@@@9x64x64", "validation_inference_steps": 2}
+PROMPTS = {
+    "reward": ["brightness"], "rollout_size": "9x64x64", "num_generations": 4, "sampling_steps": 4, "optimizer": "adamw",
+}  # fmt: skip
+#: Options of four processes in groups of two. One process with whole clips has twice the batch.
+JOBS: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "interrupted": {**LORA, "train_steps": 2},
+    "resumed": {**LORA, "resume_from_checkpoint": "latest"},
+    "in one group": {**LORA, "sp_size": 4, "batch_size": 4, "resume_from_checkpoint": "interrupted/checkpoints/step-2"},
+    "hunyuan": {"family": "hunyuan_video", **FULL, "train_steps": 1},
+    "cog": {"family": "cogvideox", **FULL, "train_steps": 1},
+    "fsdp2": {**SAMPLES, "fsdp": "full", "train_steps": 2, "max_grad_norm": 0.02},
+    "groups": {**FULL, "method": "dpo", "fsdp": "hybrid", "fsdp_group_size": 2, "eval_num_items": 1, "eval_steps": 1},
+    "zero-2": {**FULL, "deepspeed": True},
+    "zero-3": {**FULL, "deepspeed": True, "zero_stage": 3},
+    "grpo": {**PROMPTS, "method": "grpo", "prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1},
+    "nft": {**PROMPTS, "method": "nft", "prompts_per_step": 2, "init_same_noise": False, "nft_timesteps": 2},
+}  # fmt: skip
+
+
+def job(root: Path, folder: Path, options: Callable[..., dict], name: str, **changes: Any) -> dict[str, Any]:
+    """Options of a job."""
+    found = options(folder, **{"sp_size": 2, **JOBS[name], **changes})
+    if (checkpoint := found.get("resume_from_checkpoint", "latest")) != "latest":
+        found["resume_from_checkpoint"] = str(root / checkpoint)
+    if "reward" in found:
+        folder.mkdir(parents=True, exist_ok=True)
+        prompts = folder.parent / "prompts.txt"
+        prompts.write_text("a red ball\na blue cube rolls\na cat\n")
+        found = {**found, "prompts": str(prompts)}
+        for of_clips in ("data_root", "video_resolution_buckets"):
+            del found[of_clips]
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(
+    options: Callable[..., dict], tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """What four ranks left."""
+    root = tmp_path_factory.mktemp("sequence")
+    folders = {"resumed": root / "interrupted"}
+    jobs = {name: job(root, folders.get(name, root / name), options, name) for name in JOBS}
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    repositories = {f"{f} {v}" if v else f: str(tiny_repo(f, v)) for f, v in CHECKPOINTS}
+    python = Python(root)
+    try:
+        started = python.ranks(
+            4, str(SCRIPT), json.dumps(repositories), str(root / "jobs.json"), str(root), OMP_NUM_THREADS="1",
+            ACCELERATE_USE_CPU="false", TORCHDYNAMO_DISABLE="1",
+        )  # fmt: skip
+        assert [one.wait(TIMEOUT_S) for one in started] == [0] * 4, "\n".join(one.stderr[-3000:] for one in started)
+    finally:
+        python.close()
+    return root
+
+
+@pytest.fixture(scope="module")
+def ranks(root: Path) -> list[dict[str, Any]]:
+    return [json.loads((root / f"rank{rank}.json").read_text()) for rank in range(4)]
+
+
+def test_a_shared_call_computes_the_same(root: Path) -> None:
+    found = json.loads((root / "cases.json").read_text())
+    assert "2 attention heads do not divide by 4 processes; use one of 2" in found.pop("refused")
+    prediction, loss, gradients = found.pop("bf16")  # in which each process rounds its part of a gradient
+    assert max(prediction, loss, gradients) < 1e-2
+    assert len(found) == 2 * len(CHECKPOINTS) - 1 + 6
+    for name, different in found.items():
+        assert max(different) < TOLERANCE, name
+
+
+def test_resuming_changes_nothing(root: Path, ranks: list[dict[str, Any]]) -> None:
+    names = ("loss", "grad_norm", "step")
+    assert torch.equal(metrics(root / "lora", *names), metrics(root / "interrupted", *names))
+    assert ranks[0]["lora"]["digest"] == ranks[0]["resumed"]["digest"]
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in ("interrupted", "resumed")])
+def test_groups_train_as_processes_with_whole_clips(
+    name: str, root: Path, ranks: list[dict[str, Any]], options: Callable[..., dict], tmp_path: Path
+) -> None:
+    strategy: dict[str, Any] = {"fsdp": None, "fsdp_group_size": None, "deepspeed": False, "validation_prompts": None}
+    if "zero_stage" in JOBS[name]:
+        strategy["zero_stage"] = 2
+    groups = 4 // JOBS[name].get("sp_size", 2)
+    strategy |= {"sp_size": 1, "batch_size": groups * JOBS[name].get("batch_size", 1)}
+    alone = job(root, tmp_path / "alone", options, name, **strategy)
+    train(load_config(**alone))
+    if "reward" in JOBS[name]:  # advantages and ratios enlarge what is rounded
+        found = [metrics(path, "loss", "grad_norm", "reward/brightness") for path in (root / name, tmp_path / "alone")]
+        torch.testing.assert_close(*found, rtol=2e-3, atol=1e-6)
+        ours, theirs = weights(root / name), weights(tmp_path / "alone")
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    else:
+        close(root / name, tmp_path / "alone")
+    assert len({rank[name]["digest"] for rank in ranks}) == 1
+    first, second, third, fourth = (rank[name]["inputs"] for rank in ranks)
+    assert first == second
+    assert third == fourth
+    if name in ("lora", "in one group"):
+        assert (first == third) == (groups == 1)
