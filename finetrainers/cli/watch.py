@@ -110,11 +110,10 @@ def _said(plan: WatchPlan) -> list[str]:
         count = plural(len(one.prompts) * len(one.seeds), "clip")
         lines.append(f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {one.output_dir}")
     lines += [f"rewards: {', '.join(plan.labels)}"] if plan.labels else []
-    tracker = plan.config.run.report_to
-    if tracker != "none" and not plan.options.no_track:
+    for tracker in [] if plan.options.no_track else plan.config.run.report_to:
         from finetrainers.engine.watch.tracked import whose_run
 
-        lines.append(f"tracker: {tracker}, {whose_run(plan.run, plan.config)}")
+        lines.append(f"tracker: {tracker}, {whose_run(plan.run, plan.config, tracker)}")
     warnings = dict.fromkeys(warning for one in plan.presets.values() for warning in one.warnings)
     return [*lines, *(f"warning: {warning}" for warning in warnings)]
 

@@ -9,9 +9,9 @@ Names of fields are unique over all sections that are not qualified, so that eac
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
 from .attention import AttnBackendName, backend_name
 from .base import Section
@@ -462,15 +462,27 @@ class ValidationSection(Section):
         le=100)
 
 
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
 class RunSection(Section):
     """Where the run writes, what it reports, and how long it waits."""
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        """Names joined by commas, too; `none` is none."""
+        if not isinstance(given, str | list):
+            return given
+        parts = [part.strip() for one in ([given] if isinstance(given, str) else given) for part in str(one).split(",")]
+        return [] if parts == ["none"] else [part for part in dict.fromkeys(parts) if part]
 
     output_dir: Path = option(Path("finetrainers-training"), "Run directory. Everything that the run writes is in it.",
         resume="unlisted", local=True, place="folder")
     logging_dir: str = option("logs", "Folder of the tracker's files, below `output_dir`.", resume="unlisted",
         local=True)
-    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = option("none", "Experiment tracker. Metrics are "
-        "always written to metrics.jsonl in `output_dir`.", resume="unlisted")
+    report_to: list[TrackerName] = option([], "Experiment trackers, one or several, or `none`. Metrics are always written to "
+        "metrics.jsonl in `output_dir`.", resume="unlisted")
     tracker_name: str = option("finetrainers", "Project name at the tracker.", resume="unlisted")
     logging_steps: int = option(1, "Log metrics every N optimizer steps, averaged over them.", resume="free", ge=1)
     export_formats: list[ExportFormat] = option([], "Formats in which the result is also written, to `export/` in "

@@ -147,16 +147,16 @@ def _make_callbacks(
     """What watches the run; rank 0 shows and records it."""
     config, headline = state.config, state.method.headline
     callbacks: list[Callback] = []
-    tracker = Tracker(config.run) if state.parallel.is_main and config.run.report_to != "none" else None
+    trackers = [Tracker(config.run, kind) for kind in config.run.report_to] if state.parallel.is_main else []
     if state.parallel.is_main:
         callbacks += [MetricsFile(), ProgressLine(headline=headline)]
-        callbacks += [tracker] if tracker is not None else []
+        callbacks += trackers
         callbacks += [RewardFiles()] if "reward/" in headline else []
     if state.method.evaluates:
         callbacks.append(MethodEvaluation(fps=checked.geometry.fps))
     if encoded is not None:
         callbacks += _make_validations(state, checked, source, scheduler=scheduler, encoded=encoded)
-    return callbacks if tracker is None else [*callbacks, TrackedMedia(tracker)]
+    return [*callbacks, *map(TrackedMedia, trackers)]
 
 
 def _make_validations(

@@ -421,12 +421,18 @@ def check_control_videos(
 
 
 def check_tracker(config: TrainConfig, found: Findings) -> None:
-    """A tracker that is not installed: nothing of the run would reach it."""
-    tracker = config.run.report_to
-    packages = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]  # as accelerate takes either
-    # A folder of that name, which wandb writes to the working directory, is found too, as a package without a file.
-    if tracker != "none" and not any((spec := find_spec(package)) and spec.origin for package in packages):
-        found.error("report_to", f"{tracker} is not installed: pip install {tracker}")
+    """Trackers that are not installed: nothing of the run would reach them."""
+    missing = []
+    for tracker in config.run.report_to:
+        packages = (
+            ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
+        )  # as accelerate takes either
+        # A folder of that name, which wandb writes to the working directory, is found too, as a package without a file.
+        if not any((spec := find_spec(package)) and spec.origin for package in packages):
+            missing.append(tracker)
+    if missing:
+        is_are = "is" if len(missing) == 1 else "are"
+        found.error("report_to", f"{' and '.join(missing)} {is_are} not installed: pip install {' '.join(missing)}")
 
 
 def check_paths(config: TrainConfig, found: Findings) -> None:

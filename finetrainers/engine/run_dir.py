@@ -36,7 +36,7 @@ class RunDirectory:
     def __init__(self, root: Path, *, writes: bool) -> None:
         self.root = root
         self.writes = writes
-        self.tracker_run: str | None = None  # the tracker's own name for this run, once it has one
+        self.tracker_runs: dict[str, str] = {}  # the trackers' own names for this run, once it has some
         self.recorded_step = -1  # the last step that was recorded before this start, of those that will be redone
         self.metrics_file = root / "metrics.jsonl"
         self.events_file = root / "events.jsonl"
@@ -115,6 +115,11 @@ class RunDirectory:
     def metrics(self, record: dict[str, Any]) -> None:
         """Append one line of metrics."""
         self._append(self.metrics_file, record)
+
+    @property
+    def tracker_run(self) -> str | None:
+        """What the trackers call this run; None if none has a name for it."""
+        return ", ".join(self.tracker_runs.values()) or None
 
     def event(self, kind: str, **details: Any) -> None:
         """Append something that happened: a start, a checkpoint, a sample, the run at a tracker, its failure."""

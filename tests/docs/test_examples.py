@@ -277,7 +277,7 @@ def test_published_ltx_command_is_read_as_it_was_meant(tmp_path: Path) -> None:
     prompts = (config.validation.validation_prompts or "").split(":::")
     assert [prompt.rpartition("@@@")[2] for prompt in prompts] == ["49x512x768", "129x512x768", "49x512x768"]
     assert prompts[2].startswith("BW_STYLE A panda, dressed in")
-    assert config.run.report_to == "wandb"
+    assert config.run.report_to == ["wandb"]
     assert config.run.nccl_timeout == 1800
 
 

@@ -31,8 +31,12 @@ class Tracker(Callback):
     replace their first values where the tracker can do that; elsewhere they are not sent again.
     """
 
-    def __init__(self, run: RunSection) -> None:
-        self.run = run
+    def __init__(self, run: RunSection, kind: str) -> None:
+        """Args:
+        run: project and folder.
+        kind: of the tracker, a key of `TRACKERS`.
+        """
+        self.run, self.kind = run, kind
         self.tracked: TrackedRun | None = None
         self.takes_media = True
         self._highest = -1  # step that was sent
@@ -42,11 +46,12 @@ class Tracker(Callback):
         self._guard(state, lambda: self._open(state))
 
     def _open(self, state: TrainState) -> None:
-        kind = TRACKERS[self.run.report_to]
+        kind = TRACKERS[self.kind]
         earlier = self._earlier(state)
         tracked = kind(self._place(state, earlier.get("run")))
         self.tracked = tracked
-        state.run_dir.tracker_run = tracked.name
+        if tracked.name is not None:
+            state.run_dir.tracker_runs[self.kind] = tracked.name
         if earlier and not kind.takes_back:
             known = max(earlier["sent"], state.run_dir.recorded_step)
             self._sent = self._shown = known if tracked.last_step is None else tracked.last_step
@@ -77,7 +82,7 @@ class Tracker(Callback):
         events = state.run_dir.events_file
         if not state.step or not events.is_file():
             return {}
-        wanted = {"event": "tracker", "tracker": self.run.report_to, "project": self.run.tracker_name}
+        wanted = {"event": "tracker", "tracker": self.kind, "project": self.run.tracker_name}
         found = [event for event in read_jsonl(events)[0] if wanted.items() <= event.items()]
         return found[-1] if found else {}
 
@@ -116,7 +121,7 @@ class Tracker(Callback):
                 self.takes_media = False
             else:
                 self.tracked = None
-            kind = self.run.report_to
+            kind = self.kind
             state.run_dir.event("tracker_failed", tracker=kind, error=repr(error), step=state.step, media=media)
             what = "videos and pictures for tracker" if media else "tracker"
             logger.warning("%s %s failed and is off from here on: %r", what, kind, error)

@@ -36,7 +36,7 @@ class RolloutKeeper:
         """
         asked = config.grpo.keep_rollouts_every
         self.folder = config.run.output_dir / "rollouts"
-        self.every = (_EVERY if config.run.report_to != "none" else 0) if asked is None else asked
+        self.every = (_EVERY if config.run.report_to else 0) if asked is None else asked
         self.updates = config.grpo.updates_per_rollout
         self.parallel = parallel
         self.fps = fps

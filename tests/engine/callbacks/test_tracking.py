@@ -162,7 +162,7 @@ def start(kind: ModuleType, root: Path, *, step: int = 0) -> tuple[Any, Tracker,
     run_dir = RunDirectory(root, writes=True)
     run_dir.start(config, resumed_step=step)
     state = SimpleNamespace(config=config, run_dir=run_dir, step=step)
-    tracker = Tracker(config.run)
+    tracker = Tracker(config.run, kind.__name__)
     media = TrackedMedia(tracker)
     tracker.on_start(state)  # type: ignore[arg-type]
     media.on_start(state)  # type: ignore[arg-type]
@@ -274,7 +274,9 @@ def test_a_second_process_writes_to_the_run_where_two_may(
     for folder in folders.values():
         folder.mkdir(parents=True)
     joins = shared or not is_wandb
-    assert whose_run(root, state.config).startswith("into the run" if joins else "as a run of its own")
+    assert whose_run(root, state.config, library.__name__).startswith(
+        "into the run" if joins else "as a run of its own"
+    )
     watch("a", "b")
     watch("a", "b", "c")
     watch("c")  # has nothing to send
@@ -323,7 +325,7 @@ def test_two_processes_with_the_library_itself(kind: str, tmp_path: Path, monkey
     watch = WatchTracker(root, {"run": root / "watch"}, state.config)
     watch.send("run", "a", 1, {"brightness": 0.25}, [video])
     assert watch.has("run", "a")
-    assert not watch._off
+    assert not watch._all[0]._off
     watch.finish()
     if kind == "wandb":  # whose own process writes the files
         deadline = time.monotonic() + 20
@@ -394,3 +396,54 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(
         train(load_config(**options(report_to=tracker, dry_run=dry_run)))
     [problem] = refused.value.problems
     assert str(problem) == f"--report_to: {tracker} is not installed: pip install {tracker}"
+
+
+def test_several_trackers_are_named_in_any_way_and_all_that_miss_are_told(
+    options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given in ("wandb,trackio", ["wandb", "trackio"], ["wandb, trackio", "wandb"]):
+        assert load_config(**options(report_to=given)).run.report_to == ["wandb", "trackio"]
+    for given in ("none", [], ""):
+        assert load_config(**options(report_to=given)).run.report_to == []
+    with pytest.raises(ConfigError, match="report_to"):
+        load_config(**options(report_to="wandb,tensorbord"))
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as refused:
+        train(load_config(**options(report_to=["wandb", "trackio"])))
+    assert "--report_to: wandb and trackio are not installed: pip install wandb trackio" in str(refused.value)
+
+
+def test_several_trackers_get_the_same_and_fail_each_for_itself(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, other = Library("wandb"), Library("trackio")
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    monkeypatch.setitem(sys.modules, "trackio", other)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: SimpleNamespace(origin="x"))
+    monkeypatch.setattr(other, "init", lambda **arguments: 1 / 0)
+    values = options(train_steps=2, validation_prompts="a", validation_steps=2, validation_inference_steps=2, clips=2)
+    done = run(**values, report_to=["tensorboard", "wandb", "trackio"])
+    found = events_of(done.root / "logs" / "finetrainers")
+    losses = [event.value for event in found.Scalars("loss")]
+    sent = library.runs[0].sent
+    assert [values["loss"] for _, values in sent if "loss" in values] == [pytest.approx(loss) for loss in losses]
+    assert len(losses) == 2
+    assert [event.step for event in found.Images("samples/sheet")] == [2]
+    assert [step for step, values in sent if "samples/sheet" in values] == [2]
+    events = [json.loads(line) for line in (done.root / "events.jsonl").read_text().splitlines()]
+    assert [event["tracker"] for event in events if event["event"] == "tracker"] == ["tensorboard", "wandb"]
+    assert [event["tracker"] for event in events if event["event"] == "tracker_failed"] == ["trackio"]
+
+    folder = done.root / "watch" / "run"
+    folder.mkdir(parents=True)
+    [video] = (done.root / "samples" / "step-000002").glob("*.mp4")
+    config = load_config(done.root / "config.toml", output_dir=str(done.root))
+    for expected in (1, 0):  # a second watch has nothing to send
+        before = len(library.runs)
+        watch = WatchTracker(done.root, {"run": folder}, config)
+        watch.send("run", "a", 2, {"brightness": 0.5}, [video])
+        watch.finish()
+        assert watch.has("run", "a")
+        assert len(library.runs) == before + expected
+    assert {"tracker.json", "tracker-wandb.json"} == {path.name for path in folder.iterdir()}
+    assert (2, {"watch/run/brightness": 0.5}) in library.runs[-1].sent
