@@ -270,6 +270,7 @@ def parquet(tmp_path: Path, make_image) -> Path:
         "video": [{"bytes": b"....ftypisom", "path": None}, {"bytes": image, "path": "grey.png"}, {"bytes": b"?", "path": None}],
         "text": ["first", "second", "third"],
         "score": [1.5, 2.5, 3.5],
+        "depth": [bytes(1000), bytes(9), b""],
     }  # fmt: skip
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "rows-0.parquet")
     return tmp_path
@@ -281,12 +282,13 @@ def test_parquet_rows_are_unpacked(parquet: Path) -> None:
     assert skipped.unusable is not None
     assert (skipped.unusable.status, skipped.unusable.reason) == ("skipped", "it is of no known format")
     assert [(item.path.suffix, item.kind, item.caption, item.extra) for item in usable] == [
-        (".mp4", "video", "first", {"score": 1.5}), (".png", "image", "second", {"score": 2.5}),
+        (".mp4", "video", "first", {"score": 1.5, "depth": "<1000 bytes>"}),
+        (".png", "image", "second", {"score": 2.5, "depth": "<9 bytes>"}),
     ]  # fmt: skip
     assert found.items[0].path == parquet / "media" / media(b"....ftypisom", ".mp4")
     assert found.warnings == [f"1 item left out, since it is of no known format: {parquet}/rows-*.parquet row 2"]
     assert len(read(parquet, "rows-0.parquet", max_items=1).items) == 1
-    with pytest.raises(DataError, match=r"no column 'caption'.*it has: video, text, score"):
+    with pytest.raises(DataError, match=r"no column 'caption'.*it has: video, text, score, depth"):
         read(parquet, "rows-0.parquet", caption_column="caption")
     (parquet / "broken.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match=r"broken\.parquet cannot be read by `datasets`"):

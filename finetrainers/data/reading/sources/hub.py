@@ -156,7 +156,7 @@ class _Reader:
             captions = self.columns.captions_of(record)
         except ValueError as error:
             return Row(where, where, refused=f"its caption is malformed ({error})")
-        extra = json.loads(json.dumps(dict(self.columns.extra(record)), default=str))
+        extra = json.loads(json.dumps(dict(self.columns.extra(record)), default=_as_text))
         if isinstance(value, (bytes, bytearray)):
             value = {"bytes": bytes(value)}
         elif isinstance(value, str):
@@ -210,3 +210,8 @@ class _Reader:
 
 def _sniffed(content: bytes) -> str | None:
     return next((suffix for at, magic, suffix in _MAGIC if content[at : at + len(magic)] == magic), None)
+
+
+def _as_text(value: object) -> str:
+    """What JSON has no type for. Bytes, as of other columns' media, are said by their number: their text is four times as long."""
+    return f"<{len(value)} bytes>" if isinstance(value, (bytes, bytearray)) else str(value)
