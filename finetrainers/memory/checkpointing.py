@@ -71,18 +71,27 @@ def set_activation_memory(
             assert blocks is not None, "offloading needs the order of the blocks"
             offloads.append(ActivationOffload(blocks, inputs[0].device, host=host))
         store = offloads[0].store_of(block, inputs) if offloads else None
-        keep = _KeepAttention(store)
-        with nullcontext() if store is None else store.saving_inputs():
-            result = run(block, *inputs, context_fn=lambda: (keep, _ReturnAttention(keep)))
-        if not keep.results:
-            raise ValueError(
-                f"activation_memory {setting}: no attention operator was seen in {type(block).__name__}, so that nothing "
-                "could be kept; use activation_memory checkpoint"
-            )
-        return result
+        return _run_keeping_attention(run, block, inputs, store)
 
     transformer.enable_gradient_checkpointing(run_block)  # type: ignore[operator]
     return offloads
+
+
+def _run_keeping_attention(run: Any, block: nn.Module, inputs: tuple[Any, ...], store: BlockStore | None) -> Any:
+    """A checkpointed block whose attention is not computed again.
+
+    Raises:
+        ValueError: no attention operator was seen.
+    """
+    keep = _KeepAttention(store)
+    with nullcontext() if store is None else store.saving_inputs():
+        result = run(block, *inputs, context_fn=lambda: (keep, _ReturnAttention(keep)))
+    if not keep.results:
+        raise ValueError(
+            f"activation_memory {'keep_attention' if store is None else 'offload'}: no attention operator was seen in "
+            f"{type(block).__name__}, so that nothing could be kept; use activation_memory checkpoint"
+        )
+    return result
 
 
 @cache

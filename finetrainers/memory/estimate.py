@@ -211,16 +211,9 @@ def estimate_for(
 
 
 def workload_of(
-    config: TrainConfig,
-    geometry: Geometry,
-    transformer: nn.Module,
-    *,
-    spec: ModelSpec,
-    bucket: tuple[int, int, int],
-    batch_size: int | None = None,
-    split: Split = WHOLE,
-    weights: NetworkWeights | None = None,
-) -> Workload:
+    config: TrainConfig, geometry: Geometry, transformer: nn.Module, *, spec: ModelSpec, bucket: tuple[int, int, int],
+    batch_size: int | None = None, split: Split = WHOLE, weights: NetworkWeights | None = None,
+) -> Workload:  # fmt: skip
     """What decides the memory of each process of a configured run; `transformer` may lie on the meta device.
 
     Args:

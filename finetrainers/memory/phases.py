@@ -91,6 +91,7 @@ class RunPlan:
         step: the training step in detail.
         local_processes: processes that share the memory of a machine.
         one_by_one: bytes that the processes of a machine load one after another, each at its turn.
+        written_alone: bytes of `host` in the phase of checkpoints that only the process which writes takes.
         unknown: what is not in the figures.
     """
 
@@ -99,6 +100,7 @@ class RunPlan:
     step: MemoryPlan
     local_processes: int = 1
     one_by_one: float = 0.0
+    written_alone: float = 0.0
     unknown: tuple[str, ...] = ()
 
     @property
@@ -124,8 +126,11 @@ class RunPlan:
     @property
     def machine_bytes(self) -> float:
         """Bytes of host memory that a machine needs."""
-        loading = self.local_processes * min(self.host.values()) + self.one_by_one
-        return max(loading, *(self.local_processes * size for phase, size in self.host.items() if phase != LOADING))
+        processes = self.local_processes
+        phases = {phase: processes * size for phase, size in self.host.items()}
+        phases[LOADING] = processes * min(self.host.values()) + self.one_by_one
+        phases[CHECKPOINT] -= (processes - 1) * self.written_alone
+        return max(phases.values())
 
 
 def plan_run(
@@ -156,7 +161,8 @@ def plan_run(
     together = around.split.masters  # DeepSpeed takes the network from host memory on all processes together
     return RunPlan(
         found, host, step, around.local_processes,
-        one_by_one=maker.loaded * (around.local_processes if together else 1), unknown=tuple(unknown),
+        one_by_one=maker.loaded * (around.local_processes if together else 1), written_alone=maker.saving()[1],
+        unknown=tuple(unknown),
     )  # fmt: skip
 
 
@@ -220,7 +226,7 @@ class _Phases:
             found[REWARD] = self._reward()
         if self.around.sampled:
             found[VALIDATION] = self._validation()
-        found[CHECKPOINT] = self._gathering(self.at_rest)
+        found[CHECKPOINT] = self.at_rest  # what is gathered is gathered one weight at a time
         return {
             phase: {name: size for name, size in found[phase].items() if size} for phase in PHASES if phase in found
         }
@@ -302,10 +308,6 @@ class _Phases:
         trajectories = {"sampled trajectories": self.step["sampled trajectories"]}
         return {**self.at_rest, **trajectories, **self._rewards(), **scoring}
 
-    def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:
-        """Saving gathers one weight at a time where processes share them, and copies it to the host."""
-        return before
-
     # ---- on the host -----------------------------------------------------------------------------------------------
 
     def on_host(self, phase: str) -> float:
@@ -316,9 +318,7 @@ class _Phases:
             return self._clips() if phase == ENCODING_CLIPS else 0.0
         found = self._offloaded() + (0.0 if self.precomputed or not self.around.encoded else self._clips())
         if phase == CHECKPOINT:
-            # The weights are copied for the file, of an asynchronous save everything.
-            is_async = self.config.training.async_checkpointing
-            found += self.around.checkpoint_bytes if is_async else 4.0 * self.trained
+            found += sum(self.saving())
         sampling = phase in (VALIDATION, ROLLOUT)
         if (self.around.sampled or self.samples) and not (
             sampling and not self.config.validation.enable_model_cpu_offload
@@ -327,6 +327,22 @@ class _Phases:
         if phase == VALIDATION and self.config.validation.enable_model_cpu_offload:
             found += sum(self.weights.values()) + sum(self.vae.values())
         return found
+
+    def saving(self) -> tuple[float, float]:
+        """Bytes that saving takes of every process, and what it takes of the one that writes what is not divided."""
+        training, split, around = self.config.training, self.around.split, self.around
+        width = 2.0 if training.master_weights == "stochastic_rounding" else 4.0
+        weights, average = width * self.trained, 4.0 * self.trained if training.use_ema else 0.0
+        if split.gathers and not split.masters:
+            # FSDP2 gathers into host memory what is written. An asynchronous save does not copy that again.
+            divides = training.training_type == "full-finetune" and training.sharded_checkpoints
+            if divides and around.processes > 1:
+                return (around.checkpoint_bytes - average) / around.processes, average
+            return 0.0, around.checkpoint_bytes
+        if not training.async_checkpointing:  # file by file
+            return 0.0, max(weights, average)
+        # An asynchronous save copies what it writes. DeepSpeed writes the optimizer's state itself, while training waits.
+        return 0.0, weights + average if split.masters else around.checkpoint_bytes
 
     def _clips(self) -> float:
         """Decoded clips, as bytes of pixels, that workers have ready, and their processes."""

@@ -47,12 +47,8 @@ def create_optimizer(
         raise ValueError("no trainable parameters: check target_modules and training_type")
     name = resolve_name(config)
     recipe = RECIPES[name]
-    others = sum(p.ndim != 2 for p in weights)
-    if recipe.matrices_only and others:
-        raise ValueError(
-            f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
-            "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"
-        )
+    if recipe.matrices_only:
+        _check_matrices(weights, name)
     if config.use_cpu_offload_optimizer:
         return _offloaded(weights, name, recipe, config=config, lr=lr)
 
@@ -71,6 +67,15 @@ def create_optimizer(
     if config.optimizer_in_backward:
         StepInBackward(optimizer)
     return optimizer
+
+
+def _check_matrices(weights: list[Parameter], name: str) -> None:
+    others = sum(p.ndim != 2 for p in weights)
+    if others:
+        raise ValueError(
+            f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
+            "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"
+        )
 
 
 def _offloaded(

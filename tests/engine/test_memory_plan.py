@@ -116,6 +116,33 @@ def test_processes_share(checked: Callable[..., Preflight], monkeypatch: pytest.
     assert host.peaks["checkpoint"] < eight.peaks["checkpoint"]
 
 
+def test_what_saving_takes_of_the_host(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 gathers what is written, on the rank that writes or on each its part; others copy for asynchronous saves."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    full = {"training_type": "full-finetune", "mixed_precision": "bf16"}
+
+    def saving(**options: Any) -> tuple[float, float]:
+        """What a process takes, and what of that only the one that writes takes; in checkpoints."""
+        memory = RunMemory(checked(precompute_conditions=True, **options))
+        plan, checkpoint = memory.plan(), memory.disk().checkpoint
+        process = plan.host["checkpoint"] - plan.host["training_step"]
+        alone = plan.written_alone
+        assert plan.machine_bytes >= 4 * plan.host["training_step"] + 4 * (process - alone) + alone - 1
+        return process / checkpoint, alone / checkpoint
+
+    for is_async in (True, False):
+        assert saving(fsdp="full", async_checkpointing=is_async) == pytest.approx((1, 1))
+        assert saving(fsdp="full", async_checkpointing=is_async, **full) == pytest.approx((1 / 4, 0))
+        alone = saving(fsdp="full", async_checkpointing=is_async, sharded_checkpoints=False, **full)
+        assert alone == pytest.approx((1, 1))
+    assert saving(async_checkpointing=True) == pytest.approx((1, 1))
+    assert saving() == pytest.approx((1 / 3, 1 / 3))  # the weights, without two moments
+    assert saving(use_ema=True, async_checkpointing=True, deepspeed=True) == pytest.approx((1 / 2, 1 / 2))
+    # of weights, moments and average, each of four bytes, the average is not divided
+    assert saving(fsdp="full", use_ema=True, **full) == pytest.approx((1 / 4 + 3 / 16, 1 / 4))
+
+
 def test_what_is_said(checked: Callable[..., Preflight]) -> None:
     memory = RunMemory(checked(precompute_conditions=True))
     found = memory.choose()

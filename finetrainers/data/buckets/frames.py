@@ -88,10 +88,13 @@ def select_frames(
         return [(num_frames - 1) // 2], source_fps
     ratio = (num_frames - 1) / (length - 1) if is_uniform else source_fps / fps
     fps = source_fps / ratio if is_uniform else fps
-    if times is None:
-        # Rounded half up; `round` rounds half to even, which makes strides uneven.
-        chosen = [math.floor((start + k) * ratio + 0.5) for k in range(length)]
-    else:
-        # A microsecond more, for times that were rounded.
-        chosen = [bisect_right(times, ((start + k) * ratio + 0.5) / source_fps + 1e-6) - 1 for k in range(length)]
+    moments = [(start + k) * ratio + 0.5 for k in range(length)]
+    chosen = [_shown_at(moment, source_fps=source_fps, times=times) for moment in moments]
     return [min(number, num_frames - 1) for number in chosen], fps
+
+
+def _shown_at(moment: float, *, source_fps: float, times: Sequence[float] | None) -> int:
+    """The frame that is shown at a moment, which is counted in mean periods of the source."""
+    if times is None:  # rounded half up; `round` rounds half to even, which makes strides uneven
+        return math.floor(moment)
+    return bisect_right(times, moment / source_fps + 1e-6) - 1  # a microsecond more, for times that were rounded

@@ -205,7 +205,9 @@ def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) ->
         return f"--batch_size 1 --gradient_accumulation_steps {steps} (the same gradient in smaller micro-batches)"
     if phase == ENCODING_TEXT:
         return _for_text(config, on_host=on_host)
-    if phase == CHECKPOINT and config.training.async_checkpointing:
+    if (
+        phase == CHECKPOINT and config.training.async_checkpointing and config.parallel.fsdp is None
+    ):  # which gathers anyway
         return "--no-async_checkpointing (training waits for each save, and no second copy is in host memory)"
     for name in _SWITCHES.get(phase, ()):
         for switch in SWITCHES:

@@ -136,6 +136,7 @@ def test_the_phase_is_that_of_the_cause(tmp_path: Path, monkeypatch: pytest.Monk
         ({"enable_tiling": True}, REWARD, "smaller clips to score: --rollout_size"),
         ({}, ROLLOUT, "--offload_trajectory"),
         ({"async_checkpointing": True}, "checkpoint", "--no-async_checkpointing"),
+        ({"async_checkpointing": True, "fsdp": "full"}, "checkpoint", "an optimizer with less state"),
     ],
 )  # fmt: skip
 def test_one_setting_to_change(changes: dict[str, Any], name: str, expected: str) -> None:
