@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from finetrainers.cli.main import main
 from finetrainers.cli.sample import _parser
 from finetrainers.config.sample import SampleSection, options_of_runs
 from finetrainers.engine.sample import run
+from finetrainers.utils.versions import __version__
 
 
 @pytest.fixture
@@ -156,3 +158,20 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 81
     flags = {action.dest for action in _parser()._actions}
     assert set(options_of_runs()) <= flags
+
+
+def test_a_run_of_another_version_is_named_where_its_options_are_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text(
+        '[future]\nthing = 3\n[model]\npretrained_model_name_or_path = "demo://ltx"\n'
+    )
+    save_file({"transformer.proj_in.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "pytorch_lora_weights.safetensors")
+    said = f"{tmp_path}: the run is of finetrainers 9.9, and this is"
+    for version, is_said in (("9.9", True), (__version__, False)):
+        (tmp_path / "env.json").write_text(json.dumps({"packages": {"finetrainers": version}}))
+        for command in (["sample", *PROMPT], ["watch", "--once"], ["export", "--format", "peft"]):
+            assert main([command[0], str(tmp_path), *command[1:]]) == 2
+            err = capsys.readouterr().err
+            assert "config.toml:1: unknown table [future]" in err
+            assert (said in err) == is_said

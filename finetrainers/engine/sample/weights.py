@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.utils.files import file_sha256, not_there
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
+from finetrainers.utils.versions import __version__
 
 from ..checkpoints.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from ..checkpoints.manifest import MANIFEST, read_manifest
@@ -107,9 +109,24 @@ def find_target(given: str, *, use_ema: bool = True) -> Target:
         name = found.path.stem if found.path.is_file() else found.path.name
         return Target(given, Weights(name, "full", found.path, digest=_digest(found.path)))
     home = found.path.parent if (found.path.parent / _CONFIG).is_file() else None
-    source = file_source(home / _CONFIG) if home is not None else _base_of(found.path)
+    source = run_source(home) if home is not None else _base_of(found.path)
     name = found.path.parent.resolve().name if found.path.name == LORA_FILE else found.path.stem
     return Target(given, Weights(name, "lora", found.path, digest=file_sha256(found.path)), source, home)
+
+
+def run_source(home: Path) -> Given:
+    """The options of a run; if they are not all known here, and another version made it, that is a problem as well.
+
+    Raises:
+        ConfigError: `config.toml` cannot be read.
+    """
+    found = file_source(home / _CONFIG)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a run need not say its version
+        made_by = json.loads((home / "env.json").read_text(encoding="utf-8"))["packages"]["finetrainers"]
+        if found.problems and made_by != __version__:
+            why = f"the run is of finetrainers {made_by}, and this is {__version__}; install that version, or correct {_CONFIG}"
+            found.problems.append(Problem(str(home), why))
+    return found
 
 
 def under(where: str, problems: Iterable[Problem], weights: Weights) -> list[Problem]:
@@ -168,12 +185,12 @@ def _checkpoint(given: str, path: Path, *, use_ema: bool) -> Target:
     home = near if near.resolve() == home else home  # as the user spells it, where that is the same
     weights = Weights(label, found.kind, found.path, averages, digest, is_checkpoint=True)
     if (home / _CONFIG).is_file():
-        return Target(given, weights, file_source(home / _CONFIG), home)
+        return Target(given, weights, run_source(home), home)
     return Target(given, weights, _values(**by_current_names(manifest.get("config", {}))), None)
 
 
 def _run(given: str, path: Path, *, use_ema: bool) -> Target:
-    source = file_source(path / _CONFIG) if (path / _CONFIG).is_file() else Given()
+    source = run_source(path) if (path / _CONFIG).is_file() else Given()
     whole = [one for one in scan_checkpoints(path, weights_only=True) if one.damage is None]
     result = None
     with contextlib.suppress(ValueError):

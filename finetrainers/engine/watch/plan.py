@@ -10,7 +10,7 @@ from pathlib import Path
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.given import Given
-from finetrainers.config.load import build_config, file_source
+from finetrainers.config.load import build_config
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.rewards import RewardEntry, parse_reward
 from finetrainers.config.root import TrainConfig
@@ -33,7 +33,7 @@ from finetrainers.utils.text import nearest
 
 from ..preflight import check_tracker, resolve_family
 from ..sample.plan import SamplePlan, plan_targets, size_of_run
-from ..sample.weights import BASE, Target
+from ..sample.weights import BASE, Target, run_source
 from .scores import recorded_labels
 
 _TAKEN = ("prompts", "image", "video", "negative_prompt", "seed", "num", "frame_rate", "no_ema")
@@ -90,7 +90,7 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
     except ConfigError as error:
         found.errors += error.problems
         wanted = {AS_VALIDATION: Preset()}  # prompts and images are wrong or right for all
-    target = Target(str(run), BASE, file_source(run / "config.toml"), run)
+    target = Target(str(run), BASE, run_source(run), run)
     config = build_config([target.source, Given(dict(flags.values), dict(flags.where))])
     output_dir = options.output_dir or run / "watch"
     rewards, best_by = _rewards(config, options, output_dir, found)
