@@ -313,11 +313,11 @@ def test_a_second_process_writes_to_the_run_where_two_may(
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_two_processes_with_the_library_itself(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
-    pytest.importorskip(kind)
+    installed = pytest.importorskip(kind)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     root = tmp_path / "mystyle"
-    state, tracker, media = start(library, root)
+    state, tracker, media = start(installed, root)
     steps(state, tracker, media, to=2)
     tracker.on_end(state)  # of two processes, one at a time is in this one
     [video] = (root / "samples" / "step-000002").glob("*.mp4")
