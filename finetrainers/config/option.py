@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
@@ -52,6 +53,11 @@ class Option:
     needs: str | None = None
     former_name: str | None = None
     former_table: str | None = None
+
+    @cached_property
+    def default(self) -> Any:
+        """Its default, made once; `PydanticUndefined` if it must be given."""
+        return self.field.get_default(call_default_factory=True)
 
 
 _PROPERTIES = frozenset(Option.__dataclass_fields__) - {"name", "section", "key", "field"}

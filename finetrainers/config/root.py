@@ -50,8 +50,8 @@ class TrainConfig(Section):
 
     def changed(self, name: str) -> bool:
         """Whether option `name` differs from its default (giving the default explicitly asks for nothing)."""
-        is_required, default = _defaults()[name]
-        return is_required or self.get(name) != default
+        option = fields()[name]
+        return option.field.is_required() or self.get(name) != option.default
 
     def get(self, name: str) -> Any:
         """The value of the option with flat name `name`."""
@@ -103,13 +103,6 @@ def fields() -> dict[str, Option]:
             assert name not in found, f"option {name} is defined in two sections"
             found[name] = read_option(name, table, key, field)
     return found
-
-
-@cache
-def _defaults() -> dict[str, tuple[bool, Any]]:
-    """Whether each option must be given, and its default."""
-    options = {name: option.field for name, option in fields().items()}
-    return {name: (one.is_required(), one.get_default(call_default_factory=True)) for name, one in options.items()}
 
 
 def flat_name(key: str, table: str | None) -> str:
