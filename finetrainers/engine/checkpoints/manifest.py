@@ -144,14 +144,14 @@ def damage(
         return None
     try:
         read = {name: file for name, file in files.items() if largest is None or file["size"] <= largest}
-        digests = _digests(directory, _share(read, *share))
+        digests = _digests(directory, share_of(read, *share))
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
     changed = [name for name, digest in digests.items() if digest != files[name]["sha256"]]
     return f"{changed[0]} is not what was saved: its SHA-256 differs" if changed else None
 
 
-def _share(files: Mapping[str, Mapping[str, Any]], index: int, count: int) -> list[str]:
+def share_of(files: Mapping[str, Mapping[str, Any]], index: int, count: int) -> list[str]:
     """The files of one of several shares that have about the same number of bytes."""
     shares: list[list[str]] = [[] for _ in range(count)]
     sizes = [0] * count
