@@ -26,6 +26,8 @@ _EXAMPLES = """examples:
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
   finetrainers sample runs/mystyle                clips of what was trained
   finetrainers report runs/mystyle                the run on one page
+  finetrainers export runs/mystyle --format comfyui
+                                                  for ComfyUI
   finetrainers train --help                       the options most people set
   finetrainers COMMAND --help                     more on any command
 

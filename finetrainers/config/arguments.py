@@ -177,6 +177,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def split_unknown(unknown: Sequence[str]) -> tuple[list[str], list[str]]:
     """Unknown flags, and arguments that belong to none: those after an unknown flag may be its values."""
+    unknown = [one for one in unknown if one != "--"]
     is_flag = [one.startswith("-") and one != "-" and not _NUMBER.match(one) for one in unknown]
     first = is_flag.index(True) if True in is_flag else len(unknown)
     flags = [one.partition("=")[0] for one, flag in zip(unknown, is_flag, strict=True) if flag]

@@ -87,4 +87,4 @@ def test_right_arguments_are_read(parser: ArgumentParser) -> None:
 
 def test_what_follows_an_unknown_flag_may_be_its_value() -> None:
     assert split_unknown(["a", "-1", "--x=3", "b", "-y", "--x"]) == (["--x", "-y"], ["a", "-1"])
-    assert split_unknown(["-"]) == ([], ["-"])
+    assert split_unknown(["-", "--", "a"]) == ([], ["-", "a"])
