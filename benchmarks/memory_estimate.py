@@ -1,6 +1,7 @@
 """The memory estimate: its error against counting, and what fits which GPU.
 
     python benchmarks/memory_estimate.py                  # every family, LoRA and full, against the count: minutes
+    python benchmarks/memory_estimate.py --zero           # DeepSpeed's stages and offloads, against its own engine: minutes
     python benchmarks/memory_estimate.py --fits           # GPU and model -> flags, planned peak, expected slowdown
     python benchmarks/memory_estimate.py --recipes        # the planned peak of each command in examples/
     python benchmarks/memory_estimate.py --fits --write   # writes that table into docs/how-to/memory.md
@@ -17,6 +18,7 @@ import atexit
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -25,6 +27,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -38,10 +43,15 @@ from finetrainers.engine.preflight import preflight  # noqa: E402
 from finetrainers.engine.sizes_plan import plan_sizes  # noqa: E402
 from finetrainers.engine.trainable import attach  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
+from finetrainers.memory.count_zero import count_zero  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
 from finetrainers.memory.fit import reserved  # noqa: E402
+from finetrainers.memory.gathered import zero_host_bytes  # noqa: E402
+from finetrainers.memory.network_weights import NetworkWeights  # noqa: E402
 from finetrainers.methods.registry import method_spec  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
+from finetrainers.parallel.sharding import expected_split  # noqa: E402
+from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights  # noqa: E402
 from finetrainers.utils.phases import TRAINING_STEP, label  # noqa: E402
 
 PAGE = ROOT / "docs" / "how-to" / "memory.md"
@@ -185,6 +195,58 @@ def errors() -> Iterator[str]:
                     )
 
 
+#: Network, training type, ZeRO stage, whether offloaded, processes, micro-batches of a step.
+ZERO = (
+    ("LTX-Video", "full-finetune", 1, False, 8, 1), ("LTX-Video", "full-finetune", 2, False, 8, 1),
+    ("LTX-Video", "full-finetune", 2, False, 2, 1), ("LTX-Video", "full-finetune", 2, True, 8, 1),
+    ("LTX-Video", "lora", 2, False, 8, 1), ("CogVideoX-5b", "lora", 2, False, 2, 1),
+    ("LTX-Video", "full-finetune", 3, False, 8, 1), ("LTX-Video", "full-finetune", 3, True, 8, 1),
+    ("LTX-Video", "lora", 3, False, 2, 1),
+)  # fmt: skip
+
+
+def zero_errors() -> Iterator[str]:
+    """Estimate and count of a training step under DeepSpeed with its own buffers, per process, with checkpointing."""
+    yield f"{'network':<14}{'kind':<15}{'ZeRO':<6}{'host':<6}{'processes':<11}{'planned':>9}{'counted':>9}{'error':>8}{'host: planned':>15}{'counted':>9}"
+    for name, training_type, stage, offload, processes, micro_batches in ZERO:
+        network = NETWORKS[name]
+        config = load_config(
+            model_name=network.family, pretrained_model_name_or_path=str(model(name)), training_type=training_type,
+            rank=64, optimizer="adamw", mixed_precision="bf16", gradient_checkpointing=True, deepspeed=True,
+            zero_stage=stage, zero_offload=offload, gradient_accumulation_steps=micro_batches,
+        )  # fmt: skip
+        family = get_family(network.family)
+        geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
+        meta = spec.transformer_on_meta()
+        attach(meta, config.training)
+        weights = NetworkWeights(meta, spec)
+        with patch.dict(os.environ, WORLD_SIZE=str(processes)):
+            split = expected_split(config.parallel)
+        plan = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket, split=split, weights=weights)
+        host = zero_host_bytes(
+            split, total=weights.total, trained=weights.trained, largest=weights.largest, width=2, state_bytes=8,
+            accumulates=micro_batches > 1,
+        )  # fmt: skip
+        plugin = make_plugin(config.parallel)
+        plugin.set_mixed_precision("bf16")
+        complete_settings(
+            plugin.deepspeed_config, batch_size=1, accumulation=micro_batches, processes=processes, max_grad_norm=1.0
+        )
+        shape = StepShape(
+            (meta.config.out_channels, *geometry.denoised_shape(*network.bucket)), trained=torch.bfloat16, autocast=None
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
+            found = count_zero(
+                spec, meta, shape, plugin.deepspeed_config, processes=processes,
+                split=split_weights if stage == 3 else None,
+            )  # fmt: skip
+        counted = found.step / GIB
+        yield (
+            f"{name:<14}{training_type:<15}{stage:<6}{'yes' if offload else 'no':<6}{processes:<11}{plan.total:9.1f}"
+            f"{counted:9.1f}{100 * (plan.total / counted - 1):+7.1f} %{host / GIB:15.1f}{found.host / GIB:9.1f}"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print, or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -194,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="write that table into docs/how-to/memory.md, or the peaks into the recipes",
     )
+    parser.add_argument("--zero", action="store_true", help="print the error for DeepSpeed's stages instead")
     parser.add_argument("--recipes", action="store_true", help="print the planned peak of each recipe instead")
     own = parser.parse_args(argv)
     if own.recipes:
@@ -206,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 path.write_text(text, encoding="ascii")
         return 0
     if not own.fits:
-        for line in errors():
+        for line in zero_errors() if own.zero else errors():
             print(line, flush=True)
         return 0
     table = markdown(list(all_fits()))

@@ -90,7 +90,7 @@ full deepspeed yes 4
 #: Bytes of optimizer state on the GPU for each trained bf16 weight.
 _STATE = {"adamw": 4.0, "8-bit": 2.0, "offload": 0.0, "deepspeed": 0.0}
 #: Two GPUs, ZeRO-2 with the optimizer's state and fp32 weights in host memory.
-_ZERO = Split(gradients=2, optimizer=2, masters=True, optimizer_on_host=True)
+_ZERO = Split(gradients=2, optimizer=2, zero_stage=2, optimizer_on_host=True)
 _RANK_OF_DEEPSPEED = 64
 _LOADING, _CLOSE = 0.02, 0.05
 

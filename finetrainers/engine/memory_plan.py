@@ -111,7 +111,7 @@ class RunMemory:
             others = plan(config).other_networks
             return activation_model(config, geometry, self.transformer, spec=spec, around=around, others=others)
 
-        whole = not (around.split.gathers or around.split.masters)
+        whole = not (around.split.gathers or around.split.zero_stage)
         run = Run(
             plan, model, len(spec.block_modules(self.transformer)), may_offload_samples=whole and bool(around.sampled)
         )

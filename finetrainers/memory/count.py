@@ -212,9 +212,9 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
 
 
 @contextmanager
-def fake_group(number: int) -> Iterator[dist.ProcessGroup]:
-    """Within the block, this is rank 0 of so many processes, whose exchanges do nothing; their group."""
-    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+def fake_group(number: int, *, rank: int = 0) -> Iterator[dist.ProcessGroup]:
+    """Within the block, this is one of so many processes, whose exchanges do nothing; their group."""
+    dist.init_process_group("fake", rank=rank, world_size=number, store=FakeStore())
     try:
         assert dist.group.WORLD is not None, "it has just been made"
         yield dist.group.WORLD

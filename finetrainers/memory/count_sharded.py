@@ -67,11 +67,11 @@ class ResizedStorages(LiveStorages):
 
     def on_host(self, tensor: Tensor) -> None:
         """Leave out a tensor that would be in host memory."""
-        self._on_host.add(_storage(tensor)._cdata)
+        self._on_host.add(storage_of(tensor)._cdata)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             key = storage._cdata
             if key in self._large or key in self._small:
                 continue
@@ -95,7 +95,8 @@ class ResizedStorages(LiveStorages):
         self.add(())
 
 
-def _storage(tensor: Tensor) -> Any:
+def storage_of(tensor: Tensor) -> Any:
+    """The memory of a tensor on this process."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
@@ -167,13 +168,14 @@ def _copies_from_host() -> Iterator[None]:
 
 
 @contextmanager
-def fake_processes(number: int, group_size: int | None = None) -> Iterator[DeviceMesh]:
-    """Within the block, this is rank 0 of so many processes, whose exchanges do nothing; their mesh.
+def fake_processes(number: int, group_size: int | None = None, *, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Within the block, this is one of so many processes, whose exchanges do nothing; their mesh.
 
     Args:
         number: of processes.
         group_size: processes that share one copy of the weights; None: all, and the mesh has one dimension.
+        rank: of this process.
     """
     shape = (number,) if group_size is None else (number // group_size, group_size)
-    with fake_group(number):
+    with fake_group(number, rank=rank):
         yield init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])

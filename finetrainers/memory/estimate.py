@@ -22,6 +22,7 @@ from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.sharding import WHOLE, Split
 
 from .activation_plan import activation_units
+from .gathered import NOTHING, Gathered, gathered_bytes
 from .network_weights import NetworkWeights
 from .swap_plan import NO_SWAP, SwapSizes, chosen_blocks, swap_sizes
 
@@ -33,47 +34,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _HALF = 2  # bytes of 16-bit floats, as of activations
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A moment of the backward pass.
-
-    Attributes:
-        gathered: bytes that a strategy has gathered to compute with, and of the gradients that it sums over processes.
-        kept: share of the stored activations that are still there.
-        made: share of the gradients that are there.
-    """
-
-    gathered: float
-    kept: float
-    made: float
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Bytes that a strategy gathers to compute with.
-
-    Attributes:
-        forward: at the end of forward: of the block that computes, the next one, and outside of blocks.
-        backward: moments among which that of the peak is.
-    """
-
-    forward: float
-    backward: tuple[Moment, ...]
-
-    @classmethod
-    def same(cls, forward: float, backward: float) -> Gathered:
-        """So many bytes in forward, and all the time in backward."""
-        return cls(forward, (Moment(backward, 1.0, 0.0), Moment(backward, 0.0, 1.0)))
-
-    @property
-    def most(self) -> float:
-        """Bytes, at most."""
-        return max(self.forward, *(moment.gathered for moment in self.backward))
-
-
-NOTHING = Gathered.same(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -165,6 +125,7 @@ def estimate(workload: Workload) -> MemoryPlan:
         "trainable weights": 0.0 if split.weights_on_host else weights / split.weights,
         "optimizer state": trained * workload.optimizer_bytes / split.optimizer,
         "moving average": 4 * trained if workload.ema else 0.0,
+        "gradient buffers": workload.gathered.stays / GIB,
         "copies of the policy": workload.copy_bytes / GIB,
         "sampled trajectories": workload.trajectory_bytes / GIB,
     }
@@ -172,17 +133,21 @@ def estimate(workload: Workload) -> MemoryPlan:
     casts = trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0
     gathered, made = workload.gathered, sum(gradients.values())
     forward = gathered.forward / GIB + casts + saved + in_forward
-    backward = in_backward + max(
-        moment.gathered / GIB + moment.kept * saved + (0.0 if workload.accumulates else moment.made * made)
+    backward = max(
+        moment.gathered / GIB
+        + moment.kept * saved
+        + moment.working * in_backward
+        + (0.0 if workload.accumulates else moment.made * made)
         for moment in gathered.backward
     )
-    moving = made + max(forward, backward) if workload.accumulates else max(forward, backward)
-    if split.masters and not split.optimizer_on_host:  # which are updated with fp32 copies of the gradients
-        moving = max(moving, made + 4 * trained / split.optimizer)
+    moving = max(
+        made + max(forward, backward) if workload.accumulates else max(forward, backward), gathered.after / GIB
+    )
     parts = {
         **fixed,
         **gradients,
-        "gathered weights": gathered.most / GIB,
+        "gathered weights": (gathered.forward if split.zero_stage else gathered.most) / GIB,
+        "gradients being averaged": (gathered.most - gathered.forward) / GIB if split.zero_stage else 0.0,
         "autocast copies": casts,
         "activations kept": saved,
         "one block in backward": in_backward,
@@ -231,11 +196,11 @@ def workload_of(
     kept = _method_memory(
         config, geometry, weights, bucket=bucket, clips=batch_size or config.dataloader.batch_size, split=split
     )
-    masters = split.masters and width == _HALF
     frozen, swap = _frozen_bytes(config, weights, spec)
-    halved = masters or trainable_bytes == _HALF or (split.gathers and width == _HALF)  # arrive in what they compute in
+    # Gathered weights arrive in what they compute in.
+    halved = trainable_bytes == _HALF or ((split.gathers or split.zero_stage > 0) and width == _HALF)
     gathered = gathered_bytes(
-        weights, width=width, split=split, sums=not (split.keeps_gradients and accumulates),
+        weights, width=width, split=split, accumulates=accumulates,
         swapped=swapped_blocks(config, weights.blocks), saved=_saved(config, weights, spec),
     )  # fmt: skip
     return Workload(
@@ -247,8 +212,8 @@ def workload_of(
         num_tokens=geometry.num_tokens(*bucket),
         sharing=config.parallel.sp_size,
         batch_size=kept.batch_size,
-        trainable_bytes=_HALF if masters else trainable_bytes,
-        optimizer_bytes=_optimizer_bytes_on_device(config, split, masters=masters),
+        trainable_bytes=width if split.zero_stage else trainable_bytes,
+        optimizer_bytes=_optimizer_bytes_on_device(config, split),
         stored=config.memory.stored,
         share=config.memory.selective_checkpointing,
         activations=activations_of(config, spec, split, halved=halved),
@@ -290,14 +255,16 @@ def _method_memory(
 
 def _gradients_stay(config: TrainConfig, split: Split) -> bool:
     options = config.optimizer
+    if split.zero_stage == 3 or (split.zero_stage == 2 and split.optimizer_on_host):
+        return False  # they are in buffers that stay, or on the host
     return not (options.offload_gradients or options.optimizer_in_backward or split.weights_on_host)
 
 
 def activations_of(config: TrainConfig, spec: ModelSpec, split: Split, *, halved: bool) -> Activations:
     """What was counted for the kind of training; `halved`: trained weights are 16-bit when they compute."""
     kind = config.training.training_type
-    plain = kind == "lora" and (not config.memory.lora_autocast or split.masters)  # DeepSpeed computes without autocast
-    special = "lora without autocast" if plain else f"{kind}-bf16" if halved else kind
+    plain = split.zero_stage > 0 or (kind == "lora" and not config.memory.lora_autocast)  # DeepSpeed has no autocast
+    special = f"{kind} without autocast" if plain else f"{kind}-bf16" if halved else kind
     return spec.activations.get(special, spec.activations[kind])
 
 
@@ -309,12 +276,12 @@ def optimizer_state_bytes(config: TrainConfig) -> float:
     return RECIPES[name].state_bytes / (2 if halved else 1)
 
 
-def _optimizer_bytes_on_device(config: TrainConfig, split: Split, *, masters: bool) -> float:
-    """Bytes of optimizer state for each trained weight on the GPU; `masters`: fp32 weights are part of it."""
+def _optimizer_bytes_on_device(config: TrainConfig, split: Split) -> float:
+    """Bytes of optimizer state for each trained weight on the GPU, DeepSpeed's fp32 weights included."""
     on_host = config.optimizer.use_cpu_offload_optimizer or split.optimizer_on_host
     if on_host or RECIPES[resolve_name(config.optimizer)].on_host:
         return 0.0
-    return optimizer_state_bytes(config) + (4 if masters else 0)
+    return optimizer_state_bytes(config) + (4 if split.zero_stage else 0)
 
 
 def _frozen_bytes(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> tuple[float, SwapSizes]:
@@ -356,10 +323,10 @@ def swapped_blocks(config: TrainConfig, blocks: Sequence[object]) -> list[int]:
 
 def bytes_of_copy(config: TrainConfig, split: Split, *, trainable_bytes: float) -> float:
     """Bytes that a process keeps of a weight of a frozen copy; see `Strategy.prepare_frozen`."""
-    if not (split.gathers or split.masters):
+    if not (split.gathers or split.zero_stage):
         return trainable_bytes
     width = min(trainable_bytes, computed_bytes(config))
-    if split.masters:  # DeepSpeed splits what it trains
+    if split.zero_stage:  # DeepSpeed splits what it trains
         return width
     return 0.0 if split.weights_on_host else width / split.weights
 
@@ -370,52 +337,3 @@ def computed_bytes(config: TrainConfig) -> int:
     if (precision is None or not config.memory.lora_autocast) and config.model.transformer_dtype in ("bf16", "fp16"):
         precision = config.model.transformer_dtype
     return _HALF if precision in ("bf16", "fp16") else 4
-
-
-def gathered_bytes(
-    weights: NetworkWeights,
-    *,
-    width: int,
-    split: Split,
-    sums: bool,
-    swapped: Sequence[int] = (),
-    saved: Mapping[int, float] | None = None,
-) -> Gathered:
-    """What a strategy gathers of a network of these blocks, and the buffers through which gradients are summed.
-
-    Args:
-        weights: of the network.
-        width: bytes of a weight as it computes.
-        split: of the strategy. FSDP2 gathers the block that computes and the next one, and keeps all until backward if it
-            does not reshard; ZeRO-3 gathers as many weights as it may.
-        sums: whether the gradients of a block are summed over processes at once, in fp32, and not kept whole.
-        swapped: numbers of blocks whose frozen weights come from the host, and are not gathered.
-        saved: bytes that quantization saves of weights, by their `id`.
-    """
-    buffers = float(split.buffer_numbers * width)
-    blocks = weights.blocks
-    if not split.gathers or not blocks:
-        return Gathered.same(0.0, buffers)
-    if split.live_weights:
-        live = float(min(weights.total, split.live_weights) * width)
-        return Gathered.same(live, live + buffers)
-    outside = weights.total - sum(p.numel() for block in blocks for p in block)
-
-    trained = [sum(p.numel() for p in block if p.requires_grad) for block in blocks]
-
-    def whole(index: int) -> float:
-        if index in swapped:
-            return float(trained[index] * width)
-        return sum(p.numel() * width - (saved or {}).get(id(p), 0.0) for p in blocks[index])
-
-    sizes, last = [whole(index) for index in range(len(blocks))], len(blocks) - 1
-
-    def moment(index: int) -> Moment:
-        """A block goes backward, half of its gradients made; the next one is gathered, and those of the last one are summed."""
-        there = sizes[max(0, index - 1) : index + 1] if split.reshards else sizes[: index + 1]
-        moving = 0.5 * trained[index] * width + 4.0 * (trained[index + 1] if index < last else 0)
-        made = sum(trained[index + 1 :]) / max(1, weights.trained)
-        return Moment(outside * width + sum(there) + sums * moving, (index + 1) / len(blocks), made)
-
-    forward = outside * width + (2 * sizes[last] if split.reshards else sum(sizes))
-    return Gathered(forward, tuple(map(moment, range(len(blocks)))))

@@ -21,6 +21,7 @@ class NetworkWeights:
         all: its weights.
         blocks: those of each of its repeated blocks.
         total, trained: how many numbers they have.
+        largest: numbers of the largest trained weight.
     """
 
     def __init__(self, network: nn.Module, spec: ModelSpec) -> None:
@@ -29,6 +30,7 @@ class NetworkWeights:
         self.blocks = [list(block.parameters()) for block in spec.block_modules(network)]
         self.total = sum(p.numel() for p in self.all)
         self.trained = sum(p.numel() for p in self.all if p.requires_grad)
+        self.largest = max((p.numel() for p in self.all if p.requires_grad), default=0)
         self._known: dict[Hashable, Any] = {}
 
     def bytes_cast(self, skip: list[str]) -> Mapping[int, float]:

@@ -27,7 +27,8 @@ from finetrainers.utils.phases import (
     VALIDATION,
 )  # fmt: skip
 
-from .estimate import DTYPE_BYTES, GIB, MemoryPlan, activations_of, estimate_for, optimizer_state_bytes
+from .estimate import DTYPE_BYTES, GIB, MemoryPlan, activations_of, computed_bytes, estimate_for, optimizer_state_bytes
+from .gathered import zero_host_bytes
 from .network_weights import NetworkWeights
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def plan_run(
         unknown.append("networks of rewards")
     if around.scoring is None:
         unknown.append("activations of rewards")
-    together = around.split.masters  # DeepSpeed takes the network from host memory on all processes together
+    together = around.split.zero_stage > 0  # DeepSpeed takes the network from host memory on all processes together
     return RunPlan(
         found, host, step, around.local_processes,
         one_by_one=maker.loaded * (around.local_processes if together else 1), written_alone=maker.saving()[1],
@@ -203,15 +204,17 @@ class _Phases:
         self.swapped = step.swap.host + GIB * step.offloaded
         weights = ("frozen weights", "trainable weights")
         self.weights = {name: self.step[name] for name in weights}
-        rest = (*weights, "optimizer state", "moving average", "copies of the policy")
+        rest = (*weights, "optimizer state", "moving average", "gradient buffers", "copies of the policy")
         self.at_rest = {**self.stays, **{name: self.step[name] for name in rest}}
         self.trained = around.trained
+        self.largest = around.weights.largest if around.weights is not None else 0
         is_full = config.training.training_type == "full-finetune"
         width = 4 if is_full and config.training.master_weights == "fp32" else 2
         #: Bytes of the network as it is read into host memory.
         self.loaded = float(around.total * (width if is_full else DTYPE_BYTES[config.model.transformer_dtype]))
         self.width = spec.width(transformer)
-        self.halved = around.split.gathers or around.split.masters
+        self.zero = around.split.zero_stage > 0
+        self.halved = around.split.gathers or self.zero
 
     # ---- on the GPU ------------------------------------------------------------------------------------------------
 
@@ -226,7 +229,7 @@ class _Phases:
             found[REWARD] = self._reward()
         if self.around.sampled:
             found[VALIDATION] = self._validation()
-        found[CHECKPOINT] = self.at_rest  # what is gathered is gathered one weight at a time
+        found[CHECKPOINT] = self._gathering(self.at_rest)
         return {
             phase: {name: size for name, size in found[phase].items() if size} for phase in PHASES if phase in found
         }
@@ -308,6 +311,12 @@ class _Phases:
         trajectories = {"sampled trajectories": self.step["sampled trajectories"]}
         return {**self.at_rest, **trajectories, **self._rewards(), **scoring}
 
+    def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:
+        """Saving gathers one weight at a time where processes share them, and copies it to the host."""
+        if not self.around.split.gathers:
+            return before
+        return {**before, "a gathered weight": float(self.largest * (computed_bytes(self.config) if self.zero else 4))}
+
     # ---- on the host -----------------------------------------------------------------------------------------------
 
     def on_host(self, phase: str) -> float:
@@ -332,8 +341,9 @@ class _Phases:
         """Bytes that saving takes of every process, and what it takes of the one that writes what is not divided."""
         training, split, around = self.config.training, self.around.split, self.around
         width = 2.0 if training.master_weights == "stochastic_rounding" else 4.0
+        width = float(computed_bytes(self.config)) if self.zero else width
         weights, average = width * self.trained, 4.0 * self.trained if training.use_ema else 0.0
-        if split.gathers and not split.masters:
+        if split.gathers and not self.zero:
             # FSDP2 gathers into host memory what is written. An asynchronous save does not copy that again.
             divides = training.training_type == "full-finetune" and training.sharded_checkpoints
             if divides and around.processes > 1:
@@ -342,7 +352,7 @@ class _Phases:
         if not training.async_checkpointing:  # file by file
             return 0.0, max(weights, average)
         # An asynchronous save copies what it writes. DeepSpeed writes the optimizer's state itself, while training waits.
-        return 0.0, weights + average if split.masters else around.checkpoint_bytes
+        return 0.0, weights + average if self.zero else around.checkpoint_bytes
 
     def _clips(self) -> float:
         """Decoded clips, as bytes of pixels, that workers have ready, and their processes."""
@@ -355,11 +365,15 @@ class _Phases:
         """What is on the host instead of on the GPU."""
         split, config = self.around.split, self.config
         found = self.swapped
-        if split.weights_on_host:
+        if split.zero_stage:
+            found += zero_host_bytes(
+                split, total=self.around.total, trained=self.trained, largest=self.largest, width=computed_bytes(config),
+                state_bytes=optimizer_state_bytes(config), accumulates=method_spec(config).accumulates(config),
+            )  # fmt: skip
+        if split.weights_on_host and not split.zero_stage:
             found += self.loaded / split.weights + 4.0 * self.trained / split.gradients
-        if split.optimizer_on_host:
-            masters = 8 if split.masters else 0  # fp32 weights and gradients
-            found += self.trained * (optimizer_state_bytes(config) + masters) / split.optimizer
-        elif config.optimizer.use_cpu_offload_optimizer:
+        if split.optimizer_on_host and not split.zero_stage:
+            found += self.trained * optimizer_state_bytes(config) / split.optimizer
+        if config.optimizer.use_cpu_offload_optimizer:
             found += self.trained * (optimizer_state_bytes(config) + 8)  # weights and gradients in fp32
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
@@ -26,10 +27,11 @@ class Split:
         gathers: whether a block's weights are gathered to compute.
         reshards: whether they are freed after its forward pass, not only after its backward pass.
         keeps_gradients: whether gradients are whole, in fp32, between the micro-batches of a step.
-        masters: whether fp32 weights are part of the optimizer's state, and those that compute have 16 bits.
+        zero_stage: of DeepSpeed, where fp32 weights are part of the optimizer's state; 0: another strategy.
         weights_on_host, optimizer_on_host: what lies in host memory.
         live_weights: numbers that may be gathered at once; 0: a block and the next.
         buffer_numbers: numbers of the buffer in which gradients are collected to be reduced.
+        update_numbers: numbers of a process's part that are updated at once.
     """
 
     weights: int = 1
@@ -38,16 +40,17 @@ class Split:
     gathers: bool = False
     reshards: bool = True
     keeps_gradients: bool = False
-    masters: bool = False
+    zero_stage: int = 0
     weights_on_host: bool = False
     optimizer_on_host: bool = False
     live_weights: int = 0
     buffer_numbers: int = 0
+    update_numbers: float = inf
 
 
-#: Defaults of DeepSpeed: `reduce_bucket_size`, which a backward pass allocates whatever is trained; and what stage 3 may hold,
-#: `stage3_max_live_parameters` and `stage3_prefetch_bucket_size`.
-_ZERO_BUCKET, _ZERO_LIVE = 500_000_000, 1_000_000_000 + 50_000_000
+#: Defaults of DeepSpeed: `reduce_bucket_size`, which a backward pass allocates whatever is trained; and of stage 3
+#: `stage3_max_live_parameters` and `sub_group_size`.
+_ZERO_BUCKET, _ZERO_LIVE, _ZERO_SUB_GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
 #: Every process holds everything.
 WHOLE = Split()
 
@@ -79,12 +82,19 @@ def expected_split(options: ParallelSection) -> Split:
         gradients=processes if stage >= 2 else 1,
         optimizer=processes,
         gathers=stage == 3,
-        masters=True,
-        weights_on_host=offload and stage == 3,
+        zero_stage=stage,
+        weights_on_host=stage == 3 and offload and _offloads_weights(),
         optimizer_on_host=offload,
         live_weights=_ZERO_LIVE if stage == 3 else 0,
         buffer_numbers=_ZERO_BUCKET,
+        update_numbers=_ZERO_SUB_GROUP if stage == 3 else inf,
     )
+
+
+def _offloads_weights() -> bool:
+    """Whether ZeRO-3 with offloading has the weights on the host too; a launcher's file may say that it does not."""
+    launched = says_yes(USE_DEEPSPEED)
+    return not launched or os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none"
 
 
 def with_launcher(options: ParallelSection) -> ParallelSection:

@@ -29,6 +29,75 @@ from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Strategy, Swap, Wan
 _TAG = "state"
 
 
+def make_plugin(options: ParallelSection) -> DeepSpeedPlugin:
+    """What a file of `accelerate launch` would say."""
+    host = "cpu" if options.zero_offload else "none"
+    return DeepSpeedPlugin(
+        zero_stage=options.zero_stage,
+        offload_optimizer_device=host,
+        offload_param_device=host if options.zero_stage == 3 else "none",
+        zero3_init_flag=False,
+        zero3_save_16bit_model=True,
+    )
+
+
+def complete_settings(
+    settings: dict[str, Any], *, batch_size: int, accumulation: int, processes: int, max_grad_norm: float
+) -> None:
+    """Write what the run's own options say into the config that DeepSpeed reads."""
+    settings["train_micro_batch_size_per_gpu"] = batch_size
+    settings["gradient_accumulation_steps"] = accumulation
+    settings["train_batch_size"] = batch_size * accumulation * processes
+    settings["gradient_clipping"] = max_grad_norm
+    # Without it, a run under stage 3 would fail at its first checkpoint.
+    settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+def split_weights(
+    network: nn.Module, settings: dict[str, Any], *, device: torch.device, computed: torch.dtype | None
+) -> None:
+    """Shard a network from host memory, weight by weight (ZeRO-3). DeepSpeed would move all of it to the device first.
+
+    Args:
+        network: on the CPU. Its buffers are moved to the device.
+        settings: DeepSpeed's config.
+        device: of this process.
+        computed: dtype of the mixed precision, which DeepSpeed casts to; None: as it is.
+    """
+    from deepspeed import zero
+
+    for parameter in network.parameters():
+        if computed is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(computed)
+    zero.Init(module=network, config_dict_or_path=settings)
+    for buffer in network.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def whole_weights(network: nn.Module, *, gathers: bool, keeps: bool) -> dict[str, Tensor]:
+    """Trained weights and buffers by name, each copied to host memory before the next is gathered.
+
+    Args:
+        network: below DeepSpeed's engine.
+        gathers: whether weights are sharded (ZeRO-3), so that all processes must call this. The frozen ones are left out then.
+        keeps: whether this process wants them.
+    """
+    from deepspeed import zero
+
+    frozen = {name for name, parameter in network.named_parameters() if not parameter.requires_grad}
+    found = {}
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        if name in frozen:
+            if keeps and not gathers:
+                found[name] = tensor.detach()
+            continue
+        # Under stages 1 and 2 trained weights are pieces of one flat tensor, which a file of named tensors cannot hold.
+        with zero.GatheredParameters(tensor) if gathers and tensor.requires_grad else nullcontext():
+            if keeps:
+                found[name] = tensor.detach().to("cpu", copy=True)
+    return found
+
+
 class ZeRO(Strategy):
     """Processes among which DeepSpeed divides optimizer state, gradients and weights."""
 
@@ -65,13 +134,10 @@ class ZeRO(Strategy):
         self.optimizer_shards = self.world_size
         # Each process has a part of its own.
         self.optimizer_layout = f"DeepSpeed ZeRO-{stage} (processes: {self.world_size})"
-        settings, batch_size = self._plugin.deepspeed_config, config.dataloader.batch_size
-        settings["train_micro_batch_size_per_gpu"] = batch_size
-        settings["gradient_accumulation_steps"] = self.accumulation
-        settings["train_batch_size"] = batch_size * self.accumulation * self.world_size
-        settings["gradient_clipping"] = self.max_grad_norm
-        # Without it, a run under stage 3 would fail at its first checkpoint.
-        settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        complete_settings(
+            self._plugin.deepspeed_config, batch_size=config.dataloader.batch_size, accumulation=self.accumulation,
+            processes=self.world_size, max_grad_norm=self.max_grad_norm,
+        )  # fmt: skip
         # Accelerate tells transformers of stage 3, which would cut the frozen text encoders into shards that nobody
         # puts together again.
         unset_hf_deepspeed_config()
@@ -80,21 +146,15 @@ class ZeRO(Strategy):
         # On CPUs `cpu=True`, which other strategies need, would turn DeepSpeed off.
         if on_cpu:
             group["backend"] = "gloo"
-        plugin = None if says_yes(USE_DEEPSPEED) else self._make_plugin()
+        plugin = None if says_yes(USE_DEEPSPEED) else make_plugin(self._options)
         # Accelerate asks for this variable too; a later run of this process may want another strategy.
         with patch_environment(**{USE_DEEPSPEED: "true"}):
             return super()._join(mixed_precision, on_cpu=False, deepspeed_plugin=plugin, **group)
 
-    def _make_plugin(self) -> DeepSpeedPlugin:
-        """What a file of `accelerate launch` would say."""
-        host = "cpu" if self._options.zero_offload else "none"
-        return DeepSpeedPlugin(
-            zero_stage=self._options.zero_stage,
-            offload_optimizer_device=host,
-            offload_param_device=host if self._options.zero_stage == 3 else "none",
-            zero3_init_flag=False,
-            zero3_save_16bit_model=True,
-        )
+    @property
+    def _cast_to(self) -> torch.dtype | None:
+        precision = self.accelerator.mixed_precision
+        return None if precision == "no" else self.compute_dtype(torch.float32)
 
     @property
     def _plugin(self) -> Any:
@@ -114,6 +174,8 @@ class ZeRO(Strategy):
             model = widen(load(), widened)  # DeepSpeed takes it from host memory, on all ranks together
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        if self._splits_weights:
+            split_weights(model, self._plugin.deepspeed_config, device=self.device, computed=self._cast_to)
         self._engine, _ = self.accelerator.prepare(model, optimizer)
         self._parameters = [p for p in self._engine.parameters() if p.requires_grad]
         return self._engine, DeepSpeedOptimizer(self._engine)
@@ -146,21 +208,7 @@ class ZeRO(Strategy):
     # ---- what a checkpoint takes -------------------------------------------------------------------------------
 
     def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
-        from deepspeed import zero
-
-        network = self.unwrap(model)
-        frozen = {name for name, parameter in network.named_parameters() if not parameter.requires_grad}
-        if not self._splits_weights:
-            # Trained weights are pieces of one flat tensor, which a file of named tensors cannot hold.
-            weights = network.state_dict() if self.is_main else {}
-            return {name: weight if name in frozen else weight.clone() for name, weight in weights.items()}
-        found = {}
-        for name, tensor in network.state_dict(keep_vars=True).items():
-            if name not in frozen:
-                with zero.GatheredParameters(tensor) if tensor.requires_grad else nullcontext():
-                    if self.is_main:
-                        found[name] = tensor.detach().to("cpu", copy=True)
-        return found
+        return whole_weights(self.unwrap(model), gathers=self._splits_weights, keeps=self.is_main)
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
         return None

@@ -116,5 +116,6 @@ def launcher_environment(path: Path) -> dict[str, str]:
         deepspeed = settings.get("deepspeed_config") or {}
         found["ACCELERATE_USE_DEEPSPEED"] = "true"
         found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = text(deepspeed.get("zero_stage", 2))
-        found["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] = text(deepspeed.get("offload_optimizer_device", "none"))
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            found[f"ACCELERATE_DEEPSPEED_{name.upper()}"] = text(deepspeed.get(name, "none"))
     return found

@@ -68,8 +68,8 @@ def test_copies_of_the_policy(options: dict[str, Any], weights: int) -> None:
             2 / 4,
         ),  # split as the network, in what it computes in
         (Split(weights=4, gathers=True, weights_on_host=True), 0),
-        (Split(optimizer=4, masters=True), 2),  # DeepSpeed splits nothing that is not trained
-        (Split(weights=4, gathers=True, masters=True), 2),
+        (Split(optimizer=4, zero_stage=1), 2),  # DeepSpeed splits nothing that is not trained
+        (Split(weights=4, gathers=True, zero_stage=3), 2),
     ],
 )
 def test_a_copy_of_the_model_before_training(split: Split, bytes_each: float) -> None:
