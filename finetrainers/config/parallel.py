@@ -42,7 +42,8 @@ class ParallelSection(Section):
 
 def groups_problem(processes: int, size: int) -> str:
     """Why so many processes cannot be groups of `size`."""
-    return f"{plural(processes, 'process', 'processes')} cannot be groups of {size}; start a multiple of {size} by a launcher"
+    count = plural(processes, "process does", "processes do")
+    return f"{count} not divide into groups of {size}; start a multiple of {size} by a launcher (torchrun --nproc_per_node)"
 
 
 def heads_problem(heads: int, size: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from every_family import CHECKPOINTS
@@ -15,6 +16,7 @@ from test_two_processes import close, metrics, weights
 
 from finetrainers.config.load import load_config
 from finetrainers.engine.training import train
+from finetrainers.utils.video import read_mp4
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +40,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "resumed": {**LORA, "resume_from_checkpoint": "latest"},
     "in one group": {**LORA, "sp_size": 4, "batch_size": 4, "resume_from_checkpoint": "interrupted/checkpoints/step-2"},
     "hunyuan": {"family": "hunyuan_video", **FULL, "train_steps": 1},
+    "swapped": {
+        "family": "hunyuan_video", "train_steps": 1, "gradient_checkpointing": True, "blocks_to_swap": 4,
+        "activation_memory": "offload",
+    },
     "cog": {"family": "cogvideox", **FULL, "train_steps": 1},
     "fsdp2": {**SAMPLES, "fsdp": "full", "train_steps": 2, "max_grad_norm": 0.02},
     "groups": {**FULL, "method": "dpo", "fsdp": "hybrid", "fsdp_group_size": 2, "eval_num_items": 1, "eval_steps": 1},
@@ -106,11 +112,16 @@ def test_resuming_changes_nothing(root: Path, ranks: list[dict[str, Any]]) -> No
     assert ranks[0]["lora"]["digest"] == ranks[0]["resumed"]["digest"]
 
 
+def test_samples_are_written_once(root: Path) -> None:
+    names = sorted(path.name for path in (root / "fsdp2" / "samples").rglob("*.mp4"))
+    assert names == ["00-one-0.mp4", "01-two-0.mp4", "02-three-0.mp4"]
+
+
 @pytest.mark.parametrize("name", [name for name in JOBS if name not in ("interrupted", "resumed")])
 def test_groups_train_as_processes_with_whole_clips(
     name: str, root: Path, ranks: list[dict[str, Any]], options: Callable[..., dict], tmp_path: Path
 ) -> None:
-    strategy: dict[str, Any] = {"fsdp": None, "fsdp_group_size": None, "deepspeed": False, "validation_prompts": None}
+    strategy: dict[str, Any] = {"fsdp": None, "fsdp_group_size": None, "deepspeed": False, "blocks_to_swap": 0}
     if "zero_stage" in JOBS[name]:
         strategy["zero_stage"] = 2
     groups = 4 // JOBS[name].get("sp_size", 2)
@@ -128,5 +139,9 @@ def test_groups_train_as_processes_with_whole_clips(
     first, second, third, fourth = (rank[name]["inputs"] for rank in ranks)
     assert first == second
     assert third == fourth
+    for path in (tmp_path / "alone" / "samples").rglob("*.mp4"):
+        ours, _ = read_mp4(root / name / path.relative_to(tmp_path / "alone"), columns=9)
+        theirs, _ = read_mp4(path, columns=9)
+        assert np.abs(ours.astype(int) - theirs).mean() < 1
     if name in ("lora", "in one group"):
         assert (first == third) == (groups == 1)
