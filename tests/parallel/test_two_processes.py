@@ -21,12 +21,13 @@ pytestmark = pytest.mark.slow
 PLAIN = {
     "eval_num_items": 1, "eval_steps": 1, "validation_steps": 2, "validation_inference_steps": 2,
     "validation_prompts": "one@@@9x64x64:::two@@@9x64x64:::three@@@9x64x64", "max_grad_norm": 0.02,
+    "eval_reward": ["brightness=2", "contrast=0.5"],
 }  # fmt: skip
 FULL = {"training_type": "full-finetune", "max_grad_norm": 0.02}
 #: Job -> options of both ranks. Where a single process is compared, it has twice the batch size.
 JOBS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
-    "precomputed": {**PLAIN, "validation_steps": None, "validation_prompts": None, "precompute_conditions": True},
+    "precomputed": {**PLAIN, "validation_steps": None, "validation_prompts": None, "eval_reward": [], "precompute_conditions": True},
     "uneven": {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_num_items": 1, "train_steps": 2},
     "straight": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 3},
     "interrupted": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 2, "gradient_checkpointing": True},
@@ -108,7 +109,7 @@ def test_swapped_blocks_change_nothing(ranks: Ranks) -> None:
 def test_two_ranks_are_one_with_twice_the_batch(
     job: str, ranks: Ranks, options: Callable[..., dict], tmp_path: Path
 ) -> None:
-    changes = {k: v for k, v in JOBS[job].items() if not k.startswith("validation")}
+    changes = JOBS[job]
     train(load_config(**options(tmp_path, batch_size=2, **changes)))
     close(ranks.directory(job), tmp_path)
     assert all("2 processes (DDP)" in rank["kind"] for rank in ranks[job])
@@ -121,6 +122,12 @@ def test_two_ranks_are_one_with_twice_the_batch(
         found = [metrics(path, "prior_loss") for path in (ranks.directory(job), tmp_path)]
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-9)
         assert found[0][-1] > 0
+    if job == "plain":  # three samples on two ranks
+        names = [f"eval_reward/{name}" for name in ("brightness", "contrast", "weighted_sum")]
+        ours, theirs = (metrics(path, *names) for path in (ranks.directory(job), tmp_path))
+        assert len(ours) == 3
+        assert torch.equal(ours[0], theirs[0])  # of the same weights
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     if "eval_steps" in changes:
         # One held-out clip on two ranks: the second one's share does not count.
         ours, theirs = (metrics(path, "eval_loss", "eval_loss_0.30") for path in (ranks.directory(job), tmp_path))
