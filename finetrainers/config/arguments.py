@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from finetrainers.utils.logs import NOTES
 from finetrainers.utils.text import nearest, quoted, shortened
 
 from .errors import ConfigError, Problem
@@ -150,6 +151,8 @@ class ArgumentParser(argparse.ArgumentParser):
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action in self._seen and action.option_strings and action.nargs in ("*", "+"):  # meant as one list, maybe
+            NOTES.warning("%s is given twice, and the last one counts; give all values after one flag", name_of(action))
         self._seen.add(action)
         if not arg_strings and action in self._wrong and action.nargs != 0:
             return action.default

@@ -88,3 +88,12 @@ def test_right_arguments_are_read(parser: ArgumentParser) -> None:
 def test_what_follows_an_unknown_flag_may_be_its_value() -> None:
     assert split_unknown(["a", "-1", "--x=3", "b", "-y", "--x"]) == (["--x", "-y"], ["a", "-1"])
     assert split_unknown(["-", "--", "a"]) == ([], ["-", "a"])
+
+
+def test_a_list_that_is_given_twice_is_noted(parser: ArgumentParser, caplog: pytest.LogCaptureFixture) -> None:
+    """A number may be given again after a recipe's own; of a list, both may have been meant."""
+    line = "write x --num 1 --num 2 --format kohya --format comfyui"
+    with caplog.at_level("WARNING"):
+        read = parser.parse_args(line.split())
+    assert (read.num, read.format) == (2, ["comfyui"])
+    assert [message.partition(",")[0] for message in caplog.messages] == ["--format is given twice"]
