@@ -64,8 +64,6 @@ from finetrainers.optim.factory import create_optimizer  # noqa: E402
 from finetrainers.utils.logs import quiet_progress_bars  # noqa: E402
 from finetrainers.utils.process_state import free_memory  # noqa: E402
 
-#: The estimate leaves out the CUDA context and fragmentation.
-HEADROOM = 1.15
 #: The first step makes the optimizer's state; the others are timed.
 STEPS = 3
 NO_GPU = "no GPU"

@@ -107,6 +107,7 @@ OTHER_WAYS = (
     "--gradient_accumulation_steps",
     "several GPUs: --fsdp full shards weights, gradients and optimizer state; --deepspeed --zero_stage 2 or 3 likewise",
     "--training_type lora instead of full finetuning",
+    "more host memory, in which blocks and activations may wait (estimate --host 64GB plans for it)",
 )
 
 

@@ -197,6 +197,16 @@ def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., Prefli
         assert advice.config.memory.activation_memory == setting
 
 
+def test_host_memory_decides_too(checked: Callable[..., Preflight]) -> None:
+    """`--host` says how much there is; where nothing fits, more of it is one of the ways."""
+    run = checked(activation_memory="auto")
+    large, small = (RunMemory(run, gpu_gib=1, host_gib=gib) for gib in (64, 32))
+    assert large.machine is not None
+    assert large.machine.host == 0.75 * 64 * GIB
+    assert small.machine == replace(large.machine, host=large.machine.host / 2)
+    assert "more host memory" in "\n".join(fit_lines(large.plan(), 1e-3, None))
+
+
 def test_the_network_is_built_once(
     checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

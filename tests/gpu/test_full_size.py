@@ -15,6 +15,7 @@ import torch
 from published_networks import NETWORKS, published_repository
 
 from finetrainers.config.load import load_config
+from finetrainers.memory.fit import fits, reserved
 from finetrainers.models.registry import get_family
 
 LORA = {"training_type": "lora", "rank": 64, "optimizer": "adamw"}
@@ -45,9 +46,8 @@ def test_full_size(name: str, options: dict[str, Any], script: Any, tmp_path: Pa
     _skip_without_library(options)
     bench = script.Bench(script.Case(name, options), tmp_path, tiny=False)
     planned, have = bench.planned(), torch.cuda.get_device_properties(0).total_memory / script.GIB
-    if script.HEADROOM * planned > have:
-        need = script.HEADROOM * planned
-        pytest.skip(f"needs about {need:.0f} GiB, {torch.cuda.get_device_name(0)} has {have:.0f} GiB")
+    if not fits(planned, have):
+        pytest.skip(f"needs about {reserved(planned):.0f} GiB, {torch.cuda.get_device_name(0)} has {have:.0f} GiB")
     peak = bench.measured()["allocated"]
     report = f"{name} {options['training_type']}: peak {peak:.1f} GiB, planned {planned:.1f} GiB"
     print(report)

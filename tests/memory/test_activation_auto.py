@@ -86,3 +86,7 @@ def test_settings_that_go_with_other_options(planned: Callable[..., Any]) -> Non
     assert casts.choose(Machine(60 * GIB, 0, 100e12, 25e9)).number == 60
     swapped = planned(blocks_to_swap=60)[1]
     assert swapped.work.copied > 40 * GIB
+    # Swapped blocks and activations share the host's memory.
+    room, host = swapped.sizes("offload", 60)[0], swapped.sizes("offload", 60)[1] + swapped.workload.swap.host
+    assert swapped.choose(Machine(room, host, 100e12, 25e9)).stored == "offload"
+    assert swapped.choose(Machine(room, host - 1, 100e12, 25e9)).stored != "offload"
