@@ -27,6 +27,7 @@ from finetrainers.config.watch import (
 )
 from finetrainers.models.hub import ask
 from finetrainers.rewards.registry import not_to_be_had, reward_problems, weights_not_here
+from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import not_there
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import nearest
@@ -218,3 +219,6 @@ def use_device(device: str | None) -> None:
         message = f"{device}: CUDA_VISIBLE_DEVICES={','.join(visible)} leaves {len(visible)}, counted from cuda:0"
         raise ConfigError([Problem("--device", message)])
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible else number
+    if likely_device_type() != "cuda":
+        message = f"{device}: torch can use no GPU here, and would use the CPU; give --device cpu if that is meant"
+        raise ConfigError([Problem("--device", message)])

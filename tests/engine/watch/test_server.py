@@ -250,6 +250,12 @@ def test_a_reward_that_fails_is_asked_again_by_the_next_start(
     assert "step 1, run: 2 clips, brightness" in capsys.readouterr().out
     assert best_checkpoint(trained) is not None
     assert len(drawn) == 4
+    # A device that is not there is not replaced by another one.
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for device, said in (("cuda:1", "torch can use no GPU here"), ("gpu", "'gpu' is neither cpu nor cuda:N")):
+        assert main([*watch, "--device", device]) == 2
+        assert said in capsys.readouterr().err
     # Weights of rewards that are nowhere are named before anything is loaded, and so they are for training.
     monkeypatch.setattr(server, "join", None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
