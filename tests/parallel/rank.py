@@ -94,7 +94,7 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
         patch.setattr(manifest, "file_sha256", lambda path: hashed.append(path.name) or file_sha256(path))
     measured_on = options.pop("_measured_on", None)
     if measured_on is not None:
-        patch.setattr(activation_memory, "_machine", lambda *_: (Machine(2.0**40, 2.0**40, 1e9, 1.0), 0.0))
+        patch.setattr("finetrainers.engine.automatic._machine", lambda *_: Machine(2.0**40, 2.0**40, 1e9, 1.0))
         patch.setattr(activation_memory, "measured_peak", lambda _: 1.001 * 2**40 if measured_on == RANK else 0.0)
     SFT.loss = poisoned(options.pop("_poisoned", 0))  # type: ignore[method-assign]
 
