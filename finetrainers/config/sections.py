@@ -304,8 +304,9 @@ class TrainingSection(Section):
         "the trained weights, the optimizer state and the EMA. Training waits only before the next update, until that copy is "
         "complete.", resume="free")
     sharded_checkpoints: bool = option(True, "Let each process write and hash its part of a checkpoint, where processes "
-        "share the weights of a full finetuning (FSDP2). Without it, or on disks that not all machines see, rank 0 gathers "
-        "and writes everything. Both kinds resume on any number of processes.", resume="free")
+        "share the weights or the optimizer state of a full finetuning (FSDP2, DeepSpeed). Without it, or on disks that "
+        "not all machines see, rank 0 gathers and writes the weights, and under FSDP2 the optimizer state. Either kind is "
+        "resumed with the option on or off.", resume="free")
     resume_from_checkpoint: Place | None = option(None, "Resume from `latest`, from a step number, or from a "
         "checkpoint directory. `auto` resumes from the newest complete checkpoint in `output_dir`, or starts a new run "
         "if there is none: use it in jobs that are requeued.", resume="unlisted", dumped=False, local=True)

@@ -74,13 +74,13 @@ def split_weights(
         buffer.data = buffer.data.to(device)
 
 
-def whole_weights(network: nn.Module, *, gathers: bool, keeps: bool) -> dict[str, Tensor]:
+def whole_weights(network: nn.Module, *, gathers: bool, wanted: Wanted) -> dict[str, Tensor]:
     """Trained weights and buffers by name, each copied to host memory before the next is gathered.
 
     Args:
         network: below DeepSpeed's engine.
         gathers: whether weights are sharded (ZeRO-3), so that all processes must call this. The frozen ones are left out then.
-        keeps: whether this process wants them.
+        wanted: which of them this process is given.
     """
     from deepspeed import zero
 
@@ -88,12 +88,12 @@ def whole_weights(network: nn.Module, *, gathers: bool, keeps: bool) -> dict[str
     found = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
         if name in frozen:
-            if keeps and not gathers:
+            if wanted(name) and not gathers:
                 found[name] = tensor.detach()
             continue
         # Under stages 1 and 2 trained weights are pieces of one flat tensor, which a file of named tensors cannot hold.
         with zero.GatheredParameters(tensor) if gathers and tensor.requires_grad else nullcontext():
-            if keeps:
+            if wanted(name):
                 found[name] = tensor.detach().to("cpu", copy=True)
     return found
 
@@ -103,6 +103,7 @@ class ZeRO(Strategy):
 
     weights_are_plain = False
     uses_autocast = False
+    shares_saving = True
     writes_own_files = True
     can_drop_gradients = False
     why_no_swap = "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full"
@@ -208,7 +209,14 @@ class ZeRO(Strategy):
     # ---- what a checkpoint takes -------------------------------------------------------------------------------
 
     def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
-        return whole_weights(self.unwrap(model), gathers=self._splits_weights, keeps=self.is_main)
+        wanted = wanted or (lambda _: self.is_main)
+        return whole_weights(self.unwrap(model), gathers=self._splits_weights, wanted=wanted)
+
+    def shapes(self, model: nn.Module) -> dict[str, Tensor]:
+        return {
+            name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
+            for name, tensor in self.unwrap(model).state_dict(keep_vars=True).items()
+        }
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
         return None

@@ -92,7 +92,7 @@ def planned_and_counted(
     third = case.stage == 3
     counted = count_zero(
         spec, meta, shape, plugin.deepspeed_config, processes=case.number,
-        split=split_weights if third else None, gather=partial(whole_weights, gathers=third, keeps=True),
+        split=split_weights if third else None, gather=partial(whole_weights, gathers=third, wanted=lambda _: True),
     )  # fmt: skip
     return planned, counted, host, weights
 

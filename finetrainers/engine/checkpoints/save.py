@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.parallel.slices import Slices
-from finetrainers.parallel.strategy import Strategy, below_wrapper
+from finetrainers.parallel.strategy import DEEPSPEED_FOLDER, Strategy, below_wrapper
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
-from finetrainers.utils.files import fsync_file, write_json_atomic
+from finetrainers.utils.files import file_sha256, fsync_file, write_json_atomic
 from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensors
 
 from ..run_dir import package_versions
@@ -163,12 +163,12 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
     with parallel.raise_on_all_ranks(what):
         fault_point("save")
         snapshot = take_snapshot(state)
-    needed = snapshot.num_bytes()
+    sizes = [(snapshot.num_bytes(), sum(tensor.numel() for tensor in snapshot.trained.values()))]
     if state.shares_saving:
-        needed = sum(parallel.gather_objects([needed]))
+        sizes = parallel.gather_objects(sizes)
     with parallel.raise_on_all_ranks(what):
         if parallel.is_main:
-            reserve(final, needed=_room_needed(state, needed, snapshot))
+            reserve(final, needed=_room_needed(state, sizes))
     with discarded_on_error(final), parallel.raise_on_all_ranks(what):  # in this order: then no rank writes any more
         parallel.save_own_files(temporary_of(final))
         job = _job(state, snapshot, final, started=started, in_background=in_background)
@@ -223,7 +223,8 @@ def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, 
         fill()
         snapshot.check_finite()
         written = snapshot.write(temporary_of(final))
-        if shared:  # rank 0 may be on another machine, and would flush what it sees of the disk from there
+        if shared:  # rank 0 may be on another machine, and would read and flush what it sees of the disk from there
+            written |= _own_files_of(state.parallel, temporary_of(final))
             for path in written:
                 fsync_file(path)
         return written
@@ -246,6 +247,14 @@ def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, 
     if shared:
         return Job(what, write, publish=publish_parts, discarded=lambda: discarded_on_error(final))
     return Job(what, write_all if writes else None)
+
+
+def _own_files_of(parallel: Strategy, directory: Path) -> dict[Path, Written]:
+    """Size and SHA-256 of this rank's share of the files that the strategy has written; all are there."""
+    files = sorted(path for path in (directory / DEEPSPEED_FOLDER).rglob("*") if path.is_file())
+    return {
+        path: Written(path.stat().st_size, file_sha256(path)) for path in files[parallel.rank :: parallel.world_size]
+    }
 
 
 def shares_saving(config: TrainConfig, parallel: Strategy) -> bool:
@@ -348,10 +357,15 @@ def gathered(snapshot: Snapshot, sources: Any) -> list[Tensor]:
     ]
 
 
-def _room_needed(state: TrainState, known: int, snapshot: Snapshot) -> int:
-    """About what the checkpoint will take: its tensors, or, where the strategy adds files of its own, what the last one took."""
+def _room_needed(state: TrainState, sizes: Sequence[tuple[int, int]]) -> int:
+    """About what the checkpoint will take: its tensors, or, where the strategy adds files of its own, what the last one took.
+
+    Args:
+        state: the run.
+        sizes: bytes of what each rank writes, and how many trained weights are among that.
+    """
+    known, count = (sum(column) for column in zip(*sizes, strict=True))
     if state.parallel.writes_own_files:
-        count = sum(tensor.numel() for tensor in snapshot.trained.values())
         known = published_size(state.run_dir.root) or known + _DEEPSPEED_BYTES * count
     return known + known // 50 + _SPARE
 
