@@ -9,8 +9,9 @@ import pytest
 import torch
 from on_devices import Run, assert_equal, fp32
 
-from finetrainers.engine import activation_memory
-from finetrainers.engine.activation_memory import ActivationPlanner, link_bandwidth
+from finetrainers.engine import automatic
+from finetrainers.engine.activation_memory import ActivationPlanner
+from finetrainers.engine.automatic import link_bandwidth
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +45,7 @@ def test_a_measured_step_corrects_the_plan_and_no_bit(
     assert_equal(auto.trained, plain.trained)
 
     machine = replace(planner.machine, device=0.99 * planner.choice.device)
-    monkeypatch.setattr(activation_memory, "_machine", lambda *_: (machine, planner._loaded))
+    monkeypatch.setattr(automatic, "_machine", lambda *_: machine)
     limited = start("cuda", **fp32(), activation_memory="auto", dry_batches="off")
     assert planners[1].choice.stored != "none"
     assert_equal(limited.trained, plain.trained)
