@@ -494,9 +494,10 @@ class RunSection(Section):
     hub_model_id: HubId | None = option(None, "Hub repository of the result. The default is the name of `output_dir`.",
         resume="unlisted", needs="push_to_hub")
     allow_tf32: bool = option(False, "Use TF32 for matrix products on CUDA.", resume="free")
-    nccl_timeout: Seconds = option(600, "Seconds until a stuck collective ends the run.", resume="free", ge=1)
+    nccl_timeout: Seconds = option(600, "Seconds until a stuck collective, or a wait for a machine that is lost, ends the run.",
+        resume="free", ge=1)
     idle_timeout: Seconds = option(86400, "Seconds that a process waits for processes that load, encode, sample, score "
-        "or save, before the run ends.", resume="free", ge=1)
+        "or save, before the run ends; their machines must answer (`nccl_timeout`).", resume="free", ge=1)
     loading_timeout: Seconds | None = option(None, "Seconds that loading one part of the model, with its download, or "
         "uploading the result may take before it counts as hung. By default there is no limit.", resume="free", ge=1)
     step_timeout: Seconds | None = option(None, "Seconds that a step, with its data or rollout, or encoding a batch "

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import c_float
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +46,7 @@ class Ranks:
     ) -> None:
         """Args:
         accelerator: has joined the other processes.
-        timeout: after which a stuck collective of a step fails.
+        timeout: after which a stuck collective of a step fails, and any wait for a machine that is lost.
         idle_timeout: after which a rank that waits for others which load, encode, sample, score or save fails.
         sharing: how many neighbors have the same samples.
 
@@ -57,6 +61,7 @@ class Ranks:
         if self.world_size > 1:
             # At the start, where a wrong address shows at once, and no rank is late.
             self._step_group, self._idle_group = _host_group(timeout), _host_group(idle_timeout)
+            _probe_connections(timeout)
 
     @property
     def rank(self) -> int:
@@ -242,3 +247,29 @@ def _host_group(timeout: timedelta) -> dist.ProcessGroup:
             "host's name resolves to, on some machines 127.0.1.1, which others cannot reach: name the network interface "
             "with GLOO_SOCKET_IFNAME (`ip -brief address` lists them) on every machine"
         ) from error
+
+
+def _probe_connections(timeout: timedelta) -> None:
+    """TCP keepalive for the connections of this process, where the system has it (Linux).
+
+    A machine without power or network closes none: a process that waits for it would do so for all of `idle_timeout`.
+    """
+    descriptors = Path("/proc/self/fd")
+    if not hasattr(socket, "TCP_USER_TIMEOUT") or not descriptors.is_dir():
+        return
+    seconds = min(int(timeout.total_seconds()), 24 * 3600)
+    options = {
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): min(max(seconds // 4, 1), 60),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): min(max(seconds // 4, 1), 60),
+        # Both for one that only waits, and for one whose last message has not been acknowledged.
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 1000 * seconds,
+    }
+    for descriptor in [int(path.name) for path in descriptors.iterdir()]:
+        with suppress(OSError):  # that of the listing is gone
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:  # the options belong to what both refer to
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    for (level, name), value in options.items():
+                        connection.setsockopt(level, name, value)
