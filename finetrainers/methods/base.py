@@ -14,6 +14,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.process import Process
 from finetrainers.models.spec import ModelSpec, VAEStats
+from finetrainers.utils.device import to_device
 
 from .spec import WorkSource
 
@@ -198,4 +199,4 @@ def standard_normal(
     noise = torch.empty(len(generators), *shape)
     for row, generator in zip(noise, generators, strict=True):
         row.normal_(generator=generator)
-    return noise.to(device)
+    return to_device(noise, device)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetrainers.utils.device import to_device
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -32,7 +34,9 @@ class Conditions:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditions:
         """Move to a device; floating tensors also to `dtype`, masks keep theirs."""
-        moved = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in self.tensors.items()}
+        moved = {k: to_device(v, device) for k, v in self.tensors.items()}
+        if dtype is not None:
+            moved = {k: v.to(dtype) if v.is_floating_point() else v for k, v in moved.items()}
         mask, lengths = self.tensors.get("prompt_attention_mask"), self.lengths
         if lengths is None and mask is not None and mask.device.type == "cpu":
             lengths = _lengths(mask)

@@ -1,4 +1,4 @@
-"""Guess the device type without importing torch, so that wrong options are refused before anything is loaded."""
+"""The device: which type it will probably be, so that wrong options are refused before torch is imported; and copies to it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .launch import says_yes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 #: Variables that configure torch's allocator on CUDA, and how it was called before torch 2.9.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -64,3 +69,10 @@ def device_problem() -> str | None:
         "install a torch build for the driver's CUDA version (`nvidia-smi` names it); to train on the CPU all the same, set "
         "ACCELERATE_USE_CPU=true"
     )
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor on a device. From the host to CUDA through page-locked memory, so that nobody waits for what the GPU is at."""
+    if tensor.device.type != "cpu" or not str(device).startswith("cuda"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from finetrainers.config.sections import DataSection
 from finetrainers.models.spec import MOMENTS, Batch, Conditions, VideoMeta
+from finetrainers.utils.device import to_device
 from finetrainers.utils.seeding import generator
 
 from ..buckets.windows import cut_latents
@@ -85,11 +86,13 @@ class Encoder:
             clip = {name: tensor for name, tensor in raw.cached.items() if not name.startswith((TEXT, EMPTY, PRIOR))}
         if not to_empty and any(drop):
             conditions = _replace_rows(conditions, conditions.zeroed(), drop)
-        moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in clip.items()}
+        moved = {name: to_device(tensor, self.device) for name, tensor in clip.items()}
         return Batch(
             moments=moved.pop(MOMENTS),
             conditions=conditions.trimmed().to(self.device),
-            meta=VideoMeta(fps=torch.tensor([clip.fps for clip in raw.clips], dtype=torch.float32).to(self.device)),
+            meta=VideoMeta(
+                fps=to_device(torch.tensor([clip.fps for clip in raw.clips], dtype=torch.float32), self.device)
+            ),
             sample_keys=raw.sample_keys,
             clip=moved,
             weight=raw.weight,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from finetrainers.diffusion.policy import Transitions, log_density, transition_mean
 from finetrainers.methods.base import MethodParts, Metrics
 from finetrainers.models.spec import Conditions
+from finetrainers.utils.device import to_device
 
 from .batches import Part
 from .collect import Collected
@@ -85,21 +86,21 @@ class GRPO(RolloutMethod[Transition]):
         device, tables, k = self.sampler.device, self.sampler.tables, part.repeat
         replays = [collected.replays[i] for i in part.clips]
         steps = torch.stack([replay.steps[k] for replay in replays])
-        share = torch.tensor(part.shares, device=device)
+        share = to_device(torch.tensor(part.shares), device)
 
         def stacked(name: str) -> Tensor:
-            return torch.stack([getattr(replay, name)[k] for replay in replays]).to(device).float()
+            return to_device(torch.stack([getattr(replay, name)[k] for replay in replays]), device).float()
 
         return Transition(
             before=stacked("before"),
             after=stacked("after"),
             time=self.sampler.time(steps),
             step=tables.stochastic.at(steps, device),
-            length=tables.lengths[steps.cpu()].to(device, torch.float32),
+            length=to_device(tables.lengths[steps.cpu()].float(), device),
             log_old=stacked("log_old"),
             mean_old=stacked("mean_old") if self.sampler.keeps_means else None,
-            advantage=collected.advantages[part.clips].to(device),
-            weight=share * tables.weights[steps.cpu()].to(device, torch.float32),
+            advantage=to_device(collected.advantages[part.clips], device),
+            weight=share * to_device(tables.weights[steps.cpu()].float(), device),
             share=share,
             conditions=self.collector.source.conditions([collected.jobs[i].prompt for i in part.clips]),
             is_first=part.is_first,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from finetrainers.diffusion.process import Process
 from finetrainers.methods.base import MethodParts, Metrics
 from finetrainers.models.spec import Conditions
+from finetrainers.utils.device import to_device
 from finetrainers.utils.seeding import derive_seed
 
 from .batches import Part
@@ -135,14 +136,14 @@ class NFT(RolloutMethod[Noised]):
         jobs = [collected.jobs[i] for i in part.clips]
         # Without replacement, as in the published code: a clip is trained at `levels` different noise levels.
         steps = torch.tensor([self._order(rollout, job.slot, job.generation)[level] for job in jobs])
-        x0 = torch.stack([collected.latents[i] for i in part.clips]).to(device).float()
+        x0 = to_device(torch.stack([collected.latents[i] for i in part.clips]), device).float()
         time = self.sampler.time(steps)
         x_t = self.sampler.process.add_noise(x0, self.sampler.noise(jobs, f"noised {level}"), time)
         conditions = self.collector.source.conditions([job.prompt for job in jobs])
         transformer.eval()
         with self.old.applied(), torch.no_grad():
             old = self.sampler.predict(transformer, x_t, time, conditions)
-        advantages = collected.advantages[part.clips].sum(1).to(device)
+        advantages = to_device(collected.advantages[part.clips].sum(1), device)
         return Noised(
             x0=x0,
             x_t=x_t,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from finetrainers.diffusion.policy import Transitions, log_density, sample, transition_mean
 from finetrainers.methods.base import MethodParts, standard_normal
 from finetrainers.models.spec import DTYPES, Conditions, VideoMeta
+from finetrainers.utils.device import to_device
 
 from .prompts import Job
 from .source import PromptSource
@@ -94,7 +95,7 @@ class Sampler:
 
     def time(self, step: Tensor) -> Tensor:
         """Process time of each clip's step, `[B]`."""
-        return self.times[step.cpu()].to(self.device)
+        return to_device(self.times[step.cpu()], self.device)
 
     def noise(self, jobs: Sequence[Job], stream: str, *, of_group: bool = False) -> Tensor:
         """Noise of each clip for one purpose, `[B, C, T, H, W]`; see `Job.generator`."""
