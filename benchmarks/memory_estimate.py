@@ -4,7 +4,9 @@
     python benchmarks/memory_estimate.py --zero           # DeepSpeed's stages and offloads, against its own engine: minutes
     python benchmarks/memory_estimate.py --fits           # GPU and model -> flags, planned peak, expected slowdown
     python benchmarks/memory_estimate.py --recipes        # the planned peak of each command in examples/
+    python benchmarks/memory_estimate.py --clusters       # model, clip and number of GPUs -> strategy, --sp_size, planned peak
     python benchmarks/memory_estimate.py --fits --write   # writes that table into docs/how-to/memory.md
+    python benchmarks/memory_estimate.py --clusters --write  # writes that one into docs/how-to/distributed.md
     python benchmarks/memory_estimate.py --recipes --write  # writes those peaks into the recipes
 
 Nothing runs on a GPU here: the networks are the published ones without weights. Table and peaks are what
@@ -27,6 +29,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -45,6 +48,7 @@ from finetrainers.engine.trainable import attach  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.count_zero import count_zero  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
+from finetrainers.memory.fit import fits as fits_gpu  # noqa: E402
 from finetrainers.memory.fit import reserved  # noqa: E402
 from finetrainers.memory.gathered import zero_host_bytes  # noqa: E402
 from finetrainers.memory.network_weights import NetworkWeights  # noqa: E402
@@ -54,8 +58,7 @@ from finetrainers.parallel.sharding import expected_split  # noqa: E402
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights  # noqa: E402
 from finetrainers.utils.phases import TRAINING_STEP, label  # noqa: E402
 
-PAGE = ROOT / "docs" / "how-to" / "memory.md"
-_MARKS = ("<!-- what fits -->", "<!-- end of what fits -->")
+HOW_TO = ROOT / "docs" / "how-to"
 GPUS = (12, 16, 24, 32, 48, 80)
 #: Memory of the machine that these GPUs are in.
 HOST_GIB = 64
@@ -63,6 +66,24 @@ KINDS = {"LoRA r128": {"rank": 128, "lora_alpha": 128}, "full": {"training_type"
 ABSENT = "does not fit one GPU"
 _SHORT = {"blocks_to_swap": "{} swapped", "enable_model_cpu_offload": "samples with parts in host memory"}
 HEADINGS = ("GPU", "model", "flags", "chosen by the run", "planned peak", "planned slowdown")
+#: Clips that several GPUs are for: the model's usual size, and its largest.
+CLIPS = (
+    ("LTX-Video", "49x512x768"), ("LTX-Video", "121x704x1216"), ("CogVideoX-5b", "49x480x720"),
+    ("HunyuanVideo", "49x512x768"), ("HunyuanVideo", "129x720x1280"),
+)  # fmt: skip
+#: Memory of each GPU, how many a machine has, and how many there are in all.
+CLUSTER_GPU, PER_MACHINE, COUNTS = 80, 8, (2, 8, 16)
+STRATEGIES = {"DDP": (), "FSDP2, hybrid": ("--fsdp", "hybrid"), "FSDP2, full": ("--fsdp", "full")}
+CLUSTER_HEADINGS = (
+    "model",
+    "clip",
+    "GPUs",
+    "strategy",
+    "`--sp_size`",
+    "clips at once",
+    "planned peak",
+    "with `--sp_size 1`",
+)
 
 
 @cache
@@ -111,10 +132,79 @@ def all_fits() -> Iterator[tuple[str, ...]]:
                 before = row[2:]
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
+def peak_of(name: str, kind: str, flags: Sequence[str]) -> float:
+    """Bytes allocated at the peak of a run without validation, by the command `estimate`."""
+    size = {"LoRA r128": ["--rank", "128", "--lora_alpha", "128"], "full": ["--training_type", "full-finetune"]}[kind]
+    argv = [
+        "--json", "--model_name", NETWORKS[name].family, "--pretrained_model_name_or_path", str(model(name)), *size,
+        "--data_root", "absent", "--output_dir", "runs/estimate", "--optimizer", "adamw", "--mixed_precision", "bf16",
+        "--gradient_checkpointing", "--precompute_conditions", "--enable_slicing", "--enable_tiling", *flags,
+    ]  # fmt: skip
+    return float(_estimated(argv)["peak"]["allocated"])
+
+
+def _estimated(argv: list[str]) -> Any:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert estimate_command(argv) == 0, argv
+    return json.loads(printed.getvalue())
+
+
+def clusters(name: str, clip: str, kind: str) -> Iterator[tuple[str, ...]]:
+    """Rows of what to launch on several GPUs, as `CLUSTER_HEADINGS` say; what is the same for several counts is one row."""
+    rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for gpus in COUNTS:
+        strategy, sp_size, peak, whole = _launch(name, clip, kind, gpus)
+        clips = str(gpus // sp_size) if sp_size else ""
+        rows.setdefault((strategy, str(sp_size or ""), peak, whole), []).append((str(gpus), clips))
+    for (strategy, sp_size, peak, whole), counts in rows.items():
+        gpus, clips = (", ".join(column) for column in zip(*counts, strict=True))
+        yield (f"{name} {kind}", clip, gpus, strategy, sp_size, clips, peak, whole)
+
+
+def _launch(name: str, clip: str, kind: str, gpus: int) -> tuple[str, int, str, str]:
+    """Strategy, `sp_size` (0: nothing fits), its peak, and that of whole clips: the first that fits of these, in order.
+
+    Whole clips before shared ones, whole networks before sharded ones, and nothing is sharded across machines if it need not.
+    """
+    machines = max(1, gpus // PER_MACHINE)
+    run = ["--video_resolution_buckets", clip, "--num_processes", str(gpus), "--num_machines", str(machines)]
+    last = "FSDP2, full"
+    within = ["DDP", last if machines == 1 else "FSDP2, hybrid"]
+    sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
+    ways = [(size, strategy) for size in sizes for strategy in within] + [(size, last) for size in sizes]
+    for sp_size, strategy in ways:
+        flags = [*run, *STRATEGIES[strategy]]
+        peak = peak_of(name, kind, [*flags, "--sp_size", str(sp_size)])
+        if fits_gpu(peak, GIB * CLUSTER_GPU):
+            return strategy, sp_size, _gib(peak), "" if sp_size == 1 else _gib(peak_of(name, kind, flags))
+    return "does not fit", 0, f"{_gib(peak)} with {last}, `--sp_size {sp_size}`", ""
+
+
+def all_clusters() -> Iterator[tuple[str, ...]]:
+    """Every row."""
+    for name, clip in CLIPS:
+        for kind in KINDS:
+            yield from clusters(name, clip, kind)
+
+
+def _gib(size: float) -> str:
+    return f"{reserved(size) / GIB:.1f} GiB"
+
+
+def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str] = HEADINGS) -> str:
     """A table."""
-    lines = [HEADINGS, ["---"] * len(HEADINGS), *rows]
+    lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def write_table(page: Path, name: str, table: str) -> None:
+    """Put a table between its marks in a page."""
+    marks = (f"<!-- {name} -->", f"<!-- end of {name} -->")
+    text = page.read_text(encoding="utf-8")
+    assert all(mark in text for mark in marks), page
+    pattern = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
+    page.write_text(pattern.sub(lambda _: f"{marks[0]}\n\n{table}\n\n{marks[1]}", text), encoding="utf-8")
 
 
 def recipes() -> Iterator[Path]:
@@ -142,10 +232,7 @@ def planned_peak(recipe: Path) -> str:
     if "--config_file" in words:
         at = words.index("--config_file")
         flags += ["--accelerate_config", str(ROOT / words[at + 1]), "--num_processes", words[at + 3]]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert estimate_command(flags) == 0, recipe
-    found = json.loads(printed.getvalue())
+    found = _estimated(flags)
     phase, more = found["peak"]["phase"], "".join(f" and the {part}" for part in found["unknown"])
     line = f"# Planned peak: {found['peak']['reserved'] / GIB:.1f} GiB{more} in the phase {label(phase)}"
     step = reserved(found["phases"][TRAINING_STEP]["gpu"]) / GIB
@@ -254,8 +341,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="write that table into docs/how-to/memory.md, or the peaks into the recipes",
+        help="write that table into its page of docs/how-to, or the peaks into the recipes",
     )
+    parser.add_argument("--clusters", action="store_true", help="print what to launch on several GPUs instead")
     parser.add_argument("--zero", action="store_true", help="print the error for DeepSpeed's stages instead")
     parser.add_argument("--recipes", action="store_true", help="print the planned peak of each recipe instead")
     own = parser.parse_args(argv)
@@ -268,16 +356,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             if own.write:
                 path.write_text(text, encoding="ascii")
         return 0
-    if not own.fits:
-        for line in zero_errors() if own.zero else errors():
+    if own.fits:
+        page, name, table = HOW_TO / "memory.md", "what fits", markdown(list(all_fits()))
+    elif own.clusters:
+        page, name = HOW_TO / "distributed.md", "what to launch"
+        table = markdown(list(all_clusters()), CLUSTER_HEADINGS)
+    else:
+        for line in errors():
             print(line, flush=True)
         return 0
-    table = markdown(list(all_fits()))
     print(table)
     if own.write:
-        text = PAGE.read_text(encoding="utf-8")
-        pattern = re.compile(f"{_MARKS[0]}.*?{_MARKS[1]}", re.DOTALL)
-        PAGE.write_text(pattern.sub(lambda _: f"{_MARKS[0]}\n\n{table}\n\n{_MARKS[1]}", text), encoding="utf-8")
+        write_table(page, name, table)
     return 0
 
 

@@ -14,6 +14,7 @@ import pytest
 from snippets import PAGES, ROOT, blocks, logical_lines, page_id
 
 from finetrainers.cli.check import own_options
+from finetrainers.cli.estimate import _own_options as estimate_options
 from finetrainers.cli.main import _parser
 from finetrainers.config.document import configuration_page
 from finetrainers.config.flags import flat_flag, parse_flags
@@ -64,11 +65,11 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "nodes", "gpus", "time", "signal", "requeue", "num",  # of sbatch and sky, as far as their first hyphen
     "env", "secret",  # of sky
     "build", "init", "shm", "stop", "network", "device", "ulimit",  # of docker
-    "nproc_per_node", "num_gpus", "input_folder", "output_folder",  # of torchrun and DeepSpeed
+    "max", "nproc_per_node", "num_gpus", "input_folder", "output_folder",  # of torchrun and DeepSpeed
     "include", "local",  # of hf download, as far as their first hyphen
     "load_fast", "reload_multifile",  # of tensorboard
     "command",  # of benchmarks/checkpoint_kills.py
-    "write", "fits",  # of benchmarks/memory_seed_table.py and memory_estimate.py
+    "write", "fits", "clusters",  # of benchmarks/memory_seed_table.py and memory_estimate.py
     "layers",  # of benchmarks/quantization_error.py
     "follow",  # of mypy
     "logdir", "samples_per_plugin",  # of tensorboard
@@ -100,6 +101,9 @@ def train_flags(words: list[str]) -> list[str] | None:
         return words[2:]
     if words[:2] == ["finetrainers", "check"]:
         rest = own_options().parse_known_args(words[2:])[1]
+        return rest if rest[0].startswith("-") else ["--config", *rest]
+    if words[:2] == ["finetrainers", "estimate"]:
+        rest = estimate_options().parse_known_args(words[2:])[1]
         return rest if rest[0].startswith("-") else ["--config", *rest]
     if words[:2] == ["python", "train.py"]:
         return words[2:]

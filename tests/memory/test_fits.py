@@ -50,3 +50,14 @@ def test_rows_of_the_documentation(script: dict[str, Any]) -> None:
         assert script["markdown"]([script["fits"](*row)]).splitlines()[-1] in text.splitlines(), row
     gpus = {f"| {gpu} GB" for gpu in script["GPUS"]}
     assert {line[: line.index(" GB") + 3] for line in text.splitlines() if line.startswith(tuple(gpus))} == gpus
+
+
+@pytest.mark.timeout(300)
+def test_rows_of_what_to_launch_on_several_gpus(script: dict[str, Any]) -> None:
+    text = (ROOT / "docs" / "how-to" / "distributed.md").read_text(encoding="utf-8")
+    lines = text.partition("<!-- what to launch -->")[2].partition("<!-- end of what to launch -->")[0].splitlines()
+    for setting in [("HunyuanVideo", "129x720x1280", "full"), ("CogVideoX-5b", "49x480x720", "LoRA r128")]:
+        rows = script["markdown"](list(script["clusters"](*setting)), script["CLUSTER_HEADINGS"]).splitlines()
+        assert set(rows) <= set(lines), f"{setting}: run benchmarks/memory_estimate.py --clusters --write"
+    shown = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines if "GiB" in line}
+    assert shown == {(f"{name} {kind}", clip) for name, clip in script["CLIPS"] for kind in script["KINDS"]}
