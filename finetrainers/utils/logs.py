@@ -17,6 +17,9 @@ _CHATTER = (
     "diffusers.quantizers.torchao.torchao_quantizer",
     "diffusers.utils.torch_utils",
 )
+#: Warnings of torch about what is meant: the prediction is a view, which nobody changes in place, and norms get fp32 weights
+#: or inputs on purpose.
+_NO_NEWS = ("FSDP2-wrapped module .* returned a view tensor", "Mismatch dtype between input and weight")
 #: Logger of what a command has to say to its user besides results: `note: ...`, without level and module.
 NOTES = logging.getLogger("finetrainers").getChild("notes")
 
@@ -77,6 +80,8 @@ def _quiet_chatter(undo: contextlib.ExitStack) -> None:
     for category in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category)
     warnings.filterwarnings("ignore", module="huggingface_hub")
+    for message in _NO_NEWS:
+        warnings.filterwarnings("ignore", message=message)
     for name in _CHATTER:
         _raise_level(logging.getLogger(name), undo)
     # DeepSpeed resets its logger's level on import, but not its filters.
