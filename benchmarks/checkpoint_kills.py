@@ -60,7 +60,7 @@ class OneProcess:
     is_main, writes_own_files, scaler, optimizer_layout = True, False, None, "one process"
     weights_are_whole = True
 
-    def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def full_state(self, model: nn.Module, *, wanted: Any = None) -> dict[str, torch.Tensor]:
         return model.state_dict()
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Spec:
     """Writes the network."""
 
     def save_full(
-        self, directory: Path, transformer: nn.Module, state_dict: dict[str, torch.Tensor]
+        self, directory: Path, transformer: nn.Module, state_dict: dict[str, torch.Tensor], files: Any = None
     ) -> dict[Path, Written]:
         (directory / "transformer").mkdir()
         path = directory / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -133,6 +133,7 @@ def make_state(root: Path, *, background: bool = False, network: nn.Module | Non
         run_dir=RunDirectory(root, writes=True),
         requests=SimpleNamespace(stop=None),
         staging=Staging(),
+        shares_saving=False,
     )  # fmt: skip
 
 
