@@ -59,7 +59,6 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     method_spec(config).check(plan, config, spec=spec)
     check_number_of_blocks(config, spec)
     scheduler = spec.load_scheduler()
-    process = spec.process(scheduler)
     first_frame_p = first_frame_probability(config, spec)
     _print_notes(checked, spec, first_frame_p)
 
@@ -78,7 +77,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(
         MethodParts(
-            config=config, spec=spec, process=process, scheduler=scheduler, geometry=spec.facts.geometry,
+            config=config, spec=spec, process=spec.process(scheduler), scheduler=scheduler, geometry=spec.facts.geometry,
             vae_stats=vae_stats, first_frame_p=first_frame_p, source=source, parallel=parallel, network=network,
             weights_dtype=trainable_dtype(config),
         )

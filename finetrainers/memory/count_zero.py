@@ -121,16 +121,10 @@ def count_zero(
         FakeTensorMode(allow_non_fake_inputs=True),
         deepspeed_on_fakes() as deepspeed,
     ):
-        live = TwoMemories()
+        live, optimizer = TwoMemories(), _prepared(spec, network, shape, torch.device("cpu") if split else DEVICE)
         with DEVICE:
             conditions, meta = spec.empty_inputs(shape.batch_size)
-        with torch.device("cpu") if split else DEVICE:
-            fake_weights(network, shape)
-        set_activation_memory(network.train(), shape.stored, blocks=spread(spec.block_modules(network), shape.share))
-        network.to = lambda *_, **__: network  # type: ignore[method-assign, assignment]  # fake weights cannot be swapped
         live.add([*network.parameters(), *network.buffers()])
-        trained = [p for p in network.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, fused=True)
         with live:
             if split is not None:
                 split(network, settings, device=DEVICE, computed=shape.trained)
@@ -150,6 +144,15 @@ def count_zero(
             if gather is not None:
                 gather(network)
             return CountedZero(loading, max(steps), at_rest, host, int(live.peak))
+
+
+def _prepared(spec: ModelSpec, network: nn.Module, shape: StepShape, device: torch.device) -> torch.optim.Optimizer:
+    """Put fake weights into a network, on a device, and make its optimizer."""
+    with device:
+        fake_weights(network, shape)
+    set_activation_memory(network.train(), shape.stored, blocks=spread(spec.block_modules(network), shape.share))
+    network.to = lambda *_, **__: network  # type: ignore[method-assign, assignment]  # fake weights cannot be swapped
+    return torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], fused=True)
 
 
 def _step(spec: ModelSpec, engine: Any, shape: StepShape, conditions: Any, meta: Any, micro_batches: int) -> None:

@@ -189,7 +189,7 @@ def workload_of(
         bucket: the largest clips, frames x height x width. Text tokens, a hundredth of the sequence, are left out.
         batch_size: how many of them make a micro-batch; default: as configured.
         split: what the strategy splits over processes; default: nothing.
-        weights: those of the transformer, where they are listed already.
+        weights: those of the transformer, where they are listed already. Gathered ones arrive in what they compute in.
     """
     trainable_bytes, width = _trainable_bytes(config), computed_bytes(config)
     accumulates, weights = method_spec(config).accumulates(config), weights or NetworkWeights(transformer, spec)
@@ -197,7 +197,6 @@ def workload_of(
         config, geometry, weights, bucket=bucket, clips=batch_size or config.dataloader.batch_size, split=split
     )
     frozen, swap = _frozen_bytes(config, weights, spec)
-    # Gathered weights arrive in what they compute in.
     halved = trainable_bytes == _HALF or ((split.gathers or split.zero_stage > 0) and width == _HALF)
     gathered = gathered_bytes(
         weights, width=width, split=split, accumulates=accumulates,
