@@ -156,6 +156,7 @@ def _save_facts(directory: Path, transformer: nn.Module, split: StateDictSplit) 
     # FSDP2 gives the networks that it shards a class of its own.
     stock = next(cls.__name__ for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
     config = {**json.loads(network.to_json_string()), "_class_name": stock}
+    config.pop("_name_or_path", None)  # a path of this machine, and another one after a resume
     write_text_atomic(directory / network.config_name, json.dumps(config, indent=2, sort_keys=True) + "\n")
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -468,6 +468,7 @@ def test_the_saved_class_is_the_stock_one_however_the_network_is_sharded(spec, t
     spec.save_full(tmp_path, transformer, transformer.state_dict())
     saved = json.loads((tmp_path / "transformer" / "config.json").read_text())
     assert saved["_class_name"] == "LTXVideoTransformer3DModel"
+    assert str(spec.config.pretrained_model_name_or_path) not in json.dumps(saved)  # it is published
 
 
 def test_conditions_join_into_batches(spec, encoders, conditions):
