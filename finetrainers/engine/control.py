@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -169,6 +169,7 @@ class Requests:
         self.stop: str | None = None
         self.save = False
         self.sample = False
+        self._noted = [0, 0, 0]  # see `note`
         self._run_dir = run_dir
         self._parallel = parallel
         self._files = ControlFiles(run_dir.root) if parallel.is_main else None
@@ -177,15 +178,25 @@ class Requests:
         """Around the training: files are looked for within."""
         return contextlib.nullcontext() if self._files is None else self._files.watched()
 
-    def poll(self) -> None:
-        """Take what has come since; every rank must call it, after each step.
+    def note(self) -> list[int]:
+        """What this rank has seen and `take` has not fulfilled: numbers, of which the ranks need the maximum.
 
-        Files count as rank 0 sees them, signals as any rank got them: a maximum over ranks on the hosts, which costs
-        one small message between them and never waits for a device.
+        Files count as rank 0 sees them, signals as any rank got them.
         """
         files = self._files.take() if self._files is not None else set()
         stop = self.signals.noted or (_STOP_FILE if "stop" in files else 0)
-        stop, save, sample = self._parallel.max_on_host([stop, int("save" in files), int("sample" in files)])
+        now = (stop, int("save" in files), int("sample" in files))
+        self._noted = [max(pair) for pair in zip(self._noted, now, strict=True)]
+        return self._noted
+
+    def poll(self) -> None:
+        """Take what any rank has seen; every rank must call it. It costs one small message and never waits for a device."""
+        self.take(self._parallel.max_on_host(self.note()))
+
+    def take(self, agreed: Sequence[int]) -> None:
+        """Take what the ranks have agreed on, the maximum of what they noted; every rank must call it, after each step."""
+        stop, save, sample = agreed
+        self._noted = [0, 0, 0]
         if stop and self.stop is None:
             self.stop = "control/stop" if stop == _STOP_FILE else signal.Signals(stop).name
             self._run_dir.event("stop_requested", by=self.stop)

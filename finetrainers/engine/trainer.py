@@ -107,8 +107,7 @@ class Trainer:
             if state.step % every == 0 or state.step == state.total_steps:
                 self._log_interval(records, seconds)
                 records, seconds = [], 0.0
-            state.requests.poll()
-            self.saving.poll()
+            self._poll()
             self._save_if_due()  # before sampling, which may run out of memory
             if state.stopped_by is not None:
                 return
@@ -141,7 +140,7 @@ class Trainer:
             early = in_backward(state.optimizer)
             if early is not None:  # weights change from here on
                 self._blocked_s += state.staging.wait()
-            for attempt in _attempts(state, step):
+            for attempt in self._attempts(step):
                 started = time.perf_counter()
                 with attempt:
                     totals = {**accumulate_gradients(state, attempt)}
@@ -169,6 +168,29 @@ class Trainer:
             return None
         state.step += 1
         return record
+
+    def _attempts(self, step: Step[Any]) -> Iterable[Attempt]:
+        """Attempts at a step, after an OOM once more in smaller micro-batches; the meter counts the last one."""
+        attempts, meter = self.state.guards.memory.attempts(step, also=self._note), self.state.meter
+        return attempts if meter is None else meter.last_of(attempts)
+
+    def _note(self) -> list[int]:
+        """What this rank has to tell the others once a step, besides whether the step has fitted."""
+        return [*self.state.requests.note(), int(self.saving.is_writing)]
+
+    def _poll(self) -> None:
+        """Take what was asked for from outside, and conclude a save that has ended: by what the ranks have told each other.
+
+        Where a step needs no agreement of its own, as FSDP2's, this is its message. One process needs none, and
+        takes what came while the weights were updated, too.
+        """
+        guard, parallel = self.state.guards.memory, self.state.parallel
+        agreed, guard.agreed = guard.agreed, None  # a step without micro-batches has no message
+        if agreed is None or parallel.world_size == 1:
+            agreed = parallel.max_on_host(self._note())
+        *asked, writing = agreed
+        self.state.requests.take(asked)
+        self.saving.poll(writing)
 
     def _measure(self, step: Step[Any], record: Record, *, seconds: float) -> None:
         """Let what blocks store follow from what a step has taken."""
@@ -276,12 +298,6 @@ class Trainer:
         """Tell the callbacks that the results, or the checkpoint of a run that was stopped, are on disk."""
         for callback in self.callbacks:
             callback.on_end(self.state)
-
-
-def _attempts(state: TrainState, step: Step[Any]) -> Iterable[Attempt]:
-    """Attempts at a step, after an OOM once more in smaller micro-batches; the meter counts the last one."""
-    attempts = state.guards.memory.attempts(step)
-    return attempts if state.meter is None else state.meter.last_of(attempts)
 
 
 def accumulate_gradients(state: TrainState, micro_batches: Attempt) -> dict[str, Tensor]:

@@ -111,16 +111,25 @@ class BackgroundSave:
         with self._watchdog.in_thread("checkpoint"):
             return write()
 
-    def poll(self) -> None:
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread of this rank is at work on a save."""
+        return self._future is not None and not self._future.done()
+
+    def poll(self, writing: int | None = None) -> None:
         """Once the save in flight has ended on all ranks, conclude it; call it after every step. Costs nothing without one.
+
+        Args:
+            writing: whether any rank is writing, as all have agreed; None: they are asked.
 
         Raises:
             Exception: it failed. On every rank.
         """
         if self._job is None:
             return
-        writing = self._future is not None and not self._future.done()
-        if self._parallel.max_on_host([int(writing)]) == [0]:
+        if writing is None:
+            [writing] = self._parallel.max_on_host([int(self.is_writing)])
+        if not writing:
             self.wait()
 
     def wait(self) -> bool:

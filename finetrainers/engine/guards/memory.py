@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,14 +116,21 @@ class MemoryGuard:
         self.refusal = refusal
         #: Lets blocks store less, on all ranks, before micro-batches are halved; whether they do (`ActivationPlanner`).
         self.recompute_more: Callable[[], bool] = lambda: False
+        #: Of what went with the message about the last attempt, the maximum over ranks; None: there was no message.
+        self.agreed: list[int] | None = None
         self.sizes: dict[tuple[int, ...], int] = {}  # the most samples at once, by latent size, where that is not all
 
-    def attempts(self, step: Step[Any]) -> Iterator[Attempt]:
+    def attempts(self, step: Step[Any], *, also: Callable[[], Sequence[int]] = tuple) -> Iterator[Attempt]:
         """Attempts at a step, each to be used once in a `with` block; the last one is the first that fits on all ranks.
+
+        Args:
+            step: the micro-batches.
+            also: numbers that go with the ranks' message about an attempt, if they exchange one; see `agreed`.
 
         Raises:
             OutOfMemory: a micro-batch of one sample does not fit on some rank; on every rank.
         """
+        self.agreed = None
         while True:
             if self.refusal is not None:
                 yield Attempt(step, refusal=self.refusal)
@@ -133,7 +140,7 @@ class MemoryGuard:
             # 0: fits; 1: a half may fit; 2: there is nothing smaller.
             mine = 0 if attempt.error is None else 1 if len(attempt.item) > 1 else 2
             self.parallel.finish_on_device()
-            worst = self.parallel.max_on_host([mine])[0]
+            worst, *self.agreed = self.parallel.max_on_host([mine, *also()])
             if worst == 0:
                 return
             self.parallel.drop_gradients()

@@ -156,8 +156,7 @@ def fail(*_: Any, **__: Any) -> Any:
 ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "exchanging and clipping gradients": (
         lambda trainer: Trainer.train_step(trainer, Step([None])),
-        {"guards": SimpleNamespace(memory=SimpleNamespace(attempts=lambda _: [])), "step": 0,
-         "meter": None, "optimizer": SimpleNamespace(param_groups=[]), "parallel": SimpleNamespace(all_reduce=fail)},
+        {"guards": None, "step": 0, "optimizer": SimpleNamespace(param_groups=[]), "parallel": SimpleNamespace(all_reduce=fail)},
     ),
     "updating the weights": (
         Trainer._update,
@@ -190,6 +189,7 @@ def test_memory_that_runs_out_elsewhere_is_named_with_advice(doing: str) -> None
         state=SimpleNamespace(**parts),
         callbacks=[SimpleNamespace(on_start=fail, on_step=fail)],
         lr_at=lambda _: 0.0,
+        _attempts=lambda _: [],
         _log=None,
         _blocked_s=0.0,
     )
