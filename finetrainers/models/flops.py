@@ -112,7 +112,7 @@ def flops_of(
 
     Args:
         network: may lie on the meta device.
-        streams: the stream of a layer by its name: that of the first expression that is found in it.
+        streams: see `stream_of`.
         attentions: of the network.
         blocks: names of its lists of blocks.
         width: of a token.
@@ -126,7 +126,7 @@ def flops_of(
         is_entry = is_entry and not name.startswith(tuple(blocks))
         if not isinstance(layer, _LAYERS):
             continue
-        stream = next(found for pattern, found in streams.items() if re.search(pattern, name))
+        stream = stream_of(name, streams)
         operations = 2.0 * _size(layer)
         gets_gradient = trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "time"))
         gradients = int(layer.weight.requires_grad) + int(gets_gradient)
@@ -134,6 +134,11 @@ def flops_of(
         backward[stream] = backward.get(stream, 0.0) + operations * gradients
     sizes = [(a.queries, a.keys, width * len(network.get_submodule(a.blocks))) for a in attentions]  # type: ignore[arg-type]
     return Flops(forward, backward, sizes, [one for one in sizes if trains_all or one[0] != "prompt"])
+
+
+def stream_of(name: str, streams: Mapping[str, Stream]) -> Stream:
+    """The stream of a layer by its name: that of the first expression that is found in it."""
+    return next(found for pattern, found in streams.items() if re.search(pattern, name))
 
 
 def _size(layer: Any) -> int:

@@ -33,6 +33,7 @@ from finetrainers.config.parallel import heads_problem
 
 from .attention import Attend, set_processors
 from .batch import even_bounds
+from .sequence_dropout import split_dropout
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class SequenceGroup:
         group: these processes.
         size, rank: how many they are, and which of them this one is.
         tokens: of a clip in the call of the network that is being computed, forward or backward.
+        splits_times: whether that call has a noise level per token, which are split as tokens are.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.tokens = 0
+        self.splits_times = False
 
     @property
     def shares(self) -> list[int]:
@@ -206,12 +209,10 @@ def share_clips(spec: Any, network: nn.Module, group: dist.ProcessGroup | None) 
     if group is None:
         return
     check_split(spec, dist.get_world_size(group))
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in network.modules()):
-        message = "the network has dropout, which would drop the same places of different tokens; leave it out"
-        raise ConfigError([Problem("--sp_size", message)])
     sequence = SequenceGroup(group)
     backend = "native" if spec.config.attn_backend == AUTO else spec.config.attn_backend
     set_processors(spec.block_modules(network), spec.attention_processor(SplitAttend(backend, sequence)))
+    split_dropout(network, spec, sequence)
     split_tokens(network, spec.token_plan, sequence)
 
 
@@ -220,6 +221,8 @@ def split_tokens(network: nn.Module, plan: TokenPlan, sequence: SequenceGroup) -
 
     def split_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
         assert not args, "the network is called with names"
+        times, dim = kwargs.get("timestep"), plan.inputs.get("timestep")
+        sequence.splits_times = dim is not None and isinstance(times, Tensor) and times.ndim > dim
         return args, {
             n: _split(one, plan.inputs[n], sequence) if n in plan.inputs else one for n, one in kwargs.items()
         }

@@ -35,6 +35,7 @@ def differences(spec: Any, pair: Pair, *calls: dict[str, Any]) -> tuple[float, f
     found = []
     for network in pair:
         network.zero_grad()
+        torch.manual_seed(0)  # of dropout
         predictions = [predict(spec, network, **call) for call in calls]
         loss = torch.stack([one.square().mean() for one in predictions]).sum()
         loss.backward()
@@ -52,14 +53,16 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.flatten().clone()
 
 
-def networks(spec: Any, group: Any, *, adapted: tuple[str, ...] = ()) -> Pair:
-    """The same weights twice, the second shared by a group; `adapted`: what a LoRA targets, with weights that are not zero."""
+def networks(spec: Any, group: Any, *, adapted: str | None = None) -> Pair:
+    """The same weights twice, the second shared by a group; `adapted`: expression of what a LoRA with dropout targets."""
     made = []
     for shared in (False, True):
         network = spec.load_transformer(torch.float32)
         if adapted:
-            torch.manual_seed(0)
-            network.requires_grad_(False).add_adapter(LoraConfig(target_modules=list(adapted), init_lora_weights=False))
+            torch.manual_seed(0)  # of weights that are not zero
+            lora = LoraConfig(target_modules=adapted, init_lora_weights=False, lora_dropout=0.3)
+            network.requires_grad_(False).add_adapter(lora)
+            network.train()
         if shared:
             spec.split_tokens(network, group)
         made.append(network)
@@ -80,8 +83,12 @@ def cases(repositories: dict[str, str], group: Any) -> dict[str, Any]:
         if family == "ltx_video":
             per_frame = {"batch": 2, "times_per_frame": True, **odd}
             found["noise levels per frame"] = differences(spec, pair, per_frame)
-            adapted = networks(spec, group, adapted=("to_q", "proj_in", "proj_out"))
-            found["a LoRA of what is split and joined"] = differences(spec, adapted, per_frame)
+            odd = per_frame  # whose noise levels are split as well
+        if version in ("", "1.5"):
+            layers = [one for one, module in pair[0].named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
+            adapted = networks(spec, group, adapted="|".join(layers))
+            set_activation_memory(adapted[1], "checkpoint")  # which drops the same places again
+            found[f"{name}, dropout of a LoRA of every layer"] = differences(spec, adapted, {**odd, "batch": 2})
         if version == "1.5":
             found["four processes"] = differences(spec, networks(spec, dist.group.WORLD), odd)
         if family == "hunyuan_video":

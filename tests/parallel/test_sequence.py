@@ -26,7 +26,7 @@ SCRIPT, TIMEOUT_S = Path(__file__).with_name("sequence_rank.py"), 300
 TOLERANCE = 1e-6
 LORA = {
     "batch_size": 2, "gradient_accumulation_steps": 2, "train_steps": 2, "eval_num_items": 1, "eval_steps": 2,
-    "max_grad_norm": 0.02, "gradient_checkpointing": True,
+    "max_grad_norm": 0.02, "gradient_checkpointing": True, "lora_dropout": 0.2,
 }  # fmt: skip
 FULL = {"training_type": "full-finetune", "train_steps": 2, "max_grad_norm": 0.02}
 SAMPLES = {"validation_prompts": "one@@@9x64x64:::two@@@9x64x64:::three@@@9x64x64", "validation_inference_steps": 2}
@@ -98,7 +98,7 @@ def test_a_shared_call_computes_the_same(root: Path) -> None:
     assert "2 attention heads do not divide by 4 processes; use one of 2" in found.pop("refused")
     prediction, loss, gradients = found.pop("bf16")  # in which each process rounds its part of a gradient
     assert max(prediction, loss, gradients) < 1e-2
-    assert len(found) == 2 * len(CHECKPOINTS) - 1 + 6
+    assert len(found) == 2 * len(CHECKPOINTS) - 1 + 8
     for name, different in found.items():
         assert max(different) < TOLERANCE, name
 
@@ -122,7 +122,9 @@ def test_groups_train_as_processes_with_whole_clips(
     if "zero_stage" in JOBS[name]:
         strategy["zero_stage"] = 2
     groups = 4 // JOBS[name].get("sp_size", 2)
-    strategy |= {"sp_size": 1, "batch_size": groups * JOBS[name].get("batch_size", 1)}
+    # By accumulation where there is dropout, which is drawn for a micro-batch.
+    larger = "gradient_accumulation_steps" if "lora_dropout" in JOBS[name] else "batch_size"
+    strategy |= {"sp_size": 1, larger: groups * JOBS[name].get(larger, 1)}
     alone = job(root, tmp_path / "alone", options, name, **strategy)
     train(load_config(**alone))
     if "reward" in JOBS[name]:  # advantages and ratios enlarge what is rounded

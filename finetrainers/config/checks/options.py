@@ -350,11 +350,6 @@ def _check_sequence_parallel(config: TrainConfig, facts: Facts, found: Findings,
         )
     if facts.heads is not None and facts.heads % size:
         found.error("sp_size", heads_problem(facts.heads, size))
-    if config.training.lora_dropout:
-        found.error(
-            "lora_dropout",
-            "processes that share a clip (--sp_size) would drop the same places of different tokens; leave it out",
-        )
 
 
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], found: Findings) -> None:
