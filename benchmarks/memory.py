@@ -172,7 +172,7 @@ class Bench:
         device = parallel.device
         plan = DatasetPlan((), (), (), (), (), (), (), BatchCounts({}, (), (), False), "")
         start = new_run(self.config, plan, initial=None, data_size=1)
-        checked = Preflight(self.config, self.family, self.geometry, [], plan, start)
+        checked = Preflight(self.config, self.geometry, [], plan, start)
         with patch.object(common, "load_network", _randomly(device)):
             trainer, batch = self._trainer(checked, parallel)
         try:

@@ -82,11 +82,12 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
             weights_dtype=trainable_dtype(config),
         )
     )  # fmt: skip
+    fields = parallel.same_on_all(start.checkpoint_fields(config) if parallel.is_main else {})
     total_steps = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
     state = TrainState(
         config=config, spec=spec, method=method, parallel=parallel, transformer=transformer, optimizer=optimizer,
         total_steps=total_steps, run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
-        watchdog=watchdog, memory=memory, checkpoint_fields=start.checkpoint_fields(config),
+        watchdog=watchdog, memory=memory, checkpoint_fields=fields,
         ema=make_ema(config, network), meter=measure_calls(spec, network, sharing=parallel.sharing),
         shares_saving=shares_saving(config, parallel),
     )  # fmt: skip

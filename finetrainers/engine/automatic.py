@@ -24,6 +24,7 @@ from finetrainers.utils.text import file_size
 
 from .memory_lines import advice_lines
 from .memory_plan import RunMemory, run_memory
+from .once_per_node import once_per_node
 from .preflight import Preflight, preflight
 from .start_report import print_line, print_warnings
 from .throughput import peak_flops
@@ -56,7 +57,9 @@ def within_budget(checked: Preflight) -> Preflight:
         raise ConfigError([Problem("--memory_budget", message)])
     for line in advice_lines(advice, f"memory budget: {needed:.1f} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
-    return replace(preflight(advice.config), unseen=checked.unseen)
+    chosen = advice.config
+    again = once_per_node(lambda: preflight(chosen), chosen, timeout_s=chosen.run.idle_timeout)
+    return replace(again, unseen=checked.unseen)
 
 
 def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, Automatic | None]:

@@ -54,7 +54,6 @@ class Preflight:
     """A configuration that passed, with what was learnt on the way; weights of `init_from` are its `transformer_id`."""
 
     config: TrainConfig
-    family: Family
     facts: Facts
     prompts: list[ValidationPrompt]
     plan: WorkPlan
@@ -63,6 +62,11 @@ class Preflight:
     found: list[Found] = field(default_factory=list)  # the checkpoints among which it has chosen
     unseen: str | None = None  # why nothing is known of the model itself; for a dry run
     scored: list[ValidationPrompt] = field(default_factory=list)  # of `eval_prompts`, where the method does not sample
+
+    @property
+    def family(self) -> Family:
+        """The model's."""
+        return get_family(self.config.model.model_name)
 
     @property
     def sampled(self) -> list[ValidationPrompt]:
@@ -128,7 +132,7 @@ def preflight(
     if found.errors or plan is None or start is None:
         raise ConfigError(found.errors)
     warnings = [*found.warnings, *plan.warnings, *start.warnings]
-    return Preflight(config, family, facts, prompts, plan, start, warnings, earlier, scored=scored)
+    return Preflight(config, facts, prompts, plan, start, warnings, earlier, scored=scored)
 
 
 def _find_facts(

@@ -11,12 +11,15 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.hub import ask
 
+from .once_per_node import once_per_node
 from .preflight import Preflight, named_as_given, preflight
 from .start_report import print_start, print_warnings
 
 
 def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[Path, str] | None = None) -> Preflight:
     """The preflight of a run by its model's own configs; unless it is a dry run, what it will do is printed.
+
+    Of the processes of a machine the first one reads, and tells the others.
 
     Args:
         config: what to run.
@@ -25,6 +28,14 @@ def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[
     Raises:
         ConfigError: everything that is wrong, at once; or the model is neither on this disk nor to be had from the hub.
     """
+    return once_per_node(
+        lambda: _get_ready(config, preparing=preparing, damaged=damaged),
+        (config, preparing, damaged),
+        timeout_s=config.run.idle_timeout,
+    )
+
+
+def _get_ready(config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, str] | None) -> Preflight:
     checked = preflight(config, preparing=preparing, damaged=damaged)
     fetched = checked.family.fetch_configs(checked.config.model)
     if fetched.new:
@@ -74,6 +85,18 @@ def examine_weights(checked: Preflight) -> Preflight:
     Raises:
         ConfigError: tensors are missing, or of other shapes; or the LoRA to start from is one of another model.
     """
+    warnings = once_per_node(lambda: _examined(checked), checked.config, timeout_s=checked.config.run.idle_timeout)
+    if not checked.config.run.dry_run:  # which prints all its warnings together
+        print_warnings(warnings)
+    return replace(checked, warnings=[*checked.warnings, *warnings])
+
+
+def _examined(checked: Preflight) -> list[str]:
+    """Warnings about the weight files of a run.
+
+    Raises:
+        ConfigError: see `examine_weights`.
+    """
     spec, initial = checked.family.load(checked.config.model), checked.start.initial
     problems, warnings = spec.examine()
     if problems:
@@ -83,6 +106,4 @@ def examine_weights(checked: Preflight) -> Preflight:
         from .trainable import check_initial_lora
 
         check_initial_lora(initial, spec, checked.config.training)
-    if not checked.config.run.dry_run:  # which prints all its warnings together
-        print_warnings(warnings)
-    return replace(checked, warnings=[*checked.warnings, *warnings])
+    return warnings

@@ -61,6 +61,8 @@ def loading(checked: Preflight, what: str) -> Iterator[None]:
     """Around the loading of networks, `text encoder` for all of these: says then how much it was, and how long it took."""
     started = time.perf_counter()
     yield
+    if launched_rank() != 0:
+        return
     sizes = {name: size or 0 for name, size in sizes_on_disk(checked).items() if name.endswith(what)}
     seconds = time.perf_counter() - started
     print_line(f"loaded the {' and '.join(sizes)}: {file_size(sum(sizes.values()))} in {seconds:.1f} s")

@@ -136,8 +136,9 @@ class FileFacts:
         if known is None:
             self.refresh()
             known = self.of(path, stat).digest
-        if known is not None:
-            return known
+        return self._read_digest(path, stat) if known is None else known
+
+    def _read_digest(self, path: Path, stat: os.stat_result) -> str:
         digest = file_sha256(path)
         after = path.stat()
         if (
@@ -149,10 +150,13 @@ class FileFacts:
 
     def learn(self, paths: Iterable[Path]) -> None:
         """Read files that are not known yet, a few at a time; `digest` then answers at once, or says why it cannot."""
+        self.refresh()  # once: every process that has ever stored facts here has a file of its own
 
         def read(path: Path) -> None:
             with contextlib.suppress(OSError):
-                self.digest(path)
+                stat = path.stat()
+                if self.of(path, stat).digest is None:
+                    self._read_digest(path, stat)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(read, dict.fromkeys(paths)):
