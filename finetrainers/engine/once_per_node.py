@@ -30,10 +30,8 @@ T = TypeVar("T")
 
 #: The launcher's variables that tell one launch from another.
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-#: For the first process to appear; processes of a launch start within seconds of each other.
+#: For the first process to appear, and for the others once it has the answer; processes of a launch start within seconds.
 _APPEAR_S = 60.0
-#: For the others to fetch an error, before the first process ends with it.
-_FETCH_S = 30.0
 _POLL_S = 0.02
 _LENGTH = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -100,10 +98,9 @@ def _answer(address: str, asked: str, make: Callable[[], T], *, others: int) -> 
             value = make()
         except Exception as error:
             told = ("refused", error.problems) if isinstance(error, ConfigError) else ("failed", _words(error))
-            # Not a daemon: the process ends when the others know, and its error is printed meanwhile.
-            _serve(server.dup(), to_json((asked, *told)), others, timeout_s=_FETCH_S, daemon=False)
+            _serve(server.dup(), to_json((asked, *told)), others)
             raise
-        _serve(server.dup(), to_json((asked, "made", value)), others, timeout_s=None, daemon=True)
+        _serve(server.dup(), to_json((asked, "made", value)), others)
         return value
 
 
@@ -111,13 +108,13 @@ def _words(error: Exception) -> str:
     return sentence_of(error) or f"{type(error).__name__}: {error}"
 
 
-def _serve(server: socket.socket, text: str, others: int, *, timeout_s: float | None, daemon: bool) -> None:
-    """Tell so many processes, in a thread."""
+def _serve(server: socket.socket, text: str, others: int) -> None:
+    """Tell so many processes, in a thread. It is no daemon: also one that has failed ends when the others know."""
     told = text.encode()
 
     def work() -> None:
         with server:
-            server.settimeout(timeout_s)
+            server.settimeout(_APPEAR_S)
             served = 0
             while served < others:
                 try:
@@ -134,7 +131,7 @@ def _serve(server: socket.socket, text: str, others: int, *, timeout_s: float | 
                     except OSError:  # it has ended
                         continue
 
-    threading.Thread(target=work, name="tells-the-node", daemon=daemon).start()
+    threading.Thread(target=work, name="tells-the-node").start()
 
 
 def _ask(address: str, *, timeout_s: float) -> bytes | None:
