@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def plain(checked: Preflight) -> Mapping[str, Any]:
 
 
 @pytest.fixture
-def kinds(options: Callable[..., dict], make_clips: Callable[..., Path], tmp_path: Path) -> Iterator[dict[str, Any]]:
+def kinds(options: Callable[..., dict], make_clips: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
     """Options of runs of every kind of work."""
     clips, pairs, prompts = make_clips(4), tmp_path / "pairs.jsonl", tmp_path / "prompts.txt"
     rows = [{"prompt": f"pattern {k}", "chosen": f"{k}.mp4", "rejected": f"{k + 1}.mp4"} for k in range(3)]
@@ -119,7 +119,7 @@ def kinds(options: Callable[..., dict], make_clips: Callable[..., Path], tmp_pat
         "reward": ["brightness"],
         "prompts_per_step": 1,
     }
-    yield {
+    return {
         "clips": options(clips=4, eval_num_items=1, prior_preservation_weight=1.0, class_prompt="a pattern"),
         "pairs": options(clips=4, method="dpo", dataset_file=str(pairs), data_root=str(clips)),
         "prompts": {
