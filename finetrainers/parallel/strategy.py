@@ -62,7 +62,7 @@ class Strategy(Ranks):
         why_no_swap: why blocks cannot be swapped, with the way out; None if they can.
         sequence_group: the processes that share this one's clips (`--sp_size`); None: it has clips of its own.
         optimizer_shards: processes over which the optimizer's state is divided.
-        optimizer_layout: names the layout of a saved optimizer state; a strategy reads no other. Checkpoints store it.
+        optimizer_layout: names the layout of a saved optimizer state (`reads_optimizer_of`). Checkpoints store it.
         manual_all_reduce: whether gradients are averaged after all micro-batches (`all_reduce`) instead of during the last
             backward pass. Only then can a rank give up a step without leaving the others waiting.
     """
@@ -311,6 +311,10 @@ class Strategy(Ranks):
 
         numbers = {name: number for number, name in enumerate(trained_names(self.unwrap(model)))}
         self.load_optimizer(model, optimizer, renamed(read_whole(folder, values), numbers))
+
+    def reads_optimizer_of(self, layout: str) -> bool:
+        """Whether an optimizer state that was saved in a layout can be read."""
+        return layout == self.optimizer_layout
 
     def save_own_files(self, directory: Path) -> None:
         """Write into a checkpoint what the strategy alone can; every rank must call it."""

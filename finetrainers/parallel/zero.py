@@ -6,9 +6,15 @@ could look at a step before it happens; and it has DeepSpeed divide by a fixed n
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +32,12 @@ from finetrainers.utils.launch import says_yes
 from .sharding import USE_DEEPSPEED
 from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Strategy, Swap, Wanted, widen
 
+logger = logging.getLogger(__name__)
+
 _TAG = "state"
+_LAYOUT = "DeepSpeed ZeRO-{stage} (processes: {processes})"
+#: Optimizers with the two moments of Adam in fp32, by which DeepSpeed's converter goes.
+_RESHARDED = ("adam", "adamw", "adamw-deepspeed-cpu")
 
 
 def make_plugin(options: ParallelSection) -> DeepSpeedPlugin:
@@ -98,6 +109,19 @@ def whole_weights(network: nn.Module, *, gathers: bool, wanted: Wanted) -> dict[
     return found
 
 
+def convert(saved: Path, converted: Path) -> None:
+    """Convert DeepSpeed's own files to its universal format, by its own converter."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    logger.info("converting DeepSpeed's state for another number of processes")
+    options = Namespace(
+        input_folder=str(saved), output_folder=str(converted), num_extract_workers=1, num_merge_workers=1,
+        keep_temp_folder=False, strict=True, inject_missing_state=False,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # bars and titles
+        main(options)
+
+
 class ZeRO(Strategy):
     """Processes among which DeepSpeed divides optimizer state, gradients and weights."""
 
@@ -134,7 +158,8 @@ class ZeRO(Strategy):
         self.weights_are_whole = self.takes_integer_weights = self.compiles_blocks = not self._splits_weights
         self.optimizer_shards = self.world_size
         # Each process has a part of its own.
-        self.optimizer_layout = f"DeepSpeed ZeRO-{stage} (processes: {self.world_size})"
+        self.optimizer_layout = _LAYOUT.format(stage=stage, processes=self.world_size)
+        self._reshards = config.optimizer.optimizer in _RESHARDED and not config.optimizer.use_8bit_bnb
         complete_settings(
             self._plugin.deepspeed_config, batch_size=config.dataloader.batch_size, accumulation=self.accumulation,
             processes=self.world_size, max_grad_norm=self.max_grad_norm,
@@ -240,13 +265,47 @@ class ZeRO(Strategy):
             exclude_frozen_parameters=True,
         )
 
+    def reads_optimizer_of(self, layout: str) -> bool:
+        """Its own, and that of another number of processes under the same stage if the optimizer is Adam or AdamW."""
+        own, _, _ = self.optimizer_layout.partition(" (")
+        return layout == self.optimizer_layout or (self._reshards and layout.startswith(f"{own} ("))
+
     def load_own_files(self, directory: Path) -> None:
         if not (directory / DEEPSPEED_FOLDER).is_dir():  # DeepSpeed would warn, and start its optimizer from scratch
             raise ValueError(
                 f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; "
                 "continue with DDP or FSDP2"
             )
-        self._engine.load_checkpoint(str(directory / DEEPSPEED_FOLDER), tag=_TAG, load_module_strict=False)
+        saved = directory / DEEPSPEED_FOLDER
+        if len(list((saved / _TAG).glob("*optim_states.pt"))) == self.world_size:
+            self._engine.load_checkpoint(str(saved), tag=_TAG, load_module_strict=False)
+            return
+        with self._resharded(directory) as converted:
+            self._engine._config.load_universal_checkpoint = True  # it has no other switch after the start
+            try:
+                self._engine.load_checkpoint(str(converted), tag=_TAG, load_module_strict=False)
+            finally:
+                self._engine._config.load_universal_checkpoint = False
+
+    @contextmanager
+    def _resharded(self, directory: Path) -> Iterator[Path]:
+        """A folder with DeepSpeed's state of a checkpoint in its universal format, which any number of processes reads.
+
+        Rank 0 converts it on disk, next to the checkpoint, where all ranks see it; it takes the room of the state twice.
+        """
+        folder: Path | None = None
+        try:
+            with self.raise_on_all_ranks("converting DeepSpeed's state for this number of processes"):
+                if self.is_main:
+                    # Swept with what killed saves have left.
+                    made = tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent)
+                    folder = Path(made)
+                    convert(directory / DEEPSPEED_FOLDER / _TAG, folder / _TAG)
+            yield Path(self.same_on_all(str(folder)))
+            self.barrier()
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder)
 
 
 class DeepSpeedOptimizer:

@@ -81,10 +81,16 @@ def options(tiny_repo: Callable[..., Path], five_clips: Path, five_pairs: str) -
 
 @pytest.fixture(scope="session")
 def launch() -> Callable[..., list[dict[str, Any]]]:
-    """`launch(launcher, jobs, directory, script=..., **environment)`: what each of the two ranks wrote down, by job."""
+    """`launch(launcher, jobs, directory, script=..., **environment)`: what each of the (two) ranks wrote down, by job."""
 
     def start(
-        launcher: list[str], jobs: dict[str, Any], directory: Path, *, script: Path = RANK_SCRIPT, **environment: str
+        launcher: list[str],
+        jobs: dict[str, Any],
+        directory: Path,
+        *,
+        script: Path = RANK_SCRIPT,
+        processes: int = 2,
+        **environment: str,
     ) -> list[dict[str, Any]]:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "jobs.json").write_text(json.dumps(jobs))
@@ -102,7 +108,7 @@ def launch() -> Callable[..., list[dict[str, Any]]]:
             timeout=TIMEOUT_S,
             check=False,
         )
-        files = [directory / f"rank{rank}.json" for rank in (0, 1)]
+        files = [directory / f"rank{rank}.json" for rank in range(processes)]
         # Strategies sometimes abort while the interpreter shuts down, when all is done; what counts is that all is done.
         assert all(file.is_file() for file in files), done.stdout[-3000:] + done.stderr[-6000:]
         return [json.loads(file.read_text()) for file in files]

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -209,3 +210,39 @@ def test_checkpoints_convert_to_the_universal_format(stage: int, jobs: Any, tmp_
         converted = converted["param"] if isinstance(converted, dict) else converted
         assert torch.equal(converted.view(expected[name].shape), expected[name]), name
         assert {file.name for file in path.iterdir()} >= {"exp_avg.pt", "exp_avg_sq.pt"}
+
+
+def test_another_number_of_processes_continues(
+    jobs: Any, single: dict[str, Path], options: Callable[..., dict], launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    """One process takes two's run on, weights and moments, as it takes on its own."""
+    root, _ = jobs
+    longer = {**FULL, "gradient_accumulation_steps": 4, "train_steps": 4, "resume_from_checkpoint": "2"}
+    names = [f"full {stage}" for stage in STAGES]
+    for name in names:
+        copytree(root / name, tmp_path / name)
+    todo = {
+        f"full {stage}": {**options(tmp_path / f"full {stage}", **longer), "_zero_stage": stage} for stage in STAGES
+    }
+    launcher = [
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CONFIG),
+        "--num_processes",
+        "1",
+        "--mixed_precision",
+        "no",
+    ]
+    [found] = launch(launcher, todo, tmp_path, processes=1, ACCELERATE_USE_CPU="false")
+    copytree(single["full"], tmp_path / "single")
+    train(load_config(**options(tmp_path / "single", **longer)))
+    expected = read(tmp_path / "single")
+    assert len(curve(expected, "loss")) == 4
+    columns = ("loss", "grad_norm", "lr")
+    for name in todo:
+        assert "1 process" in found[name]["kind"]
+        torch.testing.assert_close(
+            curve(found[name]["metrics"], *columns), curve(expected, *columns), rtol=1e-4, atol=0
+        )
+        same_weights(tmp_path / name, tmp_path / "single")
+        assert not list((tmp_path / name / "checkpoints").glob(".*.tmp"))

@@ -42,7 +42,7 @@ def check_restorable(start: Start, parallel: Strategy) -> None:
     if start.checkpoint is None or "optimizer" in start.resets:
         return
     then, now = read_state(start.checkpoint)["engine"], parallel.optimizer_layout
-    if then != now:
+    if not parallel.reads_optimizer_of(then):
         message = (
             f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same way, or "
             "start the optimizer from scratch with --reset optimizer"
