@@ -16,3 +16,16 @@ _DANCEGRPO = """
 """
 #: Every flag of DanceGRPO's scripts/finetune/finetune_hunyuan_grpo.sh.
 DANCEGRPO = _DANCEGRPO.split()
+_DANCEGRPO_6GPUS = """
+--seed 42 --model_type hunyuan_hf --pretrained_model_name_or_path data/HunyuanVideo --vae_model_path data/HunyuanVideo
+--cache_dir data/.cache --data_json_path data/rl_embeddings/videos2caption.json --gradient_checkpointing
+--selective_checkpointing 0.3 --use_cpu_offload --train_batch_size 1 --sp_size 2 --train_sp_batch_size 1
+--dataloader_num_workers 2 --gradient_accumulation_steps 8 --max_train_steps 202 --learning_rate 8e-6
+--mixed_precision bf16 --checkpointing_steps 50 --validation_steps 100000000 --checkpoints_total_limit 2 --allow_tf32
+--cfg 0.0 --output_dir data/outputs/grpo_hunyuan_6gpu --tracker_project_name grpo_hunyuan_6gpu --h 384 --w 384 --t 49
+--sampling_steps 12 --eta 0.25 --fps 8 --sampler_seed 1237 --max_grad_norm 1.0 --weight_decay 0.0001
+--num_generations 12 --shift 5 --use_group --use_videoalign --timestep_fraction 0.5 --use_same_noise --bestofn 6
+--vq_coef 1.0 --mq_coef 0.0
+"""
+#: Every flag of the guide for six GPUs to DanceGRPO: its finetune_hunyuan_grpo_6gpus.sh.
+DANCEGRPO_6GPUS = _DANCEGRPO_6GPUS.split()

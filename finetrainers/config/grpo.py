@@ -125,6 +125,13 @@ class GRPOSection(Section):
     keep_rollouts_every: int | None = option(None, "Write the best and the worst clip of a prompt, with their scores, "
         "to `rollouts/` every N rollouts; a tracker shows them. 0 writes none. The default is 10 with a tracker, else 0.",
         resume="free", ge=0)
+    dancegrpo_files: bool = option(False, "Write the files of DanceGRPO's trainer into `output_dir`, too: `vq_reward.txt` "
+        "and `mq_reward.txt`, the mean normalized scores of VideoAlign, a rollout a line, and "
+        "`videos/PREFIX_{rank}_{prompt}.mp4`, a clip of each prompt, which the next rollout replaces. PREFIX is the first "
+        "word of the family's name.", resume="free")
+    prompt_embeddings_dir: Path | None = option(None, "Write the encoded prompts into this folder, too, in the layout of "
+        "DanceGRPO's preprocessing: `prompt_embed/`, `prompt_attention_mask/` and `videos2caption.json`, which `--prompts` "
+        "reads. `finetrainers prepare` does so without training.", resume="unlisted", local=True, place="folder")
     reward_on_error: Literal["raise", "mask"] = option("raise", "If a reward fails or returns no number: stop the run, "
         "or leave the clip out and count it.", resume="free")
 # fmt: on

@@ -16,6 +16,7 @@ from finetrainers.utils.logs import NOTES
 from finetrainers.utils.text import nearest
 
 from .dialects.aliases import FOREIGN, translate
+from .dialects.dancegrpo_command import read_command
 from .dialects.diffusion_pipe import is_diffusion_pipe, translate_document
 from .errors import ConfigError, Problem, value_message
 from .files import read_text
@@ -131,6 +132,8 @@ def build_config(sources: Sequence[Given]) -> TrainConfig:
     Raises:
         ConfigError: all problems of all sources at once.
     """
+    command = read_command(sources, FOREIGN)
+    sources = [*([] if command is None else [command]), *sources]
     method = next((source.values["method"] for source in reversed(sources) if "method" in source.values), None)
     given = Given()
     for source in sources:

@@ -485,6 +485,8 @@ class RunSection(Section):
     report_to: list[TrackerName] = option([], "Experiment trackers, one or several, or `none`. Metrics are always written to "
         "metrics.jsonl in `output_dir`.", resume="unlisted")
     tracker_name: str = option("finetrainers", "Project name at the tracker.", resume="unlisted")
+    train_log: bool = option(False, "Write what the run says to `train.log` in `output_dir`, too, with the time of each "
+        "line. A resumed run continues the file.", resume="free")
     logging_steps: int = option(1, "Log metrics every N optimizer steps, averaged over them.", resume="free", ge=1)
     export_formats: list[ExportFormat] = option([], "Formats in which the result is also written, to `export/` in "
         "`output_dir`; `finetrainers export` does so later.", resume="free")

@@ -9,6 +9,7 @@ from itertools import count, takewhile
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from finetrainers.config.root import TrainConfig
@@ -20,6 +21,7 @@ from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
+from finetrainers.utils.train_log import PrintedLines
 
 from .activation_memory import activation_planner
 from .automatic import chosen_by_run
@@ -150,6 +152,8 @@ def _make_callbacks(
     trackers = [Tracker(config.run, kind) for kind in config.run.report_to] if state.parallel.is_main else []
     if state.parallel.is_main:
         callbacks += [MetricsFile(), ProgressLine(headline=headline)]
+        if config.run.train_log:
+            callbacks.append(ProgressLine(headline=headline, console=Console(file=PrintedLines())))
         callbacks += trackers
         callbacks += [RewardFiles()] if "reward/" in headline else []
     if state.method.evaluates:

@@ -38,6 +38,24 @@ def load_texts(
     config, plan = checked.config, checked.plan
     _check_same_plan(plan, parallel)
     texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel)
+    write = method_spec(config).text_writer(plan, config, spec=spec, parallel=parallel)
+    conditioning, prompts = _conditioned(checked, spec, parallel, watchdog, texts=texts, samples_in=samples_in)
+    if write is not None:
+        write(conditioning)
+    return conditioning, prompts
+
+
+def _conditioned(
+    checked: Preflight,
+    spec: ModelSpec,
+    parallel: Ranks,
+    watchdog: Watchdog,
+    *,
+    texts: TextCache,
+    samples_in: torch.dtype | None,
+) -> tuple[TextConditioning, EncodedPrompts | None]:
+    """The same, without writing anything but the cache."""
+    config = checked.config
     cached = method_spec(config).caches_texts(config)
     sampling = samples_in if checked.sampled else None
     if cached and sampling is None and (recalled := texts.recall()) is not None:

@@ -354,9 +354,11 @@ def _concern(found: Findings, options: Collection[str]) -> bool:
 def for_preparing(config: TrainConfig) -> TrainConfig:
     """The configuration of a training run as that of its preparation: the same data, and nothing to continue."""
     config = _with(config, "training", resume_from_checkpoint=None, init_from=None, reset=[])
-    known = config.training.method in method_names()  # what is wrong is said with the rest
-    caches_anyway = known and method_spec(config).caches_texts(config)
-    return _with(config, "data", precompute_conditions=True) if known and not caches_anyway else config
+    if config.training.method not in method_names():  # what is wrong is said with the rest
+        return config
+    method = method_spec(config)
+    config = method.for_preparing(config)
+    return config if method.caches_texts(config) else _with(config, "data", precompute_conditions=True)
 
 
 def _with_targets(config: TrainConfig, facts: Facts) -> TrainConfig:

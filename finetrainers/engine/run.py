@@ -8,6 +8,7 @@ from pathlib import Path
 
 from finetrainers.utils.faults import arm_faults, fault_point
 from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
+from finetrainers.utils.train_log import train_log
 
 from .assemble import assemble
 from .automatic import within_budget
@@ -49,7 +50,14 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
         memory = MemoryRecorder(parallel.device)
         failures = MemoryFailures(checked, memory, rank=parallel.rank)
-        with exclusive(config.run.output_dir, parallel), watchdog.running(), memory.running(), failures.written():
+        log = config.run.output_dir / "train.log" if config.run.train_log and parallel.is_main else None
+        with (
+            exclusive(config.run.output_dir, parallel),
+            train_log(log),
+            watchdog.running(),
+            memory.running(),
+            failures.written(),
+        ):
             watchdog.enter("loading")
             arm_faults()
             fault_point("start")

@@ -15,6 +15,7 @@ from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.phases import label
 from finetrainers.utils.text import file_size, plural
+from finetrainers.utils.train_log import PrintedLines
 
 from .preflight import Preflight
 
@@ -160,4 +161,5 @@ def print_line(text: str) -> None:
 def _print(what: str | Table) -> None:
     """Rank 0 speaks for all."""
     if launched_rank() == 0:
-        Console(soft_wrap=True, highlight=False).print(what, markup=False)
+        for file in (None, PrintedLines()):
+            Console(file=file, soft_wrap=True, highlight=False).print(what, markup=False)

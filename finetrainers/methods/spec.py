@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -235,6 +235,20 @@ class MethodSpec:
     def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
         """What this method needs and the strategy of the processes cannot do."""
         yield from ()
+
+    def text_writer(
+        self, plan: Any, config: TrainConfig, *, spec: ModelSpec, parallel: Any
+    ) -> Callable[[Any], None] | None:
+        """What writes encoded texts, a `TextConditioning`, to other places than the cache, if that is asked for (imports torch).
+
+        Raises:
+            ConfigError: they cannot be written.
+        """
+        return None
+
+    def for_preparing(self, config: TrainConfig) -> TrainConfig:
+        """The configuration of a run as that of its preparation, with values for what only training needs."""
+        return config
 
     def caches_texts(self, config: TrainConfig) -> bool:
         """Whether texts are encoded once and kept in the cache; else the text encoders stay loaded."""

@@ -191,6 +191,11 @@ class HunyuanVideoSpec(ModelSpec):
             }
         )
 
+    def to_given_text(self, row: Conditions) -> tuple[Tensor, Tensor]:
+        embeds, pooled = row["prompt_embeds"][0], row["pooled_prompt_embeds"][0]
+        first = torch.nn.functional.pad(pooled, (0, embeds.shape[1] - pooled.shape[0])).to(embeds.dtype)
+        return torch.cat([first[None], embeds]), row["prompt_attention_mask"][0]
+
     def vae_bytes(self, size: tuple[int, int, int]) -> float:
         """Of large frames the attention masks take most: they grow with the square of the latents."""
         frames, height, width = size

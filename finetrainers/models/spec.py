@@ -273,16 +273,12 @@ class ModelSpec(ABC):
         return conditions, VideoMeta(fps=torch.full((batch_size,), 24.0))
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
-        """Conditioning of one prompt from tensors that another tool has computed, as a batch of one.
-
-        Args:
-            embedding: what the tool wrote.
-            mask: which of its rows are text.
-
-        Raises:
-            ValueError: the family does not know that tool's format.
-        """
+        """One prompt's conditioning from tensors of DanceGRPO's preprocessing, as a batch of one; ValueError: no format."""
         raise ValueError(f"{self.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl")
+
+    def to_given_text(self, row: Conditions) -> tuple[Tensor, Tensor]:
+        """The inverse: embedding and mask of one prompt, as `given_text` reads them; ValueError: no format."""
+        raise ValueError(f"{self.name} has no format of encoded prompts that other tools read")
 
     def vae_bytes(self, size: tuple[int, int, int]) -> float:
         """About what the VAE takes at its peak for one clip of so many frames, height and width, without tiling."""

@@ -63,7 +63,8 @@ def test_what_a_resumed_run_must_keep_is_what_it_always_was():
 def test_other_derived_sets_are_what_they_were():
     invocation = {"hub_token", "resume_from_checkpoint", "reset", "dry_run", "verbose"}
     assert those(dumped=False) == invocation
-    places = {"output_dir", "logging_dir", "data_root", "dataset_file", "dataset", "cache_dir", "precompute_dir"}
+    places = {"output_dir", "logging_dir", "data_root", "dataset_file", "dataset", "cache_dir", "precompute_dir",
+              "prompt_embeddings_dir"}  # fmt: skip
     assert those(resume="unlisted") == invocation | places | {
         "init_from", "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name", "batch_size",
         "gradient_accumulation_steps",
@@ -76,7 +77,9 @@ def test_other_derived_sets_are_what_they_were():
     }  # fmt: skip
     assert those(scope="dataset") <= those(section="data")
     assert those(place="model") == {"pretrained_model_name_or_path", "part", *MODEL_PARTS}
-    assert those(place="folder") == {"output_dir", "precompute_dir", "probe_dir", "cache_dir"}
+    assert those(place="folder") == {
+        "output_dir", "precompute_dir", "prompt_embeddings_dir", "probe_dir", "cache_dir",
+    }  # fmt: skip
     assert those(encodes="both") == {"model_name", "pretrained_model_name_or_path", "revision", "variant", "part"}
     assert those(encodes="vae") == {"vae_id", "vae_dtype", "enable_tiling"}
     assert those(encodes="text") == {

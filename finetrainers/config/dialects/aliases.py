@@ -1,8 +1,8 @@
 """Aliases of DanceGRPO's options, so that its commands run here: our option for each, or why there is none.
 
 They count for `--method grpo` only. Names that both programs have are ours, with our meaning, but for two:
-`gradient_accumulation_steps` counts clips there, and here has no other meaning with this method; and
-`checkpointing_steps` counts rollouts if the length of the run does (`max_train_steps`).
+`gradient_accumulation_steps` counts clips there, or prompts if it exceeds the clips, and here has no other meaning with
+this method; and `checkpointing_steps` counts rollouts if the length of the run does (`max_train_steps`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.launch import launched_processes, launched_to_split_weights, says_yes
 from finetrainers.utils.text import nearest, plural
 
 from ..base import Section
@@ -23,6 +23,7 @@ from ..given import Given
 from ..grpo import REWARD_METHODS
 from ..presets import preset_options
 from ..root import fields
+from .dancegrpo_command import TELLING
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -56,8 +57,6 @@ REFUSED = {
     "resume_from_lora_checkpoint": "read by nobody in DanceGRPO; --resume_from_checkpoint continues a run, LoRA or not",
     "fsdp_sharding_startegy": "use --fsdp full or --fsdp hybrid",
 }
-#: Names under which nothing but DanceGRPO's algorithm is asked for.
-_TELLING = ("bestofn", "use_group", "use_same_noise", "use_videoalign", "vq_coef", "mq_coef")
 #: Where DanceGRPO looks for the reward model.
 _VIDEOALIGN = Path("videoalign_ckpt")
 
@@ -96,7 +95,7 @@ FOREIGN: dict[str, str | None] = {
 def translate(given: Given) -> None:
     """Replace DanceGRPO's names by ours; with other methods than those of reward finetuning they are unknown."""
     if given.values.get("method") in REWARD_METHODS:
-        _Translation(given, [name for name in _TELLING if name in given.values]).run()
+        _Translation(given, [name for name in TELLING if name in given.values]).run()
         return
     for name in [name for name in given.values if name in FOREIGN]:
         target = FOREIGN[name]
@@ -231,13 +230,26 @@ class _Translation:
         if theirs.master_weight_type is not None:
             ours = {"fp32": "fp32", "bf16": "stochastic_rounding"}[theirs.master_weight_type]
             given.put("master_weights", ours, "master_weight_type")
-        if theirs.use_cpu_offload and given.values.get("fsdp") is not None:
-            given.put("fsdp_cpu_offload", True, "use_cpu_offload")
-        elif theirs.use_cpu_offload and launched_processes() == 1:
-            given.put("use_cpu_offload_optimizer", True, "use_cpu_offload")
-        elif theirs.use_cpu_offload:
-            message = "torchao's is for one process; with several add --fsdp full, or use --deepspeed --zero_offload"
-            _refuse(given, "use_cpu_offload", f"{message} instead")
+        if theirs.use_cpu_offload:
+            self._offload()
+
+    def _offload(self) -> None:
+        """Choose the offload of the engine that splits the run: ZeRO's, FSDP2's, or that of the optimizer."""
+        given, processes = self.given, launched_processes()
+        if given.values.get("deepspeed") or says_yes("ACCELERATE_USE_DEEPSPEED"):
+            option = "zero_offload"
+        elif given.values.get("fsdp") is not None or processes > 1:
+            option = "fsdp_cpu_offload"
+        else:
+            option = "use_cpu_offload_optimizer"
+        place = given.where["use_cpu_offload"]
+        if not given.put(option, True, "use_cpu_offload"):
+            return
+        said = f"--{option}"
+        if option == "fsdp_cpu_offload" and given.values.get("fsdp") is None and launched_to_split_weights() is None:
+            given.values["fsdp"], given.where["fsdp"] = "full", place
+            said = f"--fsdp full {said}"
+        given.notes.append(f"{place} with {plural(processes, 'process', 'processes')}: {said}")
 
     def _seed(self, theirs: _Theirs) -> None:
         """There is one seed here: theirs for the prompts is used if no other is given."""
@@ -265,7 +277,8 @@ class _Translation:
 
     def _accumulation(self) -> None:
         """Translate clips per optimizer step. 1, our default, counts only next to names that are theirs alone."""
-        name, values, processes = "gradient_accumulation_steps", self.given.values, self._data_size()
+        name, given, processes = "gradient_accumulation_steps", self.given, self._data_size()
+        values = given.values
         clips = _integer(values.get(name))
         prompts, kept = self._count("prompts_per_step"), self._count("best_of_n") or self._count("num_generations")
         if clips is None or prompts is None or kept is None:
@@ -273,6 +286,9 @@ class _Translation:
         if clips == 1 and (not self.told or "updates_per_rollout" in values):
             return
         share = prompts * kept // processes
+        if clips > share and "train_batch_size" in given.where:
+            self._accumulate_prompts(name, clips, prompts=prompts, kept=kept, share=share)
+            return
         if clips > share:
             total = f"{plural(prompts, 'prompt')} x {plural(kept, 'clip')}"
             total += f" / {processes} processes" if processes > 1 else ""
@@ -280,9 +296,22 @@ class _Translation:
                 f"a step every {clips} clips never comes: of a rollout, a process keeps {total} = {share}; use at most "
                 f"{share}, or --updates_per_rollout"
             )
-            self.given.refuse(name, message, "updates_per_rollout")
+            given.refuse(name, message, "updates_per_rollout")
             return
-        self.given.put("updates_per_rollout", math.ceil(share / clips), name)
+        given.put("updates_per_rollout", math.ceil(share / clips), name)
+
+    def _accumulate_prompts(self, name: str, batches: int, *, prompts: int, kept: int, share: int) -> None:
+        """A step of more clips than a process keeps takes as many of its batches of prompts, all in one rollout."""
+        given, place = self.given, self.given.where[name]
+        if not given.put("updates_per_rollout", 1, name):
+            return
+        total = given.values["prompts_per_step"] = prompts * batches
+        batch = plural(prompts // self._data_size(), "prompt")
+        given.notes.append(
+            f"{place} {batches} exceeds the {plural(share, 'clip')} that a process keeps of a rollout, so DanceGRPO would "
+            f"never take a step. It counts batches of {batch} here: --prompts_per_step {total}, so {total * kept} clips "
+            f"a step. A rollout samples {batches} times as many clips; {place} {share} takes a step for each batch"
+        )
 
     def _length(self, theirs: _Theirs) -> None:
         """Translate the number of rollouts into optimizer steps: here a rollout has one or more."""
@@ -297,9 +326,10 @@ class _Translation:
             given.values["checkpointing_steps"] = every * updates
             said.append(f"{given.where['checkpointing_steps']} {every}")
             becomes.append(f"--checkpointing_steps {every * updates}")
-        if updates > 1:
+        if updates > 1 or self.told:
             counts = "counts" if len(said) == 1 else "count"
-            note = f"{' and '.join(said)} {counts} rollouts, of {updates} optimizer steps each: {', '.join(becomes)}"
+            each = plural(updates, "optimizer step")
+            note = f"{' and '.join(said)} {counts} rollouts, of {each} each: {', '.join(becomes)}"
             given.notes.append(note)
 
 

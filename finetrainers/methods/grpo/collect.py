@@ -17,6 +17,7 @@ from finetrainers.rewards.pixels import to_uint8
 from finetrainers.rewards.reward_set import RewardSet, Scores
 
 from .advantage import Advantages, best_of_n, compute_advantages
+from .dancegrpo_files import DanceGRPOFiles
 from .keep_pairs import PairKeeper
 from .keep_rollouts import RolloutKeeper
 from .prompts import Job
@@ -74,6 +75,7 @@ class Collector:
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
         self._shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)
+        self._files = DanceGRPOFiles(config, parts.parallel, fps=self.reward_fps) if section.dancegrpo_files else None
 
     def jobs(self, rollout: int) -> list[Job]:
         """This rank's clips: the clips of all prompts in order, cut into as many equal parts as there are ranks."""
@@ -114,6 +116,8 @@ class Collector:
                     with timed(spent, "reward", device):
                         fps = self.reward_fps
                         said.append(self.panel.score(decoded, texts, fps=fps, rollout=rollout, first_clip=number))
+                    if self._files is not None:
+                        self._files.clips(jobs, first, decoded)
                     for index, video in enumerate(decoded, start=first):
                         if self._pairs is not None or self._shown.wants(jobs[index]):
                             videos[index] = to_uint8(video)
@@ -127,6 +131,8 @@ class Collector:
             self._pairs.keep(jobs, videos, compared)
         self._shown.keep(jobs, videos, scores, compared)
         stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
+        if self._files is not None:
+            self._files.scores(rollout, stats)
         return self._select(jobs, latents, replays, compared, stats)
 
     def decode(self, latents: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 #: Keys under which a line of JSON may hold its prompt.
 TEXT_KEYS = ("prompt", "caption", "text")
 #: Keys of an entry of DanceGRPO's `videos2caption.json`; each file lies in the folder beside it that is named second.
-_ENCODED_KEYS = {"prompt_embed_path": "prompt_embed", "prompt_attention_mask": "prompt_attention_mask"}
+ENCODED_KEYS = {"prompt_embed_path": "prompt_embed", "prompt_attention_mask": "prompt_attention_mask"}
+#: The file itself, as DanceGRPO's preprocessing names it.
+ENCODED_LIST = "videos2caption.json"
 
 _SHOWN = 3  # repeated prompts named in a warning
 
@@ -207,11 +209,11 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
     except json.JSONDecodeError as error:
         raise DataError(f"{path} line {error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(rows, list):
-        raise DataError(f"{path} is {_kind(rows)}, not a list of objects with {', '.join(('caption', *_ENCODED_KEYS))}")
+        raise DataError(f"{path} is {_kind(rows)}, not a list of objects with {', '.join(('caption', *ENCODED_KEYS))}")
     prompts, unused = [], set[str]()
     for number, row in enumerate(rows, start=1):
         where = f"{path.name} entry {number}"
-        wanted = ("caption", *_ENCODED_KEYS)
+        wanted = ("caption", *ENCODED_KEYS)
         missing = [key for key in wanted if not isinstance(row, dict) or not isinstance(row.get(key), str)]
         if missing:
             problems.append(
@@ -221,7 +223,7 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
             continue
         unused |= set(row) - set(wanted)
         text = _text(row["caption"], f"{where}: 'caption'", problems)
-        files = [path.parent / folder / row[key] for key, folder in _ENCODED_KEYS.items()]
+        files = [path.parent / folder / row[key] for key, folder in ENCODED_KEYS.items()]
         absent = [str(file) for file in files if not file.is_file()]
         problems += [f"{where}: no such file: {file}" for file in absent]
         if text and not absent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
 
 
+#: A size that every family takes.
+_ANY_SIZE = (1, 256, 256)
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -44,6 +46,32 @@ class RewardFinetuning(MethodSpec):
         if _is_nft(config) and not parallel.weights_are_whole:
             message = "the sampling policy is swapped in as whole weights, and this strategy splits them; use DDP"
             yield Problem("--method nft", message)
+
+    def text_writer(
+        self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any
+    ) -> Callable[[Any], None] | None:
+        folder = config.grpo.prompt_embeddings_dir
+        if folder is None:
+            return None
+        from .prompt_embeddings import embeddings_writer
+
+        return embeddings_writer(folder, plan, spec=spec, parallel=parallel)
+
+    def for_preparing(self, config: TrainConfig) -> TrainConfig:
+        """Prompts are encoded whatever clips are sampled for them, how these are scored, and how often."""
+        section, training = config.grpo, config.training
+        grpo = {
+            "reward": section.reward or [RewardEntry(name="brightness")],
+            "rollout_size": section.rollout_size or _ANY_SIZE,
+        }
+        return config.model_copy(
+            update={
+                "grpo": section.model_copy(update=grpo),
+                "training": training.model_copy(
+                    update={"train_steps": training.train_steps or section.updates_per_rollout}
+                ),
+            }
+        )
 
     def caches_texts(self, config: TrainConfig) -> bool:
         return True

@@ -203,11 +203,22 @@ def test_clips_per_step_are_those_of_a_process(monkeypatch):
     assert "8 prompts x 4 clips / 8 processes = 4; use at most 4" in problem
 
 
-def test_a_step_that_never_comes_is_refused_with_the_sum():
-    """The guide for six GPUs asks for 8 of 6 clips."""
-    [problem] = problems(train_batch_size=1, num_generations=12, bestofn=6, gradient_accumulation_steps=8)
-    assert problem.startswith("gradient_accumulation_steps: a step every 8 clips never comes")
-    assert "1 prompt x 6 clips = 6; use at most 6" in problem
+def test_a_step_that_never_comes_takes_as_many_prompts(monkeypatch, caplog):
+    """The guide for six GPUs asks for 8 of 6 clips; its pairs of GPUs accumulate over 8 prompts each."""
+    options = {"train_batch_size": 1, "num_generations": 12, "bestofn": 6, "max_train_steps": 202}
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config = load(**options, gradient_accumulation_steps=8, checkpointing_steps=50, sp_size=2)
+    assert (config.grpo.prompts_per_step, config.grpo.best_of_n, config.grpo.updates_per_rollout) == (24, 6, 1)
+    assert (config.training.train_steps, config.training.checkpointing_steps) == (202, 50)
+    assert config.training.gradient_accumulation_steps == 1
+    assert "8 exceeds the 6 clips that a process keeps of a rollout" in caplog.text
+    assert "batches of 1 prompt here: --prompts_per_step 24, so 144 clips a step" in caplog.text
+    assert "max_train_steps 202 and checkpointing_steps 50 count rollouts, of 1 optimizer step each" in caplog.text
+    config = load(**options, gradient_accumulation_steps=6, sp_size=2)
+    assert (config.grpo.prompts_per_step, config.grpo.updates_per_rollout) == (3, 1)
+    [problem] = problems(**options, gradient_accumulation_steps=8, updates_per_rollout=2)
+    assert "gradient_accumulation_steps and updates_per_rollout" in problem
 
 
 @pytest.mark.parametrize(
@@ -282,12 +293,27 @@ def test_memory_options(monkeypatch):
     assert config.training.master_weights == "stochastic_rounding"
     assert load(selective_checkpointing=0.3).memory.selective_checkpointing == 0.3
     assert load(master_weight_type="fp32").training.master_weights == "fp32"
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    [problem] = problems(use_cpu_offload=True)
-    assert "--deepspeed --zero_offload" in problem
-    config = load(use_cpu_offload=True, fsdp="full")
-    assert config.parallel.fsdp_cpu_offload
+    assert load(use_cpu_offload=True, fsdp="full").parallel.fsdp_cpu_offload
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected", "said"),
+    [
+        ({}, {}, {"fsdp": "full", "fsdp_cpu_offload": True}, "--fsdp full --fsdp_cpu_offload"),
+        ({"fsdp": "hybrid"}, {}, {"fsdp": "hybrid", "fsdp_cpu_offload": True}, "--fsdp_cpu_offload"),
+        ({"deepspeed": True}, {}, {"deepspeed": True, "zero_offload": True, "fsdp": None}, "--zero_offload"),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, {"fsdp": None, "fsdp_cpu_offload": True}, "--fsdp_cpu_offload"),
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "true"}, {"zero_offload": True, "fsdp_cpu_offload": False}, "--zero_offload"),
+    ],
+)
+def test_the_engine_of_several_processes_offloads(options, environment, expected, said, monkeypatch, caplog):
+    for name, value in {"WORLD_SIZE": "6", **environment}.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config = load(use_cpu_offload=True, **options)
+    assert {name: config.get(name) for name in expected} == expected
     assert not config.optimizer.use_cpu_offload_optimizer
+    assert caplog.messages == [f"use_cpu_offload with 6 processes: {said}"]
 
 
 def test_the_rewards_lie_where_dancegrpo_has_them(tmp_path):

@@ -1,0 +1,62 @@
+"""Encoded prompts as files that other trainers read: the layout of DanceGRPO's preprocessing, which `prompts` reads back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.data.loading.text_conditioning import TextConditioning
+from finetrainers.models.spec import Conditions, ModelSpec
+from finetrainers.utils.files import write_json_atomic
+
+from .plan import PromptPlan
+from .prompts import ENCODED_KEYS, ENCODED_LIST, Prompt
+
+_OPTION = "--prompt_embeddings_dir"
+
+
+def embeddings_writer(
+    folder: Path, plan: PromptPlan, *, spec: ModelSpec, parallel: Any
+) -> Callable[[TextConditioning], None]:
+    """What writes the training prompts into a folder once they are encoded; all ranks call it, and share the work.
+
+    Raises:
+        ConfigError: the prompts are encoded already, or the family has no such format.
+    """
+    if any(prompt.embedding is not None for prompt in plan.prompts):
+        raise ConfigError([Problem(_OPTION, "the prompts are encoded already; give --prompts a .txt or .jsonl file")])
+    try:
+        spec.to_given_text(Conditions({n: torch.zeros(1, *shape) for n, shape in spec.text_shapes().items()}))
+    except ValueError as error:
+        raise ConfigError([Problem(_OPTION, f"{error}; remove it")]) from None
+
+    def write(texts: TextConditioning) -> None:
+        with parallel.raise_on_all_ranks(f"writing {_OPTION}"):
+            for number in range(parallel.rank, len(plan.prompts), parallel.world_size):
+                _write(folder, number, plan.prompts[number], texts, spec)
+        if parallel.rank == 0:  # the others have written theirs, or have failed here, too
+            rows = [
+                {**dict.fromkeys(ENCODED_KEYS, f"{number}.pt"), "caption": prompt.text}
+                for number, prompt in enumerate(plan.prompts)
+            ]
+            write_json_atomic(folder / ENCODED_LIST, rows)
+
+    return write
+
+
+def _write(folder: Path, number: int, prompt: Prompt, texts: TextConditioning, spec: ModelSpec) -> None:
+    """Write a prompt's two files."""
+    cache, key = texts.keys.cache, texts.keys.text(prompt.text)
+    entry = cache.get(key)
+    if entry is None:
+        raise FileNotFoundError(f"{prompt.text!r} has gone from {cache.directory}; run the same command again")
+    for name, tensor in zip(ENCODED_KEYS.values(), spec.to_given_text(Conditions(entry)), strict=True):
+        path = folder / name / f"{number}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        torch.save(tensor, unfinished)
+        unfinished.replace(path)

@@ -1,0 +1,59 @@
+"""A log file of what a process prints and logs, with the time of each line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Logger of what is printed; without a file, nothing becomes of it.
+PRINTED = logging.getLogger("finetrainers").getChild("printed")
+PRINTED.propagate = False
+PRINTED.setLevel(logging.INFO)
+PRINTED.addHandler(logging.NullHandler())
+
+
+@contextlib.contextmanager
+def train_log(path: Path | None) -> Iterator[None]:
+    """Within the block, what is logged, and what is given to `PRINTED`, is also appended to a file; None: to no file.
+
+    The exception that ends the block is its last line.
+    """
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_Format("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    loggers = (logging.getLogger(), PRINTED)
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        PRINTED.info("ended by %s: %s", type(error).__name__, error)
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+        handler.close()
+
+
+class PrintedLines(io.StringIO):
+    """A file whose lines go to `PRINTED`."""
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            PRINTED.info("%s", line.rstrip())
+        return len(text)  # of which nothing is kept here
+
+
+class _Format(logging.Formatter):
+    """The format of log lines; what is printed has no level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.name != PRINTED.name:
+            return super().format(record)
+        return f"{self.formatTime(record, self.datefmt)} {record.getMessage()}"
