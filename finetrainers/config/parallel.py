@@ -31,6 +31,9 @@ class ParallelSection(Section):
         "(3).", resume="free", needs="deepspeed", ge=1, le=3)
     zero_offload: bool = option(False, "Keep the optimizer state in host memory and update the weights there "
         "(DeepSpeed). Stage 3 also keeps the weights there.", resume="free", needs="deepspeed")
+    overlap_gradient_exchange: bool = option(True, "Average gradients over processes while the backward pass computes the "
+        "rest (DDP). It takes a copy of the gradients on each GPU; without it, they are averaged after the backward pass.",
+        resume="free")
     sp_size: int = option(1, "Processes that share each clip (sequence parallelism, Ulysses): each stores the activations "
         "of its part of the tokens. It must divide the processes and the network's attention heads.",
         resume="free", ge=1)

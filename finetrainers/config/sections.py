@@ -374,8 +374,8 @@ class MemorySection(Section):
         "and fewer stored activations, after minutes of compiling at the first step of every size. All blocks of a class "
         "share their code.", resume="free")
     oom_retry: Literal["auto", "on", "off"] = option("auto", "On OOM, retry the step with smaller micro-batches; the "
-        "accumulated gradient is unchanged. Under DDP, gradients are then reduced after the backward pass instead of "
-        "during it, so `auto` is off for full finetuning there.", resume="free", former_table="training")
+        "accumulated gradient is unchanged. `auto` retries wherever that is possible: on one GPU and under DDP.",
+        resume="free", former_table="training")
     dry_batches: Literal["auto", "on", "off"] = option("auto", "Before the first step, run one micro-batch of every "
         "size, so that an OOM shows at once. `auto` does so on CUDA.", resume="free", former_table="training")
     memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`. The cheapest set of options with "

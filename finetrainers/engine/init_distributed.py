@@ -73,7 +73,7 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     if config.memory.dry_batches == "on" and not parallel.can_drop_gradients:
         message = "DeepSpeed sums gradients in buffers of its own, where those of a trial would stay; leave it out"
         yield Problem("--dry_batches on", message)
-    why_not = refusal(config.memory.oom_retry, parallel=parallel, full=False)
+    why_not = refusal(config.memory.oom_retry, parallel=parallel)
     if config.memory.oom_retry == "on" and why_not is not None:
         yield Problem("--oom_retry on", why_not)
     if training.use_ema and not parallel.weights_are_whole:

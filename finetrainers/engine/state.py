@@ -42,16 +42,9 @@ class Guards:
             run_dir=run_dir,
         )
         self.spikes = SpikeDetector(window=training.spike_window, sigma=training.spike_sigma, run_dir=run_dir)
-        why = refusal(
-            config.memory.oom_retry, parallel=parallel, full=training.training_type == "full-finetune",
-            in_backward=config.optimizer.optimizer_in_backward,
-        )  # fmt: skip
+        why = refusal(config.memory.oom_retry, parallel=parallel, in_backward=config.optimizer.optimizer_in_backward)
         self.memory = MemoryGuard(parallel=parallel, run_dir=run_dir, refusal=why)
         self.straggler = StragglerMonitor(parallel=parallel, run_dir=run_dir)
-        # Ranks can agree to retry a step only while none of them waits for another's gradients.
-        # And where they share clips, sums must not follow the order in which DDP's first backward pass made gradients: after a
-        # resume it is another one, by which more than two processes would round in another way.
-        parallel.manual_all_reduce = (why is None or parallel.sharing > 1) and parallel.world_size > 1
 
     def state_dict(self) -> dict[str, Any]:
         """What an exact resume needs, as JSON values."""

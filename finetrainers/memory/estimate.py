@@ -125,7 +125,7 @@ def estimate(workload: Workload) -> MemoryPlan:
         "trainable weights": 0.0 if split.weights_on_host else weights / split.weights,
         "optimizer state": trained * workload.optimizer_bytes / split.optimizer,
         "moving average": 4 * trained if workload.ema else 0.0,
-        "gradient buffers": workload.gathered.stays / GIB,
+        "gradient buffers": workload.gathered.stays / GIB + (weights if split.copies_gradients else 0.0),
         "copies of the policy": workload.copy_bytes / GIB,
         "sampled trajectories": workload.trajectory_bytes / GIB,
     }

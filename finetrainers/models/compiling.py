@@ -35,7 +35,5 @@ def compile_blocks(blocks: Sequence[nn.Module], *, num_sizes: int = 1, text_vari
     limit = _GRAPHS_PER_SIZE * max(1, num_sizes)
     config.recompile_limit = max(config.recompile_limit, limit)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit * len({*map(type, blocks)}))
-    # It would split the graph of a block where DDP's buckets end; gradients of a block are ready together anyway.
-    config.optimize_ddp = False
     for block in blocks:
         block.compile(backend=BACKEND, dynamic=None if text_varies else False)

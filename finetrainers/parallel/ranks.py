@@ -139,9 +139,12 @@ class Ranks:
         return agreed.tolist()
 
     def finish_on_device(self) -> None:
-        """Let the device do what it was given, before the other ranks are asked to wait on the host; one alone need not."""
+        """Let the device do what it was given, before the other ranks are asked to wait on the host; one alone need not.
+
+        Collectives run on streams of their own. They are not waited for: they end when the slowest rank has joined them.
+        """
         if self.world_size > 1 and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def gather_objects(self, items: list[T]) -> list[T]:
         """All ranks' lists, joined in rank order; waits for all of them, for up to `idle_timeout`."""

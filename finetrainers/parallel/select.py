@@ -22,6 +22,10 @@ def open_strategy(config: TrainConfig) -> Strategy:
         RuntimeError: the processes do not see each other.
     """
     options = with_launcher(config.parallel)
+    if (options.fsdp or options.deepspeed) and config.changed("overlap_gradient_exchange") and launched_rank() == 0:
+        logger.warning(
+            "--overlap_gradient_exchange has an effect under DDP only; FSDP2 and DeepSpeed exchange in their own way"
+        )
     if options.fsdp is not None:
         from .fsdp import FSDP
 

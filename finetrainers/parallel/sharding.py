@@ -27,6 +27,7 @@ class Split:
         gathers: whether a block's weights are gathered to compute.
         reshards: whether they are freed after its forward pass, not only after its backward pass.
         keeps_gradients: whether gradients are whole, in fp32, between the micro-batches of a step.
+        copies_gradients: whether there is a copy of the gradients, which is averaged during backward (DDP).
         zero_stage: of DeepSpeed, where fp32 weights are part of the optimizer's state; 0: another strategy.
         weights_on_host, optimizer_on_host: what lies in host memory.
         live_weights: numbers that may be gathered at once; 0: a block and the next.
@@ -40,6 +41,7 @@ class Split:
     gathers: bool = False
     reshards: bool = True
     keeps_gradients: bool = False
+    copies_gradients: bool = False
     zero_stage: int = 0
     weights_on_host: bool = False
     optimizer_on_host: bool = False
@@ -75,7 +77,7 @@ def expected_split(options: ParallelSection) -> Split:
             optimizer_on_host=offload,
         )
     if not options.deepspeed:
-        return WHOLE
+        return Split(copies_gradients=processes > 1 and options.overlap_gradient_exchange)
     stage, offload = options.zero_stage, options.zero_offload
     return Split(
         weights=processes if stage == 3 else 1,

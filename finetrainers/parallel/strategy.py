@@ -63,8 +63,6 @@ class Strategy(Ranks):
         sequence_group: the processes that share this one's clips (`--sp_size`); None: it has clips of its own.
         optimizer_shards: processes over which the optimizer's state is divided.
         optimizer_layout: names the layout of a saved optimizer state (`reads_optimizer_of`). Checkpoints store it.
-        manual_all_reduce: whether gradients are averaged after all micro-batches (`all_reduce`) instead of during the last
-            backward pass. Only then can a rank give up a step without leaving the others waiting.
     """
 
     forward_is_collective = False
@@ -81,7 +79,6 @@ class Strategy(Ranks):
     why_no_swap: str | None = None
     optimizer_shards = 1
     optimizer_layout = "DDP, FSDP2 or one process"
-    manual_all_reduce = False
 
     def __init__(self, config: TrainConfig, options: ParallelSection) -> None:
         """Join the other processes.
@@ -236,14 +233,20 @@ class Strategy(Ranks):
 
     @abstractmethod
     def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around one micro-batch: gradients are averaged over ranks on the last of a step only, or not at all yet."""
+        """Around one micro-batch: the exchange of gradients begins in the last of a step only, or not yet."""
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate; the losses of a step's micro-batches add up."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
+    def complete_exchange(self) -> None:
+        """Send what other ranks wait for, after the micro-batches of a step or an OOM in one of them.
+
+        Nothing that comes back is used before `all_reduce`, and `begin_step` drops it: so ranks can agree to retry.
+        """
+
     def all_reduce(self) -> None:
-        """Average the gradients over ranks, where the last backward pass has not done it."""
+        """Let gradients be the averages over ranks, where the last backward pass has not done it."""
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a step, whichever of its micro-batches has been reached."""

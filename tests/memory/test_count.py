@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,14 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from published_networks import NETWORKS, published_repository
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import ActivationMemory
 from finetrainers.engine.trainable import attach
 from finetrainers.memory.casting import cast_adapter_for_each_use
-from finetrainers.memory.count import LiveStorages, StepShape, count_step, cuda_autocast
+from finetrainers.memory.count import LiveStorages, StepShape, count_step, cuda_autocast, fake_group
 from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.models.registry import get_family
+from finetrainers.parallel.exchange import GradientExchange
 
 
 def test_live_storages_by_hand() -> None:
@@ -51,6 +55,27 @@ def test_what_cuda_runs_in_fp32() -> None:
         assert dtypes() == [torch.float32] * 4 + [torch.bfloat16]
         assert torch.nn.functional.layer_norm(x, (8,), weight).dtype == torch.bfloat16  # without autocast
     assert dtypes()[:3] == [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exchanging_gradients_during_backward_takes_one_copy_of_them(dtype: torch.dtype) -> None:
+    """As `Split.copies_gradients` says: the copies are there before the step, and sending and receiving takes no more."""
+    peaks = []
+    with fake_group(2), FakeTensorMode():
+        for exchanges in (False, True):
+            network, live = nn.Sequential(*(nn.Linear(256, 256, dtype=dtype) for _ in range(8))), LiveStorages()
+            live.add(network.parameters())
+            with live:
+                exchange = GradientExchange([*network.parameters()], overlaps=True) if exchanges else None
+                for _ in range(2):
+                    with nullcontext() if exchange is None else exchange.during_backward():
+                        network(torch.empty(4, 256, dtype=dtype)).sum().backward()
+                    if exchange is not None:
+                        exchange.receive()
+                        exchange.begin()
+            peaks.append(live.peak)
+    gradients = sum(p.nbytes for p in network.parameters())
+    assert peaks[1] - peaks[0] == pytest.approx(gradients, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -235,6 +235,9 @@ def test_what_processes_share() -> None:
     assert (alone.parts["trainable weights"], alone.parts["optimizer state"], alone.parts["gradients"], alone.parts["gathered weights"]) == (
         4 * weights, 8 * weights, 4 * weights, 0.0,
     )  # fmt: skip
+    copied = plan(Split(copies_gradients=True))
+    assert copied.parts["gradient buffers"] == 4 * weights
+    assert copied.total == pytest.approx(alone.total + 4 * weights)
     fsdp = Split(weights=6, gradients=6, optimizer=6, gathers=True, keeps_gradients=True)
     whole, shared = plan(fsdp), plan(replace(fsdp, keeps_gradients=False))
     for found in (whole, shared):

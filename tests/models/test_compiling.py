@@ -13,13 +13,11 @@ from random_predictions import predict, spec_of
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
-from torch.nn.parallel import DistributedDataParallel
 
 from finetrainers.config.load import load_config
 from finetrainers.engine.trainable import attach
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.models import compiling
-from finetrainers.parallel.ddp import free_group_last
 
 pytestmark = pytest.mark.usefixtures("traced")
 
@@ -99,18 +97,3 @@ def test_every_size_is_compiled_beyond_the_limit_of_torch(monkeypatch: pytest.Mo
         for block in blocks:
             block(torch.ones(size, 64))
     assert len(graphs) == len(sizes)  # both blocks share them
-
-
-def test_the_graph_of_a_block_is_not_split_where_the_buckets_of_ddp_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = []
-    monkeypatch.setattr(compiling, "BACKEND", lambda graph, _: graphs.append(graph) or graph.forward)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        block = Block()
-        compiling.compile_blocks([block])
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), block), bucket_cap_mb=0.01)
-        free_group_last(model)
-        model(torch.ones(2, 64)).sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert len(graphs) == 1

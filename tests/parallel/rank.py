@@ -39,7 +39,7 @@ from finetrainers.engine.run import run
 from finetrainers.memory.activation_plan import Machine
 from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
-from finetrainers.parallel import ddp
+from finetrainers.parallel import exchange
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.files import file_sha256
 
@@ -145,7 +145,7 @@ def main(jobs: Path, out: Path) -> None:
         # An extension that speeds up gloo, and takes a minute to compile.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     gc.freeze()  # runs collect garbage between their loading phases; the libraries' objects never go
-    ddp._BUCKET_BYTES = 1000  # of the tiny networks' gradients, several pieces are on their way
+    exchange._BUCKET_BYTES = 1000  # of the tiny networks' gradients, several buckets are on their way
     seen: list[float] = []
     predict = LTXVideoSpec.predict
 

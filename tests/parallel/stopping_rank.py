@@ -41,12 +41,16 @@ def run_job(options: dict[str, Any]) -> dict[str, Any]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if disturbance == "slow" and RANK == 1:
             time.sleep(0.3)
+        asked = Path(options["output_dir"]) / "control" / str(disturbance)
+        if call == 2 and RANK == 0 and disturbance in ("stop", "save"):
+            while not asked.exists():  # rank 0 reads it before the ranks agree on this step
+                time.sleep(0.01)
         if call != 2 or RANK != 1:
             return value, metrics
         if disturbance == "nan":
             return value * math.nan, {name: one * math.nan for name, one in metrics.items()}
         if disturbance in ("stop", "save"):
-            (Path(options["output_dir"]) / "control" / disturbance).touch()
+            asked.touch()
         elif disturbance == "SIGUSR1":
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.2)

@@ -73,7 +73,9 @@ def test_how_weights_are_split(
 @pytest.mark.parametrize(
     ("options", "environment", "expected"),
     [
-        ({}, {"WORLD_SIZE": "8"}, Split()),
+        ({}, {"WORLD_SIZE": "8"}, Split(copies_gradients=True)),
+        ({"overlap_gradient_exchange": False}, {"WORLD_SIZE": "8"}, Split()),
+        ({}, {}, Split()),
         ({"fsdp": "full", "sync_each_batch": True}, {"WORLD_SIZE": "8"}, Split(8, 8, 8, gathers=True)),
         ({}, {**FILE, "WORLD_SIZE": "6"}, Split(6, 6, 6, gathers=True, keeps_gradients=True)),
         (

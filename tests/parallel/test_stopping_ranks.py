@@ -27,9 +27,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "skip": {"_disturb": "nan", "on_nonfinite": "skip"},
     "in use": {},
     "rollback": {"_disturb": "nan", "on_nonfinite": "rollback", "checkpointing_steps": 1},
-    "overlapped": {"oom_retry": "off"},
-    "pairs": {"batch_size": 2, "lora_dropout": 0.0, "max_grad_norm": 0.0},
-    "memory": {"batch_size": 2, "lora_dropout": 0.0, "max_grad_norm": 0.0, "_disturb": "memory"},
+    "late": {"overlap_gradient_exchange": False},
+    "pairs": {"batch_size": 2, "training_type": "full-finetune", "max_grad_norm": 0.0},
+    "memory": {"batch_size": 2, "training_type": "full-finetune", "max_grad_norm": 0.0, "_disturb": "memory"},
     "slow": {"_disturb": "slow", "logging_steps": 1},
 }
 
@@ -108,7 +108,7 @@ def test_both_go_back_together(ranks: list[dict[str, Any]], root: Path) -> None:
 
 
 def test_exchanging_gradients_late_changes_nothing(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["overlapped"] for rank in ranks] == [rank["straight"] for rank in ranks]
+    assert [rank["late"] for rank in ranks] == [rank["straight"] for rank in ranks]
 
 
 def test_one_rank_out_of_memory_halves_the_batches_of_both(ranks: list[dict[str, Any]], root: Path) -> None:

@@ -99,8 +99,8 @@ class Attempt:
 class MemoryGuard:
     """On OOM, retries a step in smaller micro-batches, and remembers for each latent size how many samples fit.
 
-    All ranks decide together, after each has gone through its micro-batches or run out of memory: gradients are dropped,
-    the micro-batch that did not fit is halved, and all ranks repeat the step. Shares of the loss belong to samples, so
+    All ranks decide together, after each has gone through its micro-batches or run out of memory, and has sent its part of
+    the gradient exchange, which goes on meanwhile: gradients are dropped, exchanged ones too, the micro-batch that did not fit is halved, and all ranks repeat the step. Shares of the loss belong to samples, so
     that the accumulated gradient is unchanged. All ranks have equally many micro-batches: one that has fewer samples
     than another has pieces fills up with a sample of share 0.
     """
@@ -139,6 +139,7 @@ class MemoryGuard:
             yield attempt
             # 0: fits; 1: a half may fit; 2: there is nothing smaller.
             mine = 0 if attempt.error is None else 1 if len(attempt.item) > 1 else 2
+            self.parallel.complete_exchange()
             self.parallel.finish_on_device()
             worst, *self.agreed = self.parallel.max_on_host([mine, *also()])
             if worst == 0:
@@ -186,27 +187,19 @@ class MemoryGuard:
         self.sizes = {tuple(latent_size): size for latent_size, size in state}
 
 
-def refusal(option: str, *, parallel: Strategy, full: bool, in_backward: bool = False) -> str | None:
+def refusal(option: str, *, parallel: Strategy, in_backward: bool = False) -> str | None:
     """Why a step that ran out of memory cannot be retried; None if it can.
 
     Args:
         option: `--oom_retry`.
         parallel: the processes of the run.
-        full: whether all weights are trained.
         in_backward: whether weights are updated during backward.
     """
     if option == "off":
         return "--oom_retry is off"
     if in_backward:
         return "--optimizer_in_backward has changed weights in this step already"
-    if parallel.why_no_retry is not None:
-        return parallel.why_no_retry
-    if option == "auto" and full and parallel.world_size > 1:
-        return (
-            "--oom_retry auto leaves full finetuning on several GPUs as it is: give --oom_retry on, or halve --batch_size "
-            "and double --gradient_accumulation_steps"
-        )
-    return None
+    return parallel.why_no_retry
 
 
 def peak_gib(device: torch.device) -> float | None:

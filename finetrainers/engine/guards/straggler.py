@@ -18,8 +18,9 @@ _PATIENCE = 3
 class StragglerMonitor:
     """Compares how long the ranks have waited for each other: the slowest is the one that waited least.
 
-    What is compared is the time in messages between the hosts, of which a step has one when its data is there and, unless
-    gradients are exchanged within the backward pass, one when they are computed. It reports and changes nothing.
+    What is compared is the time in messages between the hosts, of which a step has one when its data is there and, where a
+    step can be retried, one when this rank's gradients are computed. Under DDP nothing before it waits for another rank:
+    buckets of gradients are sent and not waited for. It reports and changes nothing.
     """
 
     def __init__(self, *, parallel: Ranks, run_dir: RunDirectory) -> None:
