@@ -87,6 +87,7 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
 
         checked = get_ready(config)
         with gc_paused():
+            from finetrainers.engine.guards.hacking import HACKING_GUARD
             from finetrainers.engine.run import run
 
             checked.family.load(checked.config.model)  # imports the networks' classes
@@ -94,8 +95,9 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
         quiet_progress_bars()
         gc.freeze()  # the libraries' objects live to the end; collections between loading phases need not walk them
         state = run(checked, handle_signals=True)
-        stopped = state is not None and state.stopped_by is not None
-        return exit_codes.STOPPED if stopped else exit_codes.DONE
+        if state is None or state.stopped_by is None:
+            return exit_codes.DONE
+        return exit_codes.GUARDED if state.stopped_by == HACKING_GUARD else exit_codes.STOPPED
 
     return _run(train, argv, prog=prog, interrupted="stopped before the first step; nothing was saved")
 

@@ -132,6 +132,12 @@ class GRPOSection(Section):
     prompt_embeddings_dir: Path | None = option(None, "Write the encoded prompts into this folder, too, in the layout of "
         "DanceGRPO's preprocessing: `prompt_embed/`, `prompt_attention_mask/` and `videos2caption.json`, which `--prompts` "
         "reads. `finetrainers prepare` does so without training.", resume="unlisted", local=True, place="folder")
+    hacking_guard: Literal["off", "warn", "stop"] | None = option(None, "What happens if a held-out reward falls while "
+        "the reward that is trained rises (reward hacking): nothing, a warning, or a stop with a checkpoint and exit code "
+        "76. Held-out is a reward of `eval_reward` that is not trained, at every `eval_steps`; without one, the KL is "
+        "judged. The default is `warn` where there is either.", resume="free")
+    hacking_patience: int = option(2, "Evaluations in a row that must show reward hacking before `hacking_guard` acts.",
+        resume="free", ge=1, le=1000)
     reward_on_error: Literal["raise", "mask"] = option("raise", "If a reward fails or returns no number: stop the run, "
         "or leave the clip out and count it.", resume="free")
 # fmt: on

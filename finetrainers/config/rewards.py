@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
@@ -83,6 +84,24 @@ def reward_text(entry: RewardEntry) -> str | dict[str, Any]:
     except ValueError:
         same = False
     return text if same else entry.model_dump(exclude_none=True)
+
+
+def options_text(entry: RewardEntry) -> str:
+    """The options of the reward itself, as text that is the same for the same options."""
+    return ",".join(f"{key}={text}" for key, text in sorted(entry.options.items()))
+
+
+def labels_of(entries: Sequence[RewardEntry]) -> list[str]:
+    """What each entry is called in records: its name, or where others of that name have other options, with its options."""
+    return labels_of_keys([(entry.name, options_text(entry)) for entry in entries])
+
+
+def labels_of_keys(keys: Sequence[tuple[str, str]]) -> list[str]:
+    """A label for each pair of name and options: the name where its options are the same for all of that name."""
+    variants: dict[str, set[str]] = {}
+    for name, options in keys:
+        variants.setdefault(name, set()).add(options)
+    return [f"{name},{options}" if len(variants[name]) > 1 and options else name for name, options in keys]
 
 
 Reward = Annotated[

@@ -28,6 +28,7 @@ from .automatic import chosen_by_run
 from .block_swap import block_swap, check_number_of_blocks
 from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
+from .callbacks.hacking import HackingWatch
 from .callbacks.metrics import MetricsFile, RewardFiles
 from .callbacks.progress import ProgressLine
 from .callbacks.scores import SampleScores
@@ -156,6 +157,8 @@ def _make_callbacks(
             callbacks.append(ProgressLine(headline=headline, console=Console(file=PrintedLines())))
         callbacks += trackers
         callbacks += [RewardFiles()] if "reward/" in headline else []
+    if state.guards.hacking is not None:
+        callbacks.append(HackingWatch(state.guards.hacking))  # before the evaluation, whose record it judges
     if state.method.evaluates:
         callbacks.append(MethodEvaluation(fps=checked.geometry.fps))
     if encoded is not None:

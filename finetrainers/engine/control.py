@@ -193,6 +193,12 @@ class Requests:
         """Take what any rank has seen; every rank must call it. It costs one small message and never waits for a device."""
         self.take(self._parallel.max_on_host(self.note()))
 
+    def stop_by(self, who: str) -> None:
+        """Stop the run with a checkpoint after the next step; every rank must call it."""
+        if self.stop is None:
+            self.stop = who
+            self._run_dir.event("stop_requested", by=who)
+
     def take(self, agreed: Sequence[int]) -> None:
         """Take what the ranks have agreed on, the maximum of what they noted; every rank must call it, after each step."""
         stop, save, sample = agreed

@@ -17,6 +17,7 @@ from .checkpoints.find import scan_checkpoints
 from .checkpoints.restore import find_damage
 from .dry_run import dry_run_report
 from .export import export
+from .guards.hacking import HACKING_GUARD
 from .guards.memory_failure import MemoryFailures
 from .init_distributed import make_strategy
 from .lock import exclusive
@@ -98,12 +99,16 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
         print_results(state.run_dir.root)
         print_memory(state.memory.all_peaks)
         return
-    state.run_dir.event("stopped", step=state.step, by=state.stopped_by)
+    # What starts stopped runs again looks for this event, and must not start one that a guard has stopped.
+    by_guard = state.stopped_by == HACKING_GUARD
+    state.run_dir.event("stopped_by_guard" if by_guard else "stopped", step=state.step, by=state.stopped_by)
     trainer.finish()
     _report(state)
     # Launchers end all processes once one has exited with a code other than 0, and rank 0 has records to close.
     state.parallel.barrier()
-    print_stopped(step=state.step, by=state.stopped_by, resume_command=state.run_dir.resume_command)
+    guard = state.guards.hacking if by_guard else None
+    command = state.run_dir.resume_command if guard is None else state.run_dir.resume_from(guard.way_back)
+    print_stopped(step=state.step, by=state.stopped_by, resume_command=command)
 
 
 def _report(state: TrainState) -> None:

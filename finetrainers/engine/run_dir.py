@@ -45,7 +45,13 @@ class RunDirectory:
     @property
     def resume_command(self) -> str:
         """What continues this run: its own settings, and the newest checkpoint."""
-        flags = f"--config {shlex.quote(str(self.root / 'config.toml'))} --resume_from_checkpoint latest"
+        return self.resume_from("latest")
+
+    def resume_from(self, checkpoint: str) -> str:
+        """What continues this run from a checkpoint, with its own settings."""
+        flags = (
+            f"--config {shlex.quote(str(self.root / 'config.toml'))} --resume_from_checkpoint {shlex.quote(checkpoint)}"
+        )
         # How a launcher was called, nobody has told this process.
         return f"the same launcher with train.py {flags}" if "RANK" in os.environ else f"finetrainers train {flags}"
 

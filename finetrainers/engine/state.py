@@ -11,12 +11,14 @@ from torch import nn
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import Method
+from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import FlopMeter, ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.parallel.strategy import Strategy
 
 from .checkpoints.staging import Staging
 from .control import Requests
+from .guards.hacking import HackingGuard
 from .guards.memory import MemoryGuard, refusal
 from .guards.nonfinite import NonFiniteGuard
 from .guards.spikes import SpikeDetector
@@ -31,6 +33,7 @@ class Guards:
 
     Attributes:
         nonfinite, spikes, memory, straggler: see there.
+        hacking: of a run that can see reward hacking.
     """
 
     def __init__(self, config: TrainConfig, *, parallel: Strategy, run_dir: RunDirectory) -> None:
@@ -45,15 +48,20 @@ class Guards:
         why = refusal(config.memory.oom_retry, parallel=parallel, in_backward=config.optimizer.optimizer_in_backward)
         self.memory = MemoryGuard(parallel=parallel, run_dir=run_dir, refusal=why)
         self.straggler = StragglerMonitor(parallel=parallel, run_dir=run_dir)
+        rule = method_spec(config).hacking_rule(config)
+        self.hacking = None if rule is None else HackingGuard(rule)
 
     def state_dict(self) -> dict[str, Any]:
         """What an exact resume needs, as JSON values."""
-        return {"spikes": self.spikes.state_dict(), "fits": self.memory.state_dict()}
+        hacking = {} if self.hacking is None else {"hacking": self.hacking.state_dict()}
+        return {"spikes": self.spikes.state_dict(), "fits": self.memory.state_dict(), **hacking}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.spikes.load_state_dict(state["spikes"])
         self.memory.load_state_dict(state["fits"])
+        if self.hacking is not None:
+            self.hacking.load_state_dict(state.get("hacking", {}))
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.hacking import HackingRule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
 
@@ -261,6 +262,10 @@ class MethodSpec:
     def uses_reference(self, config: TrainConfig) -> bool:
         """Whether the loss compares the network with the one before training, the reference model."""
         return False
+
+    def hacking_rule(self, config: TrainConfig) -> HackingRule | None:
+        """How the run looks for reward hacking; None if it does not."""
+        return None
 
     def sizes(self, config: TrainConfig) -> list[tuple[int, int, int]]:
         """Sizes of clips that the configuration names, frames x height x width."""

@@ -13,7 +13,7 @@ import av
 import torch
 from torch import Tensor
 
-from finetrainers.config.rewards import RewardEntry
+from finetrainers.config.rewards import RewardEntry, labels_of, labels_of_keys, options_text
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import REWARD, phase
@@ -93,13 +93,13 @@ class RewardSet:
             ValueError: an entry is wrong; see `registry.reward_problems`.
         """
         self.on_error, self.failures = on_error, failures
-        self._entries = dict(zip(_labels([(entry.name, _options(entry)) for entry in entries]), entries, strict=True))
+        self._entries = dict(zip(labels_of(entries), entries, strict=True))
         sharing: dict[tuple[str, str], list[str]] = {}
         for label, entry in self._entries.items():
-            sharing.setdefault((entry.reward, _options(entry)), []).append(label)
+            sharing.setdefault((entry.reward, options_text(entry)), []).append(label)
         self._scorers = [
             _make_scorer(name, {label: self._entries[label] for label in labels})
-            for name, labels in zip(_labels(list(sharing)), sharing.values(), strict=True)
+            for name, labels in zip(labels_of_keys(list(sharing)), sharing.values(), strict=True)
         ]
 
     @property
@@ -229,18 +229,6 @@ def _make_scorer(name: str, entries: Mapping[str, RewardEntry]) -> _Scorer:
         heads[label] = (head, scale)
     sizes = [entry.batch_size for entry in entries.values() if entry.batch_size is not None]
     return _Scorer(name, reward, min(sizes, default=reward.batch_size), heads)
-
-
-def _options(entry: RewardEntry) -> str:
-    return ",".join(f"{key}={text}" for key, text in sorted(entry.options.items()))
-
-
-def _labels(keys: Sequence[tuple[str, str]]) -> list[str]:
-    """A label for each pair of name and options: the name where its options are the same for all of that name."""
-    variants: dict[str, set[str]] = {}
-    for name, options in keys:
-        variants.setdefault(name, set()).add(options)
-    return [f"{name},{options}" if len(variants[name]) > 1 and options else name for name, options in keys]
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Marks:
-    """Steps at which something happened: the run was continued, or clips were sampled."""
+    """Steps at which something happened: the run was continued, clips were sampled, or reward hacking was seen."""
 
     resumed: Sequence[float] = ()
     sampled: Sequence[float] = ()
+    hacked: Sequence[float] = ()
 
 
 def plot_run(directory: Path) -> Path:
@@ -120,7 +121,11 @@ def draw(records: Records, marks: Marks | None = None) -> Any:
     names = dict.fromkeys(name for record in records for name in record)
     constant = {name: value for name in names if (value := _constant(records, name)) is not None}
     varying = [name for name in names if name not in constant]
-    panels = [(panel, found) for _, panel in panels_of(names) if (found := matching(varying, panel.names))]
+    panels = [
+        (panel, found)
+        for _, panel in panels_of(names)
+        if panel.x in names and (found := matching(varying, panel.names))
+    ]
     if not panels:
         return None
     marks = marks or Marks()
@@ -256,6 +261,8 @@ def _footer(constant: Mapping[str, float], marks: Marks) -> str:
         texts.append("dashed: resumed")
     if marks.sampled:
         texts.append("triangles: samples")
+    if marks.hacked:
+        texts.append("red: reward hacking")
     return "\n".join(textwrap.wrap(";  ".join(texts), _FOOTER))
 
 
@@ -266,13 +273,16 @@ def marks_of(events: Records) -> Marks:
         found = [event.get("step") for event in events if event.get("event") in kinds]
         return sorted({float(step) for step in found if is_number(step) and step})
 
-    return Marks(resumed=steps(("start", "rollback")), sampled=steps(("samples",)))
+    return Marks(resumed=steps(("start", "rollback")), sampled=steps(("samples",)), hacked=steps(("reward_hacking",)))
 
 
 def _mark(axes: Any, marks: Marks, *, last: float) -> None:
     for step in marks.resumed:
         if step <= last:
             axes.axvline(step, color="0.5", linestyle="--", linewidth=1, zorder=0)
+    for step in marks.hacked:
+        if step <= last:
+            axes.axvline(step, color="tab:red", linewidth=1.5, zorder=0)
     sampled = [step for step in marks.sampled if step <= last]
     if sampled:
         at_the_bottom = axes.get_xaxis_transform()

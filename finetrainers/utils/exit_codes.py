@@ -12,6 +12,8 @@ CONFIGURATION = 2
 UNUSABLE_DATA = 65
 #: Stopped as asked, with a checkpoint: start it again to resume (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
+#: Stopped by a guard, with a checkpoint, because to train on would do harm: read its message first.
+GUARDED = 76
 #: A section took longer than its time limit (as `timeout` exits).
 HUNG = 124
 

@@ -10,6 +10,7 @@ from finetrainers.utils.text import plural
 from ..facts import Facts
 from ..geometry import Geometry
 from ..grpo import GRPOSection, kernel, step_range, trained_steps
+from ..hacking import hacking_rule, held_out_rewards
 from ..rewards import RewardEntry
 from ..root import TrainConfig, fields
 from .findings import Findings
@@ -72,6 +73,7 @@ def check_grpo(config: TrainConfig, facts: Facts, found: Findings, *, world_size
         )
     _check_length(config, found)
     _check_evaluation(config, found)
+    _check_hacking(config, found)
     _check_memory(config, found)
     _check_unused(config, found)
 
@@ -268,6 +270,28 @@ def _check_evaluation(config: TrainConfig, found: Findings) -> None:
         found.warnings.append("--eval_prompts are those of --prompts, so nothing is held out")
     if validation.eval_steps is None:
         found.warnings.append("--eval_prompts are evaluated before and after training only; set --eval_steps")
+
+
+def _check_hacking(config: TrainConfig, found: Findings) -> None:
+    """Check that there is something to judge reward hacking by."""
+    asked = config.grpo.hacking_guard
+    if hacking_rule(config) is not None or asked == "off":
+        return
+    if config.changed("hacking_patience"):
+        found.warnings.append("--hacking_patience has no effect: there is nothing to judge reward hacking by")
+    if asked is None:
+        return
+    missing = []
+    if config.validation.eval_prompts is None:
+        missing.append("held-out prompts (--eval_prompts FILE)")
+    if config.validation.eval_steps is None:
+        missing.append("evaluations during training (--eval_steps N)")
+    if not held_out_rewards(config):
+        missing.append("a reward that is not trained (--eval_reward NAME)")
+    kl = "--nft_kl" if config.training.method == "nft" else "--kl_coef"
+    found.error(
+        "hacking_guard", f"{asked} has nothing to judge by; add {', '.join(missing)}, or measure the KL with {kl}"
+    )
 
 
 def _check_memory(config: TrainConfig, found: Findings) -> None:

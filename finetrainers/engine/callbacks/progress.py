@@ -228,7 +228,7 @@ def _evaluation(record: Mapping[str, float]) -> list[str]:
     texts: list[str] = []
     begun = ""
     for name, value in record.items():
-        if name == "step":
+        if name == "step" or "_error/" in name:  # standard errors are in the records
             continue
         level = _LEVEL.fullmatch(name)
         kind, _, own = (level[1], "", level[2]) if level else name.partition("/")

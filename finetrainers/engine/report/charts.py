@@ -10,7 +10,7 @@ from typing import Any
 from finetrainers.utils.curves import Panel, Points, is_number, matching, panels_of, spread_of
 from finetrainers.utils.svg_chart import COLORS, Chart, Mark, Series, wants_log
 
-from .run_records import Event, RunRecords
+from .run_records import Event, RunRecords, hacking_of
 from .watched import Watched
 
 _TITLES = {"loss": "Loss", "rewards": "Rewards", "optimization": "Optimization", "speed": "Speed"}
@@ -144,6 +144,8 @@ def marks_of(run: RunRecords, color: int | None = None) -> Iterator[Mark]:
             yield Mark(step, f"{of}rolled back to step {step:g}", color=color)
         elif kind == "spike":
             yield Mark(step, f"{of}spike at step {step:g}: {event.get('values')}", "spike", color)
+        elif kind == "reward_hacking":
+            yield Mark(step, f"{of}reward hacking at step {step:g}: {hacking_of(event)}", "failure", color)
         elif kind == "nonfinite":
             yield Mark(step, f"{of}not finite at step {step:g}: {event.get('values')}", "failure", color)
         elif kind == "out_of_memory":

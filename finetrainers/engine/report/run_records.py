@@ -178,7 +178,7 @@ def _status(root: Path, events: Sequence[Event]) -> str:
     since = [event.get("event") for event in events[starts[-1] if starts else 0 :]]
     if "finished" in since:
         return "finished"
-    if "stopped" in since:
+    if {"stopped", "stopped_by_guard"} & set(since):
         return "stopped"
     if in_use(root):
         return "training"
@@ -242,6 +242,17 @@ def _defaults() -> dict[str, Any]:
         values = section.model_construct().model_dump(mode="json", warnings=False)
         found |= {flat_name(key, table): value for key, value in values.items()}
     return found
+
+
+def hacking_of(event: Event) -> str:
+    """What an event `reward_hacking` tells, in short."""
+
+    def change(before: str, now: str) -> str:
+        return " -> ".join(f"{event[name]:.3g}" if is_number(event.get(name)) else "?" for name in (before, now))
+
+    what = "KL" if event.get("judge") == "kl" else f"held-out reward {event.get('judge')}"
+    trained = change("trained_before", "trained_now")
+    return f"{what} {change('before', 'now')} since step {event.get('best_step')}, trained reward {trained}"
 
 
 def changed_options(run: RunRecords) -> dict[str, Any]:

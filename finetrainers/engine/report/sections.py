@@ -15,7 +15,7 @@ from finetrainers.data.inspect.report import counts_of, reasons_of
 from finetrainers.utils.phases import label
 from finetrainers.utils.text import duration, plural, shortened
 
-from .run_records import Event, RunRecords, changed_options, differing_options, option_value, table_of
+from .run_records import Event, RunRecords, changed_options, differing_options, hacking_of, option_value, table_of
 
 _STATUS = {
     "finished": ("finished", "good"),
@@ -216,6 +216,8 @@ _EVENTS: Mapping[str, tuple[str, Callable[[Event], str]]] = {
     "origin": ("", lambda e: "; ".join(f"{k.replace('_', ' ')}: {v}" for k, v in _details(e).items())),
     "finished": ("good", lambda e: "finished"),
     "stopped": ("note", lambda e: f"stopped by {e.get('by')}"),
+    "stopped_by_guard": ("bad", lambda e: f"stopped by {e.get('by')}"),
+    "reward_hacking": ("bad", lambda e: f"reward hacking: {hacking_of(e)}"),
     "spike": ("note", lambda e: f"spike: {e.get('values')}"),
     "nonfinite": ("bad", lambda e: f"not finite: {e.get('values')}{'; step skipped' if e.get('skipped') else ''}"),
     "rollback": ("bad", lambda e: f"rolled back, after step {e.get('failed')} was not finite"),

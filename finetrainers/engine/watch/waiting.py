@@ -9,7 +9,8 @@ from finetrainers.utils.files import read_jsonl
 
 from ..lock import in_use, was_used
 
-_ENDS = ("finished", "stopped")
+_STOPS = ("stopped", "stopped_by_guard")
+_ENDS = ("finished", *_STOPS)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def training_of(run: Path, *, total_steps: int | None) -> Training:
         return Training(True, f"the run is in training, {step}")
     if last is not None and last["event"] == "finished":
         return Training(False, f"the run has finished, {step}")
-    if last is not None and last["event"] == "stopped":
+    if last is not None and last["event"] in _STOPS:
         return Training(False, f"the run was stopped, {step}")
     if not was_used(run):
         return Training(True, f"this is a copy of a run, {step}")

@@ -209,6 +209,9 @@ class Collector:
             stats[f"reward_max/{name}"] = max(raw.tolist(), default=math.nan)
         for name, head in scores.heads.items():
             stats[f"reward_normalized/{name}"] = head.normalized[head.normalized.isfinite()].mean().item()
+        weights = {name: weight for name, weight in self.panel.weights.items() if weight}
+        if weights.keys() <= scores.heads.keys():  # else one of them does not score every rollout
+            stats["weighted_reward"] = sum(weights[name] * stats[f"reward_normalized/{name}"] for name in weights)
         for name, spread in found.group_std.items():
             stats[f"group_std/{name}"] = spread.nanmean().item()
         stats["constant_groups"] = found.constant_share

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
+from finetrainers.config.hacking import trained_labels
 from finetrainers.methods.base import Evaluation, MethodParts, standard_normal
-from finetrainers.rewards.reward_set import RewardSet, Scores
+from finetrainers.rewards.reward_set import HeadScores, RewardSet, Scores
 from finetrainers.utils.seeding import generator
 
 from .collect import Collector
@@ -32,6 +35,8 @@ class PromptEvaluation:
                 "loading the evaluation rewards",
                 lambda: RewardSet(rewards, on_error=section.reward_on_error),
             )
+        entries = rewards if self.prompts and rewards else section.reward
+        self._trained = trained_labels(section.reward, entries)
         self._seed = parts.config.training.seed
 
     def run(self, transformer: nn.Module) -> Evaluation:
@@ -57,8 +62,20 @@ class PromptEvaluation:
                 error = caught
         parallel.raise_if_any_failed(error, "scoring the clips of the evaluation")
         heads = Scores.joined(parallel.gather_shares(said)).heads
+        return Evaluation(self._record(heads), clips)
+
+    def _record(self, heads: Mapping[str, HeadScores]) -> dict[str, float]:
+        """Mean raw scores with their standard errors, and the trained reward where the evaluation has all of it."""
         record = {f"eval_reward/{name}": head.raw[head.raw.isfinite()].mean().item() for name, head in heads.items()}
-        return Evaluation(record, clips)
+        for name, head in heads.items():
+            raw = head.raw[head.raw.isfinite()]
+            if len(raw) > 1:
+                record[f"eval_reward_error/{name}"] = (raw.std() / len(raw) ** 0.5).item()
+        if self._trained:
+            normalized = {name: heads[name].normalized for name in self._trained}
+            means = {name: scores[scores.isfinite()].mean().item() for name, scores in normalized.items()}
+            record["eval_weighted_reward"] = sum(weight * means[name] for name, weight in self._trained.items())
+        return record
 
     def _sample(self, transformer: nn.Module, chosen: list[int]) -> Tensor:
         sampler = self.collector.sampler

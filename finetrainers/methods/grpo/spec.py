@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import trained_steps
+from finetrainers.config.hacking import HackingRule, hacking_rule, measures_kl
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.spec import MethodMemory, MethodSpec, WorkPlan
@@ -82,7 +83,10 @@ class RewardFinetuning(MethodSpec):
         return repeats > 1 or _clips(config) > config.dataloader.batch_size * section.updates_per_rollout
 
     def uses_reference(self, config: TrainConfig) -> bool:
-        return bool(config.grpo.nft_kl if _is_nft(config) else config.grpo.kl_coef)
+        return measures_kl(config)
+
+    def hacking_rule(self, config: TrainConfig) -> HackingRule | None:
+        return hacking_rule(config)
 
     def sizes(self, config: TrainConfig) -> list[tuple[int, int, int]]:
         return [] if config.grpo.rollout_size is None else [config.grpo.rollout_size]

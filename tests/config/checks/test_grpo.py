@@ -8,6 +8,7 @@ import pytest
 from finetrainers.config.checks.options import check_config
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.hacking import HackingRule, hacking_rule
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.root import fields
@@ -221,3 +222,46 @@ def test_every_option_of_clips_is_answered():
         told = [*map(str, found.errors), *found.warnings]
         assert len(told) == 1, (name, told)
         assert told[0].startswith(f"--{name}"), told
+
+
+HELD_OUT = {"eval_prompts": "e.txt", "eval_steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {},
+            "held-out prompts (--eval_prompts FILE), evaluations during training (--eval_steps N), a reward that is not",
+        ),
+        (HELD_OUT, "add a reward that is not trained (--eval_reward NAME), or measure the KL with --kl_coef"),
+        ({**HELD_OUT, "eval_reward": ["brightness"]}, "add a reward that is not trained"),
+        ({"eval_prompts": "e.txt", "eval_reward": ["contrast"]}, "add evaluations during training (--eval_steps N)"),
+        ({**NFT, "nft_kl": 0.0}, "or measure the KL with --nft_kl"),
+    ],
+)
+def test_a_guard_against_hacking_needs_something_to_judge_by(options, expected):
+    (error,) = [error for error in findings(**options, hacking_guard="stop").errors if error.where == "--hacking_guard"]
+    assert error.message.startswith("stop has nothing to judge by; ")
+    assert expected in error.message
+    assert "--hacking_guard" not in str(findings(**options))
+    assert hacking_rule(load_config(**{**BASE, **options})) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "held_out", "every"),
+    [
+        ({**HELD_OUT, "eval_reward": ["contrast", "brightness"]}, ("contrast",), 10),
+        ({**HELD_OUT, "reward": ["brightness", "contrast=0"]}, ("contrast",), 10),
+        ({"kl_coef": 0.1, "updates_per_rollout": 2}, (), 20),
+        ({**HELD_OUT, "kl_coef": 0.1, "eval_reward": ["brightness"]}, (), 10),
+        ({"eval_prompts": "e.txt", "kl_coef": 0.1, "eval_reward": ["contrast"]}, (), 10),
+        (NFT, (), 10),
+    ],
+)
+def test_what_hacking_is_judged_by(options, held_out, every):
+    given = {**BASE, **options}
+    assert hacking_rule(load_config(**given)) == HackingRule("warn", held_out, 2, every)
+    assert hacking_rule(load_config(**given, hacking_guard="stop")).action == "stop"
+    assert hacking_rule(load_config(**given, hacking_guard="off")) is None
+    assert [error for error in findings(**options, hacking_guard="warn").errors if "hacking" in str(error)] == []

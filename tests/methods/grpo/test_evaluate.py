@@ -21,7 +21,9 @@ def test_rewards_are_loaded_in_turns() -> None:
     def parts(*rewards: str) -> Any:
         validation = SimpleNamespace(eval_reward=[RewardEntry(**parse_reward(name)) for name in rewards])
         config = SimpleNamespace(
-            grpo=SimpleNamespace(reward_on_error="raise"), validation=validation, training=SimpleNamespace(seed=0)
+            grpo=SimpleNamespace(reward_on_error="raise", reward=[]),
+            validation=validation,
+            training=SimpleNamespace(seed=0),
         )
         return SimpleNamespace(
             config=config,
