@@ -2,15 +2,21 @@
 
     python benchmarks/scale.py                              # LTX-Video, minutes
     python benchmarks/scale.py --processes 8 64 --depth 2   # of fewer blocks
+    python benchmarks/scale.py --starts 1000 10000          # clips: what real processes of one machine read at a start
 
 The network is the published one without weights, full finetuned in bf16 with AdamW and FSDP2, over all processes or within
 groups of eight. The code that splits it, chooses clips, and shares out files is that of a run; PyTorch's own hooks gather and
-reduce, under its backend that exchanges nothing, and their tensors are counted. No network and no GPU is measured.
+reduce, under its backend that exchanges nothing, and their tensors are counted. No network and no GPU is measured. For
+`--starts`, two processes check a run with one tiny clip under many names, before they join; and one does it alone, as each did
+before.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +47,7 @@ from finetrainers.memory.count_sharded import Processes, count_sharded
 from finetrainers.models.registry import build_tiny, get_family
 from finetrainers.models.spec import ModelSpec, weight_files
 from finetrainers.parallel.fsdp import shard
+from finetrainers.utils.video import write_mp4
 
 GIB = 2**30
 NUM_CLIPS = 100_000
@@ -135,13 +143,84 @@ def row(name: str, processes: int, group: int | None, *, depth: int | None, fold
     )  # fmt: skip
 
 
+#: A process that is about to train: prints how often it opens (or lists) and examines what is below some folders.
+_START = """
+import json, os, sys
+
+roots, counts = tuple(sys.argv[2:]), {"opened": 0, "examined": 0}
+
+def seen(kind, path):
+    if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(roots):
+        counts[kind] += 1
+
+sys.addaudithook(lambda event, values: seen("opened", values[0]) if event in ("open", "os.scandir", "os.listdir") else None)
+stat = os.stat
+os.stat = lambda path, *options, **named: (seen("examined", path), stat(path, *options, **named))[1]
+
+from finetrainers.config.load import load_config
+from finetrainers.engine.ready import examine_weights, get_ready
+
+examine_weights(get_ready(load_config(**json.loads(sys.argv[1]))))
+print(json.dumps(counts))
+"""
+
+
+def starts(processes: int, options: dict[str, Any], roots: Sequence[Path]) -> list[dict[str, int]]:
+    """Files that each of so many processes of this machine opens and examines until it joins the others."""
+    started = []
+    for rank in range(processes):
+        company = {
+            "WORLD_SIZE": processes,
+            "LOCAL_WORLD_SIZE": processes,
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "MASTER_PORT": os.getpid(),
+        }
+        environment = {**os.environ, **{name: str(value) for name, value in company.items()}}
+        command = [sys.executable, "-c", _START, json.dumps(options), *map(str, roots)]
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+    return [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
+
+
+def table_of_starts(numbers: Sequence[int]) -> Iterator[str]:
+    """A first start, when nothing is known of the clips, and a later one."""
+    yield "| clips | start | opened by the first | examined | opened by another | examined | before: by each | examined |"
+    yield "|---" * 8 + "|"
+    for clips in numbers:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            build_tiny("ltx_video", folder / "model")
+            write_mp4(folder / "clip.mp4", np.zeros((9, 64, 64, 3), np.uint8), fps=8)
+            data = folder / "data"
+            data.mkdir()
+            for k in range(clips):
+                (data / f"{k}.mp4").hardlink_to(folder / "clip.mp4")
+                (data / f"{k}.txt").write_text(f"clip {k}")
+            options = {
+                "model_name": "ltx_video", "pretrained_model_name_or_path": str(folder / "model"), "data_root": str(data),
+                "video_resolution_buckets": ["9x64x64"], "output_dir": str(folder / "run"),
+            }  # fmt: skip
+            for start in ("first", "later"):
+                pair, alone = (
+                    starts(count, {**options, "probe_dir": str(folder / f"probes-{count}")}, [folder])
+                    for count in (2, 1)
+                )
+                cells = [str(one[kind]) for one in (*pair, *alone) for kind in ("opened", "examined")]
+                yield f"| {clips} | {start} | {' | '.join(cells)} |"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="LTX-Video", choices=sorted(NETWORKS))
     parser.add_argument("--processes", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--depth", type=int, help="blocks of each kind; default: all")
+    parser.add_argument("--starts", type=int, nargs="+", metavar="CLIPS", help="count files read at a start instead")
     options = parser.parse_args(arguments)
+    if options.starts:
+        for line in table_of_starts(options.starts):
+            print(line, flush=True)
+        return
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
     for group in (None, 8):
         for processes in options.processes:

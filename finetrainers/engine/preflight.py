@@ -35,7 +35,7 @@ from finetrainers.optim.rules import optimizer_problems
 from finetrainers.utils import faults
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import folder_problem
-from finetrainers.utils.launch import launch_problems, launched_processes
+from finetrainers.utils.launch import launch_problems, launched_processes, restart_warning
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest, plural
 from finetrainers.utils.versions import version_problem
@@ -323,7 +323,7 @@ def option_findings(
 def _check_options(
     config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], scored: list[ValidationPrompt], found: Findings
 ) -> None:
-    """The options on this device, formats that the result cannot be written in, and faults that were asked for."""
+    """The options on this device and under this launcher, formats that the result cannot have, and faults that were asked for."""
     rules = option_findings(config, facts, prompts, scored, device_type=likely_device_type())
     found.errors += rules.errors
     found.warnings += rules.warnings
@@ -331,6 +331,7 @@ def _check_options(
     for wanted in config.run.export_formats:
         why = format_problem(config.model.model_name, wanted, is_lora=is_lora, is_dora=is_dora)
         found.errors += [] if why is None else [Problem("--export_formats", why)]
+    found.warnings += filter(None, [restart_warning()])
     asked = os.environ.get(faults.ENVIRONMENT, "")
     with _noted(found, faults.ENVIRONMENT):
         if faults.parse_faults(asked):  # so that nobody forgets the variable

@@ -48,6 +48,20 @@ def launch_problems(environment: Mapping[str, str] = os.environ, *, joining: boo
     return found
 
 
+def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why processes that torchrun restarts (`--max-restarts`) will not find each other; None where it restarts none, or they will.
+
+    Its agents then keep one store for all starts, where gloo and NCCL find the addresses of processes that have ended.
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts in ("", "0") or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        f"torchrun --max-restarts {restarts}: restarted processes would look for those of the first start; set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine before launching"
+    )
+
+
 def says_yes(name: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a variable of a launcher is set, in any way that accelerate reads."""
     return environment.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")

@@ -85,10 +85,12 @@ def test_two_processes_read_the_data_and_the_model_once(
     place = tmp_path / "options.json"
     place.write_text(json.dumps(values))
     model = values["pretrained_model_name_or_path"]
-    for process in python.ranks(2, "-c", READY, str(place), values["data_root"], model):
+    restarts = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for process in python.ranks(2, "-c", READY, str(place), values["data_root"], model, **restarts):
         assert process.wait() == 0, process.stderr
     (first, seen), (second, heard) = (json.loads((tmp_path / f"options.json{rank}").read_text()) for rank in range(2))
     assert heard == seen
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in heard
     assert first > 8
     assert second == 0
 

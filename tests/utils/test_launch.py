@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetrainers.utils.launch import launch_problems
+from finetrainers.utils.launch import launch_problems, restart_warning
 
 TORCHRUN = {
     "WORLD_SIZE": "2",
@@ -25,6 +25,18 @@ TORCHRUN = {
 )  # fmt: skip
 def test_what_launchers_set_is_right(environment):
     assert launch_problems(environment) == []
+
+
+AGENT = {"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def test_restarts_that_will_fail_are_said() -> None:
+    said = restart_warning(TORCHRUN | AGENT)
+    assert said is not None
+    assert "--max-restarts 1" in said
+    for change in ({"TORCHELASTIC_MAX_RESTARTS": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}):
+        assert restart_warning(TORCHRUN | AGENT | change) is None
+    assert restart_warning(TORCHRUN) is None
 
 
 @pytest.mark.parametrize(
