@@ -39,15 +39,19 @@ def ltx_video(configs: Configs) -> Facts:
 def hunyuan_video(configs: Configs) -> Facts:
     """The VAE states its compression; guidance-distilled transformers have an embedding for the guidance scale.
 
+    Text-to-video checkpoints take the latents alone, SkyReels-V1's image-to-video one a first frame on as many channels again.
+
     Raises:
-        ValueError: an image-to-video checkpoint, which takes the image on more channels, or as tokens.
+        ValueError: HunyuanVideo-I2V, whose text encoder sees the image too.
     """
     vae, transformer = configs.get("vae", {}), configs.get("transformer", {})
     kind, inputs, outputs = (transformer.get(key) for key in ("image_condition_type", "in_channels", "out_channels"))
-    if kind is not None or inputs != outputs:
+    animates = kind is None and inputs is not None and outputs is not None and inputs == 2 * outputs
+    if kind is not None or not (inputs == outputs or animates):
         raise ValueError(
-            f"this is an image-to-video transformer (image_condition_type {kind!r}, {inputs} input channels for {outputs} "
-            "output channels); hunyuan_video trains text-to-video checkpoints such as hunyuanvideo-community/HunyuanVideo"
+            f"this is a HunyuanVideo-I2V transformer (image_condition_type {kind!r}, {inputs} input channels for {outputs} "
+            "output channels); hunyuan_video trains text-to-video checkpoints such as hunyuanvideo-community/HunyuanVideo, and "
+            "from an image Skywork/SkyReels-V1-Hunyuan-I2V"
         )
     takes_guidance = "transformer" not in configs or transformer.get("guidance_embeds", False)
     return Facts(
@@ -61,7 +65,10 @@ def hunyuan_video(configs: Configs) -> Facts:
         ),
         text_parts=("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2"),
         heads=transformer.get("num_attention_heads", 24),
-        guidance=6.0 if takes_guidance else None,  # the default of the pipeline's `guidance_scale`
+        # The default of the pipeline's `guidance_scale`: SkyReels' has classifier-free guidance instead.
+        guidance=(1.0 if animates else 6.0) if takes_guidance else None,
+        first_frame=("channels" if animates else "none") if "transformer" in configs else "unknown",
+        first_frame_p=1.0 if animates else 0.0,
     )
 
 
@@ -115,9 +122,9 @@ FAMILIES = (
     Family(
         name="hunyuan_video", spec="finetrainers.models.hunyuan_video:HunyuanVideoSpec", read=hunyuan_video,
         transformer="HunyuanVideoTransformer3DModel", vae="AutoencoderKLHunyuanVideo",
-        pipelines=("HunyuanVideoPipeline",),
-        published=("hunyuanvideo-community/HunyuanVideo", "tencent/HunyuanVideo"),
-        tiny="finetrainers.models.tiny:build_hunyuan_video",
+        pipelines=("HunyuanVideoPipeline", "HunyuanSkyreelsImageToVideoPipeline"),
+        published=("hunyuanvideo-community/HunyuanVideo", "tencent/HunyuanVideo", "Skywork/SkyReels-V1-Hunyuan-I2V"),
+        tiny="finetrainers.models.tiny:build_hunyuan_video", tiny_versions=("t2v", "i2v"),
     ),
     Family(
         name="cogvideox", spec="finetrainers.models.cogvideox:CogVideoXSpec", read=cogvideox,

@@ -1,4 +1,4 @@
-"""HunyuanVideo (text to video): flow matching, two text encoders, guidance as an embedding.
+"""HunyuanVideo, and SkyReels-V1 from an image: flow matching, two text encoders, guidance as an embedding.
 
 Attention without masks: prompts have different lengths, so diffusers masks the padding of the text in every attention
 of the network, and fast kernels refuse masks. Padding changes nothing else, so `load_transformer` makes the network cut
@@ -90,9 +90,10 @@ def _rotated(x_BSHD: Tensor, rotary: tuple[Tensor, Tensor], video: int) -> Tenso
 
 
 class HunyuanVideoSpec(ModelSpec):
-    """HunyuanVideo as `HunyuanVideoPipeline` runs it.
+    """HunyuanVideo as `HunyuanVideoPipeline` runs it, and SkyReels-V1 as `HunyuanSkyreelsImageToVideoPipeline` does.
 
-    Conditions: `prompt_embeds`, `prompt_attention_mask` (bool), `pooled_prompt_embeds`.
+    Conditions: `prompt_embeds`, `prompt_attention_mask` (bool), `pooled_prompt_embeds`. A checkpoint with twice as many input as
+    output channels is an image-to-video one (`first_frame` is "channels").
     """
 
     parts: ClassVar = {
@@ -135,9 +136,14 @@ class HunyuanVideoSpec(ModelSpec):
     token_plan = TokenPlan(outputs={"x_embedder": 1, "rope": 0})
 
     @property
+    def image_pipeline_class(self) -> Any:  # type: ignore[override]
+        """Image-to-video checkpoints have a pipeline of their own, and no other."""
+        return diffusers.HunyuanSkyreelsImageToVideoPipeline if self.facts.first_frame == "channels" else None
+
+    @property
     def pipeline_class(self) -> Any:  # type: ignore[override]
         """It is imported when it is asked for: pipelines, unlike networks, import schedulers and much else."""
-        return diffusers.HunyuanVideoPipeline
+        return self.image_pipeline_class or diffusers.HunyuanVideoPipeline
 
     text_varies = True  # at batch size 1
 
@@ -214,14 +220,24 @@ class HunyuanVideoSpec(ModelSpec):
         conditions: Conditions,
         meta: VideoMeta,
     ) -> Tensor:
+        """See `ModelSpec.predict`.
+
+        Raises:
+            ValueError: a first frame is given, and the checkpoint takes none.
+        """
         network = unwrap(transformer)
         dtype = input_dtype(network)
         guidance = None
         if network.config.guidance_embeds:
             scale = TRAINING_GUIDANCE if meta.guidance is None else meta.guidance
             guidance = torch.full_like(t, scale * EMBEDDING_SCALE, dtype=dtype)
+        x_BCTHW, first_frame = x_BCTHW.to(dtype), meta.extra.get("first_frame")
+        if self.facts.first_frame == "channels":
+            x_BCTHW = torch.cat([x_BCTHW, _first_frame_channels(x_BCTHW, first_frame)], dim=1)
+        elif first_frame is not None:
+            raise ValueError("this is a text-to-video checkpoint of hunyuan_video: it takes no first frame")
         return transformer(
-            hidden_states=x_BCTHW.to(dtype),
+            hidden_states=x_BCTHW,
             # In fp32, like the pipeline's: bf16 would round noise levels to 1/256.
             timestep=t.float() * EMBEDDING_SCALE,
             encoder_hidden_states=conditions["prompt_embeds"].to(dtype),
@@ -231,6 +247,14 @@ class HunyuanVideoSpec(ModelSpec):
             attention_kwargs=None if conditions.lengths is None else {_LENGTHS: conditions.lengths},
             return_dict=False,
         )[0]
+
+
+def _first_frame_channels(x_BCTHW: Tensor, first_frame_BC1HW: Tensor | None) -> Tensor:
+    """The channels that tell the first frame: it at time 0, zeros elsewhere, and in rows without one."""
+    channels = torch.zeros_like(x_BCTHW)
+    if first_frame_BC1HW is not None:
+        channels[:, :, :1] = first_frame_BC1HW.to(x_BCTHW.dtype)
+    return channels
 
 
 # ---- attention without masks -----------------------------------------------------------------------------------------

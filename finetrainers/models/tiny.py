@@ -24,6 +24,7 @@ from diffusers import (
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanSkyreelsImageToVideoPipeline,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     LTXPipeline,
@@ -33,6 +34,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel,
 
 from .tiny_tokenizers import clip_tokenizer, llama_tokenizer, t5_tokenizer
 
+HunyuanVideoVersion = Literal["t2v", "i2v"]
+#: The second is SkyReels-V1's, which has the image's latent on 16 more channels.
+_HUNYUAN_PIPELINES = {"t2v": HunyuanVideoPipeline, "i2v": HunyuanSkyreelsImageToVideoPipeline}
 CogVideoXVersion = Literal["2b", "5b", "1.5", "i2v", "control"]
 _ROTARY = {"use_rotary_positional_embeddings": True}
 #: By version of CogVideoX: the size of its samples (frames, latent height, latent width), and its transformer's options.
@@ -80,11 +84,17 @@ def build_ltx_video(directory: Path | str, *, seed: int = 0, layers: int = 2) ->
     return _save(pipeline, directory)
 
 
-def build_hunyuan_video(directory: Path | str, *, seed: int = 0) -> Path:
-    """Write a tiny HunyuanVideo: 8x8x4 compression to 16 channels, 2x2 patches, guidance embedding, Llama and CLIP."""
+def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: HunyuanVideoVersion = "t2v") -> Path:
+    """Write a tiny HunyuanVideo: 8x8x4 compression to 16 channels, 2x2 patches, guidance embedding, Llama and CLIP.
+
+    Raises:
+        ValueError: there is no such version.
+    """
+    if version not in _HUNYUAN_PIPELINES:
+        raise ValueError(f"unknown HunyuanVideo version {version!r}; valid: {', '.join(_HUNYUAN_PIPELINES)}")
     with seeded(seed):
         tokenizers, encoders = _hunyuan_texts()
-        pipeline = HunyuanVideoPipeline(
+        pipeline = _HUNYUAN_PIPELINES[version](
             tokenizer=tokenizers[0],
             text_encoder=encoders[0],
             tokenizer_2=tokenizers[1],
@@ -97,7 +107,7 @@ def build_hunyuan_video(directory: Path | str, *, seed: int = 0) -> Path:
                 scaling_factor=0.476986,
             ),
             transformer=HunyuanVideoTransformer3DModel(
-                in_channels=16,
+                in_channels=32 if version == "i2v" else 16,
                 out_channels=16,
                 num_attention_heads=2,
                 attention_head_dim=16,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 import torch.nn.functional as F
@@ -369,14 +371,14 @@ def test_the_scheduler_is_the_checkpoints_and_the_process_is_a_flow(spec):
     assert spec.process(scheduler) == FlowMatching()
 
 
-def test_image_to_video_checkpoints_are_refused(spec, repo, tmp_path):
+def test_checkpoints_whose_text_encoder_sees_the_image_are_refused(spec, repo, tmp_path):
     config = HunyuanVideoTransformer3DModel.load_config(repo, subfolder="transformer")
     changed = {**config, "in_channels": 33, "image_condition_type": "latent_concat"}
     HunyuanVideoTransformer3DModel.from_config(changed).save_pretrained(str(tmp_path))
     other = get_family("hunyuan_video").load(section(repo, transformer_id=str(tmp_path)))
-    with pytest.raises(ValueError, match="image-to-video"):
+    with pytest.raises(ValueError, match="HunyuanVideo-I2V"):
         other.load_transformer(torch.float32)
-    with pytest.raises(ValueError, match="image-to-video"):
+    with pytest.raises(ValueError, match="HunyuanVideo-I2V"):
         other.transformer_on_meta()
 
 
@@ -385,6 +387,47 @@ def test_image_to_video_checkpoints_are_refused(spec, repo, tmp_path):
 
 def request(**options) -> SampleRequest:
     return SampleRequest(num_frames=5, height=32, width=48, frame_rate=24.0, num_inference_steps=2, **options)
+
+
+@pytest.fixture(scope="module")
+def skyreels(tiny_repo) -> HunyuanVideoSpec:
+    """SkyReels-V1 from an image."""
+    return get_family("hunyuan_video").load(section(tiny_repo("hunyuan_video", version="i2v")))
+
+
+def test_an_image_is_seen_as_its_pipeline_shows_it(skyreels, conditions, pipeline_call):
+    """One step, and whole samples with classifier-free guidance, equal the pipeline's own."""
+    pipe = DiffusionPipeline.from_pretrained(skyreels.config.pretrained_model_name_or_path, dtype=torch.float32)
+    assert type(pipe) is skyreels.pipeline_class is skyreels.image_pipeline_class
+    calls = recorder(pipe.transformer)
+    image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8))
+    size = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH, "num_inference_steps": 2}
+    seed = torch.Generator().manual_seed
+    expected = pipe(image, SHORT, negative_prompt=LONG, **size, output_type="pt", generator=seed(3)).frames
+
+    given = calls[0]["hidden_states"]
+    frame = given[:, 16:, :1]
+    assert frame.abs().min() > 0
+    assert not given[:, 16:, 1:].any()
+    meta = VideoMeta(fps=META.fps, extra={"first_frame": frame}, guidance=skyreels.facts.guidance)
+    transformer = skyreels.load_transformer(torch.float32)
+    with torch.no_grad():
+        ours = skyreels.predict(transformer, given[:, :16], calls[0]["timestep"] / 1000, conditions.rows([0]), meta)
+        without = skyreels.predict(transformer, given[:, :16], calls[0]["timestep"] / 1000, conditions.rows([0]), META)
+    torch.testing.assert_close(ours, calls[0]["output"], rtol=0, atol=1e-5)
+    assert not torch.allclose(ours, without, atol=1e-3)
+
+    built = skyreels.pipeline(transformer, skyreels.load_vae(), skyreels.load_scheduler(), image_to_video=True)
+    asked = SampleRequest(**size, frame_rate=24.0, image=image)
+    call = skyreels.pipeline_call(conditions.rows([0]), conditions.rows([1]), asked)
+    actual = built(**call, output_type="pt", generator=seed(3)).frames
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_a_first_frame_for_a_text_to_video_checkpoint_is_refused(spec, transformer, conditions):
+    meta = VideoMeta(fps=META.fps, extra={"first_frame": latents()[:, :, :1]})
+    with pytest.raises(ValueError, match="takes no first frame"):
+        spec.predict(transformer, latents(), torch.tensor([0.4]), conditions.rows([0]), meta)
 
 
 @pytest.mark.parametrize(

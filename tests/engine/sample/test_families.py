@@ -46,7 +46,7 @@ def test_samples_are_those_of_the_pipeline(
     repository = tiny_repo(family, version)
     spec = random_lora(family, repository, tmp_path / "lora")
     flags: list[object] = []
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"negative_prompt": ""}
     takes_image = spec.facts.first_frame != "none"
     if takes_image:
         Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(
@@ -71,6 +71,8 @@ def test_samples_are_those_of_the_pipeline(
     pipeline = cls.from_pretrained(repository)
     pipeline.set_progress_bar_config(disable=True)
     size = {} if spec.facts.media else {"num_frames": 9}
+    # Attention without masks rounds otherwise, which classifier-free guidance at 6 amplifies.
+    rounding = 1 if (family, version) == ("hunyuan_video", "i2v") else 0
     for scale in (0.0, 0.5, 1.0):
         if scale == 0.5:
             pipeline.load_lora_weights(str(tmp_path / "lora"), adapter_name="mine")
@@ -81,7 +83,8 @@ def test_samples_are_those_of_the_pipeline(
             generator=torch.Generator().manual_seed(sample_seed(SEED, PROMPT)),
         ).frames[0]  # fmt: skip
         name = f"pattern-number-0_{f'lora_scale-{scale:g}' if scale else 'base'}_seed-7.mp4"
-        assert np.array_equal(frames[name], (np.asarray(made) * 255).round().astype(np.uint8)), name
+        off = np.abs(frames[name].astype(int) - (np.asarray(made) * 255).round()).max()
+        assert off <= rounding, name
     stacked = np.stack(list(frames.values())).astype(int)
     assert len(stacked) == 3
     assert min(np.abs(stacked[0] - stacked[1]).max(), np.abs(stacked[1] - stacked[2]).max()) > 8
