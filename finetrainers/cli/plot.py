@@ -14,7 +14,7 @@ from .overview import described
 
 def add_plot(commands: Any) -> None:
     """Add the subcommand to the parser's."""
-    about = "draw a run's losses, rewards and timings into its curves.png"
+    about = "draw a run's losses, rewards and timings into its curves.png, kept rollouts into rollouts.png"
     plot = commands.add_parser("plot", **described(about, "plot runs/first", "plot runs/*"))
     plot.add_argument("directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir, also while it runs")
     plot.set_defaults(run=_plot, check=_check)
@@ -25,6 +25,18 @@ def _check(_: argparse.Namespace) -> list[Problem]:
     return [Problem("matplotlib", "is not installed; pip install matplotlib")] if missing else []
 
 
+def _plot_rollouts(directory: Path) -> Path | None:
+    """The best and the worst clips of kept rollouts below each other, with their scores; None where none were kept."""
+    from finetrainers.engine.callbacks.samples import sheet_of
+
+    videos = sorted(path for kind in ("best", "worst") for path in directory.glob(f"rollouts/step-*/{kind}.mp4"))
+    if not videos:
+        return None
+    picture = directory / "rollouts.png"
+    sheet_of(videos).save(picture)
+    return picture
+
+
 def _plot(arguments: argparse.Namespace) -> int:
     from finetrainers.utils.curves import plot_run
 
@@ -32,6 +44,8 @@ def _plot(arguments: argparse.Namespace) -> int:
     for directory in arguments.directory:
         try:
             print(plot_run(directory))
+            if (picture := _plot_rollouts(directory)) is not None:
+                print(picture)
         except ValueError as error:
             problems.append(Problem("RUN", str(error)))
     if problems:

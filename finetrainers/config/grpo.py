@@ -122,9 +122,12 @@ class GRPOSection(Section):
         "sample frames. The default is the rate the model was trained at.", resume="free", gt=0, le=1000)
     keep_pairs: bool = option(False, "Write the clips with the highest and the lowest advantage of each prompt to "
         "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free")
-    keep_rollouts_every: int | None = option(None, "Write the best and the worst clip of a prompt, with their scores, "
-        "to `rollouts/` every N rollouts; a tracker shows them. 0 writes none. The default is 10 with a tracker, else 0.",
-        resume="free", ge=0)
+    keep_rollouts: int = option(0, "Write N clips of every prompt of a kept rollout, half of them the best and half the "
+        "worst, with prompt, seed, scores and advantage in `clips.jsonl`. `--method dpo` trains on them. 0 writes the best "
+        "and the worst clip of one prompt.", resume="free", ge=0, le=100_000)
+    keep_rollouts_every: int | None = option(None, "Write clips with their scores to `rollouts/` every N rollouts; a "
+        "tracker shows them. 0 writes none. The default is 10 with a tracker or `keep_rollouts`, else 0.", resume="free",
+        ge=0)
     dancegrpo_files: bool = option(False, "Write the files of DanceGRPO's trainer into `output_dir`, too: `vq_reward.txt` "
         "and `mq_reward.txt`, the mean normalized scores of VideoAlign, a rollout a line, and "
         "`videos/PREFIX_{rank}_{prompt}.mp4`, a clip of each prompt, which the next rollout replaces. PREFIX is the first "

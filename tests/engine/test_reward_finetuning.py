@@ -96,7 +96,7 @@ def curve(directory: str | Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 def test_every_family_trains(family: str, training_type: str, options: Callable[..., dict[str, Any]]) -> None:
     given = options(family, training_type=training_type, lr=1e-3, keep_pairs=family == "ltx_video")
-    given |= {"keep_rollouts_every": 2} if family == "ltx_video" else {}
+    given |= {"keep_rollouts": 3, "keep_rollouts_every": 2} if family == "ltx_video" else {}
     state = run(preflight(load_config(**given)))
     assert state is not None
     found = records(given["output_dir"])
@@ -114,7 +114,11 @@ def test_every_family_trains(family: str, training_type: str, options: Callable[
     manifest = [json.loads(line) for line in (root / "manifest.jsonl").read_text().splitlines()]
     assert [entry["prompt"] for entry in manifest] == ["a red ball", "a blue cube rolls", "a cat"]
     shown = {path.relative_to(root / "rollouts").as_posix() for path in root.glob("rollouts/*/*")}
-    names = ("best.mp4", "scores.json", "worst.mp4") if family == "ltx_video" else ()
+    names = (
+        ("best.mp4", "clips.jsonl", "prompt-01-rank-04.mp4", "scores.json", "worst.mp4")
+        if family == "ltx_video"
+        else ()
+    )
     assert shown >= {f"step-000001/{name}" for name in names}
     assert all(name.startswith("step-000001/") for name in shown)  # of every second rollout
     assert bool(shown) == bool(names)

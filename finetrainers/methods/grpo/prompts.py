@@ -141,7 +141,14 @@ class Job:
             stream: what they are for, such as `start`.
             of_group: those that all clips of the group share.
         """
-        return generator("cpu", seed, "rollout", self.rollout, self.slot, 0 if of_group else self.generation, stream)
+        return generator("cpu", *self._purpose(seed, stream, of_group))
+
+    def noise_seed(self, seed: int, stream: str, *, of_group: bool = False) -> int:
+        """What `torch.Generator.manual_seed` takes to give these random numbers."""
+        return derive_seed(*self._purpose(seed, stream, of_group))
+
+    def _purpose(self, seed: int, stream: str, of_group: bool) -> tuple[int | str, ...]:
+        return seed, "rollout", self.rollout, self.slot, 0 if of_group else self.generation, stream
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
