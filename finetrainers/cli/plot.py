@@ -11,6 +11,8 @@ from finetrainers.config.errors import ConfigError, Problem
 
 from .overview import described
 
+_ROLLOUTS = 6  # that are shown together, at most
+
 
 def add_plot(commands: Any) -> None:
     """Add the subcommand to the parser's."""
@@ -28,10 +30,13 @@ def _check(_: argparse.Namespace) -> list[Problem]:
 def _plot_rollouts(directory: Path) -> Path | None:
     """The best and the worst clips of kept rollouts below each other, with their scores; None where none were kept."""
     from finetrainers.engine.callbacks.samples import sheet_of
+    from finetrainers.utils.contact_sheet import spaced
 
-    videos = sorted(path for kind in ("best", "worst") for path in directory.glob(f"rollouts/step-*/{kind}.mp4"))
-    if not videos:
+    folders = [path.parent for path in sorted(directory.glob("rollouts/step-*/best.mp4"))]
+    if not folders:
         return None
+    shown = [folders[place] for place in spaced(len(folders), _ROLLOUTS)]
+    videos = [path for folder in shown for kind in ("best", "worst") if (path := folder / f"{kind}.mp4").is_file()]
     picture = directory / "rollouts.png"
     sheet_of(videos).save(picture)
     return picture

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from finetrainers.cli.main import main
-from finetrainers.utils.curves import Marks, draw, plot_run
+from finetrainers.engine.callbacks.samples import sheet_of
+from finetrainers.utils.curves import Marks, draw, marks_of, plot_run, read_metrics
+from finetrainers.utils.video import write_mp4
 
 
 def write(directory: Path, *records: dict[str, float]) -> Path:
@@ -135,3 +138,23 @@ def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().err
     assert "is no run directory" in said
     assert "has no records to draw yet" in said
+
+
+def test_kept_rollouts_and_reward_hacking_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best clip above the worst one, of six rollouts at most; a run without KL has no panel over it."""
+    run = write(tmp_path / "run", *({k: v for k, v in record.items() if k != "kl"} for record in SCORED))
+    (run / "events.jsonl").write_text('{"event": "reward_hacking", "step": 2}\n')
+    for step in range(1, 9):
+        for kind in ("best", "worst"):
+            clip = np.full((9, 32, 32, 3), 20 * step, dtype=np.uint8)
+            write_mp4(run / "rollouts" / f"step-{step:06d}" / f"{kind}.mp4", clip, fps=8.0, comment=f"a\n{kind}")
+    assert main(["plot", str(run)]) == 0
+    assert capsys.readouterr().out.split() == [str(run / "curves.png"), str(run / "rollouts.png")]
+    sheet = Image.open(run / "rollouts.png")
+    of_one = sheet_of([run / "rollouts" / "step-000001" / f"{kind}.mp4" for kind in ("best", "worst")])
+    assert 5 < sheet.height / of_one.height < 6.1
+    figure = draw(read_metrics(run / "metrics.jsonl"), marks_of([{"event": "reward_hacking", "step": 2}]))
+    assert "Reward over KL divergence" not in titles(figure)
+    assert figure.get_supxlabel().endswith("red: reward hacking")
+    for axes in figure.axes:
+        assert any(list(line.get_xdata()) == [2.0, 2.0] and line.get_color() == "tab:red" for line in axes.lines)
