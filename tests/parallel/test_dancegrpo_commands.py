@@ -1,0 +1,116 @@
+"""DanceGRPO's commands, as docs/reference/dancegrpo.md shows them, train on two processes; only sizes and counts are smaller."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import DANCEGRPO, DANCEGRPO_6GPUS
+from real_process import Python
+from safetensors.torch import load_file
+from snippets import ROOT, blocks, logical_lines
+from test_docs import commands
+from tiny_videoalign import Published
+
+from finetrainers.config.dialects.aliases import FOREIGN
+from finetrainers.config.root import fields
+
+PAGE = ROOT / "docs" / "reference" / "dancegrpo.md"
+#: What takes the place of sizes and counts that are too large for a test; one more clip is accumulated than is kept.
+SMALLER = {
+    "--h": "32", "--w": "32", "--t": "5", "--sampling_steps": "3", "--num_generations": "4", "--max_train_steps": "2",
+    "--checkpointing_steps": "1",
+}  # fmt: skip
+GUIDE = {**SMALLER, "--num_generations": "2", "--bestofn": "2", "--gradient_accumulation_steps": "3"}
+SCRIPT = {**SMALLER, "--max_train_steps": "1", "--bestofn": "4", "--gradient_accumulation_steps": "2"}
+
+
+def shown() -> tuple[list[str], list[str], list[str]]:
+    """The words of the page's commands: preparation, the guide's, the published script's."""
+    lines = [line for block in blocks(PAGE, "bash") for line in logical_lines(block.text)]
+    prepare, guide, script = [words for line in lines for words in commands(line)]
+    return prepare[1:], guide[guide.index("train.py") + 1 :], script[script.index("train.py") + 1 :]
+
+
+def smaller(flags: list[str], values: dict[str, str]) -> list[str]:
+    """The same flags with other values."""
+    return [values.get(before, word) for before, word in zip(["", *flags], flags, strict=False)]
+
+
+def test_the_page_shows_the_commands_and_explains_each_flag() -> None:
+    _, guide, script = shown()
+    assert sorted(guide) == sorted(DANCEGRPO_6GPUS)
+    assert sorted(script) == sorted(DANCEGRPO)
+    table = PAGE.read_text(encoding="utf-8").partition("## The flags")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE)
+    explained = re.findall(r"--(\w+)", " ".join(cells))
+    given = {word.removeprefix("--") for word in (*guide, *script) if word.startswith("--")}
+    assert sorted(explained) == sorted(given)
+    assert given <= {*fields(), *FOREIGN}
+
+
+@pytest.fixture(scope="module")
+def workplace(tiny_repo: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what the guide has downloaded."""
+    root = tmp_path_factory.mktemp("workplace")
+    (root / "data").mkdir()
+    (root / "data" / "HunyuanVideo").symlink_to(tiny_repo("hunyuan_video"))
+    (root / "assets").mkdir()
+    (root / "assets" / "video_prompts.txt").write_text("a dog runs\na red ball\na small blue house\n")
+    model = Published(tmp_path_factory.mktemp("videoalign"))
+    (root / "videoalign_ckpt").symlink_to(model.complete)
+    (root / "Qwen").mkdir()
+    (root / "Qwen" / "Qwen2-VL-2B-Instruct").symlink_to(model.base)
+    return root
+
+
+def trained(python: Python, workplace: Path, flags: list[str]) -> tuple[Path, str]:
+    """Train on two processes; the run directory, and what was said."""
+    output = workplace / flags[flags.index("--output_dir") + 1]
+    shutil.rmtree(output, ignore_errors=True)
+    environment: dict[str, Any] = {"cwd": workplace, "OMP_NUM_THREADS": "1"}
+    ranks = python.ranks(2, str(ROOT / "train.py"), *flags, **environment)
+    for rank in ranks:
+        assert rank.wait(150) == 0, rank.stderr[-4000:]
+    return output, ranks[0].stderr
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_both_commands_train(workplace: Path, python: Python) -> None:
+    prepare, guide, script = shown()
+    done = python("-m", "finetrainers", *prepare, cwd=workplace)
+    assert done.wait() == 0, done.stderr
+    assert len(json.loads((workplace / "data/rl_embeddings/videos2caption.json").read_text())) == 3
+
+    run, said = trained(python, workplace, smaller(guide, GUIDE))
+    assert "--gradient_accumulation_steps 3 exceeds the 2 clips" in said
+    assert "--max_train_steps 2 and --checkpointing_steps 1 count rollouts, of 1 optimizer step each" in said
+    records = [json.loads(line) for line in lines(run / "metrics.jsonl")]
+    steps = [record for record in records if "reward/videoalign.vq" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    assert [record["clips_trained"] for record in steps] == [6, 6]  # 3 prompts of the pair x 2 clips
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-1", "step-2"]
+    assert load_file(run / "transformer" / "diffusion_pytorch_model.safetensors")
+    for name, head in (("vq_reward", "videoalign.vq"), ("mq_reward", "videoalign.mq")):
+        expected = [f"{record[f'reward_normalized/{head}']:.4g}" for record in steps]
+        assert [f"{float(line):.4g}" for line in lines(run / f"{name}.txt")] == expected
+    assert sorted(path.name for path in (run / "videos").iterdir()) == [f"hunyuan_0_{n}.mp4" for n in range(3)]
+    log = (run / "train.log").read_text()
+    assert "2 processes (fsdp2, on the host" in log
+    assert log.count("vq_reward") == 2
+    assert "step 2/2" in log
+
+    run, said = trained(python, workplace, smaller(script, SCRIPT))
+    assert "--max_train_steps 1 and --checkpointing_steps 1 count rollouts, of 2 optimizer steps each" in said
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2"]
+    assert [len(lines(run / f"{name}_reward.txt")) for name in ("vq", "mq")] == [1, 1]
+    assert sorted(path.name for path in (run / "videos").iterdir()) == ["hunyuan_0_0.mp4", "hunyuan_1_0.mp4"]
