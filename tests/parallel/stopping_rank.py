@@ -67,7 +67,7 @@ def run_job(options: dict[str, Any]) -> dict[str, Any]:
     digest = hashlib.sha256()
     for parameter in state.parallel.unwrap(state.transformer).parameters():
         if parameter.requires_grad:
-            digest.update(parameter.detach().float().numpy().tobytes())
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return {
         "step": state.step,
         "stopped_by": state.stopped_by,

@@ -188,5 +188,8 @@ def test_accelerate_does_not_know_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> No
 def test_options_of_fsdp_without_it_are_named(caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(open_strategy(config_for(sync_each_batch=True, fsdp_cpu_offload=True)), DDP)
     assert "--sync_each_batch has no effect without FSDP2" in caplog.text
+    with pytest.raises(ConfigError, match="no launcher started any"):
+        open_strategy(config_for(fsdp="full", overlap_gradient_exchange=False))
+    assert "--overlap_gradient_exchange has an effect under DDP only" in caplog.text
     assert "--fsdp_cpu_offload has no effect" in caplog.text
     assert "--fsdp_reshard" not in caplog.text
