@@ -76,6 +76,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch({"activation_memory": "auto"}, "blocks compute some activations again, or move them to host memory", 2, 0),
     Switch({"offload_trajectory": True}, "sampled latents travel to host memory and back", 4),
     Switch({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),
+    Switch({"overlap_gradient_exchange": False}, "gradients are averaged after the backward pass, not during it", 8),
     Switch({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10),
     Switch({"optimizer": "adamw-torchao-8bit"}, "optimizer state is rounded to 8 bits", 12),
     Switch({"blocks_to_swap": "auto"}, "frozen weights travel over PCIe in forward and in backward; host memory", 20),
