@@ -78,6 +78,26 @@ def resolve_reward(name: str) -> type[Reward]:
     raise ValueError(f"reward {name!r} is a {type(found).__name__}; a function or a subclass of Reward is wanted")
 
 
+def takes_device(entry: RewardEntry) -> bool:
+    """Whether a reward computes on a device that can be chosen. A server chooses its own."""
+    if entry.reward.startswith(("http://", "https://")):
+        return False
+    try:
+        return "device" in inspect.signature(resolve_reward(entry.reward)).parameters
+    except ValueError:  # it is no reward, which is told elsewhere
+        return False
+
+
+def on_device(entries: Sequence[RewardEntry], device: str | None) -> list[RewardEntry]:
+    """The entries with a device for each that takes one and names none."""
+    return [
+        entry.model_copy(update={"options": {**entry.options, "device": device}})
+        if device is not None and "device" not in entry.options and takes_device(entry)
+        else entry
+        for entry in entries
+    ]
+
+
 def reward_problems(entry: RewardEntry) -> list[str]:
     """Problems of an entry: unknown name, head or option. Loads no weights."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections import Counter
@@ -23,6 +24,7 @@ from finetrainers.config.load import load_config
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
 from finetrainers.engine.training import train
+from finetrainers.methods.registry import method_spec
 from finetrainers.models.registry import families
 from finetrainers.utils.video import read_mp4
 
@@ -369,3 +371,40 @@ def test_text_is_encoded_once(
     calls.clear()
     train(load_config(**options(**shared, output_dir=str(tmp_path / "again"))))
     assert calls == []
+
+
+def test_rewards_compute_on_the_device_that_is_asked_for(
+    options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they name their own; also those of the evaluation, and in the estimate."""
+    (tmp_path / "placed.py").write_text(
+        "from finetrainers.rewards.base import Reward\n\nmade = []\n\n\n"
+        "class Placed(Reward):\n"
+        "    def __init__(self, device: str = 'auto', kind: str = ''):\n"
+        "        made.append((kind, device))\n\n"
+        "    def score(self, videos, prompts, *, fps):\n"
+        "        return {'score': videos.mean(dim=(1, 2, 3, 4))}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("a dog\n")
+    given = options(
+        reward=["placed:Placed,kind=a", "placed:Placed,kind=b,device=auto", "brightness=0"], train_steps=1,
+        eval_prompts=str(held_out), eval_reward=["placed:Placed,kind=c"], reward_device="cpu",
+    )  # fmt: skip
+    config = load_config(**given)
+    train(config)
+    placed = importlib.import_module("placed")
+    assert placed.made == [("a", "cpu"), ("b", "auto"), ("c", "cpu")]
+    assert [entry.options.get("device") for entry in method_spec(config).rewards(config)] == [
+        "cpu",
+        "auto",
+        None,
+        "cpu",
+    ]
+    for changes, message in (
+        ({"reward": ["brightness"], "eval_reward": None}, "--reward_device: cpu: no reward is a network"),
+        ({"reward_device": "gpu"}, "--reward_device: gpu is none of auto, cpu, cuda"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            preflight(load_config(**{k: v for k, v in {**given, **changes}.items() if v is not None}))

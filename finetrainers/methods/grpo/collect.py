@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from finetrainers.methods.base import MethodParts
 from finetrainers.rewards.pixels import to_uint8
+from finetrainers.rewards.registry import on_device
 from finetrainers.rewards.reward_set import RewardSet, Scores
 
 from .advantage import Advantages, best_of_n, compute_advantages
@@ -68,7 +69,9 @@ class Collector:
         self.panel = parts.parallel.in_turns(
             "loading the rewards",
             lambda: RewardSet(
-                section.reward, on_error=section.reward_on_error, failures=config.run.output_dir / "failed_rewards"
+                on_device(section.reward, section.reward_device),
+                on_error=section.reward_on_error,
+                failures=config.run.output_dir / "failed_rewards",
             ),
         )
         self._vae_stats = parts.vae_stats

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from finetrainers.config.hacking import trained_labels
 from finetrainers.methods.base import Evaluation, MethodParts, standard_normal
+from finetrainers.rewards.registry import on_device
 from finetrainers.rewards.reward_set import HeadScores, RewardSet, Scores
 from finetrainers.utils.seeding import generator
 
@@ -33,7 +34,7 @@ class PromptEvaluation:
         if self.prompts and rewards:
             self.panel = parts.parallel.in_turns(
                 "loading the evaluation rewards",
-                lambda: RewardSet(rewards, on_error=section.reward_on_error),
+                lambda: RewardSet(on_device(rewards, section.reward_device), on_error=section.reward_on_error),
             )
         entries = rewards if self.prompts and rewards else section.reward
         self._trained = trained_labels(section.reward, entries)

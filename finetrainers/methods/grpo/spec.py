@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,22 @@ class RewardFinetuning(MethodSpec):
         return 2 if config.grpo.rollout_cfg != 1 else 1
 
     def rewards(self, config: TrainConfig) -> list[RewardEntry]:
-        return [*config.grpo.reward, *super().rewards(config)]
+        from finetrainers.rewards.registry import on_device
+
+        return on_device([*config.grpo.reward, *super().rewards(config)], config.grpo.reward_device)
+
+    def problems(self, config: TrainConfig) -> list[Problem]:
+        from finetrainers.rewards.registry import takes_device
+
+        found, device = super().problems(config), config.grpo.reward_device
+        if device is None:
+            return found
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+            found.append(Problem("--reward_device", f"{device} is none of auto, cpu, cuda, cuda:0, cuda:1, ..."))
+        entries = [*config.grpo.reward, *config.validation.eval_reward]
+        if not found and not any(map(takes_device, entries)):
+            found.append(Problem("--reward_device", f"{device}: no reward is a network that this run loads; remove it"))
+        return found
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float

@@ -21,7 +21,7 @@ def test_rewards_are_loaded_in_turns() -> None:
     def parts(*rewards: str) -> Any:
         validation = SimpleNamespace(eval_reward=[RewardEntry(**parse_reward(name)) for name in rewards])
         config = SimpleNamespace(
-            grpo=SimpleNamespace(reward_on_error="raise", reward=[]),
+            grpo=SimpleNamespace(reward_on_error="raise", reward=[], reward_device=None),
             validation=validation,
             training=SimpleNamespace(seed=0),
         )
