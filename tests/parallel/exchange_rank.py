@@ -27,10 +27,11 @@ from finetrainers.methods.base import Step
 from finetrainers.parallel import exchange
 from finetrainers.parallel.ddp import DDP
 
-#: Name -> what the network and the step are like. `spare`: the micro-batches that use a layer, on each rank.
+#: Name -> what the network and the step are like. `micro_batches` of each rank; `spare`: those that use a layer.
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "one micro-batch": {"micro_batches": 1},
+    "one micro-batch": {"micro_batches": (1, 1)},
+    "more on one rank": {"micro_batches": (3, 1)},
     "16 bits": {"dtype": torch.bfloat16},
     "checkpointed": {"checkpointed": True},
     "unused": {"spare": ((), ())},
@@ -173,7 +174,7 @@ def exchanges(rank: Rank) -> Iterator[tuple[str, Any]]:
             rank.prepare(overlaps=overlaps, **network)
             found = []
             for step in range(2):
-                rows = rank.rows(step, case.get("micro_batches", 3))
+                rows = rank.rows(step, case.get("micro_batches", (3, 3))[rank.parallel.rank])
                 rank.parallel.begin_step(1)  # a step that was given up before anything was sent
                 wanted = rank.expected(rows, spare=spare)
                 rank.sent.clear()

@@ -32,7 +32,7 @@ def ranks(python_of_module: Python, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_gradients_are_averaged_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(ranks):
-        assert len(rank["exchanges"]) == 14
+        assert len(rank["exchanges"]) == 16
         for name, (*equal, sent) in rank["exchanges"].items():
             assert equal == [True, True], name
             assert len(sent) > 5, name
