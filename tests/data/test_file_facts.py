@@ -14,6 +14,7 @@ from finetrainers.data.inspect import file_facts
 from finetrainers.data.inspect.file_facts import NOTHING, Facts, FileFacts
 from finetrainers.data.inspect.probe import Probe
 from finetrainers.data.reading.status import Unusable
+from finetrainers.utils.append_log import AppendLog
 
 PROBE = Probe(frames=17, fps=23.976, width=48, height=32, duration=0.7)
 
@@ -160,3 +161,18 @@ def test_without_recall_everything_is_new_and_remembered(clip: Path) -> None:
     fresh.keep(clip, clip.stat(), Facts(header=PROBE))
     record = memory_of(clip).of(clip, clip.stat())
     assert record.header == PROBE
+
+
+def test_files_of_other_processes_are_read_once_for_many_clips(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one for every process that has stored facts, so that looking there for each clip would grow with both."""
+    paths = [clip.with_name(f"{k}.mp4") for k in range(5)]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    FileFacts(tmp_path / "digests").digest(paths[0])
+    facts, read, news = FileFacts(tmp_path / "digests"), [], AppendLog.news
+    monkeypatch.setattr(AppendLog, "news", lambda log: read.append(1) or news(log))
+    facts.learn(paths)
+    assert len(read) == 1
+    assert [facts.digest(path) for path in paths] == [hashlib.sha256(path.name.encode()).hexdigest() for path in paths]
