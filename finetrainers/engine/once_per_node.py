@@ -45,7 +45,8 @@ class FirstFailed(ExpectedError, RuntimeError):
 def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> T:
     """`make()`, called by the first process of each machine alone; every process must ask the same questions in order.
 
-    Where processes cannot be told (no Linux, or the first one does not appear), or ask something else, each calls it.
+    Where processes cannot be told (no Linux, a launcher that does not say which are of one machine, a first one that does not
+    appear), or ask something else, each calls it.
 
     Args:
         make: gives what `json_objects` can write, or raises.
@@ -56,8 +57,8 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
         ConfigError: as the first process has raised it.
         FirstFailed: another error of the first process, or its end.
     """
-    others = local_world_size() - 1
-    if launched_processes() == 1 or others < 1 or sys.platform != "linux":
+    others = _others()
+    if others < 1 or sys.platform != "linux":
         return make()
     address, asked = _address(next(_calls)), hashlib.sha256(to_json(question).encode()).hexdigest()
     if launched_local_rank() == 0:
@@ -74,6 +75,12 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
     if outcome == "failed":
         raise FirstFailed(f"the first process of this machine has failed: {value}")
     return value
+
+
+def _others() -> int:
+    """Further processes of this machine, if the launcher says so."""
+    said = "LOCAL_RANK" in os.environ and not os.environ.keys().isdisjoint(("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
+    return local_world_size() - 1 if said and launched_processes() > 1 else 0
 
 
 def _address(call: int) -> str:
