@@ -60,9 +60,12 @@ class DanceGRPOFiles:
         for name, metric in _SCORES.items():
             found = [value for key, value in stats.items() if key == metric or key.startswith(f"{metric},")]
             path = self.folder / f"{name}.txt"
+            if not found and not path.is_file():
+                continue  # this run does not have the reward
             lines = path.read_text(encoding="utf-8").splitlines() if rollout and path.is_file() else []
             lines += ["nan"] * (rollout - len(lines))  # of rollouts before it was asked for
             value = found[0] if found else math.nan
             write_text_atomic(path, "".join(f"{line}\n" for line in [*lines[:rollout], f"{value:.6g}"]))
             said.append(f"{name} {value:.4f}")
-        logger.info("rollout %d: %s", rollout, ", ".join(said))
+        if said:
+            logger.info("rollout %d: %s", rollout, ", ".join(said))

@@ -36,6 +36,7 @@ def test_a_line_for_each_rollout_of_the_normalized_scores(tmp_path: Path) -> Non
     files(tmp_path).scores(0, {VQ: 0.7})
     assert (tmp_path / "vq_reward.txt").read_text() == "0.7\n"
     files(tmp_path / "late").scores(2, {VQ: 0.7})
+    assert [path.name for path in (tmp_path / "late").iterdir()] == ["vq_reward.txt"]
     assert (tmp_path / "late" / "vq_reward.txt").read_text() == "nan\nnan\n0.7\n"
 
 
