@@ -122,6 +122,8 @@ class GRPOSection(Section):
         "sample frames. The default is the rate the model was trained at.", resume="free", gt=0, le=1000)
     reward_device: str | None = option(None, "Device of the rewards that are networks, such as `cpu` or `cuda:1`. A "
         "reward's own `device=` precedes. By default they share the GPU of their process.", resume="free")
+    overlap_rewards: bool = option(False, "Score a batch of clips while the next one is sampled. For rewards that compute "
+        "elsewhere than on the GPU that samples: on servers, on another GPU or on the CPU (`reward_device`).", resume="free")
     keep_pairs: bool = option(False, "Write the clips with the highest and the lowest advantage of each prompt to "
         "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free")
     keep_rollouts: int = option(0, "Write N clips of every prompt of a kept rollout, half of them the best and half the "

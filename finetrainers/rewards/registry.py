@@ -88,6 +88,11 @@ def takes_device(entry: RewardEntry) -> bool:
         return False
 
 
+def shares_gpu(entry: RewardEntry) -> bool:
+    """Whether a reward that takes a device computes on whichever GPU its process has."""
+    return entry.options.get("device", "auto") in ("auto", "cuda")
+
+
 def on_device(entries: Sequence[RewardEntry], device: str | None) -> list[RewardEntry]:
     """The entries with a device for each that takes one and names none."""
     return [

@@ -129,6 +129,12 @@ class RewardSet:
             RewardError: a reward failed or gave a score that is not finite, and that is not masked; or it gave something
                 other than a score a clip, or changed the clips.
         """
+        return self.compute(videos, prompts, fps=fps, rollout=rollout, first_clip=first_clip)
+
+    def compute(
+        self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0
+    ) -> Scores:
+        """`score` outside of the main thread, where phases cannot be told apart."""
         due = self.due(rollout)
         clips = _Clips(_checked_pixels(videos, prompts, fps, first_clip), prompts, fps, rollout, first_clip)
         heads: dict[str, HeadScores] = {}

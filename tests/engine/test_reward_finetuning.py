@@ -394,8 +394,15 @@ def test_rewards_compute_on_the_device_that_is_asked_for(
     )  # fmt: skip
     config = load_config(**given)
     train(config)
+    overlapped = {**given, "overlap_rewards": True, "batch_size": 2, "output_dir": str(tmp_path / "overlapped")}
+    overlapped["reward"] = ["placed:Placed,kind=a", "brightness=0"]
     placed = importlib.import_module("placed")
-    assert placed.made == [("a", "cpu"), ("b", "auto"), ("c", "cpu")]
+    made = list(placed.made)
+    train(load_config(**overlapped))
+    train(load_config(**{**overlapped, "overlap_rewards": False, "output_dir": str(tmp_path / "in_turn")}))
+    assert curve(tmp_path / "overlapped") == curve(tmp_path / "in_turn")
+    assert "seconds/reward_overlapped" in records(tmp_path / "overlapped")[1]
+    assert made == [("a", "cpu"), ("b", "auto"), ("c", "cpu")]
     assert [entry.options.get("device") for entry in method_spec(config).rewards(config)] == [
         "cpu",
         "auto",
@@ -404,6 +411,7 @@ def test_rewards_compute_on_the_device_that_is_asked_for(
     ]
     for changes, message in (
         ({"reward": ["brightness"], "eval_reward": None}, "--reward_device: cpu: no reward is a network"),
+        ({"overlap_rewards": True}, "--overlap_rewards: placed:Placed computes on the GPU that samples"),
         ({"reward_device": "gpu"}, "--reward_device: gpu is none of auto, cpu, cuda"),
     ):
         with pytest.raises(ConfigError, match=message):

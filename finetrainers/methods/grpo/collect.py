@@ -23,6 +23,7 @@ from .keep_pairs import PairKeeper
 from .keep_rollouts import RolloutKeeper
 from .prompts import Job
 from .sampler import Replay, Sampler
+from .scoring import Scoring
 from .source import PromptSource
 
 
@@ -101,7 +102,7 @@ class Collector:
         latents: list[Tensor] = []
         replays: list[Replay] = []
         videos: dict[int, Tensor] = {}  # by index on the host, of clips that may be written
-        said: list[Scores] = []
+        scoring = Scoring(self.panel, spent, device, overlap=self.section.overlap_rewards)
         error: Exception | None = None
         for first in range(0, len(jobs), self.batch_size):
             chunk = jobs[first : first + self.batch_size]
@@ -118,7 +119,7 @@ class Collector:
                         decoded = self.decode(clean)
                     with timed(spent, "reward", device):
                         fps = self.reward_fps
-                        said.append(self.panel.score(decoded, texts, fps=fps, rollout=rollout, first_clip=number))
+                        scoring.add(decoded, texts, fps=fps, rollout=rollout, first_clip=number)
                     if self._files is not None:
                         self._files.clips(jobs, first, decoded)
                     for index, video in enumerate(decoded, start=first):
@@ -126,6 +127,8 @@ class Collector:
                             videos[index] = to_uint8(video)
             except Exception as caught:
                 error = caught
+        with timed(spent, "reward", device):
+            said, error = scoring.finish(error)
         # Another rank's reward may have failed, and would be waited for until the process group gives up.
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
         scores = Scores.joined(self.parallel.gather_shares(said))

@@ -1,0 +1,76 @@
+"""Scores the batches of a rollout, on request in a thread, while the next batch is sampled."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetrainers.rewards.reward_set import RewardSet, Scores
+
+
+class Scoring:
+    """The scores of a rollout's batches, in their order.
+
+    With `overlap` one batch is in flight, and the next one waits for it, so that the clips of at most two are in memory. Scores
+    are the same, since a clip's score depends on that clip alone.
+    """
+
+    def __init__(
+        self, panel: RewardSet, spent: MutableMapping[str, float], device: torch.device, *, overlap: bool
+    ) -> None:
+        """Args:
+        panel: the rewards.
+        spent: gets the seconds of the thread, as `reward_overlapped`.
+        device: of the process.
+        overlap: whether to score in a thread.
+        """
+        self.panel = panel
+        self.spent = spent
+        self.device = device
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rewards") if overlap else None
+        self._flying: Future[Scores] | None = None
+        self._done: list[Scores] = []
+
+    def add(self, videos: Tensor, prompts: Sequence[str], **about: Any) -> None:
+        """Score a batch, or have it scored; then an error of it is raised by the next call.
+
+        Args:
+            videos, prompts, about: what `RewardSet.score` takes.
+        """
+        if self._pool is None:
+            self._done.append(self.panel.score(videos, prompts, **about))
+            return
+        self._land()
+        self._flying = self._pool.submit(self._score, videos, prompts, about)
+
+    def finish(self, error: Exception | None) -> tuple[list[Scores], Exception | None]:
+        """The scores of all batches, and the first error: the given one, or that of the last batch, which is waited for."""
+        try:
+            self._land()
+        except Exception as caught:
+            error = error or caught
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        return self._done, error
+
+    def _land(self) -> None:
+        flying, self._flying = self._flying, None
+        if flying is not None:
+            self._done.append(flying.result())
+
+    def _score(self, videos: Tensor, prompts: Sequence[str], about: dict[str, Any]) -> Scores:
+        """In the thread, which has a current device and a stream of its own. The clips are on the host already."""
+        started = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if self.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self.device))
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
+            found = self.panel.compute(videos, prompts, **about)
+        self.spent["reward_overlapped"] = self.spent.get("reward_overlapped", 0.0) + time.perf_counter() - started
+        return found
