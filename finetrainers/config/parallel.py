@@ -9,6 +9,9 @@ from finetrainers.utils.text import plural
 from .base import Section
 from .option import option
 
+#: How the processes that share a clip exchange what attention needs.
+SpMode = Literal["ulysses", "ring"]
+
 
 # fmt: off
 class ParallelSection(Section):
@@ -34,9 +37,11 @@ class ParallelSection(Section):
     overlap_gradient_exchange: bool = option(True, "Average gradients over processes while the backward pass computes the "
         "rest (DDP). It takes a copy of the gradients on each GPU; without it, they are averaged after the backward pass.",
         resume="free")
-    sp_size: int = option(1, "Processes that share each clip (sequence parallelism, Ulysses): each stores the activations "
-        "of its part of the tokens. It must divide the processes and the network's attention heads.",
-        resume="free", ge=1)
+    sp_size: int = option(1, "Processes that share each clip (sequence parallelism): each stores the activations of its "
+        "part of the tokens. It must divide the processes.", resume="free", ge=1)
+    sp_mode: SpMode = option("ulysses", "What processes that share a clip exchange for attention. Each computes some of "
+        "the heads for all tokens (`ulysses`): `--sp_size` must divide the heads. Or each computes all heads for its own "
+        "tokens, while keys and values go around the group (`ring`): for any number of heads.", resume="free")
 
     def data_size(self, processes: int) -> int:
         """How many of so many processes train on clips of their own."""
@@ -52,4 +57,14 @@ def groups_problem(processes: int, size: int) -> str:
 def heads_problem(heads: int, size: int) -> str:
     """Why a network with so many attention heads cannot be split over `size` processes."""
     fitting = [str(n) for n in range(2, heads + 1) if heads % n == 0]
-    return f"{heads} attention heads do not divide by {size} processes; use one of {', '.join(fitting)}"
+    return f"{heads} attention heads do not divide by {size} processes; use one of {', '.join(fitting)}, or --sp_mode ring"
+
+
+def ring_problem(backend: str) -> str | None:
+    """Why attention by a backend cannot go around a ring; None if it can."""
+    if backend in ("auto", "native"):
+        return None
+    return (
+        f"ring: parts of the keys are merged by PyTorch's own kernels, not by {backend}; leave --attn_backend out, or use "
+        "--sp_mode ulysses"
+    )

@@ -58,7 +58,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     check_restorable(start, parallel)
     spec = checked.family.load(config.model)
     spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
-    check_split(spec, config.parallel.sp_size)
+    check_split(spec, config.parallel.sp_size, config.parallel.sp_mode)
     method_spec(config).check(plan, config, spec=spec)
     check_number_of_blocks(config, spec)
     scheduler = spec.load_scheduler()

@@ -108,7 +108,7 @@ def load_trainable_transformer(
         with _named_init_from():
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
     store_frozen_weights(transformer, config, spec, dtype=dtype, device=device)
-    spec.split_tokens(transformer, sequence_group)
+    spec.split_tokens(transformer, sequence_group, config.parallel.sp_mode)
     blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
     set_activation_memory(transformer, config.memory.stored, blocks=blocks)
     if config.memory.compile == "regional":

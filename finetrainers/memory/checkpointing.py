@@ -25,8 +25,8 @@ from finetrainers.config.sections import ActivationMemory
 
 from .activation_offload import ActivationOffload, BlockStore, Kept
 
-#: Operators that run fused attention: PyTorch's, by kernel and device, and those of flash-attn and of diffusers.
-_ATTENTION = re.compile(r"_scaled_dot_product_\w+|_?(flash|efficient|cudnn|flex)_att\w+")
+#: Operators that run fused attention: PyTorch's, by kernel and device, and those of flash-attn, of diffusers and of `models.ring`.
+_ATTENTION = re.compile(r"_scaled_dot_product_\w+|_?(flash|efficient|cudnn|flex|ring)_att\w+")
 
 
 def set_activation_memory(

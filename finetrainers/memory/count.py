@@ -24,11 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from finetrainers.models.spec import OPERATOR_BODIES
+
 from .activation_plan import spread
 from .block_swap import swap_blocks
 from .checkpointing import set_activation_memory
 
 if TYPE_CHECKING:
+    from finetrainers.config.parallel import SpMode
     from finetrainers.config.sections import ActivationMemory
     from finetrainers.models.spec import ModelSpec
 
@@ -95,6 +98,9 @@ class LiveStorages(TorchDispatchMode):
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in OPERATOR_BODIES:  # which allocate as well
+            with self:
+                return OPERATOR_BODIES[func](*args)
         found = func(*args, **(kwargs or {}))
         self.add(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
         return found
@@ -136,6 +142,7 @@ class StepShape:
         gradients_stay: False if each gradient leaves as soon as it is made.
         blocks_to_swap: how many blocks wait in host memory.
         sharing: processes that share each clip.
+        sp_mode: what they exchange.
     """
 
     latent: tuple[int, int, int, int]
@@ -148,6 +155,7 @@ class StepShape:
     gradients_stay: bool = True
     blocks_to_swap: int = 0
     sharing: int = 1
+    sp_mode: SpMode = "ulysses"
 
 
 def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted:
@@ -183,7 +191,7 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         fake_weights(net, shape)
-        spec.split_tokens(net, group)
+        spec.split_tokens(net, group, shape.sp_mode)
         blocks = spread(spec.block_modules(net), shape.share)
         offloads = set_activation_memory(net.train(), shape.stored, blocks=blocks, host="meta")
         if shape.blocks_to_swap:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+#: What ring attention adds to the peak of a block's backward pass: keys and values on the way, and their gradients in fp32. From
+#: nothing to 9 were counted in a pair of processes, by family.
+_RING_UNITS = 6.0
 _HALF = 2  # bytes of 16-bit floats, as of activations
 
 
@@ -264,7 +267,10 @@ def activations_of(config: TrainConfig, spec: ModelSpec, split: Split, *, halved
     kind = config.training.training_type
     plain = split.zero_stage > 0 or (kind == "lora" and not config.memory.lora_autocast)  # DeepSpeed has no autocast
     special = f"{kind} without autocast" if plain else f"{kind}-bf16" if halved else kind
-    return spec.activations.get(special, spec.activations[kind])
+    found = spec.activations.get(special, spec.activations[kind])
+    if config.parallel.sp_size > 1 and config.parallel.sp_mode == "ring":
+        return replace(found, backward=found.backward + _RING_UNITS)
+    return found
 
 
 def optimizer_state_bytes(config: TrainConfig) -> float:

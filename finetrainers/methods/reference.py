@@ -36,7 +36,7 @@ def reference_model(parts: MethodParts[Any]) -> Reference:
 
     def load() -> nn.Module:
         copy = parts.spec.load_transformer(parts.weights_dtype)
-        parts.spec.split_tokens(copy, parts.parallel.sequence_group)
+        parts.spec.split_tokens(copy, parts.parallel.sequence_group, parts.config.parallel.sp_mode)
         if parts.config.memory.compile == "regional":
             parts.spec.compile_blocks(copy)
         return copy

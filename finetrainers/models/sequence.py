@@ -1,8 +1,9 @@
-"""Sequence parallelism (Ulysses, arXiv:2309.14509): the tokens of each clip are split over a group of processes.
+"""Sequence parallelism: the tokens of each clip are split over a group of processes.
 
 All processes of a group are given the same whole inputs. Where the network has made tokens of the latents, each takes its
-part of them, and goes through the blocks with it. Attention needs all tokens: an all-to-all gives each process all tokens of
-a part of the heads, and another one takes its result back. Text tokens are whole on every process. The prediction is whole
+part of them, and goes through the blocks with it. Attention needs all tokens. An all-to-all gives each process all tokens of
+a part of the heads, and another one takes its result back (Ulysses, arXiv:2309.14509). Or keys and values go around the
+processes, which takes any number of heads (`ring`). Text tokens are whole on every process. The prediction is whole
 again on all of them, and so is the loss.
 
 Gradients: a process has those of its own tokens alone, so that those of a clip are the sum over its group. The backward pass
@@ -29,10 +30,11 @@ from torch import Tensor, nn
 
 from finetrainers.config.attention import AUTO
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.parallel import heads_problem
+from finetrainers.config.parallel import SpMode, heads_problem, ring_problem
 
 from .attention import Attend, set_processors
 from .batch import even_bounds
+from .ring import ring_attention
 from .sequence_dropout import split_dropout
 
 
@@ -137,9 +139,10 @@ class _Join(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SplitAttend(Attend):
-    """Attention over all tokens of a clip, of which each process has a part: it computes some of the heads for all."""
+    """Attention over all tokens of a clip, of which each process has a part: some of the heads for all, or its own for all heads."""
 
     sequence: SequenceGroup
+    mode: SpMode = "ulysses"
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, text: tuple[int, int] = (0, 0)
@@ -155,6 +158,9 @@ class SplitAttend(Attend):
         if torch.is_autocast_enabled(value.device.type):  # what attention computes in; norms give fp32
             dtype = torch.get_autocast_dtype(value.device.type)
             query, key, value = (one.to(dtype) for one in (query, key, value))
+        if self.mode == "ring":
+            shares, rank, group = self.sequence.shares, self.sequence.rank, self.sequence.group.group_name
+            return ring_attention(query, key, value, mask, before=before, shares=shares, rank=rank, group=group)
         query, key, value = self._whole([query, key, value], before, own)
         if mask is not None:
             clip = mask[..., before : before + 1].expand(*mask.shape[:-1], self.sequence.tokens)
@@ -186,32 +192,36 @@ class SplitAttend(Attend):
         return got.unflatten(0, (size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
-def check_split(spec: Any, size: int) -> None:
+def check_split(spec: Any, size: int, mode: SpMode = "ulysses") -> None:
     """Refuse to split clips over `size` processes where the network cannot be; before it is loaded.
 
     Args:
         spec: of the model.
         size: how many processes share a clip.
+        mode: what they exchange.
 
     Raises:
-        ConfigError: the family has no `token_plan`, or the heads of its network do not divide.
+        ConfigError: the family has no `token_plan`, the heads of its network do not divide, or its attention does not go
+            around a ring.
     """
     heads = spec.configs[spec.facts.trained].get("num_attention_heads")
     if size > 1 and spec.token_plan is None:
         message = f"{spec.name} does not tell where its network can be split (`ModelSpec.token_plan`); leave it out"
         raise ConfigError([Problem("--sp_size", message)])
-    if heads is not None and heads % size:
+    if mode == "ulysses" and heads is not None and heads % size:
         raise ConfigError([Problem("--sp_size", heads_problem(heads, size))])
+    if mode == "ring" and size > 1 and (problem := ring_problem(spec.config.attn_backend)) is not None:
+        raise ConfigError([Problem("--sp_mode", problem)])
 
 
-def share_clips(spec: Any, network: nn.Module, group: dist.ProcessGroup | None) -> None:
+def share_clips(spec: Any, network: nn.Module, group: dist.ProcessGroup | None, mode: SpMode) -> None:
     """See `ModelSpec.split_tokens`."""
     if group is None:
         return
-    check_split(spec, dist.get_world_size(group))
+    check_split(spec, dist.get_world_size(group), mode)
     sequence = SequenceGroup(group)
     backend = "native" if spec.config.attn_backend == AUTO else spec.config.attn_backend
-    set_processors(spec.block_modules(network), spec.attention_processor(SplitAttend(backend, sequence)))
+    set_processors(spec.block_modules(network), spec.attention_processor(SplitAttend(backend, sequence, mode)))
     split_dropout(network, spec, sequence)
     split_tokens(network, spec.token_plan, sequence)
 

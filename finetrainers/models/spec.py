@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from finetrainers.config.attention import AUTO
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Activations, Configs, Facts, Read, is_network
+from finetrainers.config.parallel import SpMode
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching, Process
 from finetrainers.diffusion.schedule import sampling_times
@@ -36,6 +37,7 @@ from .files import MODEL_INDEX, part_folder, read_configs, single_file
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
 from .lora_formats import Lora
 from .pixels import moments_of, to_unit_range
+from .ring import OPERATOR_BODIES
 from .saving import remove_full, weight_files
 from .sequence import TokenPlan, check_split, share_clips
 from .sizes import frozen_bytes, vae_working_bytes
@@ -43,7 +45,7 @@ from .tiling import Size, fitted_vae, sliced_for_memory, tiled_alike, tiled_for_
 from .weights import network_problems
 
 __all__ = [
-    "DTYPES", "FIRST_FRAME", "MOMENTS", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
+    "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
     "check_split", "even_bounds", "fitted_vae", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
     "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
@@ -231,9 +233,9 @@ class ModelSpec(ABC):
         """Refuse an attention backend that the family has no processor for, or that does not work; see `check_backend`."""
         check_attention(self, device, dtype)
 
-    def split_tokens(self, network: nn.Module, group: Any) -> None:
+    def split_tokens(self, network: nn.Module, group: Any, mode: SpMode = "ulysses") -> None:
         """Have the processes of a group (None: this one alone) share each call of the network; in place, its LoRA attached."""
-        share_clips(self, network, group)
+        share_clips(self, network, group, mode)
 
     @cached_property
     def companions(self) -> Parts:
@@ -262,8 +264,7 @@ class ModelSpec(ABC):
         """Conditions and further inputs of `predict` with the right shapes and no values, to count memory with."""
 
         def empty(name: str, shape: tuple[int, ...]) -> Tensor:
-            is_mask = name.endswith("_mask")
-            return torch.empty(batch_size, *shape, dtype=torch.bool if is_mask else torch.bfloat16)
+            return torch.empty(batch_size, *shape, dtype=torch.bool if name.endswith("_mask") else torch.bfloat16)
 
         shapes = self.text_shapes()
         masks = [shape[0] for name, shape in shapes.items() if name.endswith("_mask")]
@@ -312,8 +313,7 @@ class ModelSpec(ABC):
     def clip_version(self) -> bool | str:
         """What `encode_clip` gives, as part of the cache's keys: False for moments alone, True with the first frame's.
 
-        With further media it is their names. A family that gives other tensors, or makes them in another way, names that by
-        a text of its own.
+        With further media it is their names. A family that makes other tensors names that by a text of its own.
         """
         return " ".join(sorted(self.facts.media)) or self.facts.first_frame == "channels"
 

@@ -29,6 +29,7 @@ LAUNCHES: dict[str, dict[str, dict[str, Any]]] = {
         "ddp lora, exchanged after backward": {"overlap_gradient_exchange": False},
         "ddp full": FULL,
         "shared lora": {"sp_size": 2, "batch_size": 2},
+        "ring lora": {"sp_size": 2, "sp_mode": "ring", "batch_size": 2},
         "shared full, fsdp": {**FULL, "sp_size": 2, "batch_size": 2, "fsdp": "full"},
         "fsdp lora": {"fsdp": "full"},
         "fsdp full": {**FULL, "fsdp": "full"},

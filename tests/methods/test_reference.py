@@ -15,7 +15,8 @@ from finetrainers.methods.reference import reference_model
 
 def parts(model: nn.Module, training_type: str, **changes: Any) -> Any:
     memory = SimpleNamespace(compile="regional")
-    config = SimpleNamespace(training=SimpleNamespace(training_type=training_type), memory=memory)
+    parallel = SimpleNamespace(sp_mode="ring")
+    config = SimpleNamespace(training=SimpleNamespace(training_type=training_type), memory=memory, parallel=parallel)
     return SimpleNamespace(config=config, network=model, **changes)
 
 
@@ -53,12 +54,12 @@ def test_the_frozen_copy_is_loaded_as_the_network_was() -> None:
         load_transformer=load,
         blocks=("blocks",),
         compile_blocks=compiled.append,
-        split_tokens=lambda copy, group: shared.append((copy, group)),
+        split_tokens=lambda copy, group, mode: shared.append((copy, group, mode)),
     )
     given = parts(model, "full-finetune", spec=spec, parallel=Processes(), weights_dtype=torch.bfloat16)
     with reference_model(given)(model) as frozen:
         assert frozen is not model
         assert compiled == [frozen]
-        assert shared == [(frozen, None)]
+        assert shared == [(frozen, None, "ring")]
         assert not torch.is_grad_enabled()
     assert asked == [torch.bfloat16]

@@ -19,7 +19,10 @@ from random_predictions import predict, spec_of
 from torch import Tensor, nn
 
 from finetrainers.config.errors import ConfigError
+from finetrainers.config.parallel import SpMode
 from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.models.batch import even_bounds
+from finetrainers.models.ring import ring_attention
 
 Pair = tuple[nn.Module, nn.Module]
 
@@ -53,7 +56,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.flatten().clone()
 
 
-def networks(spec: Any, group: Any, *, adapted: str | None = None) -> Pair:
+def networks(spec: Any, group: Any, *, adapted: str | None = None, mode: SpMode = "ulysses") -> Pair:
     """The same weights twice, the second shared by a group; `adapted`: expression of what a LoRA with dropout targets."""
     made = []
     for shared in (False, True):
@@ -64,7 +67,7 @@ def networks(spec: Any, group: Any, *, adapted: str | None = None) -> Pair:
             network.requires_grad_(False).add_adapter(lora)
             network.train()
         if shared:
-            spec.split_tokens(network, group)
+            spec.split_tokens(network, group, mode)
         made.append(network)
     return made[0], made[1]
 
@@ -104,7 +107,58 @@ def cases(repositories: dict[str, str], group: Any) -> dict[str, Any]:
                 networks(spec, dist.group.WORLD)
             except ConfigError as error:
                 found["refused"] = str(error)
+        if version in ("", "t2v", "1.5"):
+            found |= {f"{name}, {case}": one for case, one in ring_cases(spec, odd).items()}
     return found
+
+
+def ring_cases(spec: Any, odd: dict[str, Any]) -> dict[str, Any]:
+    """Of a family's network by ring attention, on four processes; HunyuanVideo's heads do not divide by four."""
+    found, pair = {}, networks(spec, dist.group.WORLD, mode="ring")
+    for setting in ("none", "checkpoint", "keep_attention", "offload"):
+        for network in pair:
+            set_activation_memory(network, setting, blocks=spec.block_modules(network))
+        found[f"ring, {setting}"] = differences(spec, pair, odd, {**odd, "batch": 2})
+    with torch.autocast("cpu", torch.bfloat16):
+        found["ring, bf16"] = differences(spec, pair, odd)
+    return found
+
+
+def exact_ring(before: int, tokens: int, after: int, *, masked: bool) -> float:
+    """The largest difference of ring attention in float64 from attention to all tokens, gradients of its inputs included.
+
+    Args:
+        before: tokens of the text in front of those of the clip.
+        tokens: of the clip.
+        after: tokens of the text behind it.
+        masked: whether some of these are padding.
+    """
+    generator, bounds = torch.Generator().manual_seed(0), even_bounds(tokens, dist.get_world_size())
+    whole = before + tokens + after
+    query, key, value, upstream = torch.randn(4, 2, whole, 3, 10, generator=generator, dtype=torch.float64).unbind()
+    mask = torch.ones(2, 1, 1, whole, dtype=torch.bool)
+    mask[1, ..., whole - 2 :] = not masked
+    start, end = bounds[dist.get_rank()]
+    text = [*range(before), *range(before + tokens, whole)]
+    own = [*range(before), *range(before + start, before + end), *range(before + tokens, whole)]
+    inputs = [one.clone().requires_grad_() for one in (query, key, value)]
+    heads_first = (one.transpose(1, 2) for one in inputs)
+    out = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+    gradients = torch.autograd.grad(out, inputs, upstream)
+    parts = [one[:, own].clone().requires_grad_() for one in (query, key, value)]
+    shares = [last - first for first, last in bounds]
+    group = dist.group.WORLD.group_name
+    part = ring_attention(
+        *parts, mask[..., own] if masked else None, before=before, shares=shares, rank=dist.get_rank(), group=group
+    )
+    upstream[:, text] /= len(shares)  # every process has these
+    different = [part - out[:, own]]
+    for one, expected in zip(torch.autograd.grad(part, parts, upstream[:, own]), gradients, strict=True):
+        total = torch.zeros_like(expected)
+        total[:, own] = one
+        dist.all_reduce(total)
+        different.append(total - expected)
+    return max(one.abs().max().item() for one in different)
 
 
 if __name__ == "__main__":
@@ -112,6 +166,11 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     repositories, jobs, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     found = cases(json.loads(repositories), dist.new_subgroups(2)[0])
+    found["float64"] = [
+        exact_ring(5, 9, 0, masked=False),
+        exact_ring(0, 14, 7, masked=True),
+        exact_ring(0, 4, 0, masked=False),
+    ]
     if dist.get_rank() == 0:
         (out / "cases.json").write_text(json.dumps(found))
     rank.main(jobs, out)

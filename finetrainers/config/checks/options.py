@@ -12,7 +12,7 @@ from ..errors import Problem
 from ..facts import Facts, is_network
 from ..geometry import Geometry
 from ..grpo import REWARD_METHODS
-from ..parallel import groups_problem, heads_problem
+from ..parallel import groups_problem, heads_problem, ring_problem
 from ..prompts import ValidationPrompt
 from ..root import TrainConfig, fields, sections
 from ..sections import MemorySection, ModelSection
@@ -339,8 +339,10 @@ def _check_parallel(config: TrainConfig, found: Findings) -> None:
 
 def _check_sequence_parallel(config: TrainConfig, facts: Facts, found: Findings, *, processes: int) -> None:
     """Rules of clips that several processes share. One process is no error before it joins others: it may only plan."""
-    size = config.parallel.sp_size
+    size, mode = config.parallel.sp_size, config.parallel.sp_mode
     if size == 1:
+        if mode != "ulysses":
+            found.warnings.append("--sp_mode has no effect while --sp_size is 1")
         return
     if processes > 1 and processes % size:
         found.error("sp_size", groups_problem(processes, size))
@@ -348,8 +350,10 @@ def _check_sequence_parallel(config: TrainConfig, facts: Facts, found: Findings,
         found.error(
             "compile", "regional: blocks that processes share (--sp_size) run uncompiled; leave one of them out"
         )
-    if facts.heads is not None and facts.heads % size:
+    if mode == "ulysses" and facts.heads is not None and facts.heads % size:
         found.error("sp_size", heads_problem(facts.heads, size))
+    if mode == "ring" and (problem := ring_problem(config.model.attn_backend)) is not None:
+        found.error("sp_mode", problem)
 
 
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], found: Findings) -> None:

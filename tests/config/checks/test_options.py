@@ -75,6 +75,11 @@ def findings(family=FLOW, **options):
         ),
         ({"sp_size": 2, "compile": "regional"}, "blocks that processes share (--sp_size) run uncompiled"),
         ({"sp_size": 5}, "32 attention heads do not divide by 5 processes; use one of 2, 4, 8, 16, 32"),
+        ({"sp_size": 5}, "or --sp_mode ring"),
+        (
+            {"sp_size": 2, "sp_mode": "ring", "attn_backend": "_native_math"},
+            "not by _native_math; leave --attn_backend out",
+        ),
         ({"fsdp": "full", "deepspeed": True}, "both split the network"),
         ({"fsdp_group_size": 2}, "groups are for --fsdp hybrid"),
     ],
