@@ -124,6 +124,7 @@ def test_errors_for_variance_preserving_models(options, expected):
         ),
         ({"bucket_fall_shorter": True}, "without --bucket_keep_prob"),
         ({"scale_lr": True, "bucket_batch_sizes": ["1x64x64=2"]}, "--scale_lr follows --batch_size alone"),
+        ({"sp_mode": "ring"}, "--sp_mode has no effect while --sp_size is 1"),
         ({"zero_stage": 3}, "--zero_stage has no effect without --deepspeed"),
         ({"fsdp": "full", "sync_each_batch": True}, "without --gradient_accumulation_steps"),
         ({"train_epochs": 3, "train_steps": 5}, "overridden by --train_steps"),
