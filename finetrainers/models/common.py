@@ -189,12 +189,23 @@ def _frozen(model: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+_FIXED_DTYPE = "_finetrainers_input_dtype"
+
+
+def fix_input_dtype(network: nn.Module) -> None:
+    """Have a network take its inputs in the dtype of today's weights, whatever dtype they are gathered in later (FSDP2)."""
+    network.__dict__[_FIXED_DTYPE] = input_dtype(network)
+
+
 def input_dtype(network: nn.Module) -> torch.dtype:
     """The dtype that an (unwrapped) network takes its inputs in: that of its weights but for those that its class keeps in fp32.
 
     diffusers' own `dtype` walks through all modules, a millisecond at every call; it is asked only where weights are
     stored in 8 bits and the answer is another.
     """
+    fixed = network.__dict__.get(_FIXED_DTYPE)
+    if fixed is not None:
+        return fixed
     kept = getattr(network, "_keep_in_fp32_modules", None) or ()
     dtypes = (p.dtype for name, p in network.named_parameters() if not any(part in name for part in kept))
     dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)

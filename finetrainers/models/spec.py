@@ -31,7 +31,7 @@ from finetrainers.utils.hashed_files import Written
 from . import common, saving
 from .attention import Attend, check_attention, set_processors
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
-from .common import DTYPES, input_dtype, unwrap
+from .common import DTYPES, fix_input_dtype, input_dtype, unwrap
 from .compiling import compile_blocks
 from .files import MODEL_INDEX, part_folder, read_configs, single_file
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
@@ -46,7 +46,7 @@ from .weights import network_problems
 
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
-    "check_split", "even_bounds", "fitted_vae", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
+    "check_split", "even_bounds", "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
     "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
+from finetrainers.models.spec import fix_input_dtype
 
 from .sharding import USE_FSDP
 from .slices import Slices, read_into, renamed, slices_of, trained_names
@@ -248,6 +249,8 @@ def shard(
         reshard_after_forward=True if frozen else None,
         **arguments,
     )
+    # Between a forward pass and its backward pass, and after one without, weights that are in no layer stay gathered.
+    fix_input_dtype(model)
 
 
 def _precision(computed: torch.dtype, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:

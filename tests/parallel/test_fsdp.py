@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from diffusers import LTXVideoTransformer3DModel
 from real_process import Python
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from finetrainers.config.load import load_config
+from finetrainers.config.sections import ModelSection
 from finetrainers.engine.checkpoints.find import read_state
 from finetrainers.engine.checkpoints.manifest import damage, read_manifest
 from finetrainers.engine.training import train
-from finetrainers.parallel.fsdp import modules_of_another_dtype
+from finetrainers.models.registry import get_family
+from finetrainers.parallel.fsdp import modules_of_another_dtype, shard
 from finetrainers.parallel.slices import read_whole
 
 pytestmark = pytest.mark.slow
@@ -358,3 +362,23 @@ def test_a_module_of_two_dtypes_is_refused() -> None:
     block[0].weight.data = block[0].weight.data.bfloat16()
     with pytest.raises(ValueError, match=r"cannot split 0.bias, which is torch.float32 next to torch.bfloat16"):
         modules_of_another_dtype(block)
+
+
+def test_calls_without_backward_see_the_same_inputs(tiny_repo: Callable[..., Path]) -> None:
+    """The weights that are in no layer stay gathered, in bf16, after such a call; guidance must not be rounded to it then."""
+    spec = get_family("hunyuan_video").load(
+        ModelSection(model_name="hunyuan_video", pretrained_model_name_or_path=str(tiny_repo("hunyuan_video")))
+    )
+    network = spec.load_transformer(torch.float32)
+    texts, meta = spec.empty_inputs(1)
+    for name, tensor in texts.tensors.items():
+        tensor.fill_(True) if name.endswith("_mask") else tensor.normal_()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        shard(network, spec.block_modules(network), mesh=init_device_mesh("cpu", (1,)), computed=torch.bfloat16)
+        arguments = (torch.randn(1, 16, 3, 8, 8), torch.tensor([0.7]), texts, replace(meta, guidance=6.018))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            first, second = (spec.predict(network, *arguments) for _ in range(2))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(first, second)
