@@ -43,7 +43,7 @@ SEAM_ONLY = {"data", "methods", "optim", "memory", "parallel"}
 _REFERENCE = re.compile(r"finetrainers(\.\w+)+(:\w+)?")
 _FAMILY = re.compile(r"hunyuan|ltx|cogvideo|(?<![a-z])wan(?![a-z])", re.IGNORECASE)
 #: Names of methods; those of publications (Flow-GRPO) and words that hold them are others.
-_METHOD = re.compile(r"(?<![\w-])(grpo|nft|sft|dpo)(?![\w-])|\.grpo\.", re.IGNORECASE)
+_METHOD = re.compile(r"(?<![\w-])(grpo|nft|sft|dpo|refl)(?![\w-])|\.grpo\.", re.IGNORECASE)
 #: Lines of help and documentation text that show a user what to type.
 _USAGE = re.compile(r"^(model_name|pretrained_model_name_or_path) = ")
 

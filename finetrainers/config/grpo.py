@@ -1,4 +1,4 @@
-"""The options of reward finetuning (`--method grpo` and `nft`), and the few sums that follow from them."""
+"""The options of reward finetuning (`--method grpo`, `nft` and `refl`), and the few sums that follow from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .values import VideoBucket, parse_numbers
 
 PresetName = Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "flash"]
 #: The methods that sample clips and score them.
-REWARD_METHODS = ("grpo", "nft")
+REWARD_METHODS = ("grpo", "nft", "refl")
+#: Of these, the ones that compare the clips of a prompt with each other.
+COMPARING_METHODS = ("grpo", "nft")
 Kernel = Literal["flow", "dance", "cps", "ddim", "ode"]
 
 _Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -25,7 +27,7 @@ _ROUNDING = 1e-9  # of a share of a number of steps: 0.29 * 100 is 28.9999999999
 
 # fmt: off
 class GRPOSection(Section):
-    """Reward finetuning: sample clips for prompts, score them, and make clips that beat their group more likely."""
+    """Reward finetuning: sample clips for prompts, score them, and make clips with higher scores more likely."""
 
     methods = REWARD_METHODS
     in_plan = True
@@ -36,22 +38,22 @@ class GRPOSection(Section):
         "registered reward, one head of it (`videoalign.vq`), `module:function`, or `http://host:port`. Weight 0 only "
         "logs.", resume="same")
     grpo_preset: PresetName | None = option(None, "Published settings for all options that are not given.",
-        resume="free")
+        resume="free", method="grpo|nft")
 
     rollout_size: VideoBucket | None = option(None, "Size of sampled clips, FxHxW: frames x height x width in pixels.",
         resume="same")
     prompts_per_step: int = option(4, "Prompts per rollout, over all processes.", resume="data", ge=1, le=100_000)
     num_generations: int = option(8, "Clips per prompt (group size), which are compared with each other. More give a "
-        "less noisy gradient.", resume="same", ge=1, le=100_000)
+        "less noisy gradient. `refl` compares none, and 1 is enough.", resume="same", ge=1, le=100_000)
     best_of_n: int | None = option(None, "Train only on the N/2 best and the N/2 worst clips of each prompt. The "
         "default is all clips.", resume="same", ge=2)
     updates_per_rollout: int = option(1, "Optimizer steps per rollout. From the second step on, the clips are "
         "off-policy.", resume="same", ge=1)
     sampling_steps: int = option(10, "Denoising steps of a rollout. Fewer than for final samples suffice, since clips "
-        "are only compared. The last step is never trained.", resume="same", ge=2, le=10_000)
+        "are only compared. The last step is never trained, except by `refl`.", resume="same", ge=2, le=10_000)
     sampler: Kernel | None = option(None, "Noise of the sampler's steps: `flow` (Flow-GRPO), `dance` (DanceGRPO), "
         "`cps` (coefficients preserving), `ddim`, or `ode`, none (for `nft`). The default is `flow` for flow matching, "
-        "else `ddim`; for `nft` it is `ode`.", resume="same")
+        "else `ddim`; for `nft` it is `ode`.", resume="same", method="grpo|nft")
     eta: float | None = option(None, "Amount of noise. The default is 0.7 for `flow` and `cps`, 0.25 for `dance`, 0.3 "
         "for `ddim`.", resume="same", method="grpo", ge=0)
     shift: float | None = option(None, "Shift of the sampler's noise levels (flow matching). The default is the "
@@ -61,7 +63,7 @@ class GRPOSection(Section):
     rollout_cfg: float = option(1.0, "Scale of classifier-free guidance. Above 1, both branches are sampled and "
         "trained, which takes twice the time.", resume="same", ge=1, le=1000)
     init_same_noise: bool = option(True, "Start all clips of a prompt from the same noise, so that they differ only by "
-        "the trained steps.", resume="same")
+        "the trained steps.", resume="same", method="grpo|nft")
 
     window_size: int = option(2, "Number of consecutive denoising steps that are stochastic and trained. 0 trains all "
         "but the last.", resume="same", method="grpo", ge=0)
@@ -84,23 +86,23 @@ class GRPOSection(Section):
         "for D latent values, since the spread of ratios shrinks with D.", resume="free", method="grpo", gt=0)
     advantage: Literal["group_std", "global_std", "mean_only"] = option("group_std", "Advantage: the score minus the "
         "mean of its prompt, divided by the standard deviation of the prompt, of the rollout, or not at all.",
-        resume="free")
-    advantage_eps: float = option(1e-4, "Epsilon added to that standard deviation.", resume="free", gt=0)
+        resume="free", method="grpo|nft")
+    advantage_eps: float = option(1e-4, "Epsilon added to that standard deviation.", resume="free", method="grpo|nft", gt=0)
     advantage_std_floor: float = option(0.0, "Smallest standard deviation to divide by, in units of the score. Below "
-        "it, scores differ only by noise.", resume="free", ge=0)
+        "it, scores differ only by noise.", resume="free", method="grpo|nft", ge=0)
     advantage_correction: int = option(0, "Bessel's correction of the standard deviation: 0 without, 1 with.",
-        resume="free", ge=0, le=1)
-    advantage_clip: float = option(5.0, "Largest absolute advantage.", resume="free", gt=0)
+        resume="free", method="grpo|nft", ge=0, le=1)
+    advantage_clip: float = option(5.0, "Largest absolute advantage.", resume="free", method="grpo|nft", gt=0)
     reward_combination: Literal["sum", "separate", "weighted", "gdpo"] = option("sum", "How several rewards are "
         "combined: the weighted sum of their advantages (`sum`), a clipped loss for each (`separate`, DanceGRPO), "
         "advantages of the weighted sum of scores (`weighted`, Flow-GRPO), or the sum of advantages normalized again "
-        "(`gdpo`).", resume="free")
+        "(`gdpo`).", resume="free", method="grpo|nft")
     ratio_norm: bool = option(False, "Normalize probability ratios to the same mean and scale at all noise levels "
         "(GRPO-Guard).", resume="free", method="grpo")
     step_weight: Literal["none", "flash", "noise"] = option("none", "Weight of a denoising step's loss: none, that of "
         "Flash-GRPO, which evens out gradient norms, or its noise level.", resume="free", method="grpo")
     kl_coef: float = option(0.0, "Weight of the KL penalty against the reference model, the one before training. It "
-        "limits reward hacking. 0 is none.", resume="free", method="grpo", ge=0)
+        "limits reward hacking. 0 is none.", resume="free", method="grpo|refl", ge=0)
     kl_space: Literal["velocity", "mean", "rate"] = option("velocity", "What the KL penalty compares: predictions "
         "(`velocity`), means of steps (`mean`: their KL divergence, where low noise counts most), or that divergence "
         "times the step's length (`rate`, Flow-GRPO).", resume="free", needs="kl_coef", method="grpo")
@@ -123,9 +125,10 @@ class GRPOSection(Section):
     reward_device: str | None = option(None, "Device of the rewards that are networks, such as `cpu` or `cuda:1`. A "
         "reward's own `device=` precedes. By default they share the GPU of their process.", resume="free")
     overlap_rewards: bool = option(False, "Score a batch of clips while the next one is sampled. For rewards that compute "
-        "elsewhere than on the GPU that samples: on servers, on another GPU or on the CPU (`reward_device`).", resume="free")
+        "elsewhere than on the GPU that samples: on servers, on another GPU or on the CPU (`reward_device`).", resume="free",
+        method="grpo|nft")
     keep_pairs: bool = option(False, "Write the clips with the highest and the lowest advantage of each prompt to "
-        "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free")
+        "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free", method="grpo|nft")
     keep_rollouts: int = option(0, "Write N clips of every prompt of a kept rollout, half of them the best and half the "
         "worst, with prompt, seed, scores and advantage in `clips.jsonl`. `--method dpo` trains on them. 0 writes the best "
         "and the worst clip of one prompt.", resume="free", ge=0, le=100_000)
@@ -135,7 +138,7 @@ class GRPOSection(Section):
     dancegrpo_files: bool = option(False, "Write the files of DanceGRPO's trainer into `output_dir`, too: `vq_reward.txt` "
         "and `mq_reward.txt`, the mean normalized scores of VideoAlign, a rollout a line, and "
         "`videos/PREFIX_{rank}_{prompt}.mp4`, a clip of each prompt, which the next rollout replaces. PREFIX is the first "
-        "word of the family's name.", resume="free")
+        "word of the family's name.", resume="free", method="grpo|nft")
     prompt_embeddings_dir: Path | None = option(None, "Write the encoded prompts into this folder, too, in the layout of "
         "DanceGRPO's preprocessing: `prompt_embed/`, `prompt_attention_mask/` and `videos2caption.json`, which `--prompts` "
         "reads. `finetrainers prepare` does so without training.", resume="unlisted", local=True, place="folder")

@@ -21,7 +21,7 @@ from .dialects.diffusion_pipe import is_diffusion_pipe, translate_document
 from .errors import ConfigError, Problem, value_message
 from .files import read_text
 from .given import Given, Locate
-from .grpo import REWARD_METHODS
+from .grpo import COMPARING_METHODS
 from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, translate_names, unknown_option
 from .presets import fill_preset
 from .root import TrainConfig, belongs, fields, flat_name, former_names, sections, split_name
@@ -137,7 +137,7 @@ def build_config(sources: Sequence[Given]) -> TrainConfig:
     method = next((source.values["method"] for source in reversed(sources) if "method" in source.values), None)
     given = Given()
     for source in sources:
-        translate_names(source, others=FOREIGN if method in REWARD_METHODS else ())
+        translate_names(source, others=FOREIGN if method in COMPARING_METHODS else ())
         given.override(source)
     translate_dependent(given)
     translate(given)

@@ -34,7 +34,7 @@ class Option:
         local: whether it says where a run was rather than what it was.
         encodes: the cached encodings that depend on which model part it chooses.
         place: `model` for a hub id or directory of model files, `folder` for a folder that a run creates.
-        method: the only method that reads it, if not all of its section's do.
+        method: the method, or the methods `A|B`, that read it, if not all of its section's do.
         needs: the option without which it has no effect; with `=VALUE|VALUE`, the values that it needs.
         former_name, former_table: what it was called, and where it stood, in earlier versions; still read.
     """

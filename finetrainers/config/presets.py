@@ -14,7 +14,7 @@ from typing import Any
 from finetrainers.utils.launch import launched_to_split_weights
 
 from .given import Given
-from .grpo import REWARD_METHODS
+from .grpo import COMPARING_METHODS
 from .shape import value_cell
 
 #: Values and their sources, by option.
@@ -74,7 +74,7 @@ def preset_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the preset named in `options`; empty without a known one, or for another method."""
     name = options.get("grpo_preset")
     preset = PRESETS.get(name) if isinstance(name, str) else None
-    if preset is None or options.get("method") not in REWARD_METHODS:
+    if preset is None or options.get("method") not in COMPARING_METHODS:
         return {}
     found = preset.options(options.get("training_type") or "lora")
     # An amount of noise is in units of its kernel.

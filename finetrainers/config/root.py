@@ -13,6 +13,7 @@ from .dpo import DPOSection
 from .grpo import GRPOSection
 from .option import Option, read_option
 from .parallel import ParallelSection
+from .refl import ReFLSection
 from .sections import (
     DataloaderSection,
     DataSection,
@@ -41,6 +42,7 @@ class TrainConfig(Section):
     training: TrainingSection = _table(TrainingSection)
     memory: MemorySection = _table(MemorySection)
     grpo: GRPOSection = _table(GRPOSection)
+    refl: ReFLSection = _table(ReFLSection)
     dpo: DPOSection = _table(DPOSection)
     sft: SFTSection = _table(SFTSection)
     optimizer: OptimizerSection = _table(OptimizerSection)

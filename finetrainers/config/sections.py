@@ -273,8 +273,9 @@ class TrainingSection(Section):
         "transformer.", resume="same")
     method: str = option("sft", "`sft`: supervised finetuning on clips. `grpo`: reward finetuning on prompts, by "
         "policy gradient over the stochastic steps of the sampler. `nft`: reward finetuning by DiffusionNFT, which "
-        "contrasts good and bad clips in the training loss and works with any sampler. `dpo`: preference finetuning on "
-        "pairs of clips.", resume="same")
+        "contrasts good and bad clips in the training loss and works with any sampler. `refl`: reward finetuning by the "
+        "gradient of a differentiable reward through the last denoising steps (DRaFT, ReFL). `dpo`: preference finetuning "
+        "on pairs of clips.", resume="same")
     seed: int = option(42, "Seed of all random numbers of the run.", resume="rng", ge=0, lt=2**31)
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(None, "Autocast dtype. The default is what "
         "`accelerate launch` says, else `transformer_dtype`.", resume="free")

@@ -35,7 +35,12 @@ def similarity(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     Raises:
         ValueError: a prompt does not name exactly one preferred color.
     """
+    if torch.is_grad_enabled() and videos.requires_grad:
+        return torch.stack([_similarity_of(v, preferred(p)) for v, p in zip(videos, prompts, strict=True)])
     return torch.tensor([_similarity(_frames(v), preferred(p)) for v, p in zip(videos, prompts, strict=True)])
+
+
+similarity.differentiable = True  # type: ignore[attr-defined]
 
 
 def shown(videos: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -91,6 +96,22 @@ def _frames(video: Tensor) -> np.ndarray:
 def _similarity(clip: np.ndarray, color: str) -> float:
     target = np.array(COLORS[color], dtype=np.float64)
     return float(np.mean([1 - np.linalg.norm(_median(image) - target) / _FARTHEST for image in clip]))
+
+
+def _similarity_of(clip: Tensor, color: str) -> Tensor:
+    """`_similarity` of pixels `[T, 3, H, W]` in [0, 1], with a graph.
+
+    The gradient is that of the mean color of the shape's pixels: their median depends on one of them alone.
+    """
+    target = torch.tensor(COLORS[color], dtype=clip.dtype, device=clip.device)
+    medians = []
+    for image, pixels in zip(_frames(clip.detach()), clip, strict=True):
+        colorful = chroma(image)
+        shape = torch.from_numpy(colorful >= np.quantile(colorful, 1 - _INSIDE)).to(clip.device)
+        chosen = pixels[:, shape] * 255
+        median, mean = chosen.detach().quantile(0.5, dim=1), chosen.mean(dim=1)
+        medians.append(median + (mean - mean.detach()))
+    return 1 - (torch.stack(medians) - target).norm(dim=1).mean() / _FARTHEST
 
 
 def _median(image: np.ndarray) -> np.ndarray:

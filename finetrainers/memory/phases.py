@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.facts import is_network
 from finetrainers.config.geometry import Geometry
@@ -167,11 +167,11 @@ def plan_run(
     )  # fmt: skip
 
 
-def vae_working_bytes(spec: ModelSpec, size: Size, *, batch: int = 1) -> float:
+def vae_working_bytes(spec: ModelSpec, size: Size, **how: Any) -> float:
     """See `models.sizes`."""
     from finetrainers.models.spec import vae_working_bytes as working_bytes  # needs torch, as the caller's network does
 
-    return working_bytes(spec, size, batch=batch)
+    return working_bytes(spec, size, **how)
 
 
 class _Phases:
@@ -308,6 +308,15 @@ class _Phases:
 
     def _reward(self) -> Mapping[str, float]:
         scoring = {"activations of rewards": self.around.scoring or 0.0}
+        decoding = method_spec(self.config).decode_gradient(self.config, self.around.bucket, self.geometry)
+        if decoding is not None:
+            size, stored = decoding
+            working = vae_working_bytes(
+                self.spec, size, batch=self.config.dataloader.batch_size, gradient=True, stored=stored
+            )
+            found = {**scoring, "the VAE's decoder and its backward": working}
+            # A decoder that is recomputed is, once the rewards' backward is over.
+            scoring = found if stored else dict([max(found.items(), key=lambda part: part[1])])
         trajectories = {"sampled trajectories": self.step["sampled trajectories"]}
         return {**self.at_rest, **trajectories, **self._rewards(), **scoring}
 

@@ -71,4 +71,7 @@ _REWARDED = "finetrainers.methods.grpo.spec:RewardFinetuning"
 register_method("sft", "finetrainers.methods.sft:SFT", spec="finetrainers.methods.sft_spec:SupervisedFinetuning")
 register_method("grpo", "finetrainers.methods.grpo.method:GRPO", spec=_REWARDED)
 register_method("nft", "finetrainers.methods.grpo.nft:NFT", spec=_REWARDED)
+register_method(
+    "refl", "finetrainers.methods.refl:RewardGradients", spec="finetrainers.methods.refl_spec:DifferentiableRewards"
+)
 register_method("dpo", "finetrainers.methods.dpo.method:DPO", spec="finetrainers.methods.dpo.spec:PreferencePairs")

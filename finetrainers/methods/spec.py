@@ -219,7 +219,7 @@ class MethodSpec:
             Problem(f"--{option}", message)
             for option in ("reward", "eval_reward")
             for entry in config.get(option)
-            for message in _registry().reward_problems(entry)
+            for message in registry().reward_problems(entry)
         ]
 
     def rewards(self, config: TrainConfig) -> list[RewardEntry]:
@@ -289,7 +289,7 @@ class MethodSpec:
     def reward_bytes(self, config: TrainConfig) -> float | None:
         """Bytes of the networks of rewards on a process's device, of each once, as it is published; None: not known."""
         wanted = {(entry.reward, *sorted(entry.options.items())): entry for entry in self.rewards(config)}
-        sizes = [_registry().reward_bytes(entry) for entry in wanted.values()]
+        sizes = [registry().reward_bytes(entry) for entry in wanted.values()]
         return None if None in sizes else sum((size for size in sizes if size is not None), 0.0)
 
     def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
@@ -297,8 +297,20 @@ class MethodSpec:
 
         They are those of the reward that takes most, since rewards score one after another.
         """
-        sizes = [_registry().working_bytes(entry, size, fps=fps) for entry in self.rewards(config)]
+        sizes = [registry().working_bytes(entry, size, fps=fps) for entry in self.rewards(config)]
         return None if None in sizes else max((size for size in sizes if size is not None), default=0.0)
+
+    def decode_gradient(
+        self, config: TrainConfig, size: tuple[int, int, int], geometry: Geometry
+    ) -> tuple[tuple[int, int, int], bool] | None:
+        """Clips whose decoding has a backward pass: their size, and whether all activations are stored; None: there are none.
+
+        Args:
+            config: the run.
+            size: frames, height and width of sampled clips.
+            geometry: size rules of the checkpoint.
+        """
+        return None
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
@@ -315,7 +327,7 @@ class MethodSpec:
         return MethodMemory(copies=0.0, trajectories=0.0, batch_size=batch_size)
 
 
-def _registry() -> Any:
+def registry() -> Any:
     """The rewards, which a run without them does not import."""
     from finetrainers.rewards import registry
 

@@ -101,6 +101,7 @@ class CogVideoXSpec(ModelSpec):
     }  # fmt: skip
     attentions = (Attends("transformer_blocks", "joint", "joint"),)
     vae_pixel_bytes, vae_frames_at_once, vae_tile = 3830, 12, (240, 360)
+    vae_graph_bytes = (4720, 1740, 22700)
     _last_positions: tuple[Any, tuple[Tensor, Tensor] | None] | None = None
     attention_processor = CogVideoXAttnProcessor
     token_plan = TokenPlan(inputs={"image_rotary_emb": 0}, outputs={"patch_embed": 1}, text_first=("patch_embed",))

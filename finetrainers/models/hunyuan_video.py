@@ -132,6 +132,7 @@ class HunyuanVideoSpec(ModelSpec):
         Attends("context_embedder.token_refiner.refiner_blocks", "prompt", "prompt"),
     )
     vae_pixel_bytes, vae_frames_at_once, vae_tile = 2340, 17, (256, 256)
+    vae_graph_bytes = (4610, 36, 18100)
     attention_processor = HunyuanAttnProcessor
     token_plan = TokenPlan(outputs={"x_embedder": 1, "rope": 0})
 
@@ -202,11 +203,11 @@ class HunyuanVideoSpec(ModelSpec):
         first = torch.nn.functional.pad(pooled, (0, embeds.shape[1] - pooled.shape[0])).to(embeds.dtype)
         return torch.cat([first[None], embeds]), row["prompt_attention_mask"][0]
 
-    def vae_bytes(self, size: tuple[int, int, int]) -> float:
+    def vae_bytes(self, size: tuple[int, int, int], *, gradient: bool = False) -> float:
         """Of large frames the attention masks take most: they grow with the square of the latents."""
         frames, height, width = size
         masks = 0.064 * (min(frames, self.vae_frames_at_once) / self.vae_frames_at_once * height * width) ** 2
-        return max(super().vae_bytes(size), masks)
+        return max(super().vae_bytes(size, gradient=gradient), masks)
 
     def vae_stats(self, vae: nn.Module) -> VAEStats:
         scale = torch.tensor(vae.config.scaling_factor, dtype=torch.float32)  # type: ignore[union-attr]

@@ -101,6 +101,7 @@ class LTXVideoSpec(ModelSpec):
     streams: ClassVar = {"time_embed": "time", r"caption_projection|attn2\.to_[kv]": "prompt", "": "video"}
     attentions = (Attends("transformer_blocks", "video", "video"), Attends("transformer_blocks", "video", "prompt"))
     vae_pixel_bytes = 118
+    vae_graph_bytes = (370, 0, 1080)
 
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]

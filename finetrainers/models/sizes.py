@@ -29,13 +29,26 @@ def num_weights(spec: Any, part: str) -> int | None:
     return sum(p.numel() for p in network.parameters())
 
 
-def vae_working_bytes(spec: Any, size: tuple[int, int, int], *, batch: int = 1) -> float:
-    """About what the VAE takes at its peak for `batch` clips of a size in pixels, as `ModelSpec.fit_vae` sets it up."""
+def vae_working_bytes(
+    spec: Any, size: tuple[int, int, int], *, batch: int = 1, gradient: bool = False, stored: bool = False
+) -> float:
+    """About what the VAE takes at its peak for `batch` clips of a size in pixels, as `ModelSpec.fit_vae` sets it up.
+
+    Args:
+        spec: of the model.
+        size, batch: of the clips.
+        gradient: whether decoding has a backward pass.
+        stored: whether that stores all activations instead of recomputing the decoder.
+    """
     frames, height, width = size
-    slicing, tiling = spec.vae_mode(size, batch=batch)
-    whole = spec.vae_bytes(size)
+    bytes_per_number = max(2, DTYPES[spec.config.vae_dtype].itemsize)
+    if stored:
+        return batch * spec.vae_graph_bytes[2] * math.prod(size) * bytes_per_number / 2
+    slicing, tiling = spec.vae_mode(size, batch=batch, gradient=gradient)
+    whole = spec.vae_bytes(size, gradient=gradient)
     if tiling:
         tile = (frames, min(height, spec.vae_tile[0]), min(width, spec.vae_tile[1]))
-        bytes_per_number = max(2, DTYPES[spec.config.vae_dtype].itemsize)
-        whole = min(whole, spec.vae_bytes(tile) + 3 * math.prod(size) * bytes_per_number)  # tiles are put together
+        # Tiles are put together, and in backward their gradients are taken apart.
+        put_together = 3 * math.prod(size) * bytes_per_number * (2 if gradient else 1)
+        whole = min(whole, spec.vae_bytes(tile, gradient=gradient) + put_together)
     return whole * (1 if slicing else batch)

@@ -33,6 +33,7 @@ from .attention import Attend, check_attention, set_processors
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
 from .common import DTYPES, fix_input_dtype, input_dtype, unwrap
 from .compiling import compile_blocks
+from .decoding import decode_gradient, decoded
 from .files import MODEL_INDEX, part_folder, read_configs, single_file
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
 from .lora_formats import Lora
@@ -46,7 +47,7 @@ from .weights import network_problems
 
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
-    "check_split", "even_bounds", "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
+    "check_split", "decode_gradient", "even_bounds", "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
     "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 
@@ -106,6 +107,9 @@ class ModelSpec(ABC):
     vae_pixel_bytes: float = 0.0
     vae_frames_at_once: float = math.inf
     vae_tile: tuple[int, int] = (512, 512)  # height and width in pixels
+    #: The same of a decode with its backward whose decoder is recomputed, for each of the frames at a time and for each of the
+    #: clip; and with all activations stored.
+    vae_graph_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __init__(self, config: ModelSection, *, name: str, read: Read) -> None:
         self.config = config
@@ -281,25 +285,28 @@ class ModelSpec(ABC):
         """The inverse: embedding and mask of one prompt, as `given_text` reads them; ValueError: no format."""
         raise ValueError(f"{self.name} has no format of encoded prompts that other tools read")
 
-    def vae_bytes(self, size: tuple[int, int, int]) -> float:
+    def vae_bytes(self, size: tuple[int, int, int], *, gradient: bool = False) -> float:
         """About what the VAE takes at its peak for one clip of so many frames, height and width, without tiling."""
         frames, height, width = size
-        bytes_per_number = max(2, DTYPES[self.config.vae_dtype].itemsize)
-        return self.vae_pixel_bytes * min(frames, self.vae_frames_at_once) * height * width * bytes_per_number / 2
+        call, clip = self.vae_graph_bytes[:2] if gradient else (self.vae_pixel_bytes, 0.0)
+        of_pixel = call * min(frames, self.vae_frames_at_once) + clip * frames
+        return of_pixel * height * width * max(2, DTYPES[self.config.vae_dtype].itemsize) / 2
 
-    def tiles_by_size(self, size: tuple[int, int, int]) -> bool:
-        """Whether clips of a size are encoded and decoded in tiles although nobody asked for it."""
-        return self.config.enable_tiling is None and self.vae_bytes(size) > VAE_BUDGET
+    def tiles_by_size(self, size: tuple[int, int, int], *, gradient: bool = False) -> bool:
+        """Whether clips of a size are encoded and decoded, or decoded with a gradient, in tiles although nobody asked for it."""
+        return self.config.enable_tiling is None and self.vae_bytes(size, gradient=gradient) > VAE_BUDGET
 
-    def vae_mode(self, size: tuple[int, int, int], *, batch: int = 1) -> tuple[bool, bool]:
+    def vae_mode(self, size: tuple[int, int, int], *, batch: int = 1, gradient: bool = False) -> tuple[bool, bool]:
         """Whether the VAE slices and tiles `batch` clips of a size in pixels."""
-        sliced = sliced_for_memory(self, size) or batch * self.vae_bytes(size) > VAE_BUDGET
-        tiled = bool(self.config.enable_tiling) or self.tiles_by_size(size) or tiled_for_memory(self, size)
-        return sliced if self.config.enable_slicing is None else self.config.enable_slicing, tiled
+        sliced = sliced_for_memory(self, size) or batch * self.vae_bytes(size, gradient=gradient) > VAE_BUDGET
+        tiled = self.tiles_by_size(size, gradient=gradient) or tiled_for_memory(self, size)
+        return sliced if self.config.enable_slicing is None else self.config.enable_slicing, bool(
+            self.config.enable_tiling
+        ) or tiled
 
-    def fit_vae(self, vae: Any, size: tuple[int, int, int], *, batch: int = 1) -> None:
+    def fit_vae(self, vae: Any, size: tuple[int, int, int], *, batch: int = 1, gradient: bool = False) -> None:
         """Turn the VAE's slicing and tiling on or off, as it encodes or decodes `batch` clips of a size in pixels next."""
-        slicing, tiling = self.vae_mode(size, batch=batch)
+        slicing, tiling = self.vae_mode(size, batch=batch, gradient=gradient)
         (vae.enable_slicing if slicing else vae.disable_slicing)()
         (vae.enable_tiling if tiling else vae.disable_tiling)()
 
@@ -444,12 +451,7 @@ class ModelSpec(ABC):
     @torch.no_grad()
     def decode(self, vae: nn.Module, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
         """Videos in [0, 1], `[B, 3, T, H, W]`, of normalized latents without the frames that `padded` adds."""
-        z = vae_stats.denormalize(latents_BCTHW).to(next(vae.parameters()).device, vae.dtype)  # type: ignore[call-overload]
-        geometry = self.facts.geometry
-        size = pixel_size(z, temporal=geometry.temporal, spatial=geometry.spatial)
-        with fitted_vae(self, vae, size, batch=len(z)):
-            video = self.decode_latents(vae, z)
-        return (video.float() / 2 + 0.5).clamp(0.0, 1.0)
+        return decoded(self, vae, latents_BCTHW, vae_stats)
 
     def decode_latents(self, vae: nn.Module, z_BCTHW: Tensor) -> Tensor:
         """Videos in [-1, 1] of the VAE's own latents, on its device and in its dtype."""

@@ -29,7 +29,7 @@ class Fits(Protocol):
 
     def tiles_by_size(self, size: Size) -> bool: ...
 
-    def fit_vae(self, vae: Any, size: Size, *, batch: int = 1) -> None: ...
+    def fit_vae(self, vae: Any, size: Size, *, batch: int = 1, gradient: bool = False) -> None: ...
 
 
 def tiled_for_memory(spec: Fits, size: Size) -> bool:
@@ -64,7 +64,9 @@ def tiled_alike(spec: Fits, size: Size, encode: Callable[[], T]) -> T:
 
 
 @contextmanager
-def fitted_vae(spec: Fits, vae: Any, size: Size, *, batch: int = 1) -> Iterator[None]:
+def fitted_vae(
+    spec: Fits, vae: Any, size: Size, *, batch: int = 1, gradient: bool = False
+) -> Iterator[Callable[..., Any]]:
     """Within the block, the VAE encodes or decodes clips of a size in pixels; on OOM first clip by clip, then in tiles.
 
     It is an error if the options `enable_slicing` and `enable_tiling` leave nothing to try. After a retry this process slices, or
@@ -75,9 +77,10 @@ def fitted_vae(spec: Fits, vae: Any, size: Size, *, batch: int = 1) -> Iterator[
         vae: one of diffusers', which encodes and decodes in the block, directly or in a pipeline.
         size: frames, height and width of the clips.
         batch: how many clips at once.
+        gradient: whether decoding has a backward pass. Its whole work is retried: call it through what the block is given.
     """
 
-    spec.fit_vae(vae, size, batch=batch)
+    spec.fit_vae(vae, size, batch=batch, gradient=gradient)
 
     def retried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tried = False
@@ -100,13 +103,16 @@ def fitted_vae(spec: Fits, vae: Any, size: Size, *, batch: int = 1) -> Iterator[
                 effect,
             )
             sizes.add(size)
-            spec.fit_vae(vae, size, batch=batch)
+            spec.fit_vae(vae, size, batch=batch, gradient=gradient)
 
+    if gradient:
+        yield retried
+        return
     before = {name: vars(vae).get(name) for name in ("encode", "decode")}
     for name in before:
         setattr(vae, name, partial(retried, getattr(vae, name)))
     try:
-        yield
+        yield retried
     finally:
         for name, own in before.items():
             delattr(vae, name) if own is None else setattr(vae, name, own)

@@ -33,6 +33,8 @@ class Reward(ABC):
     heads: ClassVar[Mapping[str, Head]] = {"score": Head()}
     #: Default batch size: clips scored together.
     batch_size: int = 8
+    #: Whether `differentiate` gives its scores with a graph, so that they can be backpropagated.
+    differentiable: ClassVar[bool] = False
     #: The options that name its weights.
     weights_options: ClassVar[tuple[str, ...]] = ("path",)
 
@@ -45,6 +47,23 @@ class Reward(ABC):
             prompts: one text a clip.
             fps: frame rate at which the clips play.
         """
+
+    def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """The scores of `score` up to rounding, `[B]` on any device, with a graph that reaches the pixels.
+
+        Args:
+            videos: as in `score`, but on the device of the VAE and with a graph; pixels are not rounded to bytes.
+            prompts: one text a clip.
+            fps: frame rate at which the clips play.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no gradients")
+
+    @classmethod
+    def graph_bytes(
+        cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
+    ) -> float | None:
+        """Bytes that `differentiate` and its backward take at their peak, besides the network; see `working_bytes`."""
+        return None
 
     @classmethod
     def working_bytes(

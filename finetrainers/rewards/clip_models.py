@@ -39,6 +39,7 @@ from .weights import (
 _CLIP_L = "openai/clip-vit-large-patch14"
 _CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 _FRAME_OF_CLIP_H = 12.5 * 257 * 1280
+_GRAPH_OF_CLIP_H = 332.0 * 257 * 1280  # of 32 layers
 
 
 def cropped(frames: Tensor, size: int) -> Tensor:
@@ -73,6 +74,9 @@ class _FrameReward(Reward):
     #: Pixels of a side, and numbers that a frame takes in the published network at its peak, counted on fake tensors: 16.6 times
     #: its 257 tokens of 1024 numbers with CLIP-L's activation function, 12.5 times 1280 with that of CLIP-H.
     frame_numbers: ClassVar[float] = 16.6 * 257 * 1024
+    differentiable: ClassVar[bool] = True
+    #: The same at the peak of `differentiate` and its backward: its 24 layers keep what backward needs.
+    graph_numbers: ClassVar[float] = 352.0 * 257 * 1024
 
     def __post_init__(self) -> None:
         self._device = torch_device(self.device)
@@ -95,18 +99,40 @@ class _FrameReward(Reward):
         cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
     ) -> float | None:
         """See `Reward.working_bytes`; as of the published network."""
+        return cls._frame_bytes(options, size[0], clips=clips) * cls.frame_numbers
+
+    @classmethod
+    def graph_bytes(
+        cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
+    ) -> float | None:
+        """See `Reward.graph_bytes`; as of the published network."""
+        return cls._frame_bytes(options, size[0], clips=clips) * cls.graph_numbers
+
+    @classmethod
+    def _frame_bytes(cls, options: Mapping[str, str], total: int, *, clips: int) -> float:
+        """Bytes of a number of each frame that is scored."""
         defaults = inspect.signature(cls).parameters
-        frames = min(size[0], int(options.get("frames", defaults["frames"].default)))
-        return clips * frames * cls.frame_numbers * WIDTHS[options.get("dtype", defaults["dtype"].default)]
+        frames = min(total, int(options.get("frames", defaults["frames"].default)))
+        return float(clips * frames * WIDTHS[options.get("dtype", defaults["dtype"].default)])
 
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.score`."""
-        frames = to_bytes(videos[:, spread_indices(videos.shape[1], self.frames)])
+        return {"score": self._scores(to_bytes(self._chosen(videos)), prompts).cpu()}
+
+    def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.differentiate`."""
+        return {"score": self._scores(self._chosen(videos) * 255, prompts)}
+
+    def _chosen(self, videos: Tensor) -> Tensor:
+        return videos[:, spread_indices(videos.shape[1], self.frames).to(videos.device)]
+
+    def _scores(self, frames: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Scores `[B]` of frames `[B, F, 3, H, W]` in [0, 255]."""
         config = self.model.config
         pixels = self.pixels(frames.flatten(0, 1), getattr(config, "vision_config", config).image_size)
         scores = self.frame_scores(pixels.to(self._device, self.model.dtype), prompts)
-        return {"score": self.factor * scores.mean(dim=1).cpu()}
+        return self.factor * scores.mean(dim=1)
 
 
 class _Similarity(_FrameReward):
@@ -158,6 +184,7 @@ class PickScore(_Similarity):
 
     heads: ClassVar[Mapping[str, Head]] = {"score": Head(std=26.0)}
     frame_numbers: ClassVar[float] = _FRAME_OF_CLIP_H
+    graph_numbers: ClassVar[float] = _GRAPH_OF_CLIP_H
     tokenizer_option: ClassVar[str] = "tokenizer"
 
     def __post_init__(self) -> None:
@@ -181,6 +208,7 @@ class HPSv2(_Similarity):
     clip: WeightsPath = _CLIP_H
 
     frame_numbers: ClassVar[float] = _FRAME_OF_CLIP_H
+    graph_numbers: ClassVar[float] = _GRAPH_OF_CLIP_H
     tokenizer_option: ClassVar[str] = "clip"
 
     def load(self, dtype: torch.dtype) -> Any:

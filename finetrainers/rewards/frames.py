@@ -39,11 +39,15 @@ def resize_as_torchvision(frames: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def resize_as_pil(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bytes `[N, 3, H, W]` resized as PIL does: bicubic, antialiased, in fixed point; some bytes differ by one."""
-    return interpolate(frames, size=size, mode="bicubic", antialias=True)
+    """Bytes `[N, 3, H, W]` resized as PIL does: bicubic, antialiased, in fixed point; some bytes differ by one.
+
+    Floating point in [0, 255] is not rounded, so that gradients pass.
+    """
+    resized = interpolate(frames, size=size, mode="bicubic", antialias=True)
+    return resized.clamp(0, 255) if frames.is_floating_point() else resized
 
 
 def normalize_rgb(frames: Tensor) -> Tensor:
     """Frames `[..., 3, H, W]` in [0, 255] with CLIP's mean and deviation taken out, fp32."""
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+    mean, std = (torch.tensor(values, device=frames.device).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
     return (frames.float() / 255 - mean) / std

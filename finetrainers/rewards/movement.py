@@ -123,8 +123,8 @@ def warp(images: Tensor, displacement: Tensor) -> tuple[Tensor, Tensor]:
         displacement: `[N, 2, h, w]` in pixels, x before y.
     """
     height, width = images.shape[-2:]
-    x = torch.arange(width) + displacement[:, 0]
-    y = torch.arange(height)[:, None] + displacement[:, 1]
+    x = torch.arange(width, device=images.device) + displacement[:, 0]
+    y = torch.arange(height, device=images.device)[:, None] + displacement[:, 1]
     size = displacement.new_tensor([max(width - 1, 1), max(height - 1, 1)])
     grid = torch.stack([x, y], dim=-1) / size * 2 - 1
     read = functional.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=True)

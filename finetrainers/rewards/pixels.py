@@ -7,9 +7,11 @@ small weights next to a learned reward.
 from __future__ import annotations
 
 import io
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from PIL import Image, ImageColor
@@ -43,6 +45,21 @@ def to_uint8(videos: Tensor) -> Tensor:
 
 class VideoReward(Reward):
     """A reward with one output that scores one clip at a time, so that a score cannot depend on the batch."""
+
+    differentiable: ClassVar[bool] = True
+    #: Numbers that a pixel of a channel takes at the peak of `differentiate` and its backward.
+    graph_numbers: ClassVar[float] = 4.0
+
+    def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+        """See `Reward.differentiate`."""
+        return {"score": torch.stack([self.clip(v, p, fps=fps) for v, p in zip(videos, prompts, strict=True)])}  # type: ignore[misc]
+
+    @classmethod
+    def graph_bytes(
+        cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
+    ) -> float | None:
+        """See `Reward.graph_bytes`."""
+        return 4.0 * 3 * math.prod(size) * clips * cls.graph_numbers
 
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
@@ -91,7 +108,7 @@ class Color(VideoReward):
             ValueError: the color is to come from the prompt, which names none.
         """
         target = _rgb(color_in(prompt)) if self.target is None else self.target
-        return 1 - (video - target[:, None, None]).norm(dim=1).mean() / 3**0.5
+        return 1 - (video - target.to(video.device)[:, None, None]).norm(dim=1).mean() / 3**0.5
 
 
 def color_in(prompt: str) -> str:
@@ -137,6 +154,8 @@ class Incompressibility(VideoReward):
     The number grows with the frame size and depends a little on the libjpeg behind PIL.
     """
 
+    differentiable = False
+
     def clip(self, video: Tensor, prompt: str, *, fps: float) -> float:
         """See `VideoReward.clip`."""
         return jpeg_kilobytes(video)
@@ -144,6 +163,8 @@ class Incompressibility(VideoReward):
 
 class Compressibility(VideoReward):
     """Minus the `Incompressibility`."""
+
+    differentiable = False
 
     def clip(self, video: Tensor, prompt: str, *, fps: float) -> float:
         """See `VideoReward.clip`."""

@@ -117,6 +117,21 @@ def reward_problems(entry: RewardEntry) -> list[str]:
     return problems + _arguments(cls, entry.name, entry.options)[1]
 
 
+def gradient_problem(entry: RewardEntry) -> str | None:
+    """Why no gradient of a reward can be taken; None: it is differentiable. Loads no weights.
+
+    Raises:
+        ValueError: there is no such reward.
+    """
+    if resolve_reward(entry.reward).differentiable:
+        return None
+    known = ", ".join(name for name in reward_names() if resolve_reward(name).differentiable)
+    return (
+        f"{entry.name} gives no gradient. These do: {known}; and functions `module:function` that say so "
+        "(`function.differentiable = True`). Weight 0 only logs it; policy gradients train on any reward"
+    )
+
+
 def head_of(entry: RewardEntry, heads: Collection[str]) -> str:
     """The head of a reward that an entry names, or its only one.
 
@@ -192,6 +207,14 @@ def working_bytes(entry: RewardEntry, size: tuple[int, int, int], *, fps: float)
     return cls.working_bytes(entry.options, size, clips=entry.batch_size or cls.batch_size, fps=fps)
 
 
+def graph_bytes(entry: RewardEntry, size: tuple[int, int, int], *, fps: float) -> float | None:
+    """Bytes that the gradient of a reward takes on a process's device besides the network; None: not known."""
+    if entry.options.get("device") == "cpu":
+        return 0.0
+    cls = resolve_reward(entry.reward)
+    return cls.graph_bytes(entry.options, size, clips=entry.batch_size or cls.batch_size, fps=fps)
+
+
 def make_reward(name: str, options: Mapping[str, str]) -> Reward:
     """A scorer with its options, turned into the types of their annotations.
 
@@ -242,8 +265,12 @@ def _from_function(function: Callable[[Tensor, Sequence[str]], Tensor]) -> type[
 
     class FunctionReward(Reward):
         __doc__ = function.__doc__
+        differentiable = getattr(function, "differentiable", False)
 
         def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+            return {"score": function(videos, prompts)}
+
+        def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
             return {"score": function(videos, prompts)}
 
     return FunctionReward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -135,30 +135,57 @@ class RewardSet:
         self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0
     ) -> Scores:
         """`score` outside of the main thread, where phases cannot be told apart."""
-        due = self.due(rollout)
-        clips = _Clips(_checked_pixels(videos, prompts, fps, first_clip), prompts, fps, rollout, first_clip)
+        pixels = _checked_pixels(videos, prompts, fps, first_clip)
+        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip))[0]
+
+    @phase(REWARD)
+    def differentiate(
+        self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0
+    ) -> tuple[Scores, Tensor]:
+        """Score clips, and the weighted sum of their normalized scores with its graph, `[B]` fp64 on the CPU.
+
+        A clip without a score, whose failure is masked, has a sum of 0. Rewards of weight 0 are scored as `score` does.
+
+        Args:
+            videos: as in `score`, with a graph.
+            prompts, fps, rollout, first_clip: as in `score`.
+
+        Raises:
+            ValueError, RewardError: as in `score`.
+        """
+        pixels = _checked_pixels(videos, prompts, fps, first_clip)
+        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, graph=videos))
+
+    def _score(self, clips: _Clips) -> tuple[Scores, Tensor]:
+        """The scores of all rewards that are due, and the weighted sum with the graph of the clips, if they have one."""
+        due, prompts = self.due(clips.rollout), clips.prompts
         heads: dict[str, HeadScores] = {}
+        total = torch.zeros(len(prompts), dtype=torch.float64)
         failed = torch.zeros(len(prompts), dtype=torch.bool)
         for scorer in self._scorers:
             wanted = {label: head for label, head in scorer.heads.items() if label in due}
             if not wanted:
                 continue
-            parts = [self._batch(scorer, wanted, part) for part in clips.split(scorer.batch_size)]
+            weighted = any(self._entries[label].weight for label in wanted)
+            own = clips if weighted else clips.without_graph()
+            parts = [self._batch(scorer, wanted, part) for part in own.split(scorer.batch_size)]
             for (label, (name, scale)), raw in zip(wanted.items(), torch.cat(parts, dim=1), strict=True):
-                lost = (~raw.isfinite()).nonzero().flatten().tolist()
+                is_lost = ~raw.detach().isfinite()
+                lost = is_lost.nonzero().flatten().tolist()
                 if lost:
                     first = clips.part(lost[0], lost[0] + 1)
                     if self.on_error == "raise":
-                        self._raise(scorer, f"gave {float(raw[lost[0]])} as {name!r} of", first)
+                        self._raise(scorer, f"gave {float(raw[lost[0]].detach())} as {name!r} of", first)
                     logger.warning(
                         "reward %s: %s of %d in rollout %d left without a score, the first being %s",
-                        label, plural(len(lost), "clip"), len(raw), rollout, first,
+                        label, plural(len(lost), "clip"), len(raw), clips.rollout, first,
                     )  # fmt: skip
-                    raw[lost] = math.nan
-                heads[label] = HeadScores(raw, scale.normalize(raw))
+                found = raw.detach().masked_fill(is_lost, math.nan)
+                heads[label] = HeadScores(found, scale.normalize(found))
                 if self._entries[label].weight:
-                    failed |= raw.isnan()
-        return Scores(heads={label: heads[label] for label in due}, failed=failed)
+                    failed |= is_lost
+                    total = total + self._entries[label].weight * scale.normalize(raw)
+        return Scores(heads={label: heads[label] for label in due}, failed=failed), total.masked_fill(failed, 0.0)
 
     def _batch(self, scorer: _Scorer, wanted: Mapping[str, tuple[str, Head]], clips: _Clips) -> Tensor:
         """Raw scores `[labels, b]` fp64 of some clips, NaN after a masked exception."""
@@ -195,15 +222,17 @@ class _Scorer:
     batch_size: int
     heads: Mapping[str, tuple[str, Head]]
 
-    @torch.no_grad()
     def ask(self, clips: _Clips, heads: Sequence[str]) -> Tensor:
-        """Raw scores `[heads, b]` fp64, one for every clip but perhaps not finite.
+        """Raw scores `[heads, b]` fp64, one for every clip but perhaps not finite; with a graph if the clips have one.
 
         Raises:
             RewardError: it gives something else, or changes the clips.
         """
-        pixels, version = clips.pixels, clips.pixels._version
-        given = self.reward.score(pixels, clips.prompts, fps=clips.fps)
+        pixels = clips.pixels if clips.graph is None else clips.graph
+        version = pixels._version
+        with torch.set_grad_enabled(clips.graph is not None):
+            ask = self.reward.score if clips.graph is None else self.reward.differentiate
+            given = ask(pixels, clips.prompts, fps=clips.fps)
         if pixels._version != version:
             raise RewardError(f"reward {self.label} changed the clips that it scored; let it change a copy")
         rows = [self._row(given, head, len(clips)) for head in heads]
@@ -213,7 +242,7 @@ class _Scorer:
     def _row(self, given: object, head: str, count: int) -> Tensor:
         scores = given.get(head) if isinstance(given, Mapping) else None
         if isinstance(scores, Tensor) and scores.shape == (count,) and not scores.is_complex():
-            return scores.detach().to("cpu", torch.float64)
+            return scores.to("cpu", torch.float64)
         if isinstance(given, Mapping) and head in given:
             found = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             what = f"gave {found} as {head!r}"
@@ -239,13 +268,17 @@ def _make_scorer(name: str, entries: Mapping[str, RewardEntry]) -> _Scorer:
 
 @dataclass(frozen=True)
 class _Clips:
-    """Clips to be scored, the first of which is the rollout's `first`-th; as text, their numbers."""
+    """Clips to be scored, the first of which is the rollout's `first`-th; as text, their numbers.
+
+    `graph` are the same pixels on the device with a graph, where gradients are wanted.
+    """
 
     pixels: Tensor
     prompts: Sequence[str]
     fps: float
     rollout: int
     first: int
+    graph: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -257,7 +290,18 @@ class _Clips:
 
     def part(self, start: int, stop: int) -> _Clips:
         """Some of them."""
-        return _Clips(self.pixels[start:stop], self.prompts[start:stop], self.fps, self.rollout, self.first + start)
+        graph = None if self.graph is None else self.graph[start:stop]
+        return replace(
+            self,
+            pixels=self.pixels[start:stop],
+            prompts=self.prompts[start:stop],
+            first=self.first + start,
+            graph=graph,
+        )
+
+    def without_graph(self) -> _Clips:
+        """The same, of which no gradient is wanted."""
+        return replace(self, graph=None)
 
     def split(self, size: int) -> list[_Clips]:
         """All of them, so many at a time."""

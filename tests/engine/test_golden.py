@@ -26,11 +26,16 @@ _READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", 
 GOLDEN = Path(__file__).parents[1] / "golden"
 UPDATE = os.environ.get("FINETRAINERS_UPDATE_GOLDEN") == "1"
 
+#: Two updates of reward gradients, the second of what the first has made.
+GRADIENTS = {"method": "refl", "updates_per_rollout": 1, "num_generations": 1, "train_steps": 2}
 #: Each on another family with a LoRA than with full finetuning, so that few runs meet every pair of the three.
 REWARDED: dict[str, dict[str, Any]] = {
     "grpo": {"best_of_n": 2, "kl_coef": 0.1, "advantage": "global_std"},
     "dancegrpo": {"grpo_preset": "dancegrpo", "best_of_n": 4, "ratio_norm": True},
     "nft": {"method": "nft", "init_same_noise": False, "nft_timesteps": 2},
+    "draft": {**GRADIENTS, "draft_k": 2, "kl_coef": 0.1},
+    "draft-lv": {**GRADIENTS, "refl_kind": "draft-lv"},
+    "refl": {**GRADIENTS, "refl_kind": "refl", "refl_range": [0.4, 1.0]},
 }
 RUNS = [
     ("grpo", "ltx_video", "lora"),
@@ -39,6 +44,9 @@ RUNS = [
     ("dancegrpo", "ltx_video", "full-finetune"),
     ("nft", "cogvideox", "lora"),
     ("nft", "hunyuan_video", "full-finetune"),
+    ("draft", "ltx_video", "lora"),
+    ("draft-lv", "cogvideox", "lora"),
+    ("refl", "hunyuan_video", "full-finetune"),
 ]
 
 
@@ -164,14 +172,15 @@ def test_steps_of_reward_finetuning(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red ball\na blue cube rolls\na cat\n")
     values = options(
-        family, training_type=training_type, train_steps=4, lr=1e-3, batch_size=2, optimizer="adamw",
+        family, training_type=training_type, lr=1e-3, batch_size=2, optimizer="adamw",
         prompts=str(prompts), reward=["brightness", "contrast=0.5"], rollout_size="9x64x64",
-        prompts_per_step=2, num_generations=4, sampling_steps=5, updates_per_rollout=2, **({"method": "grpo"} | REWARDED[method]),
+        prompts_per_step=2, sampling_steps=5,
+        **({"method": "grpo", "updates_per_rollout": 2, "num_generations": 4, "train_steps": 4} | REWARDED[method]),
     )  # fmt: skip
     values = {name: value for name, value in values.items() if name not in ("data_root", "video_resolution_buckets")}
     names = ("reward/brightness", "loss", "grad_norm")
     found = [dict(zip(names, numbers, strict=True)) for _, *numbers in run(**values).curve(*names)]
-    assert len(found) == 4
+    assert len(found) == values["train_steps"]
 
     def check(golden: list[dict[str, float]]) -> None:
         for now, then in zip(found, golden, strict=True):

@@ -33,7 +33,7 @@ def checked(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., Pre
     def make(**options: Any) -> Preflight:
         family = options.pop("family", "ltx_video")
         data = {"video_resolution_buckets": ["49x512x768"], "data_root": str(tmp_path / "absent")}
-        sizes = {} if options.get("method") == "grpo" else data
+        sizes = {} if options.get("method") in ("grpo", "refl") else data
         config = load_config(
             model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), output_dir=str(tmp_path / "run"),
             rank=4, optimizer="adamw", train_steps=2, **{**sizes, **options},
@@ -245,6 +245,36 @@ def test_rewards_at_work(checked: Callable[..., Preflight], monkeypatch: pytest.
     assert plan.phases["reward"]["activations of rewards"] == 8 * 4 * 16.6 * 257 * 1024 * 4
     monkeypatch.setattr(CLIPScore, "working_bytes", classmethod(lambda *args, **kwargs: None))
     assert "activations of rewards" in RunMemory(checked(family="hunyuan_video", **options)).plan().unknown
+
+
+def test_reward_gradients_decode_with_a_backward_pass(checked: Callable[..., Preflight]) -> None:
+    options: dict[str, Any] = {
+        "method": "refl", "rollout_size": "17x128x128", "mixed_precision": "bf16", "reward": ["clipscore=1", "brightness=1"],
+        "num_generations": 1, "prompts_per_step": 4, "batch_size": 2,
+    }  # fmt: skip
+
+    def plan(**changes: Any) -> Any:
+        return RunMemory(checked(family="hunyuan_video", **{**options, **changes})).plan()
+
+    pixels, graph = 17 * 128 * 128, 2 * 4 * 352.0 * 257 * 1024 * 4
+    scores = graph + 2 * 4 * 3 * pixels * 4.0
+    decoder = 2 * (4610 + 36) * pixels
+    assert plan().phases["reward"]["activations of rewards"] == pytest.approx(scores)
+    assert "the VAE's decoder and its backward" not in plan().phases["reward"]  # its turn is when those are gone
+    alone = plan(reward=["brightness"]).phases["reward"]
+    assert alone["the VAE's decoder and its backward"] == pytest.approx(decoder)
+    few = plan(reward=["brightness"], reward_frames=2).phases["reward"]
+    assert few["the VAE's decoder and its backward"] == pytest.approx(decoder * 5 / 17)
+    stored = plan(checkpoint_vae=False).phases["reward"]
+    assert stored["the VAE's decoder and its backward"] == pytest.approx(2 * 18100 * pixels)
+    assert stored["activations of rewards"] > scores / 2
+    latents = 16 * 5 * 16 * 16 * 4.0
+    assert alone["sampled trajectories"] == pytest.approx(4 * 2 * latents)
+    deep = plan(reward=["brightness"], draft_k=3)
+    assert deep.phases["reward"]["sampled trajectories"] == pytest.approx(4 * 6 * latents)
+    assert (
+        deep.peaks["training_step"] - plan(reward=["brightness"]).peaks["training_step"] < 20 * latents
+    )  # one step at a time
 
 
 def test_compiling_is_left_out_and_said(checked: Callable[..., Preflight]) -> None:

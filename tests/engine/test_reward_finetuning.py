@@ -32,6 +32,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "window": {"best_of_n": 2, "kl_coef": 0.1},
     "whole": {"grpo_preset": "dancegrpo", "best_of_n": 4, "ratio_norm": True},
     "nft": {"method": "nft", "init_same_noise": False, "nft_timesteps": 2, "sampler": None},
+    "refl": {"method": "refl", "draft_k": 2, "kl_coef": 0.1, "updates_per_rollout": 1, "num_generations": 1},
 }
 
 
@@ -193,8 +194,9 @@ def test_resuming_changes_nothing(
     a, b = (load_file(tmp_path / run / "pytorch_lora_weights.safetensors") for run in ("straight", "resumed"))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
+    rollouts = 4 // changes["updates_per_rollout"]
     for name in ("straight", "resumed"):
-        assert len((tmp_path / name / "rewards" / "brightness.txt").read_text().splitlines()) == 2
+        assert len((tmp_path / name / "rewards" / "brightness.txt").read_text().splitlines()) == rollouts
     assert len(list((tmp_path / "straight" / "samples" / "step-000004").glob("*.mp4"))) == 1
 
 
@@ -298,6 +300,15 @@ def test_dancegrpos_published_command_passes_a_dry_run(
     train(config)
     printed = capsys.readouterr().out
     assert "404 steps of 128 clips over all processes (rollouts of 32 prompts x 24 clips, of which 8" in printed
+
+
+def test_rewards_without_a_gradient_are_refused(options: Callable[..., dict[str, Any]]) -> None:
+    """Before a model is loaded, with those that have one; of weight 0 they are only logged."""
+    given = options(method="refl", num_generations=1, reward=["compressibility", "contrast=0.5", "demo.all=0"])
+    with pytest.raises(ConfigError) as caught:
+        preflight(load_config(**given))
+    assert "--reward: compressibility gives no gradient. These do: aesthetic, brightness," in str(caught.value)
+    assert "demo" not in str(caught.value)
 
 
 def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

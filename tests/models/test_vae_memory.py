@@ -16,8 +16,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetrainers.config.sections import ModelSection
+from finetrainers.models.decoding import decode_gradient
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import VAE_BUDGET, ModelSpec, pixel_size
+from finetrainers.models.spec import VAE_BUDGET, ModelSpec, VAEStats, pixel_size, vae_working_bytes
 
 
 def load(family: str, repo: Path, **options: Any) -> ModelSpec:
@@ -68,6 +69,32 @@ def test_the_estimate_is_what_the_published_networks_take(
     latents = torch.empty(1, moments.shape[1] // 2, *moments.shape[2:], dtype=torch.bfloat16, device="meta")
     most = max(peak(lambda: vae.encode(video)), peak(lambda: vae.decode(latents)))
     assert most == pytest.approx(spec.vae_bytes(size), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("ltx_video", (9, 64, 64)), ("hunyuan_video", (17, 64, 64)), ("cogvideox", (9, 64, 64))]
+)
+def test_the_estimate_of_a_decode_with_its_backward(
+    family: str, size: tuple[int, int, int], tiny_repo: Callable[..., Path]
+) -> None:
+    spec = load(family, tiny_repo(family), vae_dtype="bf16")
+    with torch.device("meta"):
+        vae = type(spec).parts["vae"]().to(torch.bfloat16).eval().requires_grad_(False)
+    shape = spec.facts.geometry.latent_shape(*size)
+    latents = torch.empty(1, vae.config.latent_channels, *shape, device="meta")
+    stats = VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(1.0))
+
+    def differentiate(checkpointing: bool) -> int:
+        def score(video: Tensor) -> tuple[Tensor, None]:
+            return video.mean(), None
+
+        return peak(lambda: decode_gradient(spec, vae, latents, stats, score, checkpointing=checkpointing))
+
+    assert differentiate(True) == pytest.approx(vae_working_bytes(spec, size, gradient=True), rel=0.15)
+    if family == "ltx_video":  # the others take seconds
+        assert differentiate(False) == pytest.approx(vae_working_bytes(spec, size, gradient=True, stored=True), rel=0.1)
+    large = {"ltx_video": (161, 1024, 1280), "hunyuan_video": (61, 544, 960), "cogvideox": (49, 480, 720)}[family]
+    assert spec.tiles_by_size(large, gradient=True) > spec.tiles_by_size(large)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "one group": {"prompts_per_step": 1, "batch_size": 2},
     "best of": {"prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1},
     "nft": {"prompts_per_step": 2, "method": "nft", "init_same_noise": False, "nft_timesteps": 2},
+    "refl": {"prompts_per_step": 2, "method": "refl", "draft_k": 2, "batch_size": 2, "kl_coef": 0.1},
     "full": {"prompts_per_step": 2, "training_type": "full-finetune", "kl_coef": 0.1, "lr": 1e-3},
 }
 #: Of `best of`, ranks keep different numbers of clips, and the network is called for the reference between a forward
@@ -36,10 +37,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "one group": {},
     "best of": {},
     "nft": {},
+    "refl": {},
     "full": {},
     "best of, fsdp2": {"fsdp": "full"},
     "best of, zero-2": {"deepspeed": True},
     "nft, zero-2": {"deepspeed": True},
+    "refl, fsdp2": {"fsdp": "full"},
+    "refl, zero-2": {"deepspeed": True},
     "nft, fsdp2": {"fsdp": "full"},
     "full, fsdp2": {"fsdp": "full", "sync_each_batch": True},
 }
@@ -117,9 +121,12 @@ def test_two_ranks_are_one(name: str, jobs: Any, ranks: list[dict[str, Any]], al
     assert f"2 processes ({strategy or 'DDP'}" in ranks[0][name]["kind"].replace("deepspeed ", "")
     assert ranks[0][name]["digest"] == ranks[1][name]["digest"]
     for found, expected in zip(ranks[0][name]["metrics"], read(alone(job)), strict=True):
-        for key in ("reward/brightness", "group_std/brightness", "advantage_abs", "clips_trained", "grad_norm"):
+        own = (
+            ("loss", "reward_gradient") if job == "refl" else ("group_std/brightness", "advantage_abs", "clips_trained")
+        )
+        for key in ("reward/brightness", "grad_norm", *own):
             assert found[key] == pytest.approx(expected[key], rel=2e-3), (key, found["step"])
-        if job != "nft":
+        if job not in ("nft", "refl"):
             assert found["ratio_error"] == 0.0
     if job == "full":  # the model before training, a copy of which the strategy splits as well
         divergences = [record["kl"] for record in ranks[0][name]["metrics"]]

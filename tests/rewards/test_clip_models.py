@@ -399,3 +399,20 @@ def test_a_file_that_could_run_code_is_not_loaded(clip: Path, tmp_path: Path) ->
 def test_options_in_a_configuration(name: str) -> None:
     assert reward_problems(RewardEntry(**parse_reward(f"{name}=0.5,path=some/x,frames=2,dtype=bf16,device=cpu"))) == []
     assert "did you mean 'frames'" in reward_problems(RewardEntry(**parse_reward(f"{name},frame=2")))[0]
+
+
+@pytest.mark.parametrize("name", ["clipscore", "pickscore", "hpsv2", "aesthetic"])
+def test_gradients_are_of_the_scores_without_rounding_to_bytes(
+    name: str, rewards: dict[str, Reward], videos: Tensor
+) -> None:
+    reward, bytes_only = rewards[name], (videos * 255).round() / 255
+    x = bytes_only.clone().requires_grad_()
+    found = reward.differentiate(x, PROMPTS, fps=8.0)["score"]
+    plain = reward.score(bytes_only, PROMPTS, fps=8.0)["score"]
+    torch.testing.assert_close(found.detach(), plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert gradient.flatten(1).norm(dim=1).min() > 0
+    step = 0.02 * gradient / gradient.abs().amax((1, 2, 3, 4), keepdim=True)
+    with torch.no_grad():
+        higher = reward.differentiate((x + step).clamp(0, 1), PROMPTS, fps=8.0)["score"]
+    assert (higher > found).all()

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.memory.count import LiveStorages, StepShape, fake_weights
 from finetrainers.rewards.hpsv3 import HPSv3, preference_head
-from finetrainers.rewards.registry import resolve_reward, reward_bytes, working_bytes
+from finetrainers.rewards.registry import graph_bytes, resolve_reward, reward_bytes, working_bytes
 from finetrainers.rewards.videoalign import VideoAlign
 from finetrainers.rewards.videoalign_model import RewardNetwork
 from finetrainers.rewards.videoalign_model import working_bytes as qwen_bytes
@@ -45,6 +45,29 @@ def test_clips(reward: str, vision: dict[str, object], dtype: str) -> None:
             network(input_ids=ids, attention_mask=ids, pixel_values=torch.empty(2 * 4, 3, 224, 224, dtype=computes))
         counted = live.peak - weights
     assert working_bytes(entry, (49, 512, 768), fps=24.0) == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize(("reward", "vision", "layers"), [("clipscore", L, 24), ("pickscore", H, 32)])
+def test_gradients_of_clips(reward: str, vision: dict[str, object], layers: int) -> None:
+    """Of all layers, each of which keeps what its backward needs."""
+    entry = RewardEntry(name=reward, options={"frames": "4"}, batch_size=2)
+    config = CLIPConfig(
+        text_config={"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 1},
+        vision_config={**vision, "num_hidden_layers": layers, "patch_size": 14, "image_size": 224},
+    )
+    with torch.device("meta"):
+        network = CLIPModel(config).eval().requires_grad_(False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_weights(network, StepShape((1, 1, 1, 1), frozen=torch.float32))
+        live = LiveStorages()
+        live.add([*network.parameters(), *network.buffers()])
+        weights = live.live
+        with live:
+            ids = torch.ones(2, 77, dtype=torch.long)
+            pixels = torch.empty(2 * 4, 3, 224, 224, requires_grad=True)
+            found = network(input_ids=ids, attention_mask=ids, pixel_values=pixels)
+            torch.autograd.grad(found.image_embeds.sum(), pixels)
+    assert graph_bytes(entry, (49, 512, 768), fps=24.0) == pytest.approx(live.peak - weights, rel=0.05)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate", "heads"), [(1536, 8960, 12), (3584, 18944, 28)])

@@ -9,7 +9,7 @@ from finetrainers.utils.text import plural
 
 from ..facts import Facts
 from ..geometry import Geometry
-from ..grpo import GRPOSection, kernel, step_range, trained_steps
+from ..grpo import COMPARING_METHODS, GRPOSection, kernel, step_range, trained_steps
 from ..hacking import hacking_rule, held_out_rewards
 from ..rewards import RewardEntry
 from ..root import TrainConfig, fields
@@ -49,10 +49,14 @@ def check_grpo(config: TrainConfig, facts: Facts, found: Findings, *, world_size
     _check_inputs(section, facts.geometry, found)
     check_rewards("reward", section.reward, found)
     check_rewards("eval_reward", config.validation.eval_reward, found)
-    _check_groups(section, found)
-    if section.num_generations > 1:  # 1 is an error already
+    compares = config.training.method in COMPARING_METHODS
+    if compares:
+        _check_groups(section, found)
+    if section.num_generations > 1 or not compares:  # 1 is an error already
         _check_division(config, world_size, found)
-    if config.training.method == "nft":
+    if not compares:
+        _check_gradients(config, found)
+    elif config.training.method == "nft":
         _check_nft(config, found)
     else:
         _check_policy(config, found)
@@ -152,7 +156,7 @@ def _check_division(config: TrainConfig, world_size: int, found: Findings) -> No
             f"a rollout keeps {clips} = {total}, which do not divide by {over} x {updates} --updates_per_rollout = "
             f"{places * updates}: some batches are filled up with clips that do not count"
         )
-    if total / updates < FEW_CLIPS:
+    if total / updates < FEW_CLIPS and config.training.method in COMPARING_METHODS:
         found.warnings.append(
             f"{clips} / {plural(updates, 'update')} = {total / updates:g} clips per optimizer step; with fewer than "
             f"{FEW_CLIPS} rewards hardly rise: raise --prompts_per_step or --num_generations"
@@ -179,6 +183,28 @@ def _check_nft(config: TrainConfig, found: Findings) -> None:
     uphold = section.nft_decay[2]
     if uphold >= 1:
         found.error("nft_decay", f"uphold {uphold:g}: the policy that samples would stand still; use less than 1")
+
+
+def _check_gradients(config: TrainConfig, found: Findings) -> None:
+    """Check the steps that a reward is backpropagated through."""
+    section, steps = config.refl, config.grpo.sampling_steps
+    if config.grpo.updates_per_rollout > 1:
+        found.error(
+            "updates_per_rollout", "a reward's gradient is of the weights that sampled; use 1 with --method refl"
+        )
+    if config.grpo.best_of_n is not None:
+        found.error("best_of_n", "--method refl compares no clips and trains on all; remove it")
+    if section.refl_kind == "draft" and section.draft_k > steps:
+        found.error("draft_k", f"there are {steps} --sampling_steps; use at most {steps}")
+    elif section.refl_kind == "refl" and not section.gradient_steps(steps):
+        first, last = section.refl_range
+        found.error("refl_range", f"{first:g} {last:g} holds none of {steps} --sampling_steps; use a wider range")
+    if section.refl_kind == "draft" and section.draft_k > 1 and config.parallel.sp_size > 1:
+        found.error(
+            "draft_k",
+            f"{section.draft_k}: processes that share a clip have its latents' gradient in parts; use --draft_k 1, "
+            "--refl_kind draft-lv or refl, or --sp_size 1",
+        )
 
 
 def _check_policy(config: TrainConfig, found: Findings) -> None:

@@ -102,7 +102,7 @@ def _check_needs(config: TrainConfig, found: Findings) -> None:
         if option.scope == "dataset" or not config.changed(name):
             continue
         needed = (option.needs or name).partition("=")[0]
-        if option.method not in (None, method):
+        if option.method is not None and method not in option.method.split("|"):
             if method in sections()[option.section].methods:
                 found.warnings.append(f"--{name} has no effect with --method {method}")
         elif config.data.dataset is None or fields()[needed].scope == "run":  # else each dataset may have its own

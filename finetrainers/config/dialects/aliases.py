@@ -20,7 +20,7 @@ from finetrainers.utils.text import nearest, plural
 from ..base import Section
 from ..errors import value_message
 from ..given import Given
-from ..grpo import REWARD_METHODS
+from ..grpo import COMPARING_METHODS
 from ..presets import preset_options
 from ..root import fields
 from .dancegrpo_command import TELLING
@@ -94,7 +94,7 @@ FOREIGN: dict[str, str | None] = {
 
 def translate(given: Given) -> None:
     """Replace DanceGRPO's names by ours; with other methods than those of reward finetuning they are unknown."""
-    if given.values.get("method") in REWARD_METHODS:
+    if given.values.get("method") in COMPARING_METHODS:
         _Translation(given, [name for name in TELLING if name in given.values]).run()
         return
     for name in [name for name in given.values if name in FOREIGN]:

@@ -57,6 +57,7 @@ class Collector:
         batch_size: clips sampled at once; training uses as many, so that both compute the same numbers.
         reward_fps: frame rate at which clips are scored; what is generated does not depend on it.
         panel: what scores clips.
+        shown: writes some clips for people.
     """
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -78,7 +79,7 @@ class Collector:
         self._vae_stats = parts.vae_stats
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
-        self._shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)
+        self.shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)
         self._files = DanceGRPOFiles(config, parts.parallel, fps=self.reward_fps) if section.dancegrpo_files else None
 
     def jobs(self, rollout: int) -> list[Job]:
@@ -123,7 +124,7 @@ class Collector:
                     if self._files is not None:
                         self._files.clips(jobs, first, decoded)
                     for index, video in enumerate(decoded, start=first):
-                        if self._pairs is not None or self._shown.wants(jobs[index]):
+                        if self._pairs is not None or self.shown.wants(jobs[index]):
                             videos[index] = to_uint8(video)
             except Exception as caught:
                 error = caught
@@ -132,10 +133,10 @@ class Collector:
         # Another rank's reward may have failed, and would be waited for until the process group gives up.
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
         scores = Scores.joined(self.parallel.gather_shares(said))
-        compared = self._compare(scores)
+        compared = self.compare(scores)
         if self._pairs is not None:
             self._pairs.keep(jobs, videos, compared)
-        self._shown.keep(jobs, videos, scores, compared)
+        self.shown.keep(jobs, videos, scores, compared)
         stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
         if self._files is not None:
             self._files.scores(rollout, stats)
@@ -162,7 +163,7 @@ class Collector:
             stats={},
         )
 
-    def _compare(self, scores: Scores) -> Advantages:
+    def compare(self, scores: Scores) -> Advantages:
         """Advantages `[P, G]` of all ranks' clips."""
         size = self.section.num_generations
         return compute_advantages(
@@ -206,24 +207,30 @@ class Collector:
 
     def _stats(self, scores: Scores, found: Advantages, spent: Mapping[str, float]) -> dict[str, float]:
         """Scores raw and normalized, spread within groups, share of groups that teach nothing, seconds by phase."""
-        stats: dict[str, float] = {}
-        for name, head in scores.heads.items():
-            raw = head.raw[head.raw.isfinite()]
-            stats[f"reward/{name}"] = raw.mean().item()
-            stats[f"reward_std/{name}"] = raw.std(correction=0).item()
-            stats[f"reward_min/{name}"] = min(raw.tolist(), default=math.nan)
-            stats[f"reward_max/{name}"] = max(raw.tolist(), default=math.nan)
-        for name, head in scores.heads.items():
-            stats[f"reward_normalized/{name}"] = head.normalized[head.normalized.isfinite()].mean().item()
-        weights = {name: weight for name, weight in self.panel.weights.items() if weight}
-        if weights.keys() <= scores.heads.keys():  # else one of them does not score every rollout
-            stats["weighted_reward"] = sum(weights[name] * stats[f"reward_normalized/{name}"] for name in weights)
+        stats = score_stats(scores, self.panel.weights)
         for name, spread in found.group_std.items():
             stats[f"group_std/{name}"] = spread.nanmean().item()
         stats["constant_groups"] = found.constant_share
         stats["failed_clips"] = float(found.failed.sum())
         stats["advantage_abs"] = found.values.abs().mean().item()
         return stats | {f"seconds/{name}": seconds for name, seconds in spent.items()}
+
+
+def score_stats(scores: Scores, weights: Mapping[str, float]) -> dict[str, float]:
+    """Scores of a rollout, raw and normalized, and their weighted sum."""
+    stats: dict[str, float] = {}
+    for name, head in scores.heads.items():
+        raw = head.raw[head.raw.isfinite()]
+        stats[f"reward/{name}"] = raw.mean().item()
+        stats[f"reward_std/{name}"] = raw.std(correction=0).item()
+        stats[f"reward_min/{name}"] = min(raw.tolist(), default=math.nan)
+        stats[f"reward_max/{name}"] = max(raw.tolist(), default=math.nan)
+    for name, head in scores.heads.items():
+        stats[f"reward_normalized/{name}"] = head.normalized[head.normalized.isfinite()].mean().item()
+    counted = {name: weight for name, weight in weights.items() if weight}
+    if counted.keys() <= scores.heads.keys():  # else one of them does not score every rollout
+        stats["weighted_reward"] = sum(counted[name] * stats[f"reward_normalized/{name}"] for name in counted)
+    return stats
 
 
 @contextmanager

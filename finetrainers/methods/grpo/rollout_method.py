@@ -57,7 +57,15 @@ class RolloutMethod(ABC, Generic[T]):
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         """A rollout of the policy that samples, by default the one that is trained."""
         with phase(ROLLOUT), self.sampler.spec.companions.on(self.sampler.device):
-            return self.collector.collect(transformer, rollout)
+            return self.rollout(transformer, rollout)
+
+    def rollout(self, transformer: nn.Module, rollout: int) -> Collected:
+        """What is collected of this rank's clips, and of all clips together."""
+        return self.collector.collect(transformer, rollout)
+
+    def dummy_rollout(self) -> Collected:
+        """The same of clips that nobody has sampled, as many as a micro-batch has."""
+        return self.collector.dummy_rollout()
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[T]]:
         if not self.can_stop_after(start):
@@ -95,7 +103,7 @@ class RolloutMethod(ABC, Generic[T]):
 
     def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[T]]]:
         """One micro-batch as a rollout gives it, of clips that nobody has sampled."""
-        collected = self.collector.dummy_rollout()
+        collected = self.dummy_rollout()
         count = len(collected.jobs)
         part = Part(list(range(count)), [1.0 / count] * count, repeat=0, update=1, is_first=True)
         yield "a rollout's micro-batch", Step([part], partial(self.micro_batch, transformer, collected, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from finetrainers.data.cache.store import CacheError
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.precompute import Encoded
 from finetrainers.data.loading.text_conditioning import TextConditioning
-from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats
+from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats, decode_gradient
 
 from .plan import PromptPlan
 from .prompts import Prompt, PromptOrder
@@ -114,6 +114,19 @@ class PromptSource:
     def decode(self, latents: Tensor, vae_stats: VAEStats) -> Tensor:
         """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of normalized latents."""
         return self.spec.decode(self.vae, latents, vae_stats).transpose(1, 2).float().cpu()
+
+    def decode_gradient(
+        self, latents: Tensor, vae_stats: VAEStats, score: Callable[[Tensor], tuple[Tensor, T]], *, checkpointing: bool
+    ) -> tuple[Tensor, T]:
+        """See `models.decoding`; `score` is given clips `[B, T, C, H, W]` in [0, 1] on the device."""
+        return decode_gradient(
+            self.spec,
+            self.vae,
+            latents,
+            vae_stats,
+            lambda video: score(video.transpose(1, 2)),
+            checkpointing=checkpointing,
+        )
 
     def _cut_row(self, prompt: Prompt | None) -> Conditions:
         """One row as batches hold it; of the empty prompt for None."""

@@ -81,7 +81,7 @@ class RewardFinetuning(MethodSpec):
     def accumulates(self, config: TrainConfig) -> bool:
         section = config.grpo
         repeats = section.nft_timesteps if _is_nft(config) else trained_steps(section)
-        return repeats > 1 or _clips(config) > config.dataloader.batch_size * section.updates_per_rollout
+        return repeats > 1 or sampled_clips(config) > config.dataloader.batch_size * section.updates_per_rollout
 
     def uses_reference(self, config: TrainConfig) -> bool:
         return measures_kl(config)
@@ -141,7 +141,7 @@ class RewardFinetuning(MethodSpec):
         copies = trained if is_nft else 0.0
         if config.training.training_type == "full-finetune" and self.uses_reference(config):
             copies += reference
-        elements = _clips(config) * math.prod(latent)
+        elements = sampled_clips(config) * math.prod(latent)
         trajectories = 4.0 * elements
         if not is_nft and not section.offload_trajectory:
             means = 4 if section.ratio_norm else 0
@@ -154,7 +154,7 @@ def _is_nft(config: TrainConfig) -> bool:
     return config.training.method == "nft"
 
 
-def _clips(config: TrainConfig) -> int:
+def sampled_clips(config: TrainConfig) -> int:
     """Clips that a process samples in a rollout."""
     processes = config.parallel.data_size(launched_processes())
     return math.ceil(config.grpo.prompts_per_step * config.grpo.num_generations / processes)

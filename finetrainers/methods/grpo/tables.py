@@ -25,7 +25,7 @@ class StepTables:
 
     def __init__(self, config: TrainConfig, process: Process, times: Tensor, facts: Facts) -> None:
         """Args:
-            config: the run; with `nft`, no transition is stochastic.
+            config: the run; but for `grpo`, no transition is stochastic.
             process, times: the noise process, and the process times of the steps, `[S]`.
             facts: of the checkpoint; one of two experts is trained at its own steps alone.
 
@@ -38,7 +38,7 @@ class StepTables:
         if not own:
             raise ValueError("none of the sampling steps is within the noise levels of the expert that is trained")
         self.own = range(own[0], own[-1] + 1)
-        self.windows = None if config.training.method == "nft" else Windows(section, config.training.seed, self.own)
+        self.windows = None if config.training.method != "grpo" else Windows(section, config.training.seed, self.own)
         self.deterministic = self.stochastic = transitions("ode", alpha, sigma, eta=0.0)
         self.lengths = step_lengths(alpha, sigma)
         self.weights = torch.zeros(len(times), dtype=torch.float64)

@@ -18,6 +18,7 @@ BASE = {
     **MODEL, "method": "grpo", "prompts": "p.txt", "reward": ["brightness"], "rollout_size": "17x64x64", "train_steps": 100,
 }  # fmt: skip
 NFT = {"method": "nft", "init_same_noise": False}
+REFL = {"method": "refl", "num_generations": 1}
 GEOMETRY = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25.0)
 FLOW = Facts(GEOMETRY, is_flow=True, first_frame="tokens")
 VP = Facts(GEOMETRY, is_flow=False, first_frame="none")
@@ -29,7 +30,9 @@ def findings(family=FLOW, world_size=1, base=BASE, **options):
     return check_config(config, facts=family, prompts=prompts, world_size=world_size)
 
 
-@pytest.mark.parametrize("options", [{}, NFT, {"training_type": "full-finetune"}, {"best_of_n": 4}, {"window_size": 0}])
+@pytest.mark.parametrize(
+    "options", [{}, NFT, REFL, {"training_type": "full-finetune"}, {"best_of_n": 4}, {"window_size": 0}]
+)
 @pytest.mark.parametrize("family", [FLOW, VP])
 def test_a_plain_run_has_no_findings(family, options):
     found = findings(family, **options)
@@ -72,6 +75,12 @@ def test_a_plain_run_has_no_findings(family, options):
         ({"method": "nft"}, "init_same_noise", "use --no-init_same_noise"),
         ({**NFT, "sampler": "flow"}, "sampler", "flow adds noise"),
         ({**NFT, "nft_decay": [0, 0.1, 1.0]}, "nft_decay", "would stand still"),
+        ({**REFL, "draft_k": 11}, "draft_k", "there are 10 --sampling_steps; use at most 10"),
+        ({**REFL, "updates_per_rollout": 2}, "updates_per_rollout", "use 1 with --method refl"),
+        ({**REFL, "best_of_n": 2}, "best_of_n", "compares no clips"),
+        ({**REFL, "refl_kind": "refl", "refl_range": [0.9, 0.9]}, "refl_range", "holds none of 10 --sampling_steps"),
+        ({**REFL, "draft_k": 2, "sp_size": 2}, "draft_k", "use --draft_k 1"),
+        ({"draft_k": 2}, "method", "grpo has no use for --draft_k; add --method refl"),
         ({"eval_reward": ["b"]}, "eval_reward", "give --eval_prompts"),
         ({"eval_steps": 5}, "eval_steps", "give --eval_prompts"),
         ({"data_root": "clips"}, "data_root", "use --prompts FILE"),
@@ -265,3 +274,25 @@ def test_what_hacking_is_judged_by(options, held_out, every):
     assert hacking_rule(load_config(**given, hacking_guard="stop")).action == "stop"
     assert hacking_rule(load_config(**given, hacking_guard="off")) is None
     assert [error for error in findings(**options, hacking_guard="warn").errors if "hacking" in str(error)] == []
+
+
+def test_options_that_compare_clips_have_no_effect_on_reward_gradients():
+    found = findings(**REFL, window_size=3, advantage_clip=2.0, eta=0.5, grpo_preset="flow-grpo", init_same_noise=False)
+    for name in ("window_size", "advantage_clip", "eta", "grpo_preset", "init_same_noise"):
+        assert f"--{name} has no effect with --method refl" in found.warnings
+    found = findings(**REFL, refl_kind="refl", draft_k=3, kl_coef=0.1, training_type="full-finetune")
+    assert "--draft_k has no effect without --refl_kind draft" in " ".join(found.warnings)
+    assert "--kl_coef 0.1 with full-finetune keeps a frozen copy" in " ".join(found.warnings)
+    assert found.errors == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [9]), ({"draft_k": 3}, [7, 8, 9]), ({"draft_k": 10}, range(10)), ({"refl_kind": "draft-lv"}, [9]),
+        ({"refl_kind": "refl"}, [8, 9]), ({"refl_kind": "refl", "refl_range": [0.2, 0.5]}, [2, 3, 4]),
+    ],
+)  # fmt: skip
+def test_steps_that_a_reward_is_backpropagated_through(options, expected):
+    section = load_config(**{**BASE, **REFL, **options}).refl
+    assert list(section.gradient_steps(10)) == list(expected)

@@ -20,6 +20,7 @@ from finetrainers.methods.grpo.collect import Collector
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.nft import NFT
 from finetrainers.methods.grpo.prompts import Prompt, PromptOrder
+from finetrainers.methods.refl import RewardGradients
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, VideoMeta
 
 SHAPE = (4, 2, 4, 4)
@@ -123,14 +124,26 @@ class Source:
 
     def decode(self, latents: Tensor, vae_stats: Any) -> Tensor:
         """8-bit clips, so that nothing can be learnt by differentiating."""
-        pixels = torch.sigmoid(latents[:, :3].transpose(1, 2))
-        return (pixels * 255).round() / 255
+        return (self.pixels(latents) * 255).round() / 255
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        return torch.sigmoid(latents[:, :3].transpose(1, 2))
+
+    def decode_gradient(
+        self, latents: Tensor, vae_stats: Any, score: Any, *, checkpointing: bool
+    ) -> tuple[Tensor, Any]:
+        z = latents.detach().requires_grad_()
+        number, rest = score(self.pixels(z))
+        return torch.autograd.grad(number, z)[0], rest
 
 
 def signed_brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """Wanted: bright clips of some prompts and dark ones of others, so that no drift can score."""
     sign = torch.tensor([1.0 if "bright" in prompt else -1.0 for prompt in prompts])
     return sign * (videos.mean(dim=(1, 2, 3, 4)) - 0.5)
+
+
+signed_brightness.differentiable = True  # type: ignore[attr-defined]
 
 
 def contrast_in_percent(videos: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -182,6 +195,10 @@ def make_grpo(*process: Any, **options: Any) -> GRPO:
 def make_nft(model: Any, *process: Any, **options: Any) -> NFT:
     given = {"init_same_noise": False, "nft_timesteps": 2, "nft_kl": 0.0, **options}
     return NFT(make_parts(*process, model=model, method="nft", **given))
+
+
+def make_refl(model: Any, *process: Any, **options: Any) -> RewardGradients:
+    return RewardGradients(make_parts(*process, model=model, **{"method": "refl", "window_range": None, **options}))
 
 
 def network(seed: int = 0, *, cls: type[Network] = Network, **options: Any) -> Any:

@@ -1,0 +1,313 @@
+"""Reward gradients: a differentiable reward is backpropagated through the last denoising steps, DRaFT and ReFL.
+
+With x_S the clean latents of a sampled clip, r its reward and F_s the deterministic step from x_s to x_{s+1}:
+
+    draft      r(x_S), through the last K steps                       DRaFT-K (Clark et al. 2023, arXiv:2309.17400)
+    draft-lv   r(F(a x_S + s e)) with noise e, through the last step   DRaFT-LV (the same), several e for each clip
+    refl       r(x0 predicted at x_s), s drawn near the end            ReFL (Xu et al. 2023, arXiv:2304.05977)
+
+Latents before the first of these steps are constants. Backpropagation is by the adjoint method, a step at a time:
+
+    a_S = dr/dx_S          by one backward pass through the VAE and the reward, with no activations of the network
+    dr/dw += a_{s+1} dF_s/dw,   a_s = a_{s+1} dF_s/dx_s,   s = S - 1, ..., S - K
+
+Each step is a micro-batch of its own with the loss -<a_{s+1}, F_s(x_s)>, whose backward pass gives the next adjoint. So the
+memory is that of one step for any K, and whatever works with other losses (FSDP2, ZeRO, swapped blocks) works with this one.
+The price is a forward pass more for each of the K steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.diffusion.policy import Transitions, transition_mean
+from finetrainers.methods.base import MethodParts, Metrics
+from finetrainers.models.spec import Conditions
+from finetrainers.rewards.pixels import to_uint8
+from finetrainers.rewards.reward_set import RewardError, Scores
+from finetrainers.utils.device import to_device
+from finetrainers.utils.phases import REWARD, phase
+from finetrainers.utils.seeding import derive_seed
+
+from .grpo.batches import Part
+from .grpo.collect import Collected, score_stats, timed
+from .grpo.objective import velocity_divergence
+from .grpo.prompts import Job
+from .grpo.rollout_method import RolloutMethod
+from .grpo.source import PromptSource
+
+
+@dataclass(frozen=True)
+class Backpropagated(Collected):
+    """A rollout's clips, with what their reward is backpropagated through.
+
+    Attributes:
+        steps: of the sampler, through which it is, in the order in which they are trained: the last one first.
+        before: latents before each of these steps `[C, T, H, W]`, by clip.
+        adjoints: gradient of a clip's reward by what such a step makes of them, by clip and place among the steps. Those of
+            earlier steps are found when the later ones are trained.
+        scores: the weighted rewards, likewise; only where an adjoint comes from a reward.
+    """
+
+    steps: Sequence[int]
+    before: Mapping[int, Sequence[Tensor]]
+    adjoints: dict[tuple[int, int], Tensor]
+    scores: Mapping[tuple[int, int], float]
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """One denoising step of some clips, ready for the loss.
+
+    Attributes:
+        before: latents before it, `[B, C, T, H, W]` fp32; a leaf with a gradient where an earlier step follows.
+        time: process time before it, `[B]`.
+        now: its coefficients, `[B]`; None: it predicts the clean latents.
+        adjoint: like `before`.
+        score: reward of each clip, `[B]`, at the first step that is trained of it.
+        weight: share of each clip's reward in the step's loss, `[B]`; 0 for clips that only fill up.
+        share: the same as a mean over the steps that are trained.
+        scale: 0, a leaf whose gradient is the factor by which a backward pass scales the loss; None where nobody asks.
+        conditions: text, as `Sampler.predict` takes it.
+    """
+
+    before: Tensor
+    time: Tensor
+    now: Transitions | None
+    adjoint: Tensor
+    score: Tensor
+    weight: Tensor
+    share: Tensor
+    scale: Tensor | None
+    conditions: Conditions
+
+
+class RewardGradients(RolloutMethod[Denoised]):
+    """DRaFT and ReFL of any registered model."""
+
+    headline = ("reward/", "kl", "eval_reward/")
+
+    def __init__(self, parts: MethodParts[PromptSource]) -> None:
+        super().__init__(parts, uses_reference=parts.config.grpo.kl_coef > 0)
+        self.options = parts.config.refl
+        self.repeats = self.options.repeats()
+        self._vae_stats = parts.vae_stats
+        self._waiting: tuple[Backpropagated, Part, Denoised] | None = None  # whose backward pass gives adjoints
+
+    # ---- rollout -----------------------------------------------------------------------------------------------
+
+    def rollout(self, transformer: nn.Module, rollout: int) -> Backpropagated:
+        """Sample this rank's clips of a rollout, and take the gradient of their rewards by the clean latents."""
+        collector = self.collector
+        jobs, device, size = collector.jobs(rollout), collector.parallel.device, collector.batch_size
+        spent: dict[str, float] = defaultdict(float)
+        said: list[Scores] = []
+        videos: dict[int, Tensor] = {}  # that may be written
+        steps, before = self._steps(rollout), dict[int, Sequence[Tensor]]()
+        adjoints, values = dict[tuple[int, int], Tensor](), dict[tuple[int, int], float]()
+        error: Exception | None = None
+        for first in range(0, len(jobs), size):
+            chunk = jobs[first : first + size]
+            with timed(spent, "rollout", device):
+                conditions = collector.source.conditions([job.prompt for job in chunk])
+                starts, ends = self._sample(transformer, chunk, conditions, steps)
+            before |= {first + i: [start[i].clone() for start in starts] for i in range(len(chunk))}
+            try:
+                for place, clean in enumerate(ends if error is None else ()):
+                    with timed(spent, "reward_gradient", device):
+                        number = collector.parallel.data_rank * len(jobs) + first
+                        adjoint, scores, total, pixels = self._adjoint(clean, chunk, number)
+                    for i, job in enumerate(chunk):
+                        adjoints[first + i, place], values[first + i, place] = adjoint[i].clone(), float(total[i])
+                        if place == 0 and collector.shown.wants(job):
+                            videos[first + i] = to_uint8(pixels[i])
+                    said += [scores] if place == 0 else []
+            except Exception as caught:
+                error = caught
+        collector.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
+        scores = Scores.joined(collector.parallel.gather_shares(said))
+        collector.shown.keep(jobs, videos, scores, collector.compare(scores))
+        norms = [float(adjoint.norm()) for adjoint in adjoints.values()]
+        stats = {
+            "rollout": float(rollout),
+            **score_stats(scores, collector.panel.weights),
+            "failed_clips": float(scores.failed.sum()),
+        }
+        stats |= {"reward_gradient": sum(norms) / len(norms)}
+        stats |= {f"seconds/{name}": seconds for name, seconds in spent.items()}
+        return self._collected(jobs, steps, before, adjoints, values, stats)
+
+    def _collected(
+        self, jobs: Sequence[Job], steps: Sequence[int], before: Mapping[int, Sequence[Tensor]],
+        adjoints: dict[tuple[int, int], Tensor], scores: Mapping[tuple[int, int], float], stats: Mapping[str, float],
+    ) -> Backpropagated:  # fmt: skip
+        """All clips are trained on."""
+        return Backpropagated(
+            jobs=jobs, latents=dict.fromkeys(before, torch.empty(0)), replays={}, advantages=torch.zeros(len(jobs), 1),
+            kept=range(len(jobs)), kept_by_rank=[len(jobs)] * self.collector.parallel.data_size, stats=stats, steps=steps,
+            before=before, adjoints=adjoints, scores=scores,
+        )  # fmt: skip
+
+    def dummy_rollout(self) -> Backpropagated:
+        jobs, shape = self.collector.jobs(0)[: self.collector.batch_size], self.sampler.shape
+        empty, places = torch.zeros(shape, device=self.sampler.device), range(self.repeats)
+        keys = [(i, place) for i in range(len(jobs)) for place in places]
+        before = {i: [empty] * self.repeats for i in range(len(jobs))}
+        return self._collected(jobs, self._steps(0), before, dict.fromkeys(keys, empty), dict.fromkeys(keys, 0.0), {})
+
+    def _steps(self, rollout: int) -> list[int]:
+        """The steps that are trained in a rollout, on all ranks: each clip's in the order in which they are trained."""
+        allowed = self.options.gradient_steps(len(self.sampler.times))
+        if self.options.refl_kind == "refl":
+            return [random.Random(derive_seed(self.seed, "refl", rollout)).choice(allowed)]
+        return list(reversed(allowed)) if self.options.refl_kind == "draft" else list(allowed) * self.repeats
+
+    @torch.no_grad()
+    def _sample(
+        self, transformer: nn.Module, jobs: Sequence[Job], conditions: Conditions, steps: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Latents before each of the steps, in their order, and the clean ones that are scored, one for each adjoint known."""
+        sampler, kind = self.sampler, self.options.refl_kind
+        x = sampler.noise(jobs, "start")
+        before: dict[int, Tensor] = {}
+        last = max(steps)
+        for step in range(last + 1):
+            before[step] = x
+            network = sampler.spec.network_at(float(sampler.times[step]), transformer)
+            x = self._step(network, x, conditions, **self._at(step, len(jobs), is_trained=step == last))[1]
+        if kind != "draft-lv":
+            return [before[step] for step in steps], [x]
+        at = self._at(last, len(jobs))
+        noises = [sampler.noise(jobs, f"renoised {copy}") for copy in range(self.repeats)]
+        noised = [sampler.process.add_noise(x, noise, at["time"]) for noise in noises]
+        return noised, [self._step(transformer, one, conditions, **at)[1] for one in noised]
+
+    def _at(self, step: int, count: int, *, is_trained: bool = True) -> dict[str, Any]:
+        """Time and coefficients of a step for so many clips; see `Denoised`."""
+        sampler, index = self.sampler, torch.full((count,), step)
+        predicts = is_trained and self.options.refl_kind == "refl"
+        now = None if predicts else sampler.tables.deterministic.at(index, sampler.device)
+        return {"time": sampler.time(index), "now": now}
+
+    def _step(
+        self, network: nn.Module, x: Tensor, conditions: Conditions, *, time: Tensor, now: Transitions | None
+    ) -> tuple[Tensor, Tensor]:
+        """The network's prediction, and what a step makes of latents."""
+        process, prediction = self.sampler.process, self.sampler.predict(network, x, time, conditions)
+        if now is None:
+            return prediction, process.x0_from(prediction, x, time)
+        return prediction, transition_mean(process, prediction, x, time, now)
+
+    def _adjoint(self, clean: Tensor, jobs: Sequence[Job], number: int) -> tuple[Tensor, Scores, Tensor, Tensor]:
+        """Gradient of the weighted rewards by clean latents, the scores, the weighted rewards `[B]`, and the pixels.
+
+        Args:
+            clean: `[B, C, T, H, W]` as they are denoised.
+            jobs: what the clips are.
+            number: of the first of them within the rollout.
+
+        Raises:
+            RewardError: a reward failed, or its gradient is not finite, and that is not masked.
+        """
+        collector, rollout = self.collector, jobs[0].rollout
+        whole = self.sampler.clips(clean)
+        frames = self._frames(rollout, whole.shape[2])
+
+        def score(videos: Tensor) -> tuple[Tensor, tuple[Scores, Tensor, Tensor]]:
+            texts, fps = [job.prompt.text for job in jobs], collector.reward_fps
+            scores, total = collector.panel.differentiate(
+                videos, texts, fps=fps, rollout=rollout, first_clip=number
+            )  # fmt: skip
+            return total.sum(), (scores, total.detach(), videos.detach().cpu())
+
+        with phase(REWARD):
+            found, (scores, total, pixels) = collector.source.decode_gradient(
+                whole[:, :, frames], self._vae_stats, score, checkpointing=self.options.checkpoint_vae
+            )
+        broken = ~found.flatten(1).isfinite().all(dim=1).cpu() & ~scores.failed
+        if broken.any() and self.section.reward_on_error == "raise":
+            place = int(broken.nonzero()[0])
+            raise RewardError(
+                f"the gradient of the rewards of clip {number + place}, prompt {jobs[place].prompt.text!r}, is not finite; "
+                "--reward_on_error mask leaves such clips out"
+            )
+        found[(broken | scores.failed).to(found.device)] = 0.0
+        adjoint = torch.zeros_like(clean)
+        self.sampler.clips(adjoint)[:, :, frames] = found.to(clean.device)
+        return adjoint, scores, total, pixels
+
+    def _frames(self, rollout: int, total: int) -> slice:
+        """The latent frames that are decoded and scored."""
+        wanted = min(self.options.reward_frames or total, total)
+        first = random.Random(derive_seed(self.seed, "reward frames", rollout)).randint(0, total - wanted)
+        return slice(first, first + wanted)
+
+    # ---- batches -----------------------------------------------------------------------------------------------
+
+    def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Denoised:
+        """One step of each of some clips, the backward passes of the later ones being over."""
+        assert isinstance(collected, Backpropagated)
+        self._take_adjoints()
+        device, place = self.sampler.device, part.repeat
+        before = to_device(torch.stack([collected.before[i][place] for i in part.clips]), device)
+        goes_on = self.options.refl_kind == "draft" and place + 1 < self.repeats
+        share = to_device(torch.tensor(part.shares), device)
+        batch = Denoised(
+            before=before.requires_grad_(goes_on),
+            **self._at(collected.steps[place], len(part.clips)),
+            adjoint=to_device(torch.stack([collected.adjoints[i, place] for i in part.clips]), device),
+            score=to_device(torch.tensor([collected.scores.get((i, place), 0.0) for i in part.clips]), device),
+            weight=share * (self.repeats if self.options.refl_kind == "draft" else 1),
+            share=share,
+            scale=torch.zeros((), device=device, requires_grad=True) if goes_on else None,
+            conditions=self.collector.source.conditions([collected.jobs[i].prompt for i in part.clips]),
+        )
+        self._waiting = (collected, part, batch) if goes_on else None
+        return batch
+
+    def _take_adjoints(self) -> None:
+        """The adjoints of the step before the one whose backward pass is over, of which `before` has the gradient."""
+        if self._waiting is None:
+            return
+        collected, part, batch = self._waiting
+        self._waiting = None
+        if batch.before.grad is None or batch.scale is None or batch.scale.grad is None:
+            return  # it ran out of memory, and is repeated
+        factor = batch.scale.grad * batch.weight
+        for row, (clip, share) in enumerate(zip(part.clips, part.shares, strict=True)):
+            if share:  # not of clips that only fill up
+                collected.adjoints[clip, part.repeat + 1] = -batch.before.grad[row] / factor[row]
+
+    # ---- loss --------------------------------------------------------------------------------------------------
+
+    def loss(self, transformer: nn.Module, batch: Denoised) -> tuple[Tensor, Metrics]:
+        transformer.eval()
+        at: dict[str, Any] = {"time": batch.time, "now": batch.now}
+        prediction, after = self._step(transformer, batch.before, batch.conditions, **at)
+        along = (batch.adjoint * after).flatten(1).sum(1)
+        # Its value is the reward, and its gradient that of the adjoint's product.
+        loss = -(batch.weight * (batch.score + (along - along.detach()))).sum()
+        metrics: dict[str, Tensor] = {}
+        if self.reference is not None:
+            with torch.no_grad(), self.reference(transformer) as network:
+                reference = self._step(network, batch.before, batch.conditions, **at)[0]
+            divergence = velocity_divergence(prediction, reference)
+            loss = loss + self.section.kl_coef * (batch.share * divergence).sum()
+            metrics["kl"] = (batch.share * divergence.detach()).sum()
+        if batch.scale is not None:
+            loss = loss + batch.scale
+        return loss, {"loss": loss.detach(), **metrics}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise ValueError(f"reward gradients have no state to restore, got {sorted(state)}")

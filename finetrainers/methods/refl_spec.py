@@ -1,0 +1,86 @@
+"""What a run asks of reward gradients before they are loaded; see `MethodSpec`. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.root import TrainConfig
+
+from .grpo.plan import PromptPlan
+from .grpo.spec import RewardFinetuning, sampled_clips
+from .spec import MethodMemory, registry
+
+if TYPE_CHECKING:
+    from finetrainers.models.spec import ModelSpec
+
+
+class DifferentiableRewards(RewardFinetuning):
+    """Reward gradients sample clips for prompts, as policy gradients do, and differentiate what scores them."""
+
+    def problems(self, config: TrainConfig) -> list[Problem]:
+        found = super().problems(config)
+        if found:
+            return found
+        reasons = [registry().gradient_problem(entry) for entry in config.grpo.reward if entry.weight]
+        return [Problem("--reward", f"{why}") for why in reasons if why is not None]
+
+    def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
+        super().check(plan, config, spec=spec)
+        section = config.grpo
+        times = spec.sampling_times(
+            spec.load_scheduler(), section.sampling_steps, num_tokens=plan.num_tokens, shift=section.shift
+        )
+        steps = config.refl.gradient_steps(section.sampling_steps)
+        others = [step + 1 for step in steps if not spec.facts.trains_at(float(times[step]))]
+        if others:
+            message = (
+                f"backpropagates through step {others[0]} of {section.sampling_steps}, which is the other expert's; train "
+                "--expert low, or use --refl_kind refl with a --refl_range of this expert"
+            )
+            raise ConfigError([Problem("--method refl", message)])
+
+    def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
+        yield from ()
+
+    def accumulates(self, config: TrainConfig) -> bool:
+        return config.refl.repeats() > 1 or sampled_clips(config) > config.dataloader.batch_size
+
+    def uses_reference(self, config: TrainConfig) -> bool:
+        return config.grpo.kl_coef > 0
+
+    def decode_gradient(
+        self, config: TrainConfig, size: tuple[int, int, int], geometry: Geometry
+    ) -> tuple[tuple[int, int, int], bool]:
+        frames, height, width = size
+        if config.refl.reward_frames is not None:
+            frames = min(frames, (config.refl.reward_frames - 1) * geometry.temporal + 1)
+        return (frames, height, width), not config.refl.checkpoint_vae
+
+    def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
+        """All graphs of a micro-batch's rewards are there until its backward pass; the others are scored as always."""
+        plain = super().scoring_bytes(config, size, fps=fps)
+        batch = {"batch_size": config.dataloader.batch_size}
+        graphs = [
+            registry().graph_bytes(entry.model_copy(update=batch), size, fps=fps)
+            for entry in config.grpo.reward
+            if entry.weight
+        ]
+        if plain is None or None in graphs:
+            return None
+        return max(plain, sum(size for size in graphs if size is not None))
+
+    def memory(
+        self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
+    ) -> MethodMemory:
+        """Of each clip, latents before every step that is trained and its adjoint, in fp32."""
+        needs_copy = config.training.training_type == "full-finetune" and self.uses_reference(config)
+        each = 4.0 * math.prod(latent) * 2 * config.refl.repeats()
+        return MethodMemory(
+            copies=reference if needs_copy else 0.0,
+            trajectories=sampled_clips(config) * each,
+            batch_size=batch_size * self.branches(config),
+        )

@@ -1,0 +1,92 @@
+"""Decoding latents into videos, and the gradient of what is computed from the pixels, back to the latents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .batch import VAEStats, pixel_size
+from .tiling import fitted_vae
+
+T = TypeVar("T")
+
+
+def decoded(spec: Any, vae: Any, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
+    """See `ModelSpec.decode`."""
+    with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW)):
+        return _pixels(spec, vae, latents_BCTHW, vae_stats)
+
+
+def decode_gradient(
+    spec: Any,
+    vae: Any,
+    latents_BCTHW: Tensor,
+    vae_stats: VAEStats,
+    score: Callable[[Tensor], tuple[Tensor, T]],
+    *,
+    checkpointing: bool,
+) -> tuple[Tensor, T]:
+    """Gradient of a number of the decoded videos with respect to normalized latents: decode, score, backpropagate.
+
+    On OOM it is repeated clip by clip, then in tiles, as decoding alone is.
+
+    Args:
+        spec: of the model.
+        vae: frozen, on its device.
+        latents_BCTHW: without the frames that `padded` adds.
+        vae_stats: normalization constants of the VAE.
+        score: gives the number, of videos `[B, 3, T, H, W]` in [0, 1] with a graph, and whatever else is wanted of them.
+        checkpointing: recompute the decoder in backward, block by block, and tile by tile where it works on tiles.
+
+    Returns:
+        The gradient, fp32, and what else `score` has given.
+    """
+
+    def work() -> tuple[Tensor, T]:
+        z = latents_BCTHW.detach().float().requires_grad_()
+        with torch.enable_grad():
+            number, rest = score(_pixels(spec, vae, z, vae_stats))
+            # Without a graph where no clip has a score.
+            (gradient,) = torch.autograd.grad(number, z) if number.requires_grad else (torch.zeros_like(z),)
+        return gradient.detach(), rest
+
+    with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW), gradient=True) as retried:
+        if not checkpointing:
+            return retried(work)
+        with _recomputed(vae):
+            return retried(work)
+
+
+def _pixels(spec: Any, vae: Any, latents: Tensor, vae_stats: VAEStats) -> Tensor:
+    z = vae_stats.denormalize(latents).to(next(vae.parameters()).device, vae.dtype)
+    return (spec.decode_latents(vae, z).float() / 2 + 0.5).clamp(0.0, 1.0)
+
+
+def _size(spec: Any, latents: Tensor) -> tuple[int, int, int]:
+    geometry = spec.facts.geometry
+    return pixel_size(latents, temporal=geometry.temporal, spatial=geometry.spatial)
+
+
+@contextmanager
+def _recomputed(vae: Any) -> Iterator[None]:
+    """Within the block, each call of the decoder stores its inputs alone, and its blocks theirs while it is recomputed.
+
+    A decoder that is called once for each tile, or for some frames at a time, then has the activations of one call.
+    """
+    decoder = vae.decoder
+    blocks = getattr(vae, "_supports_gradient_checkpointing", False) and not vae.is_gradient_checkpointing
+    if blocks:
+        vae.enable_gradient_checkpointing()
+    decoder.forward = partial(checkpoint, decoder.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        del decoder.forward
+        if blocks:
+            vae.disable_gradient_checkpointing()

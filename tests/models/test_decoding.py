@@ -1,0 +1,56 @@
+"""The gradient of decoded pixels by latents, of every family's tiny VAE: recomputed, in slices, after an OOM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_family import FAMILIES
+from torch import Tensor
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.models.decoding import decode_gradient
+from finetrainers.models.registry import get_family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_that_of_autograd(family: str, tiny_repo: Callable[..., Path]) -> None:
+    section = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), vae_dtype="fp32")
+    spec = get_family(family).load(section)
+    vae: Any = spec.load_vae()
+    stats, geometry = spec.vae_stats(vae), spec.facts.geometry
+    shape = geometry.latent_shape(9, 64, 64)
+    channels = spec.transformer_on_meta().config.out_channels
+    latents = torch.randn(2, channels, *shape, generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(2, 3, 9, 64, 64, generator=torch.Generator().manual_seed(1))
+
+    def score(video: Tensor) -> tuple[Tensor, Tensor]:
+        return (video * weights).sum(), video.detach()
+
+    z = latents.clone().requires_grad_()
+    plain = (spec.decode_latents(vae, stats.denormalize(z)) / 2 + 0.5).clamp(0, 1)
+    (wanted,) = torch.autograd.grad((plain * weights).sum(), z)
+    assert wanted.abs().max() > 0
+
+    for checkpointing in (False, True):
+        found, video = decode_gradient(spec, vae, latents, stats, score, checkpointing=checkpointing)
+        assert torch.equal(video, spec.decode(vae, latents, stats))
+        assert torch.equal(found, wanted)
+    assert "forward" not in vars(vae.decoder)
+    assert not getattr(vae, "is_gradient_checkpointing", False)
+
+    failures = iter([True])
+
+    def fails_once(video: Tensor) -> tuple[Tensor, Tensor]:
+        """Within the work that is retried, as a backward pass would."""
+        if next(failures, False):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return score(video)
+
+    found, _ = decode_gradient(spec, vae, latents, stats, fails_once, checkpointing=True)
+    assert spec.vae_one_by_one == {(9, 64, 64)}
+    assert vae.use_slicing
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
