@@ -7,17 +7,30 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 
 class OneOf:
     """Rank `rank` of `world_size`; by default the only process. So many neighbors as `sharing` says share their samples."""
 
     device = torch.device("cpu")
+    forward_is_collective = False
 
     def __init__(self, rank: int = 0, world_size: int = 1, *, sharing: int = 1) -> None:
         self.rank, self.world_size, self.sharing = rank, world_size, sharing
         self.data_rank, self.data_size = rank // sharing, world_size // sharing
         self.writes_samples, self.sequence_group = rank % sharing == 0, None
+
+    def without_exchange(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def local_parameters(self, model: nn.Module) -> list[Tensor]:
+        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        return list(self._weights)
+
+    def shared_gradients(self, gradients: Sequence[Tensor | None]) -> list[tuple[nn.Parameter, Tensor]]:
+        pairs = zip(self._weights, gradients, strict=True)
+        return [(weight, gradient) for weight, gradient in pairs if gradient is not None]
 
     def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
         if error is not None:

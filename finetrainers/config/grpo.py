@@ -49,6 +49,11 @@ class GRPOSection(Section):
         "default is all clips.", resume="same", ge=2)
     updates_per_rollout: int = option(1, "Optimizer steps per rollout. From the second step on, the clips are "
         "off-policy.", resume="same", ge=1)
+    rollout_gradients: Literal["replay", "reweight"] = option("replay", "When the gradients of trained steps are taken: "
+        "after the rollout, by putting these steps through the network again (`replay`), or while it samples, which saves "
+        "that forward pass; advantages are applied when they are known (`reweight`). It costs a backward pass for every "
+        "clip, also for those that `--best_of_n` leaves out, and memory for gradients, which `estimate` shows. For one "
+        "update per rollout, without KL penalty.", resume="free", method="grpo")
     sampling_steps: int = option(10, "Denoising steps of a rollout. Fewer than for final samples suffice, since clips "
         "are only compared. The last step is never trained, except by `refl`.", resume="same", ge=2, le=10_000)
     sampler: Kernel | None = option(None, "Noise of the sampler's steps: `flow` (Flow-GRPO), `dance` (DanceGRPO), "
@@ -119,7 +124,8 @@ class GRPOSection(Section):
 
     trajectory_dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "Dtype in which sampled latents are stored "
         "until they are trained.", resume="free", method="grpo")
-    offload_trajectory: bool = option(False, "Store sampled latents in host memory.", resume="free", method="grpo")
+    offload_trajectory: bool = option(False, "Store sampled latents in host memory; with "
+        "`--rollout_gradients reweight`, gradients that wait for advantages.", resume="free", method="grpo")
     reward_fps: float | None = option(None, "Frames per second at which clips are scored; it changes scores that "
         "sample frames. The default is the rate the model was trained at.", resume="free", gt=0, le=1000)
     reward_device: str | None = option(None, "Device of the rewards that are networks, such as `cpu` or `cuda:1`. A "

@@ -63,6 +63,7 @@ class Workload:
         casts: whether autocast copies weights of more than 16 bits.
         ema: whether an fp32 average of the trainable weights is kept.
         copy_bytes, trajectory_bytes: see `MethodMemory`.
+        waiting_bytes, waiting_on_host: of gradients of clips that wait for advantages.
         swap: of swapped blocks, whose frozen weights are not among `frozen_bytes`.
     """
 
@@ -86,6 +87,8 @@ class Workload:
     ema: bool = False
     copy_bytes: float = 0.0
     trajectory_bytes: float = 0.0
+    waiting_bytes: float = 0.0
+    waiting_on_host: float = 0.0
     swap: SwapSizes = NO_SWAP
 
 
@@ -99,6 +102,7 @@ class MemoryPlan:
         swap: bytes that swapped blocks take in host memory and on the way from there.
         offloaded: activations in host memory.
         at_rest: what is there between steps.
+        waiting_on_host: gradients in host memory.
     """
 
     parts: Mapping[str, float]
@@ -106,6 +110,7 @@ class MemoryPlan:
     swap: SwapSizes = NO_SWAP
     offloaded: float = 0.0
     at_rest: float = 0.0
+    waiting_on_host: float = 0.0
 
 
 def estimate(workload: Workload) -> MemoryPlan:
@@ -131,6 +136,7 @@ def estimate(workload: Workload) -> MemoryPlan:
         "gradient buffers": workload.gathered.stays / GIB + (weights if split.copies_gradients else 0.0),
         "copies of the policy": workload.copy_bytes / GIB,
         "sampled trajectories": workload.trajectory_bytes / GIB,
+        "gradients of clips": workload.waiting_bytes / GIB,
     }
     gradients = {"gradients, whole" if whole else "gradients": 4 * trained if whole else shared}
     casts = trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0
@@ -156,7 +162,9 @@ def estimate(workload: Workload) -> MemoryPlan:
         "one block in backward": in_backward,
     }
     at_rest = sum(fixed.values())
-    return MemoryPlan(parts, at_rest + moving, workload.swap, units.on_host * unit, at_rest)
+    return MemoryPlan(
+        parts, at_rest + moving, workload.swap, units.on_host * unit, at_rest, workload.waiting_on_host / GIB
+    )
 
 
 def estimate_for(
@@ -223,11 +231,18 @@ def workload_of(
         ema=config.training.use_ema,
         copy_bytes=kept.copies,
         trajectory_bytes=kept.trajectories,
+        waiting_bytes=4.0 * weights.trained * _waiting(kept, split),
+        waiting_on_host=4.0 * weights.trained * kept.gradients_on_host,
         gradients_stay=_gradients_stay(config, split),
         split=split,
         gathered=gathered,
         casts=not halved,
     )
+
+
+def _waiting(kept: MethodMemory, split: Split) -> int:
+    """Whole gradients on the device besides the one that is computed, which strategies that gather weights have in parts."""
+    return kept.gradients + (1 if split.gathers and (kept.gradients or kept.gradients_on_host) else 0)
 
 
 def _trainable_bytes(config: TrainConfig) -> int:

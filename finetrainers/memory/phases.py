@@ -41,6 +41,8 @@ Size = tuple[int, int, int]
 #: Resident memory of a process that trains, without weights: 0.55 to 0.62 measured on Linux with the CPU build of torch. The
 #: libraries of CUDA add to it; how much was not measured.
 PROCESS_GIB = 0.6
+#: What clips leave on the device until they are trained.
+_OF_ROLLOUT = ("sampled trajectories", "gradients of clips")
 #: Captions that are encoded at once before training.
 TEXTS_AT_ONCE = 8
 
@@ -90,6 +92,7 @@ class RunPlan:
             of the peak.
         host: what each process has in host memory in each phase, in bytes.
         step: the training step in detail.
+        other_networks: bytes on the GPU in forward and backward that the network which is trained does not take.
         local_processes: processes that share the memory of a machine.
         one_by_one: bytes that the processes of a machine load one after another, each at its turn.
         written_alone: bytes of `host` in the phase of checkpoints that only the process which writes takes.
@@ -99,6 +102,7 @@ class RunPlan:
     phases: Mapping[str, Mapping[str, float]]
     host: Mapping[str, float]
     step: MemoryPlan
+    other_networks: float
     local_processes: int = 1
     one_by_one: float = 0.0
     written_alone: float = 0.0
@@ -108,11 +112,6 @@ class RunPlan:
     def peaks(self) -> dict[str, float]:
         """Bytes on the GPU by phase."""
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
-
-    @property
-    def other_networks(self) -> float:
-        """Bytes on the GPU in a training step that the network which is trained does not take."""
-        return self.peaks[TRAINING_STEP] - GIB * self.step.total
 
     @property
     def peak_phase(self) -> str:
@@ -161,7 +160,7 @@ def plan_run(
         unknown.append("activations of rewards")
     together = around.split.zero_stage > 0  # DeepSpeed takes the network from host memory on all processes together
     return RunPlan(
-        found, host, step, around.local_processes,
+        found, host, step, sum(maker.learning().values()) - GIB * step.total, around.local_processes,
         one_by_one=maker.loaded * (around.local_processes if together else 1), written_alone=maker.saving()[1],
         unknown=tuple(unknown),
     )  # fmt: skip
@@ -200,8 +199,9 @@ class _Phases:
             self.stays |= self.clip_parts
         self.step = {name: GIB * size for name, size in step.parts.items()}
         self.total = GIB * step.total
-        #: Swapped blocks and offloaded activations.
-        self.swapped = step.swap.host + GIB * step.offloaded
+        #: Swapped blocks, offloaded activations, and gradients that wait for advantages.
+        self.swapped = step.swap.host + GIB * (step.offloaded + step.waiting_on_host)
+        self.learns_in_rollout = method.learns_in_rollout(config)
         weights = ("frozen weights", "trainable weights")
         self.weights = {name: self.step[name] for name in weights}
         rest = (*weights, "optimizer state", "moving average", "gradient buffers", "copies of the policy")
@@ -254,13 +254,17 @@ class _Phases:
         return {**before, "the VAE at work": working}
 
     def _training(self) -> Mapping[str, float]:
+        if self.learns_in_rollout:  # the step has a gradient already; another one is its share of what all have taken
+            gradient = 4.0 * self.trained
+            return {**self.at_rest, "gradients of clips": gradient, "gradients": gradient, **self._rewards()}
+        return self.learning()
+
+    def learning(self) -> Mapping[str, float]:
+        """Forward and backward passes."""
         fixed = sum(size for name, size in self.at_rest.items() if name not in self.stays)
-        trajectories = self.step["sampled trajectories"]
-        moving = self.total - fixed - trajectories
-        return {
-            **self.at_rest, "sampled trajectories": trajectories, "activations, gradients and copies": moving,
-            **self._rewards(),
-        }  # fmt: skip
+        sampled = {name: self.step[name] for name in _OF_ROLLOUT}
+        moving = self.total - fixed - sum(sampled.values())
+        return {**self.at_rest, **sampled, "activations, gradients and copies": moving, **self._rewards()}
 
     def _rewards(self) -> dict[str, float]:
         """What stays on the device from the start; 0 where there are none."""
@@ -296,15 +300,16 @@ class _Phases:
         return max((denoising, decoding), key=lambda parts: sum(parts.values()))
 
     def _rollout(self) -> Mapping[str, float]:
-        trajectories = {
-            "sampled trajectories": self.step["sampled trajectories"], **self._rewards(), **self.companions,
-        }  # fmt: skip
+        trajectories = {**{name: self.step[name] for name in _OF_ROLLOUT}, **self._rewards(), **self.companions}
         batch = self.config.dataloader.batch_size
         branches = method_spec(self.config).branches(self.config)
         denoising = {**self.at_rest, **trajectories, **self._sampling(self.around.bucket, batch * branches)}
         working = vae_working_bytes(self.spec, self.around.bucket, batch=batch)
         decoding = {**self.at_rest, **trajectories, "the VAE at work": working}
-        return max((denoising, decoding), key=lambda parts: sum(parts.values()))
+        moments = [denoising, decoding]
+        if self.learns_in_rollout:
+            moments.append({**self.learning(), **self.companions})
+        return max(moments, key=lambda parts: sum(parts.values()))
 
     def _reward(self) -> Mapping[str, float]:
         scoring = {"activations of rewards": self.around.scoring or 0.0}
@@ -317,7 +322,7 @@ class _Phases:
             found = {**scoring, "the VAE's decoder and its backward": working}
             # A decoder that is recomputed is, once the rewards' backward is over.
             scoring = found if stored else dict([max(found.items(), key=lambda part: part[1])])
-        trajectories = {"sampled trajectories": self.step["sampled trajectories"]}
+        trajectories = {name: self.step[name] for name in _OF_ROLLOUT}
         return {**self.at_rest, **trajectories, **self._rewards(), **scoring}
 
     def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:

@@ -44,7 +44,7 @@ from .grpo.rollout_method import RolloutMethod
 from .grpo.source import PromptSource
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Backpropagated(Collected):
     """A rollout's clips, with what their reward is backpropagated through.
 

@@ -161,11 +161,15 @@ class MethodMemory:
         copies: bytes of further copies of the network's weights.
         trajectories: bytes of sampled latents.
         batch_size: clips that the network sees in one call.
+        gradients, gradients_on_host: how many gradients of all trained weights, whole and in fp32, wait on the device and
+            in host memory while another one is computed.
     """
 
     copies: float
     trajectories: float
     batch_size: int
+    gradients: int = 0
+    gradients_on_host: int = 0
 
 
 class MethodSpec:
@@ -258,6 +262,10 @@ class MethodSpec:
     def accumulates(self, config: TrainConfig) -> bool:
         """Whether an optimizer step has several micro-batches."""
         return config.training.gradient_accumulation_steps > 1
+
+    def learns_in_rollout(self, config: TrainConfig) -> bool:
+        """Whether gradients are taken while clips are sampled, and not in the training step."""
+        return False
 
     def uses_reference(self, config: TrainConfig) -> bool:
         """Whether the loss compares the network with the one before training, the reference model."""

@@ -7,7 +7,7 @@ launcher's settings are read (`sharding.py`), and everything else is done here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -160,6 +160,41 @@ class FSDP(Strategy):
         is_last = self._micro_batch == self.accumulation
         model.set_requires_gradient_sync(is_last or self._options.sync_each_batch)  # type: ignore[operator]
         return nullcontext()
+
+    @contextmanager
+    def without_exchange(self, model: nn.Module) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    def local_parameters(self, model: nn.Module) -> list[Tensor]:
+        names = trained_names(model)
+        whole: dict[str, Tensor] = {}
+        for prefix, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                # Gathered once to be seen. The same tensors, without memory in between, are gathered for each forward pass.
+                module.unshard()
+                for name, weight in nn.Module.named_parameters(module, prefix=prefix):  # type: ignore[arg-type]
+                    if not isinstance(weight, DTensor):
+                        whole[name] = weight
+                module.reshard()
+        return [whole[name] for name in names]
+
+    def shared_gradients(self, gradients: Sequence[Tensor | None]) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(weight, self._shared(gradient, weight)) for weight, gradient in super().shared_gradients(gradients)]
+
+    def _shared(self, gradient: Tensor, weight: nn.Parameter) -> Tensor:
+        """A gradient averaged over all processes, of which each keeps what it has of the weight, where it has that."""
+        assert isinstance(weight, DTensor)
+        whole = gradient.to(self.device) / self.world_size
+        dist.all_reduce(whole)
+        mine = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+        return DTensor.from_local(
+            mine.clone().to(weight.device), weight.device_mesh, weight.placements, run_check=False,
+            shape=weight.shape, stride=weight.stride(),
+        )  # fmt: skip
 
     # ---- what a checkpoint takes -------------------------------------------------------------------------------
 

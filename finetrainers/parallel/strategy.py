@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,7 @@ class Strategy(Ranks):
         can_drop_gradients: whether gradients can be dropped without an update, wherever a step has got to.
         why_no_retry: why a step that ran out of memory cannot be retried, as the end of a sentence; None if it can.
         why_no_swap: why blocks cannot be swapped, with the way out; None if they can.
+        why_no_local_gradients: why a process cannot have gradients of its own, with the way out; None if it can.
         sequence_group: the processes that share this one's clips (`--sp_size`); None: it has clips of its own.
         optimizer_shards: processes over which the optimizer's state is divided.
         optimizer_layout: names the layout of a saved optimizer state (`reads_optimizer_of`). Checkpoints store it.
@@ -77,6 +78,7 @@ class Strategy(Ranks):
     can_drop_gradients = True
     why_no_retry: str | None = None
     why_no_swap: str | None = None
+    why_no_local_gradients: str | None = None
     optimizer_shards = 1
     optimizer_layout = "DDP, FSDP2 or one process"
 
@@ -244,6 +246,25 @@ class Strategy(Ranks):
 
         Nothing that comes back is used before `all_reduce`, and `begin_step` drops it: so ranks can agree to retry.
         """
+
+    def without_exchange(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Within the block, forward and backward passes leave every process its own gradients; see `local_parameters`."""
+        return nullcontext()
+
+    def local_parameters(self, model: nn.Module) -> list[Tensor]:
+        """The trained weights as they enter this process's forward passes, in order; every rank must call it.
+
+        `torch.autograd.grad` by them gives the gradient of this process alone, where `why_no_local_gradients` is None.
+        """
+        return list(self._parameters)
+
+    def shared_gradients(self, gradients: Sequence[Tensor | None]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Of this process's gradients by `local_parameters`, those to be added to weights' own, with the weight of each.
+
+        Every rank must call it. They are averaged over ranks, unless `all_reduce` will do that, and divided as weights are.
+        """
+        pairs = zip(self._parameters, gradients, strict=True)
+        return [(weight, gradient) for weight, gradient in pairs if gradient is not None]
 
     def all_reduce(self) -> None:
         """Let gradients be the averages over ranks, where the last backward pass has not done it."""

@@ -130,6 +130,7 @@ class ZeRO(Strategy):
     shares_saving = True
     writes_own_files = True
     can_drop_gradients = False
+    why_no_local_gradients = "DeepSpeed takes gradients from its own backward pass alone; use DDP or --fsdp full"
     why_no_swap = "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full"
     why_no_retry = (
         "DeepSpeed sums gradients in buffers of its own while it computes them: halve --batch_size and double "

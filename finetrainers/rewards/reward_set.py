@@ -70,6 +70,11 @@ class Scores:
             heads[label] = HeadScores(torch.cat([h.raw for h in found]), torch.cat([h.normalized for h in found]))
         return Scores(heads, torch.cat([part.failed for part in parts]))
 
+    def rows(self, rows: slice) -> Scores:
+        """The scores of some of the clips."""
+        heads = {label: HeadScores(found.raw[rows], found.normalized[rows]) for label, found in self.heads.items()}
+        return Scores(heads, self.failed[rows])
+
 
 class RewardSet:
     """The rewards that a list of entries names.

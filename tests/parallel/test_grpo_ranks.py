@@ -29,6 +29,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "nft": {"prompts_per_step": 2, "method": "nft", "init_same_noise": False, "nft_timesteps": 2},
     "refl": {"prompts_per_step": 2, "method": "refl", "draft_k": 2, "batch_size": 2, "kl_coef": 0.1},
     "full": {"prompts_per_step": 2, "training_type": "full-finetune", "kl_coef": 0.1, "lr": 1e-3},
+    "kept": {"prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "lr": 1e-3},
+    "drawn": {
+        "prompts_per_step": 2,
+        "training_type": "full-finetune",
+        "lr": 1e-3,
+        "window_size": 1,
+        "window_range": [0.0, 0.8],
+        "window_per_prompt": True,
+    },
 }
 #: Of `best of`, ranks keep different numbers of clips, and the network is called for the reference between a forward
 #: pass and its backward.
@@ -46,6 +55,15 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "refl, zero-2": {"deepspeed": True},
     "nft, fsdp2": {"fsdp": "full"},
     "full, fsdp2": {"fsdp": "full", "sync_each_batch": True},
+}
+#: Without replay, against replay on one process. Of `drawn`, the ranks train other steps at the same time.
+REWEIGHT = {"rollout_gradients": "reweight"}
+REWEIGHTED: dict[str, dict[str, Any]] = {
+    "one group": {**REWEIGHT, "oom_retry": "off"},
+    "kept": REWEIGHT,
+    "kept, fsdp2": {**REWEIGHT, "fsdp": "full"},
+    "drawn, fsdp2": {**REWEIGHT, "fsdp": "full"},
+    "drawn, zero-2": {**REWEIGHT, "deepspeed": True},
 }
 REFUSED = "nft, fsdp2"
 FILES = {"full": "transformer/diffusion_pytorch_model.safetensors"}
@@ -77,7 +95,7 @@ def jobs(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     }
     jobs = {
         name: {**common, **JOBS[name.partition(",")[0]], **strategy, "output_dir": str(root / name)}
-        for name, strategy in STRATEGIES.items()
+        for name, strategy in (STRATEGIES | {f"{name}, reweighted": of for name, of in REWEIGHTED.items()}).items()
     }
     for job in jobs.values():
         if job.get("training_type") == "full-finetune":
@@ -109,7 +127,12 @@ def alone(jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     def run(name: str) -> Path:
         if name not in done:
             done[name] = tmp_path_factory.mktemp("alone") / name
-            train(load_config(**{**todo[name], "output_dir": str(done[name])}))
+            options = todo.get(name) or {
+                **todo[f"{name}, fsdp2, reweighted"],
+                "rollout_gradients": "replay",
+                "fsdp": None,
+            }
+            train(load_config(**{**options, "output_dir": str(done[name])}))
         return done[name]
 
     return run
@@ -141,3 +164,24 @@ def test_two_ranks_are_one(name: str, jobs: Any, ranks: list[dict[str, Any]], al
 def test_a_policy_that_is_swapped_in_whole_is_refused_in_shards(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "--method nft: the sampling policy is swapped in as whole weights" in rank[REFUSED]["error"]
+
+
+@pytest.mark.parametrize("name", [name for name in REWEIGHTED if "zero" not in name])
+def test_gradients_taken_while_sampling_are_those_of_replay(
+    name: str, jobs: Any, ranks: list[dict[str, Any]], alone: Callable[[str], Path]
+) -> None:
+    job, full = name.partition(", ")[0], f"{name}, reweighted"
+    assert ranks[0][full]["digest"] == ranks[1][full]["digest"]
+    for found, expected in zip(ranks[0][full]["metrics"], read(alone(job)), strict=True):
+        for key in ("loss", "clips_trained", "grad_norm", "gradient/0.75-1.00"):
+            assert found[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-6), (key, found["step"])
+    file = FILES.get("full" if job == "drawn" else job, "pytorch_lora_weights.safetensors")
+    ours, theirs = load_file(jobs[0] / full / file), load_file(alone(job) / file)
+    for key, value in ours.items():
+        torch.testing.assert_close(value, theirs[key], rtol=1e-3, atol=1e-3)
+
+
+def test_deepspeed_has_no_gradients_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        error = rank["drawn, zero-2, reweighted"]["error"]
+        assert "--rollout_gradients: DeepSpeed takes gradients from its own backward pass alone" in error

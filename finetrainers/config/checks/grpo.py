@@ -60,6 +60,7 @@ def check_grpo(config: TrainConfig, facts: Facts, found: Findings, *, world_size
         _check_nft(config, found)
     else:
         _check_policy(config, found)
+        _check_rollout_gradients(config, found)
         _check_noise(section, is_flow=facts.is_flow, found=found)
         _check_window(config, found)
     if config.optimizer.scale_lr:
@@ -180,6 +181,11 @@ def _check_nft(config: TrainConfig, found: Findings) -> None:
         found.error("sampler", f"{section.sampler} adds noise, and nft samples without; use ode or leave it out")
     if section.reward_combination == "separate":
         found.warnings.append("--reward_combination separate is `sum` with --method nft, whose loss is not clipped")
+    if section.rollout_gradients != "replay":
+        found.error(
+            "rollout_gradients",
+            "nft trains on finished clips with noise added, which no step of a rollout has seen; leave it out",
+        )
     uphold = section.nft_decay[2]
     if uphold >= 1:
         found.error("nft_decay", f"uphold {uphold:g}: the policy that samples would stand still; use less than 1")
@@ -218,6 +224,37 @@ def _check_policy(config: TrainConfig, found: Findings) -> None:
         found.warnings.append(
             f"--rollout_cfg {section.rollout_cfg:g} with --updates_per_rollout {section.updates_per_rollout}: guidance "
             "enlarges what an update does to a step; one update per rollout is safer"
+        )
+
+
+def _check_rollout_gradients(config: TrainConfig, found: Findings) -> None:
+    """Check that gradients can be taken while sampling, where they are not taken by replay."""
+    section, name = config.grpo, "rollout_gradients"
+    if section.rollout_gradients == "replay":
+        return
+    if section.updates_per_rollout > 1:
+        found.error(
+            name,
+            f"{section.rollout_gradients}: the gradient taken while sampling is that of the first update, and there are "
+            f"--updates_per_rollout {section.updates_per_rollout}: later ones need the network as it is then; use 1, or replay",
+        )
+    if section.kl_coef:
+        found.error(
+            name,
+            f"{section.rollout_gradients}: the gradient of --kl_coef {section.kl_coef:g} is not scaled by the advantage, and "
+            "would take a backward pass of its own, which costs more than the forward pass that is saved; use 0, or replay",
+        )
+    if section.overlap_rewards:
+        found.error(
+            name, f"{section.rollout_gradients}: gradients wait for scores; remove --overlap_rewards, or use replay"
+        )
+    size, kept = section.num_generations, section.best_of_n or section.num_generations
+    again = 1 if config.memory.stored == "none" else 2  # forward passes for a backward pass: with checkpointing two
+    if size * (1 + again) > kept * (2 + again):
+        found.warnings.append(
+            f"--rollout_gradients {section.rollout_gradients} takes a backward pass for all {size} clips of a prompt, which "
+            f"costs more than replaying the {kept} of --best_of_n {kept}; it saves time from about "
+            f"{math.ceil(size * (1 + again) / (2 + again))} of {size} on"
         )
 
 

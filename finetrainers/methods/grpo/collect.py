@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,10 @@ from finetrainers.rewards.reward_set import RewardSet, Scores
 
 from .advantage import Advantages, best_of_n, compute_advantages
 from .dancegrpo_files import DanceGRPOFiles
+from .gradient_plan import plan_gradients
 from .keep_pairs import PairKeeper
 from .keep_rollouts import RolloutKeeper
+from .no_replay import RolloutGradients, Taken
 from .prompts import Job
 from .sampler import Replay, Sampler
 from .scoring import Scoring
@@ -39,6 +41,7 @@ class Collected:
         kept: indices of the clips to train on.
         kept_by_rank: how many each rank has.
         stats: named numbers of the whole rollout, the same on every rank.
+        taken: the gradient, where it has been taken while sampling.
     """
 
     jobs: Sequence[Job]
@@ -48,6 +51,7 @@ class Collected:
     kept: Sequence[int]
     kept_by_rank: Sequence[int]
     stats: Mapping[str, float]
+    taken: Taken | None = None
 
 
 class Collector:
@@ -77,6 +81,11 @@ class Collector:
             ),
         )
         self._vae_stats = parts.vae_stats
+        self._gradients = (
+            plan_gradients(config)
+            if config.training.method == "grpo" and section.rollout_gradients != "replay"
+            else None
+        )
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
         self.shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)
@@ -84,6 +93,9 @@ class Collector:
 
     def jobs(self, rollout: int) -> list[Job]:
         """This rank's clips: the clips of all prompts in order, cut into as many equal parts as there are ranks."""
+        return self._jobs_by_rank(rollout)[self.parallel.data_rank]
+
+    def _jobs_by_rank(self, rollout: int) -> list[list[Job]]:
         prompts, size = self.source.prompts_of(rollout), self.section.num_generations
         jobs = [Job(rollout, slot, prompt, g) for slot, prompt in enumerate(prompts) for g in range(size)]
         share, rest = divmod(len(jobs), self.parallel.data_size)
@@ -93,8 +105,7 @@ class Collector:
                 f"{self.parallel.data_size} ranks x batches of {self.batch_size}; change --prompts_per_step, "
                 "--num_generations or --batch_size"
             )
-        start = self.parallel.data_rank * share
-        return jobs[start : start + share]
+        return [jobs[start : start + share] for start in range(0, len(jobs), share)]
 
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         """Sample this rank's clips of a rollout, have all clips scored, and compare them."""
@@ -105,14 +116,17 @@ class Collector:
         videos: dict[int, Tensor] = {}  # by index on the host, of clips that may be written
         scoring = Scoring(self.panel, spent, device, overlap=self.section.overlap_rewards)
         error: Exception | None = None
+        taking = self._take_gradients(jobs)
         for first in range(0, len(jobs), self.batch_size):
             chunk = jobs[first : first + self.batch_size]
             texts = [job.prompt.text for job in chunk]
             number = self.parallel.data_rank * len(jobs) + first
             with timed(spent, "rollout", device):
                 conditions = self.source.conditions([job.prompt for job in chunk])
-                clean, found = self.sampler.rollout(transformer, chunk, conditions)
-            latents += list(clean)
+                if taking is not None:
+                    taking.steps = self._steps_of(rollout, first)
+                clean, found = self.sampler.rollout(transformer, chunk, conditions, taking)
+            latents += list(clean) if taking is None else ()
             replays += found
             try:
                 if error is None:  # else only sample on: sharded ranks must call the network equally often
@@ -120,12 +134,11 @@ class Collector:
                         decoded = self.decode(clean)
                     with timed(spent, "reward", device):
                         fps = self.reward_fps
-                        scoring.add(decoded, texts, fps=fps, rollout=rollout, first_clip=number)
-                    if self._files is not None:
-                        self._files.clips(jobs, first, decoded)
-                    for index, video in enumerate(decoded, start=first):
-                        if self._pairs is not None or self.shown.wants(jobs[index]):
-                            videos[index] = to_uint8(video)
+                        scored = scoring.add(decoded, texts, fps=fps, rollout=rollout, first_clip=number)
+                    if taking is not None:
+                        assert scored is not None, "gradients that are taken while sampling wait for scores"
+                        taking.scored(scored)
+                    videos |= self._show(jobs, first, decoded)
             except Exception as caught:
                 error = caught
         with timed(spent, "reward", device):
@@ -140,7 +153,40 @@ class Collector:
         stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
         if self._files is not None:
             self._files.scores(rollout, stats)
-        return self._select(jobs, latents, replays, compared, stats)
+        selected = self._select(jobs, latents, replays, compared, stats)
+        return selected if taking is None else replace(selected, taken=taking.finish(compared, self._wanted(compared)))
+
+    def _show(self, jobs: Sequence[Job], first: int, decoded: Tensor) -> dict[int, Tensor]:
+        """Write a batch's clips for people, and what of them may be written when all are compared, by index."""
+        if self._files is not None:
+            self._files.clips(jobs, first, decoded)
+        return {
+            index: to_uint8(video)
+            for index, video in enumerate(decoded, start=first)
+            if self._pairs is not None or self.shown.wants(jobs[index])
+        }
+
+    def _take_gradients(self, jobs: Sequence[Job]) -> RolloutGradients | None:
+        """What takes gradients while sampling; None: transitions are replayed."""
+        if self._gradients is None:
+            return None
+
+        def compare(scores: Scores) -> tuple[Advantages, Tensor]:
+            found = self.compare(scores)
+            return found, self._wanted(found)
+
+        return RolloutGradients(
+            self._gradients, self.section, jobs=jobs, parallel=self.parallel, compare=compare,
+            weights=self.panel.weights, repeats=self.sampler.tables.num_trained,
+        )  # fmt: skip
+
+    def _steps_of(self, rollout: int, first: int) -> set[int]:
+        """Steps at which clips of a batch are trained; where processes call the network together, of all their batches."""
+        by_rank, tables = self._jobs_by_rank(rollout), self.sampler.tables
+        mine = [by_rank[self.parallel.data_rank]]
+        together = by_rank if self.parallel.forward_is_collective else mine
+        batches = [job for jobs in together for job in jobs[first : first + self.batch_size]]
+        return {step for slot in {job.slot for job in batches} for step in tables.trained(rollout, slot)}
 
     def decode(self, latents: Tensor) -> Tensor:
         """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of denoised latents."""
@@ -173,6 +219,17 @@ class Collector:
             section=self.section,
         )
 
+    def _wanted(self, found: Advantages) -> Tensor:
+        """The clips that are trained on, `[P, G]`: the best and worst of their group, none of a group that teaches nothing."""
+        values = found.values
+        wanted = torch.ones_like(values, dtype=torch.bool)
+        if self.section.best_of_n is not None:
+            wanted = torch.zeros_like(wanted)
+            wanted.view(-1)[best_of_n(values, self.section.best_of_n, failed=found.failed).flatten()] = True
+        wanted[list(found.constant)] = False
+        wanted &= ~found.failed  # their advantage is 0, and they would only thin out the mean
+        return wanted
+
     def _select(
         self,
         jobs: Sequence[Job],
@@ -181,15 +238,8 @@ class Collector:
         found: Advantages,
         stats: dict[str, float],
     ) -> Collected:
-        """Which clips are trained on: the best and worst of their group, none of a group that teaches nothing."""
-        values = found.values
-        wanted = torch.ones_like(values, dtype=torch.bool)
-        if self.section.best_of_n is not None:
-            wanted = torch.zeros_like(wanted)
-            wanted.view(-1)[best_of_n(values, self.section.best_of_n, failed=found.failed).flatten()] = True
-        wanted[list(found.constant)] = False
-        wanted &= ~found.failed  # their advantage is 0, and they would only thin out the mean
-        flat = wanted.flatten().tolist()
+        """This rank's clips, cut down to those that are trained on."""
+        flat = self._wanted(found).flatten().tolist()
         share = len(jobs)
         counts = [sum(flat[start : start + share]) for start in range(0, len(flat), share)]
         start = self.parallel.data_rank * share
@@ -197,7 +247,9 @@ class Collector:
         needed = kept or [0]  # to fill up with, where other ranks have some
         return Collected(
             jobs=jobs,
-            latents={i: latents[i].clone() for i in needed},  # they were parts of a batch, which would stay whole
+            latents={
+                i: latents[i].clone() for i in needed if latents
+            },  # they were parts of a batch, which would stay whole
             replays={i: replays[i] for i in needed if replays},
             advantages=found.terms.flatten(0, 1)[start : start + share].float(),
             kept=kept,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import Transitions, log_density, transition_mean
-from finetrainers.methods.base import MethodParts, Metrics
+from finetrainers.methods.base import MethodParts, Metrics, Step
 from finetrainers.models.spec import Conditions
 from finetrainers.utils.device import to_device
 
 from .batches import Part
 from .collect import Collected
+from .no_replay import Shared, Taken
 from .objective import (
+    by_noise,
     clip_range,
     clipped_ratio,
     gradient_by_noise,
@@ -31,7 +33,7 @@ from .objective import (
     velocity_divergence,
     without_drift,
 )
-from .rollout_method import RolloutMethod
+from .rollout_method import RolloutMethod, TimedStep
 from .source import PromptSource
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class Transition:
     is_fresh: bool
 
 
-class GRPO(RolloutMethod[Transition]):
+class GRPO(RolloutMethod[Transition | Shared]):
     """Group relative policy optimization of any registered model."""
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -107,9 +109,29 @@ class GRPO(RolloutMethod[Transition]):
             is_fresh=part.update == 0,
         )
 
+    def update_steps(
+        self, transformer: nn.Module, collected: Collected, rollout: int
+    ) -> Iterator[Step[Transition | Shared]]:
+        if self.section.rollout_gradients == "replay":
+            yield from super().update_steps(transformer, collected, rollout)
+            return
+        assert collected.taken is not None
+        items = [collected.taken] if sum(collected.kept_by_rank) else []
+        yield TimedStep(
+            items, self.shared, metrics={**collected.stats, "updates_skipped": float(not items)},
+            device=self.sampler.device, look=self.look,
+        )  # fmt: skip
+
+    def shared(self, taken: Taken) -> Shared:
+        """The gradients with those of the other processes, which all call this."""
+        return Shared(self.collector.parallel.shared_gradients(taken.weights), taken)
+
     # ---- loss --------------------------------------------------------------------------------------------------
 
-    def loss(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Metrics]:
+    def loss(self, transformer: nn.Module, batch: Transition | Shared) -> tuple[Tensor, Metrics]:
+        if isinstance(batch, Shared):
+            loss = batch.as_loss()
+            return loss, {"loss": loss.detach(), **by_noise(batch.taken.norms, batch.taken.levels)}
         # Samples between the updates of a rollout may have changed the mode, of the network below its wrapper too.
         transformer.eval()
         prediction, mean = self._mean(transformer, batch)

@@ -97,7 +97,11 @@ def gradient_by_noise(loss: Tensor, prediction: Tensor, noise: Tensor) -> dict[s
         noise: level of each clip, `[B]` in [0, 1].
     """
     (slope,) = torch.autograd.grad(loss, prediction, retain_graph=True)
-    norms = slope.flatten(1).norm(dim=1)
+    return by_noise(slope.flatten(1).norm(dim=1), noise)
+
+
+def by_noise(norms: Tensor, noise: Tensor) -> dict[str, Tensor]:
+    """Sums of norms `[B]` in every interval of noise levels `[B]`; see `gradient_by_noise`."""
     place = (noise * NOISE_BINS).long().clamp(0, NOISE_BINS - 1)
     width = 1 / NOISE_BINS
     return {f"gradient/{i * width:.2f}-{(i + 1) * width:.2f}": (norms * (place == i)).sum() for i in range(NOISE_BINS)}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -56,7 +56,8 @@ class RolloutMethod(ABC, Generic[T]):
 
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         """A rollout of the policy that samples, by default the one that is trained."""
-        with phase(ROLLOUT), self.sampler.spec.companions.on(self.sampler.device):
+        companions, parallel = self.sampler.spec.companions, self.collector.parallel
+        with phase(ROLLOUT), companions.on(self.sampler.device), parallel.without_exchange(transformer):
             return self.rollout(transformer, rollout)
 
     def rollout(self, transformer: nn.Module, rollout: int) -> Collected:
@@ -90,7 +91,7 @@ class RolloutMethod(ABC, Generic[T]):
             seed=self.seed,
             rollout=rollout,
         ):
-            yield _TimedStep(
+            yield TimedStep(
                 parts,
                 partial(self.micro_batch, transformer, collected, rollout),
                 metrics={**collected.stats, "updates_skipped": float(not parts)},
@@ -117,13 +118,13 @@ class RolloutMethod(ABC, Generic[T]):
             return self.evaluation.run(transformer)
 
 
-class _TimedStep(Step[T]):
+class TimedStep(Step[T]):
     """Measures `seconds/train`, from the first micro-batch until all have been gone through, then calls `look`."""
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        make: Callable[[Part], T],
+        parts: Sequence[Any],
+        make: Callable[[Any], T],
         *,
         metrics: Mapping[str, float],
         device: torch.device,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from finetrainers.methods.base import MethodParts, standard_normal
 from finetrainers.models.spec import DTYPES, Conditions, VideoMeta
 from finetrainers.utils.device import to_device
 
+from .no_replay import gradient_advice
 from .prompts import Job
 from .source import PromptSource
 from .tables import StepTables
@@ -36,6 +37,40 @@ class Replay:
     after: Tensor
     log_old: Tensor
     mean_old: Tensor | None = None
+
+
+class TakeGradient(Protocol):
+    """Takes the gradients of trained transitions; see `RolloutGradients`.
+
+    Attributes:
+        steps: at which some clip is trained.
+        together: whether processes wait for each other in backward, so that all go through it at these steps.
+    """
+
+    steps: Collection[int]
+    together: bool
+
+    def take(
+        self, transformer: nn.Module, row: int, log: Tensor, prediction: Tensor, *, weight: float, level: Tensor
+    ) -> None: ...
+
+
+class _Clips(NamedTuple):
+    """Clips before a transition, as `Sampler.denoise` has them, and the weight of it for each; 0 if it is not trained."""
+
+    x: Tensor
+    time: Tensor
+    now: Transitions
+    noise: Tensor
+    conditions: Conditions
+    weights: list[float]
+
+    def row(self, row: int) -> tuple[Tensor, Tensor, Transitions, Tensor, Conditions]:
+        """One of them, as a batch."""
+        here, count = slice(row, row + 1), len(self.x)
+        conditions = self.conditions.rows(range(row, len(self.conditions), count))  # with guidance, two rows
+        now = Transitions(*(part[here] for part in self.now))
+        return self.x[here], self.time[here], now, self.noise[here], conditions
 
 
 class Sampler:
@@ -103,7 +138,7 @@ class Sampler:
         return standard_normal(generators, self.shape, self.device)
 
     def rollout(
-        self, transformer: nn.Module, jobs: Sequence[Job], conditions: Conditions
+        self, transformer: nn.Module, jobs: Sequence[Job], conditions: Conditions, gradients: TakeGradient | None = None
     ) -> tuple[Tensor, list[Replay]]:
         """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and of each what replaying its transitions takes.
 
@@ -111,14 +146,16 @@ class Sampler:
             transformer: the (wrapped) network, in the mode in which it will be trained.
             jobs: the clips.
             conditions: see `predict`.
+            gradients: takes those of trained transitions, of which then nothing is kept for replay.
         """
         start = self.noise(jobs, "start", of_group=self._same_noise)
-        return self.denoise(transformer, start, conditions, jobs)
+        return self.denoise(transformer, start, conditions, jobs, gradients)
 
     @torch.no_grad()
     def denoise(
-        self, transformer: nn.Module, x: Tensor, conditions: Conditions, jobs: Sequence[Job] = ()
-    ) -> tuple[Tensor, list[Replay]]:
+        self, transformer: nn.Module, x: Tensor, conditions: Conditions, jobs: Sequence[Job] = (),
+        gradients: TakeGradient | None = None,
+    ) -> tuple[Tensor, list[Replay]]:  # fmt: skip
         """Denoise from pure noise `x`; see `rollout`. Without jobs all transitions are deterministic, and none is kept."""
         tables = [self.tables.of(job.rollout, job.slot) for job in jobs] or [self.tables.deterministic] * len(x)
         trained = torch.tensor([self.tables.trained(job.rollout, job.slot) for job in jobs])
@@ -130,19 +167,42 @@ class Sampler:
             now = Transitions(*(torch.cat(parts) for parts in zip(*at, strict=True)))
             time = self.time(index)
             network = self.spec.network_at(float(self.times[step]), transformer)
-            prediction = self.predict(network, x, time, conditions)
-            mean = transition_mean(self.process, prediction, x, time, now)
-            noise = torch.zeros_like(mean)
+            noise = torch.zeros_like(x)
             if any(float(table.std[step]) > 0 for table in tables):
                 noise = self.noise(jobs, f"step {step}")
+            if gradients is not None and step in gradients.steps:
+                weights = (trained == step).any(1) * self.tables.weights[step]
+                clips = _Clips(x, time, now, noise, conditions, weights.tolist())
+                x = self._with_gradients(network, clips, gradients)
+                continue
+            prediction = self.predict(network, x, time, conditions)
+            mean = transition_mean(self.process, prediction, x, time, now)
             after = sample(mean, noise, now.std, storage=self.storage)
             rows = (trained == step).nonzero()[:, 0]
-            if len(rows):
+            if len(rows) and gradients is None:
                 # Over the whole batch, as in replay: sums over fewer rows may run in another order.
                 log_old = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
                 kept.append((rows.tolist(), self._kept(rows.to(self.device), x, after, log_old, mean)))
             x = after
         return x, _by_clip(kept, trained)
+
+    def _with_gradients(self, network: nn.Module, clips: _Clips, gradients: TakeGradient) -> Tensor:
+        """The next latents. Clips go through the network one by one, since each one's gradient is wanted by itself."""
+        found = []
+        for row, weight in enumerate(clips.weights):
+            x, time, now, noise, conditions = clips.row(row)
+            with torch.set_grad_enabled(bool(weight) or gradients.together), gradient_advice():
+                prediction = self.predict(network, x, time, conditions)
+                mean = transition_mean(self.process, prediction, x, time, now)
+                after = sample(mean.detach(), noise, now.std, storage=self.storage)
+                if torch.is_grad_enabled():
+                    log = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
+                    alpha, sigma = self.process.alpha_sigma(time)
+                    # With `ratio_norm`, where policies agree, a ratio differs by its factor alone.
+                    log = log * now.std if self.keeps_means else log
+                    gradients.take(network, row, log, prediction, weight=weight, level=sigma / (alpha + sigma))
+            found.append(after)
+        return torch.cat(found)
 
     def _kept(self, rows: Tensor, before: Tensor, after: Tensor, log_old: Tensor, mean: Tensor) -> list[Tensor]:
         """Of a step's tensors what replaying it takes, of some rows, in the order of `Replay`."""

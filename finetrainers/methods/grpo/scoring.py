@@ -37,17 +37,18 @@ class Scoring:
         self._flying: Future[Scores] | None = None
         self._done: list[Scores] = []
 
-    def add(self, videos: Tensor, prompts: Sequence[str], **about: Any) -> None:
-        """Score a batch, or have it scored; then an error of it is raised by the next call.
+    def add(self, videos: Tensor, prompts: Sequence[str], **about: Any) -> Scores | None:
+        """Score a batch, or have it scored (None); then an error of it is raised by the next call.
 
         Args:
             videos, prompts, about: what `RewardSet.score` takes.
         """
         if self._pool is None:
             self._done.append(self.panel.score(videos, prompts, **about))
-            return
+            return self._done[-1]
         self._land()
         self._flying = self._pool.submit(self._score, videos, prompts, about)
+        return None
 
     def finish(self, error: Exception | None) -> tuple[list[Scores], Exception | None]:
         """The scores of all batches, and the first error: the given one, or that of the last batch, which is waited for."""

@@ -17,6 +17,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.methods.spec import MethodMemory, MethodSpec, WorkPlan
 from finetrainers.utils.launch import launched_processes
 
+from .gradient_plan import plan_gradients
 from .plan import PromptPlan, plan_prompts
 
 if TYPE_CHECKING:
@@ -48,6 +49,15 @@ class RewardFinetuning(MethodSpec):
         if _is_nft(config) and not parallel.weights_are_whole:
             message = "the sampling policy is swapped in as whole weights, and this strategy splits them; use DDP"
             yield Problem("--method nft", message)
+        if not self.learns_in_rollout(config):
+            return
+        if parallel.why_no_local_gradients is not None:
+            yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay")
+        if parallel.scales_loss:
+            message = (
+                "gradients are taken while sampling, without the loss scaling that fp16 needs; use bf16, or replay"
+            )
+            yield Problem("--rollout_gradients", message)
 
     def text_writer(
         self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any
@@ -79,9 +89,14 @@ class RewardFinetuning(MethodSpec):
         return True
 
     def accumulates(self, config: TrainConfig) -> bool:
+        if self.learns_in_rollout(config):
+            return False
         section = config.grpo
         repeats = section.nft_timesteps if _is_nft(config) else trained_steps(section)
         return repeats > 1 or sampled_clips(config) > config.dataloader.batch_size * section.updates_per_rollout
+
+    def learns_in_rollout(self, config: TrainConfig) -> bool:
+        return config.training.method == "grpo" and config.grpo.rollout_gradients != "replay"
 
     def uses_reference(self, config: TrainConfig) -> bool:
         return measures_kl(config)
@@ -135,12 +150,14 @@ class RewardFinetuning(MethodSpec):
     ) -> MethodMemory:
         """A clip's latent is kept once, and on both sides of each trained step; `ratio_norm` keeps the step's mean, too.
 
-        That all clips are kept is the most that there can be, and is so until the rewards have been compared.
+        Gradients taken while sampling need no latents. That all clips are kept is the most that there can be, and is so until the rewards have been compared.
         """
         section, is_nft = config.grpo, _is_nft(config)
         copies = trained if is_nft else 0.0
         if config.training.training_type == "full-finetune" and self.uses_reference(config):
             copies += reference
+        if self.learns_in_rollout(config):
+            return _gradients(config, copies=copies)
         elements = sampled_clips(config) * math.prod(latent)
         trajectories = 4.0 * elements
         if not is_nft and not section.offload_trajectory:
@@ -152,6 +169,20 @@ class RewardFinetuning(MethodSpec):
 
 def _is_nft(config: TrainConfig) -> bool:
     return config.training.method == "nft"
+
+
+def _gradients(config: TrainConfig, *, copies: float) -> MethodMemory:
+    """Without replay: gradients that wait for advantages, and those of the batch that is sampled; clip by clip."""
+    section, batch = config.grpo, config.dataloader.batch_size
+    data_size = config.parallel.data_size(launched_processes())
+    share = sampled_clips(config)
+    waiting = min(plan_gradients(config).peak(share, data_size), share - batch)
+    of_batch = batch if trained_steps(section) > 1 else batch - 1  # without the one that is computed
+    on_host = waiting if section.offload_trajectory else 0
+    return MethodMemory(
+        copies, 0.0, batch_size=2 if section.rollout_cfg != 1 else 1,
+        gradients=waiting - on_host + of_batch, gradients_on_host=on_host,
+    )  # fmt: skip
 
 
 def sampled_clips(config: TrainConfig) -> int:

@@ -87,6 +87,25 @@ def test_calls_of_the_network() -> None:
         assert method_spec(config).accumulates(config) is several
 
 
+@pytest.mark.parametrize(
+    ("options", "on_device", "on_host"),
+    [
+        ({"batch_size": 1}, 3 + 1, 0),  # those that wait, and that of the clip's earlier steps
+        ({"batch_size": 4}, 3 + 4, 0),
+        ({"batch_size": 1, "window_size": 1}, 3, 0),
+        ({"batch_size": 1, "best_of_n": 4, "offload_trajectory": True}, 1, 5),
+        ({"batch_size": 1, "advantage": "global_std"}, 15 + 1, 0),
+    ],
+)
+def test_gradients_taken_while_sampling(options: dict[str, Any], on_device: int, on_host: int) -> None:
+    found = memory(rollout_gradients="reweight", rollout_cfg=3.0, **options)
+    assert (found.gradients, found.gradients_on_host) == (on_device, on_host)
+    assert found.trajectories == 0
+    assert found.batch_size == 2  # a clip at a time, with both branches
+    config = configured(rollout_gradients="reweight", **options)
+    assert not method_spec(config).accumulates(config)
+
+
 def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
     from finetrainers.models.registry import get_family
 
@@ -114,5 +133,12 @@ def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
     assert rewarded.total == pytest.approx(
         plain.total + rewarded.parts["copies of the policy"] + rewarded.parts["sampled trajectories"]
     )
+    reweighted, _ = plan(
+        method="grpo", prompts="p.txt", reward=["brightness"], rollout_size="9x64x64", rollout_gradients="reweight",
+    )  # fmt: skip
+    weights = 4 * sum(p.numel() for p in network.parameters()) / GIB
+    assert reweighted.parts["gradients of clips"] == pytest.approx((3 + 2) * weights)
+    assert reweighted.parts["activations kept"] == pytest.approx(plain.parts["activations kept"] / 2)
+    assert reweighted.total > reweighted.parts["gradients of clips"] + 4 * weights  # state, weights, one more gradient
     grown = {name for name, size in rewarded.parts.items() if size and not plain.parts[name]}
     assert grown == {"copies of the policy", "sampled trajectories"}

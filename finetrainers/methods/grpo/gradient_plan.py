@@ -1,0 +1,91 @@
+"""Without replay: which gradients of a rollout's clips a process stores, as few as the advantages allow. Imports no torch.
+
+A clip's gradient G_i, of the sum of its transitions' log-densities, is there when the clip has been sampled. Its advantage
+A_i is known once all clips of its prompt are scored. What is wanted is sum_i A_i G_i.
+
+    sums      A_i = a + sum_k b_k r_ik, with a and b_k known later: sum_i G_i and sum_i r_ik G_i suffice, whatever the
+              number of clips. This holds for every normalization of scores as long as no advantage is clipped.
+    extremes  best-of-n: the n/2 best and the n/2 worst clips so far. A clip that has fallen out of them never returns.
+    clips     every clip, where an advantage may be clipped or is not known to follow a single score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from finetrainers.config.root import TrainConfig
+
+Stored = Literal["sums", "extremes", "clips"]
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """What is stored of the gradients of a prompt's clips.
+
+    Attributes:
+        stored: see the module.
+        most: gradients at most, of one prompt.
+        early: whether they become one gradient once all clips of the prompt are scored: other prompts do not matter.
+        size: clips of a prompt.
+    """
+
+    stored: Stored
+    most: int
+    early: bool
+    size: int
+
+    def of_group(self, clips: int) -> int:
+        """Gradients stored at most for so many clips of one prompt on a process."""
+        return min(clips, self.most)
+
+    def peak(self, share: int, data_size: int) -> int:
+        """Gradients that a process stores at most.
+
+        Args:
+            share: clips that each process samples.
+            data_size: how many processes have clips of their own.
+        """
+        return max(self._peak_of(range(rank * share, (rank + 1) * share)) for rank in range(data_size))
+
+    def _peak_of(self, clips: range) -> int:
+        most = stored = 0
+        summed = False
+        for group in groups_of(clips, self.size):
+            stored += self.of_group(len(group))
+            most = max(most, stored)
+            if self.early and len(group) == self.size:
+                stored -= self.of_group(len(group)) - (not summed)
+                summed = True
+        return most
+
+
+def groups_of(clips: range, size: int) -> Iterator[range]:
+    """Of consecutive clips of a rollout those of each prompt, a prompt having `size`."""
+    for slot in range(clips.start // size, -(-clips.stop // size)):
+        yield range(max(clips.start, slot * size), min(clips.stop, (slot + 1) * size))
+
+
+def plan_gradients(config: TrainConfig) -> GradientPlan:
+    """What needs the least memory for the configured advantages."""
+    section = config.grpo
+    size = section.num_generations
+    scores = sum(entry.weight != 0 for entry in section.reward)
+    if section.reward_combination == "weighted":
+        scores = 1
+    # The largest distance from the mean, in standard deviations, that one of `size` numbers can have.
+    farthest = (size - 1) / math.sqrt(size) if section.advantage_correction else math.sqrt(size - 1)
+    of_group = section.advantage != "global_std" and section.reward_combination != "gdpo"
+    never_clipped = section.advantage == "group_std" and of_group and farthest <= section.advantage_clip
+    # Processes that share clips score them each, and a reward need not say the same twice.
+    alone = config.parallel.sp_size == 1
+    stored: Stored = "clips"
+    most = size
+    if never_clipped and alone:
+        if section.best_of_n is None:
+            stored, most = "sums", 1 + scores
+        elif scores == 1:
+            stored, most = "extremes", section.best_of_n
+    return GradientPlan(stored, most, early=of_group and alone, size=size)
