@@ -30,6 +30,7 @@ LAUNCHES: dict[str, dict[str, dict[str, Any]]] = {
         "ddp full": FULL,
         "shared lora": {"sp_size": 2, "batch_size": 2},
         "ring lora": {"sp_size": 2, "sp_mode": "ring", "batch_size": 2},
+        "shared lora, compiled": {"sp_size": 2, "batch_size": 2, "compile": "regional"},
         "shared full, fsdp": {**FULL, "sp_size": 2, "batch_size": 2, "fsdp": "full"},
         "fsdp lora": {"fsdp": "full"},
         "fsdp full": {**FULL, "fsdp": "full"},

@@ -7,9 +7,13 @@ Usage: sequence_rank.py REPOSITORIES jobs.json OUT, with the folders of tiny mod
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import rank
 import torch
@@ -17,10 +21,13 @@ import torch.distributed as dist
 from peft import LoraConfig
 from random_predictions import predict, spec_of
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch._dynamo.utils import counters
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.parallel import SpMode
 from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.models import compiling
 from finetrainers.models.batch import even_bounds
 from finetrainers.models.ring import ring_attention
 
@@ -72,6 +79,16 @@ def networks(spec: Any, group: Any, *, adapted: str | None = None, mode: SpMode 
     return made[0], made[1]
 
 
+@contextmanager
+def compiled(spec: Any, network: nn.Module) -> Iterator[None]:
+    """Compile the blocks of a network on the processes of the first group, without code generation."""
+    patches = (patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"), patch.object(compiling, "BACKEND", "aot_eager"))
+    with patches[0], patches[1], dynamo.patch(disable=False):
+        if dist.get_rank() < 2:
+            spec.compile_blocks(network)
+        yield
+
+
 def cases(repositories: dict[str, str], group: Any) -> dict[str, Any]:
     """What `cases.json` has."""
     found: dict[str, Any] = {}
@@ -92,6 +109,10 @@ def cases(repositories: dict[str, str], group: Any) -> dict[str, Any]:
             adapted = networks(spec, group, adapted="|".join(layers))
             set_activation_memory(adapted[1], "checkpoint")  # which drops the same places again
             found[f"{name}, dropout of a LoRA of every layer"] = differences(spec, adapted, {**odd, "batch": 2})
+        if family == "ltx_video":
+            with compiled(spec, pair[1]):
+                found["compiled"] = differences(spec, pair, {"batch": 2})
+                found["graph breaks"] = (float(len(counters["graph_break"])),)
         if version == "1.5":
             found["four processes"] = differences(spec, networks(spec, dist.group.WORLD), odd)
         if version == "t2v":

@@ -73,7 +73,6 @@ def findings(family=FLOW, **options):
             {"activation_memory": "none", "selective_checkpointing": 0.3},
             "and --selective_checkpointing recomputes them",
         ),
-        ({"sp_size": 2, "compile": "regional"}, "blocks that processes share (--sp_size) run uncompiled"),
         ({"sp_size": 5}, "32 attention heads do not divide by 5 processes; use one of 2, 4, 8, 16, 32"),
         ({"sp_size": 5}, "or --sp_mode ring"),
         (
