@@ -19,7 +19,7 @@ from finetrainers.memory.activation_auto import (
     activation_model,
 )
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.advice import Advice, Outcome, cheapest
+from finetrainers.memory.advice import SWITCHES, Advice, Outcome, cheapest, sharing_switches
 from finetrainers.memory.automatic import Automatic, Run, choose_automatic
 from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
@@ -155,7 +155,9 @@ class RunMemory:
                 self._outcomes[key] = self._outcome(config, machine, device_type)
             return self._outcomes[key]
 
-        return cheapest(self.checked.config, outcome, budget=machine.device)
+        heads = self.checked.facts.heads if self.checked.family.load(self.checked.config.model).token_plan else None
+        switches = [*SWITCHES, *sharing_switches(launched_processes(), heads)]
+        return cheapest(self.checked.config, outcome, budget=machine.device, switches=switches)
 
     def _outcome(self, config: TrainConfig, machine: Machine, device_type: str) -> Outcome | None:
         """Memory and time of other options; None: the run would be refused, or the options would do nothing."""

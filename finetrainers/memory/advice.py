@@ -103,11 +103,32 @@ SWITCHES: tuple[Switch, ...] = (
     Switch({"fsdp_cpu_offload": True}, "weights travel from host memory for every use, updates on the CPU", 150),
 )  # fmt: skip
 
+
+def sharing_switches(processes: int, heads: int | None) -> list[Switch]:
+    """One for each number of processes that may share clips: it divides them, and the network's attention heads.
+
+    Args:
+        processes: of the run.
+        heads: attention heads of the network; None: its clips cannot be shared.
+    """
+    return [
+        Switch(
+            {"sp_size": size},
+            f"{size} processes share each clip, and communicate in every block; to keep the global batch, multiply "
+            f"--gradient_accumulation_steps by {size}",
+            15 + size,
+        )
+        for size in range(2, processes + 1)
+        if heads is not None and processes % size == 0 and heads % size == 0
+    ]
+
+
 #: What no switch of a single run does; the user decides.
 OTHER_WAYS = (
     "smaller or shorter clips (--video_resolution_buckets), or a smaller --batch_size with more "
     "--gradient_accumulation_steps",
-    "several GPUs: --fsdp full shards weights, gradients and optimizer state; --deepspeed --zero_stage 2 or 3 likewise",
+    "several GPUs: --fsdp full shards weights, gradients and optimizer state; --deepspeed --zero_stage 2 or 3 likewise; "
+    "--sp_size 2 splits the activations of each clip",
     "--training_type lora instead of full finetuning",
     "more host memory, in which blocks and activations may wait (estimate --host 64GB plans for it)",
 )

@@ -116,6 +116,29 @@ def test_processes_share(checked: Callable[..., Preflight], monkeypatch: pytest.
     assert host.peaks["checkpoint"] < eight.peaks["checkpoint"]
 
 
+def test_several_processes_are_advised_to_share_clips(
+    checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest number of them that fits, where nothing else is to be changed."""
+    monkeypatch.setattr(memory_plan, "SWITCHES", ())
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    options = {"precompute_conditions": True, "batch_size": 400, "precompute_batch_size": 1}
+
+    def needed(size: int) -> float:
+        return reserved(RunMemory(checked(sp_size=size, **options)).plan().peak) / GIB
+
+    memory = RunMemory(checked(**options))
+    whole, halves = needed(1), needed(2)
+    assert halves < 0.7 * whole
+    found = memory.advice(1.01 * halves)
+    assert found is not None
+    assert [one.switch.flags for one in found.switches] == ["--sp_size 2"]
+    assert found.switches[0].saves == pytest.approx(GIB * (whole - halves) / (1 + RESERVE))
+    assert memory.advice(0.9 * halves) is None  # it has two attention heads
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert memory.advice(1.01 * halves) is None
+
+
 def test_what_saving_takes_of_the_host(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 gathers what is written, on the rank that writes or on each its part; others copy for asynchronous saves."""
     monkeypatch.setenv("WORLD_SIZE", "4")

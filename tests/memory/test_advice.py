@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
+import pytest
+
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig, fields
@@ -16,6 +18,7 @@ from finetrainers.memory.advice import (
     Switch,
     cheapest,
     has_what_it_needs,
+    sharing_switches,
     with_switches,
 )
 
@@ -34,6 +37,18 @@ def test_every_switch_is_a_valid_flag() -> None:
         assert not switch.cost.endswith(".")
     prices = [switch.price for switch in SWITCHES]
     assert min(prices) > 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "heads", "sizes"), [(8, 24, [2, 4, 8]), (8, 30, [2]), (6, 24, [2, 3, 6]), (1, 24, []), (8, None, [])]
+)
+def test_processes_may_share_clips_where_sizes_divide(processes: int, heads: int | None, sizes: list[int]) -> None:
+    switches = sharing_switches(processes, heads)
+    assert [switch.flags for switch in switches] == [f"--sp_size {size}" for size in sizes]
+    assert all(
+        f"multiply --gradient_accumulation_steps by {size}" in one.cost
+        for size, one in zip(sizes, switches, strict=True)
+    )
 
 
 Saving = tuple[float, float, float]
