@@ -47,6 +47,11 @@ class ParallelSection(Section):
         """How many of so many processes train on clips of their own."""
         return max(1, processes // self.sp_size)
 
+    @property
+    def unit(self) -> str:
+        """What trains on clips of its own, in words."""
+        return "process" if self.sp_size == 1 else f"group of {self.sp_size} processes"
+
 
 def groups_problem(processes: int, size: int) -> str:
     """Why so many processes cannot be groups of `size`."""

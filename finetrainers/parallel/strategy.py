@@ -152,6 +152,7 @@ class Strategy(Ranks):
         """One line on strategy, ranks, device and precision."""
         kind = self._kind()
         processes = plural(self.world_size, "process", "processes") + (f" ({kind})" if kind else "")
+        processes += "" if self.sharing == 1 else f", {self.sharing} share each clip,"
         return f"{processes} on {self.device}, {self.accelerator.mixed_precision} mixed precision"
 
     @abstractmethod

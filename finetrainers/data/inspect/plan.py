@@ -120,8 +120,8 @@ class DatasetPlan:
         clips = sorted({loading.batch_size, *(size for _, size in loading.bucket_batch_sizes)})
         shown = [size * accumulation for size in clips]
         if len(shown) == 1:
-            return f"{plural(shown[0], self.noun)} per process"
-        return f"{' or '.join(map(str, shown))} {self.noun}s per process, by bucket"
+            return f"{plural(shown[0], self.noun)} per {config.parallel.unit}"
+        return f"{' or '.join(map(str, shown))} {self.noun}s per {config.parallel.unit}, by bucket"
 
     def fetch_with(self, fetch: Any) -> Any:
         """What fetches a micro-batch: `fetch`, or around it what adds the clips that belong to those of the batch."""

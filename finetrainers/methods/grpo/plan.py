@@ -81,7 +81,7 @@ class PromptPlan:
         best = f", of which {kept} are trained on" if kept else ""
         return (
             f"{clips:g} clips over all processes (rollouts of {plural(prompts, 'prompt')} x {size} clips{best}, "
-            f"{plural(section.updates_per_rollout, 'step')} each), {config.dataloader.batch_size} at once per process"
+            f"{plural(section.updates_per_rollout, 'step')} each), {config.dataloader.batch_size} at once per {config.parallel.unit}"
         )
 
     def table(self) -> list[tuple[str, ...]]:
