@@ -107,7 +107,7 @@ def test_a_shared_call_computes_the_same(root: Path) -> None:
     assert max(found.pop("float64")) < 1e-13
     rounded = [name for name in found if name.endswith("bf16")]  # in which each process rounds its part of a gradient
     assert all(max(found.pop(name)) < 2e-2 for name in rounded)
-    assert len(found) == 2 * len(CHECKPOINTS) - 1 + 8 + 3 * 4
+    assert len(found) == 2 * len(CHECKPOINTS) - 1 + 10 + 3 * 4
     for name, different in found.items():
         assert max(different) < TOLERANCE, name
 
