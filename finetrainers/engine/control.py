@@ -181,17 +181,13 @@ class Requests:
     def note(self) -> list[int]:
         """What this rank has seen and `take` has not fulfilled: numbers, of which the ranks need the maximum.
 
-        Files count as rank 0 sees them, signals as any rank got them.
+        Files count as rank 0 sees them, signals as any rank got them. Nothing here waits for a device.
         """
         files = self._files.take() if self._files is not None else set()
         stop = self.signals.noted or (_STOP_FILE if "stop" in files else 0)
         now = (stop, int("save" in files), int("sample" in files))
         self._noted = [max(pair) for pair in zip(self._noted, now, strict=True)]
         return self._noted
-
-    def poll(self) -> None:
-        """Take what any rank has seen; every rank must call it. It costs one small message and never waits for a device."""
-        self.take(self._parallel.max_on_host(self.note()))
 
     def stop_by(self, who: str) -> None:
         """Stop the run with a checkpoint after the next step; every rank must call it."""

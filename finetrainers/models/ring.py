@@ -7,7 +7,7 @@ all keys.
 
 diffusers' `TemplatedRingAttention` is not used. It needs parts of the same size (its `ring_anything` has no backward pass),
 gives each part the mask of all keys, has no place for a text that every process has, and refuses the `native` backend, which
-gives it no log-sum-exp: nothing else runs in fp32. PyTorch's `context_parallel` has the same limits.
+gives it no log-sum-exp: nothing else runs in fp32.
 """
 
 from __future__ import annotations

@@ -116,20 +116,16 @@ class BackgroundSave:
         """Whether the thread of this rank is at work on a save."""
         return self._future is not None and not self._future.done()
 
-    def poll(self, writing: int | None = None) -> None:
-        """Once the save in flight has ended on all ranks, conclude it; call it after every step. Costs nothing without one.
+    def poll(self, writing: int) -> None:
+        """Once the save in flight has ended on all ranks, conclude it; call it after every step.
 
         Args:
-            writing: whether any rank is writing, as all have agreed; None: they are asked.
+            writing: whether any rank is writing, as all have agreed (`is_writing`).
 
         Raises:
             Exception: it failed. On every rank.
         """
-        if self._job is None:
-            return
-        if writing is None:
-            [writing] = self._parallel.max_on_host([int(self.is_writing)])
-        if not writing:
+        if self._job is not None and not writing:
             self.wait()
 
     def wait(self) -> bool:
