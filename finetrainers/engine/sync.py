@@ -186,8 +186,10 @@ class Sync:
         done = subprocess.run(command, input=given, capture_output=True, text=True, errors="replace")
         if done.returncode:
             lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            # Its last line has its own source code's position; what happened is said before it.
-            said = next((line for line in lines if not line.startswith("rsync error:")), "it says no more")
+            # Its last line has its own source code's position; what happened is said before it, unless that is lost on the way:
+            # an rsync that ends at the target may close the connection first.
+            reasons = [line for line in lines if not line.startswith("rsync error:")] or lines
+            said = reasons[0] if reasons else "it says no more"
             asked = next((line for line in lines if _ASKS.search(line)), None)
             if asked is not None:
                 host = self.target.partition(":")[0]
