@@ -187,7 +187,7 @@ def test_a_target_that_does_not_answer_ends_the_transfer(
     there = tmp_path / "file"
     there.touch()
     # Rsync loses its own message where the target's end closes the connection before it has been read.
-    with pytest.raises(TransferError, match="Not a directory|rsync error: error in file IO"):
+    with pytest.raises(TransferError, match=r"Not a directory|rsync error: error in file IO"):
         Sync(run, f"{getpass.getuser()}@127.0.0.1:{there}/x", ssh).transfer()
     assert Sync(run, "rsync://host/x")._connection() == Sync(run, "host::x")._connection() == ["--contimeout=20"]
     monkeypatch.setenv("RSYNC_RSH", "mine")
