@@ -37,7 +37,7 @@ from finetrainers.utils.phases import REWARD, phase
 from finetrainers.utils.seeding import derive_seed
 
 from .grpo.batches import Part
-from .grpo.collect import Collected, score_stats, timed
+from .grpo.collect import score_stats, timed
 from .grpo.objective import velocity_divergence
 from .grpo.prompts import Job
 from .grpo.rollout_method import RolloutMethod
@@ -45,8 +45,8 @@ from .grpo.source import PromptSource
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backpropagated(Collected):
-    """A rollout's clips, with what their reward is backpropagated through.
+class Backpropagated:
+    """A `Rollout` whose clips are all trained on, with what their reward is backpropagated through.
 
     Attributes:
         steps: of the sampler, through which it is, in the order in which they are trained: the last one first.
@@ -56,10 +56,25 @@ class Backpropagated(Collected):
         scores: the weighted rewards, likewise; only where an adjoint comes from a reward.
     """
 
+    jobs: Sequence[Job]
+    num_ranks: int
+    stats: Mapping[str, float]
     steps: Sequence[int]
     before: Mapping[int, Sequence[Tensor]]
     adjoints: dict[tuple[int, int], Tensor]
     scores: Mapping[tuple[int, int], float]
+
+    @property
+    def kept(self) -> Sequence[int]:
+        return range(len(self.jobs))
+
+    @property
+    def spare(self) -> Sequence[int]:
+        return self.kept
+
+    @property
+    def kept_by_rank(self) -> Sequence[int]:
+        return [len(self.jobs)] * self.num_ranks
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,7 @@ class Denoised:
     conditions: Conditions
 
 
-class RewardGradients(RolloutMethod[Denoised]):
+class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
     """DRaFT and ReFL of any registered model."""
 
     headline = ("reward/", "kl", "eval_reward/")
@@ -142,25 +157,20 @@ class RewardGradients(RolloutMethod[Denoised]):
         }
         stats |= {"reward_gradient": sum(norms) / len(norms)}
         stats |= {f"seconds/{name}": seconds for name, seconds in spent.items()}
-        return self._collected(jobs, steps, before, adjoints, values, stats)
-
-    def _collected(
-        self, jobs: Sequence[Job], steps: Sequence[int], before: Mapping[int, Sequence[Tensor]],
-        adjoints: dict[tuple[int, int], Tensor], scores: Mapping[tuple[int, int], float], stats: Mapping[str, float],
-    ) -> Backpropagated:  # fmt: skip
-        """All clips are trained on."""
         return Backpropagated(
-            jobs=jobs, latents=dict.fromkeys(before, torch.empty(0)), replays={}, advantages=torch.zeros(len(jobs), 1),
-            kept=range(len(jobs)), kept_by_rank=[len(jobs)] * self.collector.parallel.data_size, stats=stats, steps=steps,
-            before=before, adjoints=adjoints, scores=scores,
+            jobs=jobs, num_ranks=collector.parallel.data_size, stats=stats, steps=steps,
+            before=before, adjoints=adjoints, scores=values,
         )  # fmt: skip
 
     def dummy_rollout(self) -> Backpropagated:
         jobs, shape = self.collector.jobs(0)[: self.collector.batch_size], self.sampler.shape
         empty, places = torch.zeros(shape, device=self.sampler.device), range(self.repeats)
         keys = [(i, place) for i in range(len(jobs)) for place in places]
-        before = {i: [empty] * self.repeats for i in range(len(jobs))}
-        return self._collected(jobs, self._steps(0), before, dict.fromkeys(keys, empty), dict.fromkeys(keys, 0.0), {})
+        return Backpropagated(
+            jobs=jobs, num_ranks=self.collector.parallel.data_size, stats={}, steps=self._steps(0),
+            before={i: [empty] * self.repeats for i in range(len(jobs))},
+            adjoints=dict.fromkeys(keys, empty), scores=dict.fromkeys(keys, 0.0),
+        )  # fmt: skip
 
     def _steps(self, rollout: int) -> list[int]:
         """The steps that are trained in a rollout, on all ranks: each clip's in the order in which they are trained."""
@@ -251,9 +261,8 @@ class RewardGradients(RolloutMethod[Denoised]):
 
     # ---- batches -----------------------------------------------------------------------------------------------
 
-    def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Denoised:
+    def micro_batch(self, transformer: nn.Module, collected: Backpropagated, rollout: int, part: Part) -> Denoised:
         """One step of each of some clips, the backward passes of the later ones being over."""
-        assert isinstance(collected, Backpropagated)
         self._take_adjoints()
         device, place = self.sampler.device, part.repeat
         before = to_device(torch.stack([collected.before[i][place] for i in part.clips]), device)

@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from finetrainers.models.spec import even_bounds
 from finetrainers.utils.seeding import derive_seed
 
-from .collect import Collected
+from .prompts import Job
+
+
+class Rollout(Protocol):
+    """What optimizer steps are cut from: this rank's clips, with whatever a method trains them on."""
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """What the clips are."""
+
+    @property
+    def kept(self) -> Sequence[int]:
+        """Indices of the clips to train on."""
+
+    @property
+    def kept_by_rank(self) -> Sequence[int]:
+        """How many each rank has."""
+
+    @property
+    def spare(self) -> Sequence[int]:
+        """Indices of clips that can fill up a micro-batch, at least one."""
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """Named numbers of the whole rollout, the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,7 @@ class Part:
 
 
 def parts_of_updates(
-    collected: Collected, *, data_rank: int, batch_size: int, updates: int, repeats: int, seed: int, rollout: int
+    collected: Rollout, *, data_rank: int, batch_size: int, updates: int, repeats: int, seed: int, rollout: int
 ) -> list[list[Part]]:
     """For each update of a rollout its micro-batches. Which clips an update has does not depend on the number of ranks.
 
@@ -73,7 +98,7 @@ def parts_of_updates(
         dealt += turn[: len(owners) - len(dealt)]
     before = sum(counts[:data_rank])
     mine = dict(zip(collected.kept, dealt[before : before + counts[data_rank]], strict=True))
-    spare = list(collected.latents)
+    spare = collected.spare
     found = []
     for update in range(updates):
         sizes = Counter(owner for owner, to in zip(owners, dealt, strict=True) if to == update)

@@ -31,16 +31,12 @@ from .source import PromptSource
 
 @dataclass(frozen=True)
 class Collected:
-    """This rank's clips of a rollout.
+    """A `Rollout` of clips that are compared with each other.
 
     Attributes:
-        jobs: what the clips are.
         latents: clean latents `[C, T, H, W]` by index, of the clips to train on; of the first one where there are none.
         replays: trained transitions of the same clips; empty without noise.
         advantages: `[n, K]` fp32, what a clip's advantage is the sum of; see `Advantages.terms`.
-        kept: indices of the clips to train on.
-        kept_by_rank: how many each rank has.
-        stats: named numbers of the whole rollout, the same on every rank.
         taken: the gradient, where it has been taken while sampling.
     """
 
@@ -52,6 +48,10 @@ class Collected:
     kept_by_rank: Sequence[int]
     stats: Mapping[str, float]
     taken: Taken | None = None
+
+    @property
+    def spare(self) -> Sequence[int]:
+        return list(self.latents)
 
 
 class Collector:

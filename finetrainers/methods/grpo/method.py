@@ -72,7 +72,7 @@ class Transition:
     is_fresh: bool
 
 
-class GRPO(RolloutMethod[Transition | Shared]):
+class GRPO(RolloutMethod[Collected, Transition | Shared]):
     """Group relative policy optimization of any registered model."""
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -82,6 +82,12 @@ class GRPO(RolloutMethod[Transition | Shared]):
         self._ratio_error = torch.zeros(())  # the largest of the current step
 
     # ---- batches -----------------------------------------------------------------------------------------------
+
+    def rollout(self, transformer: nn.Module, rollout: int) -> Collected:
+        return self.collector.collect(transformer, rollout)
+
+    def dummy_rollout(self) -> Collected:
+        return self.collector.dummy_rollout()
 
     def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Transition:
         """One trained transition of each of some clips."""

@@ -116,7 +116,7 @@ def implicit_loss(
     return (reward_weight * distance(towards) + (1 - reward_weight) * distance(away)) / beta
 
 
-class NFT(RolloutMethod[Noised]):
+class NFT(RolloutMethod[Collected, Noised]):
     """DiffusionNFT of any registered model."""
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -129,6 +129,12 @@ class NFT(RolloutMethod[Noised]):
             self.old.follow(decay(rollout * self.updates, self.section.nft_decay))
         with self.old.applied():
             return super().collect(transformer, rollout)
+
+    def rollout(self, transformer: nn.Module, rollout: int) -> Collected:
+        return self.collector.collect(transformer, rollout)
+
+    def dummy_rollout(self) -> Collected:
+        return self.collector.dummy_rollout()
 
     def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Noised:
         """Some clips, each with its own noise at a noise level of its own."""

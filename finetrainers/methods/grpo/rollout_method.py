@@ -15,16 +15,17 @@ from finetrainers.methods.base import Evaluation, MethodParts, Step, Summary
 from finetrainers.methods.reference import Reference, reference_model
 from finetrainers.utils.phases import ROLLOUT, phase
 
-from .batches import Part, parts_of_updates
-from .collect import Collected, Collector, timed
+from .batches import Part, Rollout, parts_of_updates
+from .collect import Collector, timed
 from .evaluate import PromptEvaluation
 from .source import PromptSource
 
+R = TypeVar("R", bound=Rollout)
 T = TypeVar("T")
 
 
-class RolloutMethod(ABC, Generic[T]):
-    """A method that trains on clips which the network has just sampled.
+class RolloutMethod(ABC, Generic[R, T]):
+    """A method that trains on clips which the network has just sampled: rollouts `R` become micro-batches `T`.
 
     Attributes:
         updates: optimizer steps per rollout.
@@ -51,22 +52,22 @@ class RolloutMethod(ABC, Generic[T]):
         self.reference: Reference | None = reference_model(parts) if uses_reference else None
 
     @abstractmethod
-    def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> T:
+    def rollout(self, transformer: nn.Module, rollout: int) -> R:
+        """This rank's clips, with what a method trains them on. All ranks call it together."""
+
+    @abstractmethod
+    def dummy_rollout(self) -> R:
+        """The same of clips that nobody has sampled, as many as a micro-batch has."""
+
+    @abstractmethod
+    def micro_batch(self, transformer: nn.Module, collected: R, rollout: int, part: Part) -> T:
         """A micro-batch, on the device."""
 
-    def collect(self, transformer: nn.Module, rollout: int) -> Collected:
+    def collect(self, transformer: nn.Module, rollout: int) -> R:
         """A rollout of the policy that samples, by default the one that is trained."""
         companions, parallel = self.sampler.spec.companions, self.collector.parallel
         with phase(ROLLOUT), companions.on(self.sampler.device), parallel.without_exchange(transformer):
             return self.rollout(transformer, rollout)
-
-    def rollout(self, transformer: nn.Module, rollout: int) -> Collected:
-        """What is collected of this rank's clips, and of all clips together."""
-        return self.collector.collect(transformer, rollout)
-
-    def dummy_rollout(self) -> Collected:
-        """The same of clips that nobody has sampled, as many as a micro-batch has."""
-        return self.collector.dummy_rollout()
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[T]]:
         if not self.can_stop_after(start):
@@ -79,7 +80,7 @@ class RolloutMethod(ABC, Generic[T]):
     def can_stop_after(self, step: int) -> bool:
         return step % self.updates == 0  # the clips of a rollout are not kept
 
-    def update_steps(self, transformer: nn.Module, collected: Collected, rollout: int) -> Iterator[Step[T]]:
+    def update_steps(self, transformer: nn.Module, collected: R, rollout: int) -> Iterator[Step[T]]:
         """The optimizer steps of a rollout. One in which no rank has a clip is empty: there is nothing to learn."""
         parallel = self.collector.parallel
         for parts in parts_of_updates(

@@ -19,7 +19,7 @@ from finetrainers.methods.refl import RewardGradients
 KINDS: dict[str, dict[str, Any]] = {
     "draft-1": {},
     "draft-3": {"draft_k": 3},
-    "draft-lv": {"refl_kind": "draft-lv", "draft_lv_samples": 3},
+    "draft-lv": {"refl_kind": "draft-lv", "draft_lv_samples": 2},
     "refl": {"refl_kind": "refl", "refl_range": [0.4, 0.9]},
 }
 
@@ -101,16 +101,16 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor], *, rtol: float = 
         torch.testing.assert_close(found[name].double(), gradient.double(), rtol=rtol, atol=rtol * largest, msg=name)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("make_process", [flow, vp])
+@pytest.mark.parametrize(
+    ("name", "make_process"), [("draft-1", vp), ("draft-3", flow), ("draft-lv", vp), ("refl", flow), ("refl", vp)]
+)
 def test_the_gradient_is_that_of_autograd_through_all_steps(name: str, make_process: Any) -> None:
+    """Each process with a step to the next noise level, to the clean clip, and a prediction of it."""
     model = network(dropout=0.3)  # which is off
     method = make_refl(model, make_process, **KINDS[name])
     wanted = expected(method, model.eval())
-    close(gradients(method, model), wanted)
     # In smaller micro-batches, as after an OOM, with a filled-up one; and with a loss that is scaled, as for fp16.
-    close(gradients(method, model, pieces=3), wanted)
-    close(gradients(method, model, scale=2.0**12), wanted)
+    close(gradients(method, model, pieces=3, scale=2.0**12), wanted)
     ranks = [make_refl(model, make_process, **KINDS[name], parallel=Half(rank, 2), batch_size=2) for rank in range(2)]
     halves = [gradients(rank, model) for rank in ranks]
     close({key: (halves[0][key] + halves[1][key]) / 2 for key in halves[0]}, wanted)
@@ -178,11 +178,10 @@ def test_some_frames_are_scored_alone() -> None:
     assert {method._frames(rollout, 2).start for rollout in range(20)} == {0, 1}
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_rewards_rise(name: str) -> None:
-    """The reward's sign depends on the prompt, so that no drift earns anything."""
+def test_rewards_rise() -> None:
+    """The reward's sign depends on the prompt, so that no drift earns anything; the step is another one in each rollout."""
     model = network()
-    method = make_refl(model, **KINDS[name], num_generations=2)
+    method = make_refl(model, **KINDS["refl"], num_generations=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     rewards = []
     for step in islice(method.steps(0, model), 12):
