@@ -29,3 +29,22 @@ _DANCEGRPO_6GPUS = """
 """
 #: Every flag of the guide for six GPUs to DanceGRPO: its finetune_hunyuan_grpo_6gpus.sh.
 DANCEGRPO_6GPUS = _DANCEGRPO_6GPUS.split()
+_FLAGS = """
+model_type data_json_path num_frames dataloader_num_workers train_batch_size group_frame group_resolution
+pretrained_model_name_or_path dit_model_name_or_path vae_model_path cache_dir ema_decay ema_start_step cfg
+precondition_outputs validation_prompt_dir uncond_prompt_dir validation_sampling_steps validation_guidance_scale
+validation_steps log_validation tracker_project_name seed output_dir checkpoints_total_limit checkpointing_steps
+resume_from_checkpoint resume_from_lora_checkpoint logging_dir num_train_epochs max_train_steps
+gradient_accumulation_steps learning_rate scale_lr lr_warmup_steps max_grad_norm gradient_checkpointing
+selective_checkpointing allow_tf32 mixed_precision use_cpu_offload sp_size train_sp_batch_size fsdp_sharding_startegy
+lr_scheduler lr_num_cycles lr_power weight_decay master_weight_type h w t sampling_steps eta fps sampler_seed use_group
+num_generations use_same_noise use_videoalign timestep_fraction shift bestofn vq_coef mq_coef
+"""
+#: Every flag that the trainer reads or accepts, in the order of its parser (fastvideo/train_grpo_hunyuan.py).
+DANCEGRPO_FLAGS = _FLAGS.split()
+_OTHER_FLAGS = """
+num_latent_t loss_coef use_hpsv2 use_pickscore ignore_last init_same_noise clip_range adv_clip_max use_ema cfg_infer use_lora
+lora_rank lora_alpha reference_model_path weight_path weighting_scheme logit_mean logit_std mode_scale
+"""
+#: What its trainers for images and for SkyReels-I2V have besides.
+DANCEGRPO_OTHER_FLAGS = _OTHER_FLAGS.split()

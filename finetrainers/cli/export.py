@@ -38,6 +38,9 @@ def add_export(commands: Any) -> None:
         "--dtype", choices=("bf16", "fp16", "fp32"), help="dtype on disk [as trained; all weights: bf16]"
     )
     export.add_argument("--lora_scale", type=float, metavar="X", help="strength of the LoRA in merged weights [1]")
+    export.add_argument(
+        "--one_file", action="store_true", help="diffusers' networks as one file, not several of 10 GB at most"
+    )
     export.add_argument("--overwrite", action="store_true", help="replace what was exported before")
     about_ema = "of a checkpoint, the moving average of its weights, where it has one [on]"
     export.add_argument("--use_ema", action=argparse.BooleanOptionalAction, default=True, help=about_ema)
@@ -59,6 +62,9 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
     if arguments.lora_scale is not None and arguments.format and "merged" not in arguments.format:
         message = "is the strength in merged weights; other formats leave the strength to the program that loads them"
         problems.append(Problem("--lora_scale", message))
+    if arguments.one_file and arguments.format and not {"diffusers", "merged"} & {*arguments.format}:
+        message = "is for networks in diffusers layout (--format diffusers or merged); the other formats are one file"
+        problems.append(Problem("--one_file", message))
     if (place := arguments.output_dir) is not None and (problem := folder_problem(place)) is not None:
         problems.append(Problem("--output_dir", problem))
     options = {name: getattr(arguments, name) for name in ("pretrained_model_name_or_path", "model_name")}
@@ -77,7 +83,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
     source, scale = arguments.source, 1.0 if arguments.lora_scale is None else arguments.lora_scale
     written = export_formats(
-        source, arguments.format, arguments.output_dir, dtype=arguments.dtype, lora_scale=scale, overwrite=arguments.overwrite
+        source, arguments.format, arguments.output_dir, dtype=arguments.dtype, lora_scale=scale, one_file=arguments.one_file,
+        overwrite=arguments.overwrite,
     )  # fmt: skip
     for one in written:
         print_exported(one, source, say=print)

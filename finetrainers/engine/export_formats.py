@@ -158,6 +158,7 @@ def export_formats(
     *,
     dtype: str | None = None,
     lora_scale: float = 1.0,
+    one_file: bool = False,
     overwrite: bool = False,
 ) -> Iterator[Exported]:
     """Write formats one after the other, each complete or not at all; what was written is read back before it gets its name.
@@ -168,6 +169,7 @@ def export_formats(
         folder: that gets a folder for each format.
         dtype: of what is written; None: as trained, and bf16 for merged weights.
         lora_scale: the strength with which `merged` adds the LoRA.
+        one_file: whether a network in diffusers layout is one file, not several of 10 GB at most.
         overwrite: whether earlier exports are replaced.
 
     Raises:
@@ -182,7 +184,7 @@ def export_formats(
     spec = source.family.load(source.config.model)
     wanted = None if dtype is None else DTYPES[dtype]
     if source.weights.kind == "full":
-        yield from _export_full(source, spec, formats, folder, wanted)
+        yield from _export_full(source, spec, formats, folder, wanted, one_file=one_file)
         return
     from finetrainers.models.lora_files import cast, check_written, lora_metadata, write_lora
 
@@ -190,7 +192,7 @@ def export_formats(
     lora = _read(source, spec, network)
     for kind in formats:
         if kind == "merged":
-            yield _merge(spec, lora, folder / kind, wanted or DTYPES["bf16"], lora_scale)
+            yield _merge(spec, lora, folder / kind, wanted or DTYPES["bf16"], lora_scale, one_file=one_file)
             continue
         written = cast(lora, wanted)
         metadata = lora_metadata(lora, architecture=_architecture(source), facts=_facts(source))
@@ -246,7 +248,9 @@ def _facts(source: Source) -> dict[str, Any]:
     }
 
 
-def _merge(spec: ModelSpec, lora: Lora, final: Path, dtype: torch.dtype, lora_scale: float) -> Exported:
+def _merge(
+    spec: ModelSpec, lora: Lora, final: Path, dtype: torch.dtype, lora_scale: float, *, one_file: bool
+) -> Exported:
     """Write the model's transformer with a LoRA added, in fp32 layer by layer."""
     from peft import set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -267,13 +271,22 @@ def _merge(spec: ModelSpec, lora: Lora, final: Path, dtype: torch.dtype, lora_sc
             module.to(kept)
     network.unload_lora()
     with _published(final) as temporary:
-        spec.save_full(temporary, network, network.state_dict())
-        _check_network(temporary / spec.facts.trained, network.state_dict())
+        _write_network(temporary, spec, network, network.state_dict(), one_file=one_file)
     return Exported("merged", final / spec.facts.trained, None)
 
 
+def _write_network(
+    folder: Path, spec: ModelSpec, network: nn.Module, state: Mapping[str, Tensor], *, one_file: bool
+) -> None:
+    """Write a network in diffusers layout, and read it back."""
+    from finetrainers.models.spec import weight_files
+
+    spec.save_full(folder, network, state, weight_files(state, one_file=True) if one_file else None)
+    _check_network(folder / spec.facts.trained, state)
+
+
 def _export_full(
-    source: Source, spec: ModelSpec, formats: Sequence[str], folder: Path, dtype: torch.dtype | None
+    source: Source, spec: ModelSpec, formats: Sequence[str], folder: Path, dtype: torch.dtype | None, *, one_file: bool
 ) -> Iterator[Exported]:
     """Write all weights in diffusers layout, or in one file as the network's authors and ComfyUI name them."""
     from safetensors.torch import load_file
@@ -295,8 +308,7 @@ def _export_full(
     for kind in formats:
         with _published(folder / kind) as temporary:
             if kind == "diffusers":
-                spec.save_full(temporary, network, state)
-                _check_network(temporary / spec.facts.trained, state)
+                _write_network(temporary, spec, network, state, one_file=one_file)
                 written = spec.facts.trained
             else:
                 written = f"{source.name}.safetensors"

@@ -97,16 +97,18 @@ def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:
         raise ValueError(f"{path}: {error}") from None
 
 
-def weight_files(tensors: Mapping[str, Tensor], *, at_most: int | None = None) -> StateDictSplit:
+def weight_files(
+    tensors: Mapping[str, Tensor], *, at_most: int | None = None, one_file: bool = False
+) -> StateDictSplit:
     """The files that a network is written to, by diffusers' names.
 
     Args:
         tensors: all weights by name; those on the meta device will do.
         at_most: bytes of a file; never more than `MAX_SHARD_SIZE`. A larger weight has a file of its own.
+        one_file: all in one, however large it becomes.
     """
-    return split_torch_state_dict_into_shards(
-        dict(tensors), filename_pattern=_SHARDS, max_shard_size=min(at_most or MAX_SHARD_SIZE, MAX_SHARD_SIZE)
-    )
+    most = sum(t.nbytes for t in tensors.values()) + 1 if one_file else min(at_most or MAX_SHARD_SIZE, MAX_SHARD_SIZE)
+    return split_torch_state_dict_into_shards(dict(tensors), filename_pattern=_SHARDS, max_shard_size=most)
 
 
 def remove_full(directory: Path) -> None:

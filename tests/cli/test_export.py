@@ -18,6 +18,7 @@ from finetrainers.cli.main import main
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.engine import export_formats as module
 from finetrainers.engine.sample.weights import find_target
+from finetrainers.models import saving
 from finetrainers.models.registry import get_family
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -111,6 +112,7 @@ def test_all_weights_of_a_full_finetuning(
     tiny_repo: Callable[..., Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for family, key in (
         ("ltx_video", "model.diffusion_model.patchify_proj.weight"),
@@ -123,7 +125,19 @@ def test_all_weights_of_a_full_finetuning(
         again = type(network).from_pretrained(root / "export" / "diffusers", subfolder="transformer")
         assert all(tensor.equal(network.state_dict()[name]) for name, tensor in again.state_dict().items())
     _check_single_files(root, network, tiny_repo("cogvideox"), tmp_path, capsys)
+    monkeypatch.setattr(saving, "MAX_SHARD_SIZE", 20_000)
+    export = ["export", str(root), "--dtype", "fp32", "--overwrite", "--format"]
+    folder = root / "export" / "diffusers" / "transformer"
+    for one_file in (False, True):
+        assert main([*export, "diffusers", *(["--one_file"] if one_file else [])]) == 0
+        assert (len(list(folder.glob("*.safetensors"))) == 1) == one_file
+    assert all(
+        tensor.equal(network.state_dict()[name])
+        for name, tensor in load_file(folder / "diffusion_pytorch_model.safetensors").items()
+    )
     capsys.readouterr()
+    assert main([*export, "comfyui", "--one_file"]) == 2
+    assert "--one_file: is for networks in diffusers layout" in capsys.readouterr().err
     assert main(["export", str(root), "--format", "kohya", "merged"]) == 2
     said = capsys.readouterr().err
     assert "--format: kohya: it holds a LoRA, and these are all weights; use diffusers or comfyui" in said

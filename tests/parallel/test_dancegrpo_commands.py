@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from published import DANCEGRPO, DANCEGRPO_6GPUS
+import torch
+from diffusers import HunyuanVideoTransformer3DModel
+from published import DANCEGRPO, DANCEGRPO_6GPUS, DANCEGRPO_FLAGS
 from real_process import Python
 from safetensors.torch import load_file
 from snippets import ROOT, blocks, logical_lines
@@ -29,10 +32,14 @@ GUIDE = {**SMALLER, "--num_generations": "2", "--bestofn": "2", "--gradient_accu
 SCRIPT = {**SMALLER, "--max_train_steps": "1", "--bestofn": "4", "--gradient_accumulation_steps": "2"}
 
 
+def page_lines() -> list[str]:
+    """The commands of the page."""
+    return [line for block in blocks(PAGE, "bash") for line in logical_lines(block.text)]
+
+
 def shown() -> tuple[list[str], list[str], list[str]]:
     """The words of the page's commands: preparation, the guide's, the published script's."""
-    lines = [line for block in blocks(PAGE, "bash") for line in logical_lines(block.text)]
-    prepare, guide, script = [words for line in lines for words in commands(line)]
+    prepare, guide, script = [words for line in page_lines()[:3] for words in commands(line)]
     return prepare[1:], guide[guide.index("train.py") + 1 :], script[script.index("train.py") + 1 :]
 
 
@@ -49,8 +56,8 @@ def test_the_page_shows_the_commands_and_explains_each_flag() -> None:
     cells = re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE)
     explained = re.findall(r"--(\w+)", " ".join(cells))
     given = {word.removeprefix("--") for word in (*guide, *script) if word.startswith("--")}
-    assert sorted(explained) == sorted(given)
-    assert given <= {*fields(), *FOREIGN}
+    assert sorted(explained) == sorted(DANCEGRPO_FLAGS)
+    assert given <= {*DANCEGRPO_FLAGS} <= {*fields(), *FOREIGN}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,24 @@ def lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
 
+def check_copies(python: Python, workplace: Path) -> None:
+    """The page's two ways to use a checkpoint elsewhere give its weights."""
+    copy, export = (line.replace("step-200", "step-2") for line in page_lines()[3:])
+    own = workplace / "data/outputs/grpo_hunyuan_6gpu/checkpoints/step-2/transformer"
+    model = workplace / "data" / "HunyuanVideo"
+    (alone := workplace / "data" / "copied").mkdir(exist_ok=True)  # the model is that of other tests, too
+    shutil.copytree(model / "transformer", alone, dirs_exist_ok=True)
+    copy = copy.replace("data/HunyuanVideo/transformer/", "data/copied/")
+    subprocess.run(["bash", "-c", copy], cwd=workplace, check=True)
+    trained = load_file(own / "diffusion_pytorch_model.safetensors")
+    network = HunyuanVideoTransformer3DModel.from_pretrained(alone, torch_dtype=torch.float32)
+    assert all(tensor.equal(trained[name].float()) for name, tensor in network.state_dict().items())
+    done = python("-m", *export.split(), cwd=workplace)
+    assert done.wait() == 0, done.stderr
+    exported = load_file(workplace / "data/checkpoint-200-0/diffusers/transformer/diffusion_pytorch_model.safetensors")
+    assert all(tensor.equal(trained[name].bfloat16()) for name, tensor in exported.items())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_both_commands_train(workplace: Path, python: Python) -> None:
@@ -100,6 +125,7 @@ def test_both_commands_train(workplace: Path, python: Python) -> None:
     assert [record["clips_trained"] for record in steps] == [6, 6]  # 3 prompts of the pair x 2 clips
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-1", "step-2"]
     assert load_file(run / "transformer" / "diffusion_pytorch_model.safetensors")
+    check_copies(python, workplace)
     for name, head in (("vq_reward", "videoalign.vq"), ("mq_reward", "videoalign.mq")):
         expected = [f"{record[f'reward_normalized/{head}']:.4g}" for record in steps]
         assert [f"{float(line):.4g}" for line in lines(run / f"{name}.txt")] == expected

@@ -36,8 +36,10 @@ RENAMED = {
     "tracker_project_name": "tracker_name",
     "fps": "reward_fps",
     "use_same_noise": "init_same_noise",
+    "adv_clip_max": "advantage_clip",
+    "cfg_infer": "rollout_cfg",
 }
-#: Names that its published commands have and it never reads (`model_type` chooses a loader): what does it here.
+#: Names that its published commands have and that change nothing there (`model_type` chooses a loader): what does it here.
 WITHOUT_EFFECT = {
     "model_type": "--model_name (there it chooses how weights are loaded)",
     "num_frames": "--t, or --rollout_size FxHxW",
@@ -51,14 +53,29 @@ WITHOUT_EFFECT = {
     "log_validation": "--validation_prompts with --validation_steps",
     "checkpoints_total_limit": "--checkpointing_limit",
     "num_train_epochs": "--max_train_steps, or --train_steps",
+    "num_latent_t": "--t, or --rollout_size FxHxW",
+    "loss_coef": "--lr",
+    "ignore_last": "the last denoising step draws no noise, so it is never trained",
+    "weight_path": "--reward NAME=1,path=FOLDER",
+    **dict.fromkeys(
+        ("weighting_scheme", "logit_mean", "logit_std", "mode_scale"), "--shift sets the noise levels of rollouts"
+    ),
 }
 #: Names whose work is another's here: what to use instead.
 REFUSED = {
     "resume_from_lora_checkpoint": "read by nobody in DanceGRPO; --resume_from_checkpoint continues a run, LoRA or not",
-    "fsdp_sharding_startegy": "use --fsdp full or --fsdp hybrid",
+    "reference_model_path": "no model draws first frames for clips here; leave it out",
+    "fsdp_sharding_strategy": "DanceGRPO writes it fsdp_sharding_startegy; use --fsdp full or --fsdp hybrid",
 }
 #: Where DanceGRPO looks for the reward model.
 _VIDEOALIGN = Path("videoalign_ckpt")
+#: Our options for the ways in which it shards the network.
+_SHARDING: dict[str, dict[str, Any]] = {
+    "full": {"fsdp": "full"},
+    "hybrid_full": {"fsdp": "hybrid"},
+    "hybrid_zero2": {"fsdp": "hybrid", "fsdp_reshard_after_forward": False},
+    "none": {},
+}
 
 
 class _Theirs(Section):
@@ -77,6 +94,12 @@ class _Theirs(Section):
     vq_coef: float = Field(1.0, description="reward")
     mq_coef: float = Field(0.0, description="reward")
     sampler_seed: Any = Field(None, description="seed")
+    use_hpsv2: bool = Field(False, description="reward")
+    use_pickscore: bool = Field(False, description="reward")
+    use_lora: bool = Field(False, description="training_type")
+    fsdp_sharding_startegy: Literal["full", "hybrid_full", "hybrid_zero2", "none"] | None = Field(
+        None, description="fsdp"
+    )
     use_cpu_offload: bool = Field(False, description="use_cpu_offload_optimizer")
     master_weight_type: Literal["fp32", "bf16"] | None = Field(None, description="master_weights")
     use_group: bool = True
@@ -208,15 +231,19 @@ class _Translation:
             self.given.put("rollout_size", f"{theirs.t}x{theirs.h}x{theirs.w}", *names)
 
     def _rewards(self, theirs: _Theirs) -> None:
-        names = [name for name in ("use_videoalign", "vq_coef", "mq_coef") if name in theirs.model_fields_set]
+        scorers = ("use_videoalign", "use_hpsv2", "use_pickscore")
+        names = [name for name in (*scorers, "vq_coef", "mq_coef") if name in theirs.model_fields_set]
         if not names or "reward" in self.given.lost:
             return
-        if not theirs.use_videoalign:
+        rewards = [f"{name.removeprefix('use_')}=1.0" for name in scorers[1:] if getattr(theirs, name)]
+        if theirs.use_videoalign:
+            path = f",path={_VIDEOALIGN}" if _VIDEOALIGN.is_dir() else ""
+            weights = {"vq": theirs.vq_coef, "mq": theirs.mq_coef}
+            rewards += [f"videoalign.{head}={weight!r}{path}" for head, weight in weights.items()]
+        elif names[-1] not in scorers:
             _refuse(self.given, names[-1], "needs use_videoalign; or use --reward videoalign.vq=WEIGHT")
             return
-        path = f",path={_VIDEOALIGN}" if _VIDEOALIGN.is_dir() else ""
-        weights = {"vq": theirs.vq_coef, "mq": theirs.mq_coef}
-        self.given.put("reward", [f"videoalign.{head}={weight!r}{path}" for head, weight in weights.items()], *names)
+        self.given.put("reward", rewards, *names)
 
     def _machine(self, theirs: _Theirs) -> None:
         """Translate options of memory and parallelism."""
@@ -230,15 +257,32 @@ class _Translation:
         if theirs.master_weight_type is not None:
             ours = {"fp32": "fp32", "bf16": "stochastic_rounding"}[theirs.master_weight_type]
             given.put("master_weights", ours, "master_weight_type")
+        if theirs.use_lora:
+            given.put("training_type", "lora", "use_lora")
+        if theirs.fsdp_sharding_startegy is not None:
+            self._shard(theirs.fsdp_sharding_startegy)
         if theirs.use_cpu_offload:
-            self._offload()
+            self._offload(splits=theirs.fsdp_sharding_startegy != "none")
 
-    def _offload(self) -> None:
+    def _shard(self, strategy: str) -> None:
+        """Translate how weights are split; a single process has nothing to split."""
+        given, name = self.given, "fsdp_sharding_startegy"
+        place, processes = given.where[name], launched_processes()
+        ours = _SHARDING[strategy] if processes > 1 else {}
+        if all(given.put(option, value, name) for option, value in ours.items()):
+            said = " ".join(f"--{option} {value}" for option, value in ours.items() if isinstance(value, str))
+            kept = " --no-fsdp_reshard_after_forward" if len(ours) > 1 else ""
+            whole = "every process has all weights" if processes > 1 else "nothing is split"
+            given.notes.append(
+                f"{place} {strategy} with {plural(processes, 'process', 'processes')}: {said + kept or whole}"
+            )
+
+    def _offload(self, *, splits: bool) -> None:
         """Choose the offload of the engine that splits the run: ZeRO's, FSDP2's, or that of the optimizer."""
         given, processes = self.given, launched_processes()
         if given.values.get("deepspeed") or says_yes("ACCELERATE_USE_DEEPSPEED"):
             option = "zero_offload"
-        elif given.values.get("fsdp") is not None or processes > 1:
+        elif given.values.get("fsdp") is not None or (splits and processes > 1):
             option = "fsdp_cpu_offload"
         else:
             option = "use_cpu_offload_optimizer"
@@ -265,6 +309,10 @@ class _Translation:
         batch, kept = theirs.train_batch_size, theirs.bestofn
         if batch is not None:
             self.given.put("prompts_per_step", batch * self._data_size(), "train_batch_size")
+        if kept is not None and kept % 2 and kept > 1:
+            kept -= 1
+            place, half = self.given.where["bestofn"], plural(kept // 2, "clip")
+            self.given.notes.append(f"{place} {kept + 1} trains the best and the worst {half}, as in DanceGRPO: {kept}")
         if kept is not None and kept % (batch or 1):
             message = f"{kept} kept clips of a process do not divide by its train_batch_size of {batch}"
             _refuse(self.given, "bestofn", message)

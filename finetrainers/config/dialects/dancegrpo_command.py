@@ -39,7 +39,7 @@ _FIXED: dict[str, Any] = {
     "dancegrpo_files": True,
     "train_log": True,
 }
-_SPLIT = ("fsdp", "deepspeed")  # what says how weights are split
+_SPLIT = ("fsdp", "fsdp_sharding_startegy", "deepspeed")  # what says how weights are split
 
 
 def read_command(sources: Sequence[Given], ours: dict[str, str | None]) -> Given | None:

@@ -3,14 +3,14 @@
 import logging
 
 import pytest
-from published import DANCEGRPO
+from published import DANCEGRPO, DANCEGRPO_FLAGS, DANCEGRPO_OTHER_FLAGS
 
 from finetrainers.config.dialects import aliases
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.grpo import trained_steps
 from finetrainers.config.load import dump_toml, load_config
-from finetrainers.config.names import INSTEAD
+from finetrainers.config.names import INSTEAD, SAME
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import fields
 
@@ -34,6 +34,11 @@ def problems(**options):
     with pytest.raises(ConfigError) as error:
         load(**options)
     return [str(problem) for problem in error.value.problems]
+
+
+def test_every_flag_of_their_trainers_is_known():
+    known = {*fields(), *aliases.FOREIGN, *SAME}
+    assert [name for name in (*DANCEGRPO_FLAGS, *DANCEGRPO_OTHER_FLAGS) if name not in known] == []
 
 
 def test_no_name_is_ours_too():
@@ -231,8 +236,10 @@ def test_a_step_that_never_comes_takes_as_many_prompts(monkeypatch, caplog):
         ({"master_weight_type": "fp16"}, "unknown value 'fp16'; did you mean 'bf16'? Valid: fp32, bf16"),
         ({"h": 64, "t": 9}, "needs h, w and t; w is not given"),
         ({"vq_coef": 1.0}, "needs use_videoalign"),
+        ({"vq_coef": 1.0, "use_hpsv2": True}, "needs use_videoalign"),
+        ({"fsdp_sharding_startegy": "ful"}, "unknown value 'ful'; did you mean 'full'?"),
         ({"use_videoalign": True, "vq_coef": "much"}, "vq_coef: not a number, got 'much'"),
-        ({"train_batch_size": 2, "bestofn": 3}, "3 kept clips of a process do not divide by its train_batch_size of 2"),
+        ({"train_batch_size": 3, "bestofn": 4}, "4 kept clips of a process do not divide by its train_batch_size of 3"),
         ({"train_batch_size": 0}, "train_batch_size: must be at least 1, got 0"),
         ({"max_train_steps": "all"}, "max_train_steps: not a whole number, got 'all'"),
         ({"h": 64, "w": 64, "t": "9.5"}, "'9.5x64x64' is not FRAMESxHEIGHTxWIDTH"),
@@ -314,6 +321,41 @@ def test_the_engine_of_several_processes_offloads(options, environment, expected
     assert {name: config.get(name) for name in expected} == expected
     assert not config.optimizer.use_cpu_offload_optimizer
     assert caplog.messages == [f"use_cpu_offload with 6 processes: {said}"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "expected", "said"),
+    [
+        ("full", 6, {"fsdp": "full", "fsdp_reshard_after_forward": True}, "6 processes: --fsdp full"),
+        ("hybrid_full", 6, {"fsdp": "hybrid", "fsdp_reshard_after_forward": True}, "6 processes: --fsdp hybrid"),
+        (
+            "hybrid_zero2", 6, {"fsdp": "hybrid", "fsdp_reshard_after_forward": False},
+            "6 processes: --fsdp hybrid --no-fsdp_reshard_after_forward",
+        ),
+        ("none", 6, {"fsdp": None}, "6 processes: every process has all weights"),
+        ("full", 1, {"fsdp": None}, "1 process: nothing is split"),
+    ],
+)  # fmt: skip
+def test_sharding_is_read_as_they_spell_it(strategy, processes, expected, said, monkeypatch, caplog):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config = load(fsdp_sharding_startegy=strategy)
+    assert {name: config.get(name) for name in expected} == expected
+    assert caplog.messages == [f"fsdp_sharding_startegy {strategy} with {said}"]
+    offloads = "use_cpu_offload_optimizer" if config.parallel.fsdp is None else "fsdp_cpu_offload"
+    assert load(fsdp_sharding_startegy=strategy, use_cpu_offload=True).get(offloads)
+
+
+def test_what_their_other_trainers_say(caplog):
+    options = {"use_lora": True, "lora_rank": 128, "adv_clip_max": 4.0, "cfg_infer": 5.0, "use_pickscore": True}
+    config = load(use_hpsv2=True, **options)
+    assert (config.training.training_type, config.training.rank) == ("lora", 128)
+    assert (config.grpo.advantage_clip, config.grpo.rollout_cfg) == (4.0, 5.0)
+    assert [entry.name for entry in config.grpo.reward] == ["hpsv2", "pickscore"]
+    # Half of an odd number is rounded down there.
+    config = load(bestofn=5, num_generations=8)
+    assert config.grpo.best_of_n == 4
+    assert "bestofn 5 trains the best and the worst 2 clips, as in DanceGRPO: 4" in caplog.text
 
 
 def test_the_rewards_lie_where_dancegrpo_has_them(tmp_path):

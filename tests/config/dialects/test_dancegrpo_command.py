@@ -76,6 +76,8 @@ def test_what_is_left_out_has_the_trainers_defaults(monkeypatch):
 def test_a_launcher_or_an_option_that_splits_weights_is_asked_first(monkeypatch):
     assert parsed(*DANCEGRPO, "--deepspeed").parallel.fsdp is None
     assert parsed(*DANCEGRPO, "--fsdp", "hybrid").parallel.fsdp == "hybrid"
+    for theirs, ours in (("full", "full"), ("none", None)):
+        assert parsed(*DANCEGRPO, "--fsdp_sharding_startegy", theirs).parallel.fsdp == ours
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert parsed(*DANCEGRPO).parallel.fsdp is None
 
