@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetrainers.parallel.ranks import Ranks
+
 
 class OneOf:
     """Rank `rank` of `world_size`; by default the only process. So many neighbors as `sharing` says share their samples."""
 
     device = torch.device("cpu")
     forward_is_collective = False
+    has_turn, take_turns = Ranks.has_turn, Ranks.take_turns
 
     def __init__(self, rank: int = 0, world_size: int = 1, *, sharing: int = 1) -> None:
         self.rank, self.world_size, self.sharing = rank, world_size, sharing
         self.data_rank, self.data_size = rank // sharing, world_size // sharing
-        self.writes_samples, self.sequence_group = rank % sharing == 0, None
+        self.sequence_group = None
 
     def without_exchange(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
@@ -44,9 +47,6 @@ class OneOf:
 
     def gather_objects(self, items: list[Any]) -> list[Any]:
         return items
-
-    def gather_shares(self, items: list[Any]) -> list[Any]:
-        return self.gather_objects(items)
 
     def in_turns(self, what: str, load: Callable[[], Any]) -> Any:
         return load()

@@ -62,7 +62,7 @@ class Evaluation:
 
     Attributes:
         record: named numbers, the same on every rank.
-        clips: this rank's samples: number, prompt, and `[T, C, H, W]` in [0, 1].
+        clips: samples that this process writes: number, prompt, and `[T, C, H, W]` in [0, 1].
     """
 
     record: Mapping[str, float]

@@ -123,12 +123,12 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
         collector = self.collector
         jobs, device, size = collector.jobs(rollout), collector.parallel.device, collector.batch_size
         spent: dict[str, float] = defaultdict(float)
-        said: list[Scores] = []
+        said: list[tuple[int, Scores]] = []
         videos: dict[int, Tensor] = {}  # that may be written
         steps, before = self._steps(rollout), dict[int, Sequence[Tensor]]()
         adjoints, values = dict[tuple[int, int], Tensor](), dict[tuple[int, int], float]()
         error: Exception | None = None
-        for first in range(0, len(jobs), size):
+        for batch, first in enumerate(range(0, len(jobs), size)):
             chunk = jobs[first : first + size]
             with timed(spent, "rollout", device):
                 conditions = collector.source.conditions([job.prompt for job in chunk])
@@ -141,13 +141,13 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
                         adjoint, scores, total, pixels = self._adjoint(clean, chunk, number)
                     for i, job in enumerate(chunk):
                         adjoints[first + i, place], values[first + i, place] = adjoint[i].clone(), float(total[i])
-                        if place == 0 and collector.shown.wants(job):
+                        if place == 0 and collector.shown.wants(job) and collector.parallel.has_turn(batch):
                             videos[first + i] = to_uint8(pixels[i])
-                    said += [scores] if place == 0 else []
+                    said += [(number, scores)] if place == 0 else []
             except Exception as caught:
                 error = caught
         collector.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
-        scores = Scores.joined(collector.parallel.gather_shares(said))
+        scores = Scores.in_order(collector.parallel.gather_objects(said))
         collector.shown.keep(jobs, videos, scores, collector.compare(scores))
         norms = [float(adjoint.norm()) for adjoint in adjoints.values()]
         stats = {

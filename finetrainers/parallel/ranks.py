@@ -7,11 +7,11 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import c_float
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,11 +84,6 @@ class Ranks:
         return self.world_size // self.sharing
 
     @property
-    def writes_samples(self) -> bool:
-        """Whether this process writes what was made of its samples; of those that share them, the first does."""
-        return self.rank % self.sharing == 0
-
-    @property
     def is_main(self) -> bool:
         """Whether this process writes files and talks."""
         return self.accelerator.is_main_process
@@ -155,10 +150,18 @@ class Ranks:
             dist.all_gather_object(lists, items, group=self._idle_group)
         return list(chain.from_iterable(lists))
 
-    def gather_shares(self, items: list[T]) -> list[T]:
-        """The lists of all data ranks, joined in their order; processes that share samples say the same, and count once."""
-        shares = dict(self.gather_objects([(self.data_rank, items)]))
-        return list(chain.from_iterable(shares[data_rank] for data_rank in range(self.data_size)))
+    def take_turns(self, made: Iterable[T]) -> Iterator[T]:
+        """This process's part of what those that share samples make together: one of every `sharing`, once these are made.
+
+        So each works on its own one at the same time, where the others would else wait for it to make the next.
+        """
+        numbered = enumerate(made)
+        while of_all := list(islice(numbered, self.sharing)):
+            yield from (item for number, item in of_all if self.has_turn(number))
+
+    def has_turn(self, number: int) -> bool:
+        """Whether an item of this number is this process's, of what it makes with those that share samples with it."""
+        return number % self.sharing == self.rank % self.sharing
 
     def same_on_all(self, value: T) -> T:
         """Rank 0's value on every rank; waits for it, for up to `idle_timeout`."""

@@ -62,8 +62,12 @@ class Scores:
     failed: Tensor
 
     @staticmethod
-    def joined(parts: Sequence[Scores]) -> Scores:
-        """The scores of several batches by the same rewards, in their order."""
+    def in_order(numbered: Sequence[tuple[int, Scores]]) -> Scores:
+        """The scores of several batches by the same rewards, in the order of the numbers of their first clips.
+
+        A batch that several processes have scored counts once.
+        """
+        parts = [scores for _, scores in sorted(dict(numbered).items(), key=lambda one: one[0])]
         heads = {}
         for label in parts[0].heads:
             found = [part.heads[label] for part in parts]

@@ -87,7 +87,7 @@ def test_scores_are_the_same_on_any_number_of_processes(monkeypatch: pytest.Monk
     shares: list[Any] = []
 
     class Rank(OneOf):
-        def gather_shares(self, items: list[Any]) -> list[Any]:
+        def gather_objects(self, items: list[Any]) -> list[Any]:
             shares.extend(items)
             return list(shares)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from one_of import OneOf
 from real_process import Python
 
 from finetrainers.parallel import ranks
@@ -74,6 +76,27 @@ def test_idle_ranks_wait_longer_than_a_step_may_take(python: Python, tmp_path: P
     assert first["failed"] == "KeyError('no such part')"
     assert "loading the VAE failed on another rank: rank 0: 'no such part'" in second["failed"]
     assert second["hang"] == "seen"
+
+
+def test_processes_that_share_samples_take_turns() -> None:
+    """A round is made before any of them works on its part; one that shares nothing works on each as it is made."""
+
+    def order(rank: int, sharing: int) -> str:
+        done: list[str] = []
+
+        def made() -> Iterator[int]:
+            for number in range(5):
+                done.append(f"make {number}")
+                yield number
+
+        ranked: Any = OneOf(rank, 4, sharing=sharing)
+        for number in ranked.take_turns(made()):
+            done.append(f"work {number}")
+        return ", ".join(done)
+
+    assert order(0, 1).startswith("make 0, work 0, make 1, work 1")
+    assert order(2, 2) == "make 0, make 1, work 0, make 2, make 3, work 2, make 4, work 4"
+    assert order(3, 2) == "make 0, make 1, work 1, make 2, make 3, work 3, make 4"
 
 
 def test_machines_that_do_not_reach_each_other_are_told_how(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "fsdp2": {**SAMPLES, "fsdp": "full", "train_steps": 2, "max_grad_norm": 0.02},
     "groups": {**FULL, "method": "dpo", "fsdp": "hybrid", "fsdp_group_size": 2},
     "zero-3": {**FULL, "deepspeed": True, "zero_stage": 3},
-    "grpo": {**PROMPTS, "method": "grpo", "prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1},
+    "grpo": {**PROMPTS, "method": "grpo", "prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1, "keep_rollouts_every": 1},
     "nft": {**PROMPTS, "method": "nft", "prompts_per_step": 2, "init_same_noise": False, "train_steps": 1},
 }  # fmt: skip
 
@@ -116,6 +116,7 @@ def test_resuming_changes_nothing(root: Path, ranks: list[dict[str, Any]]) -> No
     names = ("loss", "grad_norm", "step")
     assert torch.equal(metrics(root / "lora", *names), metrics(root / "interrupted", *names))
     assert ranks[0]["lora"]["digest"] == ranks[0]["resumed"]["digest"]
+    assert ranks[0]["lora"]["kind"].startswith("4 processes (DDP), 2 share each clip, on cpu")
 
 
 def test_samples_are_written_once(root: Path) -> None:
@@ -141,6 +142,9 @@ def test_groups_train_as_processes_with_whole_clips(
         torch.testing.assert_close(*found, rtol=2e-3, atol=1e-6)
         ours, theirs = weights(root / name), weights(tmp_path / "alone")
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        kept = [sorted(path.name for path in one.glob("rollouts/*/*")) for one in (root / name, tmp_path / "alone")]
+        assert kept[0] == kept[1]
+        assert bool(kept[0]) == (name == "grpo")
     else:
         close(root / name, tmp_path / "alone")
     assert len({rank[name]["digest"] for rank in ranks}) == 1

@@ -40,7 +40,7 @@ class MethodEvaluation(Callback):
         with state.ema_applied(), torch.no_grad():
             found = state.method.evaluate(state.transformer)
         state.transformer.train(was_training)
-        for number, prompt, video in found.clips if state.parallel.writes_samples else ():
+        for number, prompt, video in found.clips:
             frames = (video.permute(0, 2, 3, 1) * 255).round().byte().numpy()
             count, height, width, _ = frames.shape
             seed = state.config.training.seed

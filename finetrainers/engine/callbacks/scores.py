@@ -46,7 +46,7 @@ class SampleScores:
                 video = torch.from_numpy(frames).permute(0, 3, 1, 2)[None].float() / 255
                 heads = self.panel.score(video, [prompt], fps=fps, first_clip=number).heads
                 said.append((number, {name: (h.raw.item(), h.normalized.item()) for name, h in heads.items()}))
-        by_clip = [scores for _, scores in sorted(self.parallel.gather_shares(said), key=lambda one: one[0])]
+        by_clip = [scores for _, scores in sorted(self.parallel.gather_objects(said), key=lambda one: one[0])]
         weights = self.panel.weights
         record = {f"eval_reward/{name}": _mean([scores[name][0] for scores in by_clip]) for name in weights}
         if sum(bool(weight) for weight in weights.values()) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,7 +86,7 @@ class Validation(Callback):
     def sample(self, state: TrainState) -> list[tuple[int, str, np.ndarray]]:
         """Sample this rank's share of the prompts into `samples/step-N/`; the number, prompt and frames of each.
 
-        The frames are given only if they are to be scored.
+        The frames are given only if they are to be scored. Of processes that share prompts, each writes and scores some.
         """
         fault_point("sample")
         parallel, samples = state.parallel, state.run_dir.root / "samples"
@@ -106,16 +107,14 @@ class Validation(Callback):
         seed = state.config.training.seed
         requests = [self._request(prompt, video, state) for prompt, video in [*jobs[:1] * padding, *mine]]
         with state.ema_applied(), parallel.autocast():
-            for place, frames in enumerate(sample_prompts(state.spec, parts, requests), start=-padding):
-                if place < 0:
-                    continue
+            made = islice(enumerate(sample_prompts(state.spec, parts, requests), start=-padding), padding, None)
+            for place, frames in parallel.take_turns(made):
                 prompt, video = mine[place]
                 text = " ".join(self.encoded.prompts[prompt].prompt.split())
-                if parallel.writes_samples:
-                    write_sample(
-                        samples, f"{self.prefix}{prompt:02d}-{slug(text)}-{video}", frames, step=state.step,
-                        fps=self.settings.frame_rate, heading=f"{text}\n{self._settings(prompt, video, seed)}",
-                    )  # fmt: skip
+                write_sample(
+                    samples, f"{self.prefix}{prompt:02d}-{slug(text)}-{video}", frames, step=state.step,
+                    fps=self.settings.frame_rate, heading=f"{text}\n{self._settings(prompt, video, seed)}",
+                )  # fmt: skip
                 if self.scores is not None:
                     found.append((jobs.index(mine[place]), self.encoded.prompts[prompt].prompt, frames))
         transformer.train()

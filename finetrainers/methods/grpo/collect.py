@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -110,24 +109,30 @@ class Collector:
     def collect(self, transformer: nn.Module, rollout: int) -> Collected:
         """Sample this rank's clips of a rollout, have all clips scored, and compare them."""
         jobs, device = self.jobs(rollout), self.parallel.device
-        spent: dict[str, float] = defaultdict(float)
+        spent = dict.fromkeys(("rollout", "decode", "reward"), 0.0)
         latents: list[Tensor] = []
         replays: list[Replay] = []
-        videos: dict[int, Tensor] = {}  # by index on the host, of clips that may be written
+        videos: dict[int, Tensor] = {}  # by index on the host, of clips that may be written by this process
         scoring = Scoring(self.panel, spent, device, overlap=self.section.overlap_rewards)
         error: Exception | None = None
         taking = self._take_gradients(jobs)
-        for first in range(0, len(jobs), self.batch_size):
-            chunk = jobs[first : first + self.batch_size]
-            texts = [job.prompt.text for job in chunk]
+
+        def sampled() -> Iterator[tuple[int, Tensor]]:
+            for first in range(0, len(jobs), self.batch_size):
+                chunk = jobs[first : first + self.batch_size]
+                with timed(spent, "rollout", device):
+                    conditions = self.source.conditions([job.prompt for job in chunk])
+                    if taking is not None:
+                        taking.steps = self._steps_of(rollout, first)
+                    clean, found = self.sampler.rollout(transformer, chunk, conditions, taking)
+                latents.extend(clean if taking is None else ())
+                replays.extend(found)
+                yield first, clean
+
+        # Gradients that are taken while sampling wait for the scores of their batch, on every process of a group.
+        for first, clean in self.parallel.take_turns(sampled()) if taking is None else sampled():
+            texts = [job.prompt.text for job in jobs[first : first + self.batch_size]]
             number = self.parallel.data_rank * len(jobs) + first
-            with timed(spent, "rollout", device):
-                conditions = self.source.conditions([job.prompt for job in chunk])
-                if taking is not None:
-                    taking.steps = self._steps_of(rollout, first)
-                clean, found = self.sampler.rollout(transformer, chunk, conditions, taking)
-            latents += list(clean) if taking is None else ()
-            replays += found
             try:
                 if error is None:  # else only sample on: sharded ranks must call the network equally often
                     with timed(spent, "decode", device):
@@ -138,21 +143,18 @@ class Collector:
                     if taking is not None:
                         assert scored is not None, "gradients that are taken while sampling wait for scores"
                         taking.scored(scored)
-                    videos |= self._show(jobs, first, decoded)
+                    if self.parallel.has_turn(first // self.batch_size):
+                        videos |= self._show(jobs, first, decoded)
             except Exception as caught:
                 error = caught
         with timed(spent, "reward", device):
             said, error = scoring.finish(error)
         # Another rank's reward may have failed, and would be waited for until the process group gives up.
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
-        scores = Scores.joined(self.parallel.gather_shares(said))
+        scores = Scores.in_order(self.parallel.gather_objects(said))
         compared = self.compare(scores)
-        if self._pairs is not None:
-            self._pairs.keep(jobs, videos, compared)
-        self.shown.keep(jobs, videos, scores, compared)
         stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
-        if self._files is not None:
-            self._files.scores(rollout, stats)
+        self._keep(jobs, videos, scores, compared, stats)
         selected = self._select(jobs, latents, replays, compared, stats)
         return selected if taking is None else replace(selected, taken=taking.finish(compared, self._wanted(compared)))
 
@@ -165,6 +167,21 @@ class Collector:
             for index, video in enumerate(decoded, start=first)
             if self._pairs is not None or self.shown.wants(jobs[index])
         }
+
+    def _keep(
+        self,
+        jobs: Sequence[Job],
+        videos: Mapping[int, Tensor],
+        scores: Scores,
+        found: Advantages,
+        stats: Mapping[str, float],
+    ) -> None:
+        """Write what people and scripts read of a compared rollout; all ranks call it."""
+        if self._pairs is not None:
+            self._pairs.keep(jobs, videos, found)
+        self.shown.keep(jobs, videos, scores, found)
+        if self._files is not None:
+            self._files.scores(jobs[0].rollout, stats)
 
     def _take_gradients(self, jobs: Sequence[Job]) -> RolloutGradients | None:
         """What takes gradients while sampling; None: transitions are replayed."""

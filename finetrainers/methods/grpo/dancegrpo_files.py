@@ -37,19 +37,18 @@ class DanceGRPOFiles:
         self.fps = fps
 
     def clips(self, jobs: Sequence[Job], first: int, videos: Tensor) -> None:
-        """Write the first clip of each prompt of this process; of processes that share clips, one writes.
+        """Write the first clip of each prompt, if it is among these. Processes that share clips write some each.
 
         Args:
             jobs: all clips of this process in the rollout.
             first: index of the first of these.
             videos: `[B, T, C, H, W]` in [0, 1].
         """
-        if not self.parallel.writes_samples:
-            return
+        rank = self.parallel.data_rank * self.parallel.sharing  # the first of those that share the clips
         for index, video in enumerate(videos, start=first):
             prompt = jobs[index].slot - jobs[0].slot
             if index == 0 or jobs[index - 1].slot != jobs[index].slot:
-                path = self.folder / "videos" / f"{self.prefix}_{self.parallel.rank}_{prompt}.mp4"
+                path = self.folder / "videos" / f"{self.prefix}_{rank}_{prompt}.mp4"
                 write_mp4(path, to_uint8(video).numpy(), fps=self.fps, comment=jobs[index].prompt.text)
 
     def scores(self, rollout: int, stats: Mapping[str, float]) -> None:

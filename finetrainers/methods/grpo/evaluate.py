@@ -47,22 +47,21 @@ class PromptEvaluation:
         first = parallel.data_rank * share
         mine = list(range(len(self.prompts)))[first : first + share]
         clips: list[tuple[int, str, Tensor]] = []
-        said: list[Scores] = []
+        said: list[tuple[int, Scores]] = []
         error: Exception | None = None
-        for start in range(0, share, collector.batch_size):
-            # Where a forward pass is collective, every rank makes as many; who has no prompt left repeats one.
-            chosen = mine[start : start + collector.batch_size]
-            videos = self._sample(transformer, chosen or [0])
+        # Where a forward pass is collective, every rank makes as many; who has no prompt left repeats one.
+        chunks = (mine[start : start + collector.batch_size] for start in range(0, share, collector.batch_size))
+        for chosen, latents in parallel.take_turns((one, self._sample(transformer, one or [0])) for one in chunks):
             texts = [self.prompts[i].text for i in chosen]
-            clips += zip(chosen, texts, videos, strict=False)
             try:
                 if chosen and error is None:  # else only sample on, as long as the other ranks do
-                    fps = collector.reward_fps
-                    said.append(self.panel.score(videos, texts, fps=fps, first_clip=chosen[0]))
+                    videos, fps = collector.decode(latents), collector.reward_fps
+                    clips += zip(chosen, texts, videos, strict=True)
+                    said.append((chosen[0], self.panel.score(videos, texts, fps=fps, first_clip=chosen[0])))
             except Exception as caught:
                 error = caught
         parallel.raise_if_any_failed(error, "scoring the clips of the evaluation")
-        heads = Scores.joined(parallel.gather_shares(said)).heads
+        heads = Scores.in_order(parallel.gather_objects(said)).heads
         return Evaluation(self._record(heads), clips)
 
     def _record(self, heads: Mapping[str, HeadScores]) -> dict[str, float]:
@@ -83,4 +82,4 @@ class PromptEvaluation:
         generators = [generator("cpu", self._seed, "evaluation", i) for i in chosen]
         noise = standard_normal(generators, sampler.shape, sampler.device)
         conditions = self.collector.source.conditions([self.prompts[i] for i in chosen])
-        return self.collector.decode(sampler.denoise(transformer, noise, conditions)[0])
+        return sampler.denoise(transformer, noise, conditions)[0]

@@ -36,7 +36,7 @@ class PairKeeper:
 
         Args:
             jobs: this rank's clips.
-            videos: their pixels by index, `[T, H, W, C]` uint8 on the host.
+            videos: pixels of those that this process has decoded by index, `[T, H, W, C]` uint8 on the host.
             found: of all ranks' clips.
         """
         rollout = jobs[0].rollout
@@ -50,15 +50,14 @@ class PairKeeper:
                 picked = values.argmax(1) if kind == "chosen" else values.argmin(1)
                 for slot in sorted(set(range(len(values))) - set(found.constant)):
                     index = slot * values.shape[1] + int(picked[slot]) - start
-                    if 0 <= index < len(jobs):
+                    if index in videos:
                         name = f"rollout-{rollout:06d}-{slot:03d}-{kind}.mp4"
-                        if self.parallel.writes_samples:
-                            write_mp4(self.folder / name, videos[index].numpy(), fps=self.fps)
+                        write_mp4(self.folder / name, videos[index].numpy(), fps=self.fps)
                         rows.append({"slot": slot, "prompt": jobs[index].prompt.text, kind: name})
         except Exception as caught:
             error = caught
         self.parallel.raise_if_any_failed(error, "writing preference pairs")
-        everything = self.parallel.gather_shares(rows)
+        everything = self.parallel.gather_objects(rows)
         if self.parallel.rank == 0:
             self._list(rollout, everything)
 

@@ -59,7 +59,7 @@ class RolloutKeeper:
 
         Args:
             jobs: this rank's clips.
-            videos: pixels of those that are wanted by index, `[T, H, W, C]` uint8 on the host.
+            videos: pixels by index of those that are wanted, and decoded by this process, `[T, H, W, C]` uint8 on the host.
             scores: of all ranks' clips.
             found: their advantages.
         """
@@ -77,7 +77,7 @@ class RolloutKeeper:
         except Exception as caught:
             error = caught
         self.parallel.raise_if_any_failed(error, "writing clips of a rollout")
-        everything = self.parallel.gather_shares(rows)
+        everything = sorted(self.parallel.gather_objects(rows), key=lambda row: (row["slot"], row["clip"]))
         if self.parallel.rank == 0:
             if is_due:
                 write_json_lines_atomic(folder / _CLIPS, everything)
@@ -102,9 +102,8 @@ class RolloutKeeper:
             if index not in videos:
                 continue
             job, numbers = jobs[index], _numbers(place, scores, found)
-            if self.parallel.writes_samples:
-                comment = _comment(job, kind, name, numbers, size)
-                write_mp4(folder / name, videos[index].numpy(), fps=self.fps, comment=comment)
+            comment = _comment(job, kind, name, numbers, size)
+            write_mp4(folder / name, videos[index].numpy(), fps=self.fps, comment=comment)
             rows.setdefault(place, self._row(job, numbers, name))
         if self.parallel.rank == 0:
             of_all = {"rollout": jobs[0].rollout, "prompt": jobs[0].prompt.text, **told.pop("")}

@@ -232,7 +232,7 @@ class RolloutGradients:
         self._stored = {slot: GroupGradients(plan, len(group)) for slot, group in self._groups.items()}
         self._first = self._next
         self._sampled: dict[int, ClipGradient] = defaultdict(ClipGradient)  # by clip, until it is scored
-        self._scores: list[Scores] = []
+        self._scores: list[tuple[int, Scores]] = []
         self._watched: dict[int, ClipGradient] = {}  # by clip, without gradients by weights
         self._factors: dict[int, float] = {}  # advantages of the clips that are trained
         self._total: dict[int, Gradient] = {}
@@ -276,7 +276,7 @@ class RolloutGradients:
 
     def scored(self, scores: Scores) -> None:
         """The scores of the batch that was sampled last."""
-        self._scores.append(scores)
+        self._scores.append((self._next, scores))
         rows = self._followed(scores)
         for row, failed in enumerate(scores.failed.tolist()):
             number = self._next + row
@@ -304,7 +304,7 @@ class RolloutGradients:
         """Advantages follow from the scores of the prompt's own clips, which are all here."""
         group = self._groups.pop(slot)
         rows = slice(group.start - self._first, group.stop - self._first)
-        found, wanted = self._compare(Scores.joined(self._scores).rows(rows))
+        found, wanted = self._compare(Scores.in_order(self._scores).rows(rows))
         self._sum_up(slot, group, found.terms[0].sum(1) * wanted[0])
 
     def _sum_up(self, slot: int, group: range, advantages: Tensor) -> None:

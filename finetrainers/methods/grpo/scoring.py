@@ -34,24 +34,29 @@ class Scoring:
         self.spent = spent
         self.device = device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rewards") if overlap else None
-        self._flying: Future[Scores] | None = None
-        self._done: list[Scores] = []
+        self._flying: Future[tuple[int, Scores]] | None = None
+        self._done: list[tuple[int, Scores]] = []
 
-    def add(self, videos: Tensor, prompts: Sequence[str], **about: Any) -> Scores | None:
+    def add(self, videos: Tensor, prompts: Sequence[str], *, first_clip: int = 0, **about: Any) -> Scores | None:
         """Score a batch, or have it scored (None); then an error of it is raised by the next call.
 
         Args:
-            videos, prompts, about: what `RewardSet.score` takes.
+            videos, prompts, first_clip, about: what `RewardSet.score` takes.
         """
+        about = {**about, "first_clip": first_clip}
         if self._pool is None:
-            self._done.append(self.panel.score(videos, prompts, **about))
-            return self._done[-1]
+            found = self.panel.score(videos, prompts, **about)
+            self._done.append((first_clip, found))
+            return found
         self._land()
         self._flying = self._pool.submit(self._score, videos, prompts, about)
         return None
 
-    def finish(self, error: Exception | None) -> tuple[list[Scores], Exception | None]:
-        """The scores of all batches, and the first error: the given one, or that of the last batch, which is waited for."""
+    def finish(self, error: Exception | None) -> tuple[list[tuple[int, Scores]], Exception | None]:
+        """The scores of all batches with the number of their first clip, and the first error.
+
+        That is the given one, or that of the last batch, which is waited for.
+        """
         try:
             self._land()
         except Exception as caught:
@@ -65,7 +70,7 @@ class Scoring:
         if flying is not None:
             self._done.append(flying.result())
 
-    def _score(self, videos: Tensor, prompts: Sequence[str], about: dict[str, Any]) -> Scores:
+    def _score(self, videos: Tensor, prompts: Sequence[str], about: dict[str, Any]) -> tuple[int, Scores]:
         """In the thread, which has a current device and a stream of its own. The clips are on the host already."""
         started = time.perf_counter()
         with contextlib.ExitStack() as stack:
@@ -74,4 +79,4 @@ class Scoring:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
             found = self.panel.compute(videos, prompts, **about)
         self.spent["reward_overlapped"] = self.spent.get("reward_overlapped", 0.0) + time.perf_counter() - started
-        return found
+        return about["first_clip"], found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from one_of import OneOf
 
@@ -16,11 +17,11 @@ from finetrainers.utils.video import comment_of, read_mp4
 VQ, MQ = "reward_normalized/videoalign.vq,path=x", "reward_normalized/videoalign.mq"
 
 
-def files(root: Path, rank: int = 0) -> DanceGRPOFiles:
+def files(root: Path, rank: int = 0, sharing: int = 1) -> DanceGRPOFiles:
     config = load_config(
         method="grpo", model_name="hunyuan_video", pretrained_model_name_or_path="x", output_dir=str(root)
     )
-    return DanceGRPOFiles(config, OneOf(rank, 2), fps=8.0)
+    return DanceGRPOFiles(config, OneOf(rank, 2 * sharing, sharing=sharing), fps=8.0)
 
 
 def test_a_line_for_each_rollout_of_the_normalized_scores(tmp_path: Path) -> None:
@@ -40,15 +41,18 @@ def test_a_line_for_each_rollout_of_the_normalized_scores(tmp_path: Path) -> Non
     assert (tmp_path / "late" / "vq_reward.txt").read_text() == "nan\nnan\n0.7\n"
 
 
-def test_the_first_clip_of_each_prompt_of_a_process(tmp_path: Path) -> None:
-    """Rank 1 has the second half of a group, and another one; its clips come in batches of three."""
+@pytest.mark.parametrize(("ranks", "sharing", "name"), [((1, 1), 1, 1), ((2, 3), 2, 2)])
+def test_the_first_clip_of_each_prompt_of_a_process(
+    ranks: tuple[int, int], sharing: int, name: int, tmp_path: Path
+) -> None:
+    """The second half of a group and another one, in batches of three, which processes that share clips write in turn."""
     slots = (1, 1, 2, 2, 2, 2)
     jobs = [Job(0, slot, Prompt(f"prompt {slot}", ""), n) for n, slot in enumerate(slots)]
     clips = torch.stack([torch.full((5, 3, 32, 32), n / 5) for n in range(6)])
-    for first in (0, 3):
-        files(tmp_path, rank=1).clips(jobs, first, clips[first : first + 3])
+    for first, rank in zip((0, 3), ranks, strict=True):
+        files(tmp_path, rank, sharing).clips(jobs, first, clips[first : first + 3])
     found = sorted((tmp_path / "videos").iterdir())
-    assert [path.name for path in found] == ["hunyuan_1_0.mp4", "hunyuan_1_1.mp4"]
+    assert [path.name for path in found] == [f"hunyuan_{name}_0.mp4", f"hunyuan_{name}_1.mp4"]
     for path, clip, prompt in zip(found, (0, 2), ("prompt 1", "prompt 2"), strict=True):
         frames, _ = read_mp4(path, columns=1)
         assert abs(float(np.median(frames)) - 51 * clip) < 4

@@ -33,7 +33,7 @@ def test_the_best_and_the_worst_clip_of_each_prompt_are_kept(tmp_path: Path) -> 
         said.clear()
         for rank in (2, 1, 0):  # the last one writes the file
             parallel: Any = OneOf(rank, 3)
-            parallel.gather_shares = lambda items: said.extend(items) or list(said)
+            parallel.gather_objects = lambda items: said.extend(items) or list(said)
             numbers = range(3 * rank, 3 * rank + 3)
             PairKeeper(tmp_path, parallel, fps=8.0).keep(
                 [Job(rollout, k // 3, Prompt(PROMPTS[k // 3], ""), k % 3) for k in numbers],

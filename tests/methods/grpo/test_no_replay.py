@@ -114,22 +114,31 @@ def test_a_rollout_without_any_signal_makes_an_empty_step() -> None:
     assert step.metrics["updates_skipped"] == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"best_of_n": 4}, {"advantage": "global_std"}])
-def test_a_prompts_clips_may_be_on_several_ranks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two ranks has half of a prompt's clips. What the other one scored, it is told when all are scored."""
+@pytest.mark.parametrize(
+    ("options", "sharing"), [({}, 1), ({"best_of_n": 4}, 1), ({"advantage": "global_std"}, 1), ({"best_of_n": 4}, 2)]
+)
+def test_a_prompts_clips_may_be_on_several_ranks(options: dict[str, Any], sharing: int) -> None:
+    """Each of two ranks has half of a prompt's clips. What the other one scored, it is told when all are scored.
+
+    Processes that share clips have the same scores and gradients.
+    """
     told: dict[int, Any] = {}
 
     class Rank(OneOf):
-        def gather_shares(self, items: list[Any]) -> list[Any]:
+        def gather_objects(self, items: list[Any]) -> list[Any]:
             told[self.rank] = items
-            if len(told) < 2:
+            if len(told) < self.world_size:
                 raise InterruptedError
             return [one for rank in sorted(told) for one in told[rank]]
 
     options = {**options, "prompts_per_step": 1, "batch_size": 2, "clip_range": 1e-3}
-    with pytest.raises(InterruptedError):
-        gradient(parallel=Rank(1, 2), rollout_gradients="reweight", **options)
-    both = [gradient(parallel=Rank(rank, 2), rollout_gradients="reweight", **options)[0] for rank in (0, 1)]
+    ranks = [Rank(rank, 2 * sharing, sharing=sharing) for rank in range(2 * sharing)]
+    for rank in ranks[1:]:
+        with pytest.raises(InterruptedError):
+            gradient(parallel=rank, rollout_gradients="reweight", **options)
+    found = [gradient(parallel=rank, rollout_gradients="reweight", **options)[0] for rank in ranks]
+    both = found[::sharing]
+    assert all(torch.equal(found[-1][name], gradient) for name, gradient in both[1].items())
     replayed = gradient(**options)[0]
     assert_equal({name: (both[0][name] + both[1][name]) / 2 for name in both[0]}, replayed)
 

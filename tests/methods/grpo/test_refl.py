@@ -119,8 +119,8 @@ def test_the_gradient_is_that_of_autograd_through_all_steps(name: str, make_proc
 class Half(OneOf):
     """A rank whose neighbor's scores are its own."""
 
-    def gather_shares(self, items: list[Any]) -> list[Any]:
-        return items * self.world_size
+    def gather_objects(self, items: list[Any]) -> list[Any]:
+        return [(number + 100 * rank, scores) for rank in range(self.world_size) for number, scores in items]
 
 
 def test_the_penalty_holds_the_trained_steps_close_to_the_reference_model() -> None:

@@ -22,7 +22,7 @@ def panel(*names: str) -> RewardSet:
 def test_scores_are_the_same_in_a_thread() -> None:
     rewards = panel("brightness=2", "contrast=0.5")
     clips = torch.rand(6, 3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    found: list[list[Scores]] = []
+    found: list[list[tuple[int, Scores]]] = []
     for overlap in (False, True):
         spent: dict[str, float] = {}
         scoring = Scoring(rewards, spent, CPU, overlap=overlap)
@@ -32,9 +32,9 @@ def test_scores_are_the_same_in_a_thread() -> None:
         assert error is None
         assert ("reward_overlapped" in spent) == overlap
         found.append(done)
-    for one, other in zip(*found, strict=True):
+    for (_, one), (_, other) in zip(*found, strict=True):
         assert all(torch.equal(one.heads[name].raw, other.heads[name].raw) for name in one.heads)
-    assert len(found[0]) == 3
+    assert [[number for number, _ in one] for one in found] == [[0, 2, 4]] * 2
 
 
 def test_sampling_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
