@@ -155,9 +155,10 @@ class RunMemory:
                 self._outcomes[key] = self._outcome(config, machine, device_type)
             return self._outcomes[key]
 
-        heads = self.checked.facts.heads if self.checked.family.load(self.checked.config.model).token_plan else None
-        switches = [*SWITCHES, *sharing_switches(launched_processes(), heads)]
-        return cheapest(self.checked.config, outcome, budget=machine.device, switches=switches)
+        config = self.checked.config
+        heads = self.checked.facts.heads if self.checked.family.load(config.model).token_plan else None
+        switches = [*SWITCHES, *sharing_switches(launched_processes(), heads, config.parallel.sp_mode)]
+        return cheapest(config, outcome, budget=machine.device, switches=switches)
 
     def _outcome(self, config: TrainConfig, machine: Machine, device_type: str) -> Outcome | None:
         """Memory and time of other options; None: the run would be refused, or the options would do nothing."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+from finetrainers.config.parallel import SpMode
 from finetrainers.config.root import TrainConfig, fields
 
 
@@ -104,23 +105,31 @@ SWITCHES: tuple[Switch, ...] = (
 )  # fmt: skip
 
 
-def sharing_switches(processes: int, heads: int | None) -> list[Switch]:
-    """One for each number of processes that may share clips: it divides them, and the network's attention heads.
+def sharing_switches(processes: int, heads: int | None, mode: SpMode = "ulysses") -> list[Switch]:
+    """One for each number of processes that may share clips: it divides them. By a ring where it does not divide the heads.
 
     Args:
         processes: of the run.
         heads: attention heads of the network; None: its clips cannot be shared.
+        mode: what processes that share clips exchange, if the user has said so.
     """
+    if heads is None:
+        return []
     return [
-        Switch(
-            {"sp_size": size},
-            f"{size} processes share each clip, and communicate in every block; to keep the global batch, multiply "
-            f"--gradient_accumulation_steps by {size}",
-            15 + size,
-        )
+        _sharing(size, by_ring=mode == "ulysses" and heads % size > 0)
         for size in range(2, processes + 1)
-        if heads is not None and processes % size == 0 and heads % size == 0
+        if processes % size == 0
     ]
+
+
+def _sharing(size: int, *, by_ring: bool) -> Switch:
+    options: dict[str, Any] = {"sp_size": size}
+    exchange = "communicate in every block"
+    if by_ring:
+        options["sp_mode"] = "ring"
+        exchange = "pass keys and values around in every block"
+    cost = f"{size} processes share each clip, and {exchange}; to keep the global batch, multiply "
+    return Switch(options, f"{cost}--gradient_accumulation_steps by {size}", 16 + size if by_ring else 15 + size)
 
 
 #: What no switch of a single run does; the user decides.

@@ -119,10 +119,10 @@ def test_processes_share(checked: Callable[..., Preflight], monkeypatch: pytest.
 def test_several_processes_are_advised_to_share_clips(
     checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The smallest number of them that fits, where nothing else is to be changed."""
+    """The smallest number of them that fits; by a ring, where it does not divide the heads, and rings are possible."""
     monkeypatch.setattr(memory_plan, "SWITCHES", ())
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    options = {"precompute_conditions": True, "batch_size": 400, "precompute_batch_size": 1}
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    options = {"precompute_conditions": True, "batch_size": 800, "precompute_batch_size": 1}
 
     def needed(size: int) -> float:
         return reserved(RunMemory(checked(sp_size=size, **options)).plan().peak) / GIB
@@ -134,7 +134,11 @@ def test_several_processes_are_advised_to_share_clips(
     assert found is not None
     assert [one.switch.flags for one in found.switches] == ["--sp_size 2"]
     assert found.switches[0].saves == pytest.approx(GIB * (whole - halves) / (1 + RESERVE))
-    assert memory.advice(0.9 * halves) is None  # it has two attention heads
+    rings = memory.advice(0.9 * halves)  # of four attention heads
+    assert rings is not None
+    assert [one.switch.flags for one in rings.switches] == ["--sp_size 3 --sp_mode ring"]
+    memory = RunMemory(checked(**options, attn_backend="_native_math"))  # which does not go around a ring
+    assert memory.advice(0.9 * halves) is None
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert memory.advice(1.01 * halves) is None
 

@@ -9,6 +9,7 @@ import pytest
 
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
+from finetrainers.config.parallel import SpMode
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.memory.advice import (
     SWITCHES,
@@ -40,13 +41,20 @@ def test_every_switch_is_a_valid_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "heads", "sizes"), [(8, 24, [2, 4, 8]), (8, 30, [2]), (6, 24, [2, 3, 6]), (1, 24, []), (8, None, [])]
-)
-def test_processes_may_share_clips_where_sizes_divide(processes: int, heads: int | None, sizes: list[int]) -> None:
-    switches = sharing_switches(processes, heads)
+    ("processes", "heads", "mode", "sizes"),
+    [
+        (8, 24, "ulysses", ["2", "4", "8"]), (8, 30, "ulysses", ["2", "4 --sp_mode ring", "8 --sp_mode ring"]),
+        (6, 24, "ulysses", ["2", "3", "6"]), (8, 30, "ring", ["2", "4", "8"]), (1, 24, "ulysses", []), (8, None, "ulysses", []),
+    ],
+)  # fmt: skip
+def test_processes_may_share_clips_where_sizes_divide(
+    processes: int, heads: int | None, mode: SpMode, sizes: list[str]
+) -> None:
+    """By a ring where they do not divide the heads; the user may have asked for one."""
+    switches = sharing_switches(processes, heads, mode)
     assert [switch.flags for switch in switches] == [f"--sp_size {size}" for size in sizes]
     assert all(
-        f"multiply --gradient_accumulation_steps by {size}" in one.cost
+        f"multiply --gradient_accumulation_steps by {size[0]}" in one.cost
         for size, one in zip(sizes, switches, strict=True)
     )
 
