@@ -69,8 +69,9 @@ _SAME = {
     "optimizer": "optimizer_type optim",
     "use_8bit_bnb": "use_8bit_adam",
     "lr": "learning_rate",
-    "lr_scheduler": "scheduler_type lr_scheduler_type",
+    "lr_scheduler": "scheduler_type lr_scheduler_type lr_schedule",
     "lr_warmup_steps": "warmup_steps lr_warmup num_warmup_steps",
+    "lr_cooldown_steps": "cooldown_steps",
     "lr_num_cycles": "lr_scheduler_num_cycles",
     "lr_power": "lr_scheduler_power",
     "beta1": "adam_beta1 optimizer_beta1",
@@ -217,6 +218,7 @@ VALUES = {
         "flash": "flash_attn flash_attention_2 flash2",
         "_flash_3_hub": "flash3 flash_3 flash_attention_3",
     }),
+    "lr_scheduler": names_of({"bump": "1cycle one_cycle onecycle"}),
     "training_type": names_of({"full-finetune": "full full_finetune"}),
     "mixed_precision": names_of({"no": "fp32 none", "bf16": "bfloat16", "fp16": "float16"}),
     **dict.fromkeys(

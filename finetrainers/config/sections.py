@@ -407,9 +407,17 @@ class OptimizerSection(Section):
     scale_lr: bool = option(False, "Multiply `lr` by gradient accumulation x batch size x number of processes.",
         resume="free")
     lr_scheduler: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial",
-    ] = option("constant", "Learning rate schedule over optimizer steps.", resume="free")
-    lr_warmup_steps: int = option(500, "Optimizer steps of linear warmup. `constant` has none.", resume="free", ge=0)
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "bump",
+    ] = option("constant", "Learning rate schedule over optimizer steps. `bump` is a cycle at the start, up to a peak and "
+        "down to `lr`, and constant after it: for a run that continues from trained weights.", resume="free")
+    lr_warmup_steps: int = option(500, "Optimizer steps of linear warmup. `constant` has none, and that of `bump` is a "
+        "half cosine up to its peak.", resume="free", ge=0)
+    lr_cooldown_steps: int | None = option(None, "Optimizer steps in which `bump` comes down from its peak. The default is "
+        "`lr_warmup_steps`.", resume="free", needs="lr_scheduler=bump", ge=0)
+    lr_bump_start: float = option(0.1, "Learning rate of the first step of `bump`, as a multiple of `lr`.", resume="free",
+        needs="lr_scheduler=bump", ge=0, le=1)
+    lr_bump_peak: float = option(4.0, "Learning rate at the peak of `bump`, as a multiple of `lr`.", resume="free",
+        needs="lr_scheduler=bump", ge=1, le=100)
     lr_num_cycles: int = option(1, "Cycles of `cosine_with_restarts`.", resume="free",
         needs="lr_scheduler=cosine_with_restarts", ge=1)
     lr_power: float = option(1.0, "Power of `polynomial`.", resume="free", needs="lr_scheduler=polynomial", gt=0,

@@ -184,7 +184,15 @@ def _schedule_warnings(config: TrainConfig) -> Iterator[str]:
                 "constant_with_warmup warms up"
             )
     elif train_steps is not None and options.lr_warmup_steps >= train_steps:
+        reached = "its peak" if schedule == "bump" else "--lr"
         yield (
             f"--lr_warmup_steps {options.lr_warmup_steps} is not below --train_steps {train_steps}: "
-            "the learning rate never reaches --lr"
+            f"the learning rate never reaches {reached}"
         )
+    elif train_steps is not None and schedule == "bump":
+        cooldown = options.lr_warmup_steps if options.lr_cooldown_steps is None else options.lr_cooldown_steps
+        if options.lr_warmup_steps + cooldown >= train_steps:
+            yield (
+                f"--lr_warmup_steps {options.lr_warmup_steps} and {cooldown} steps of cooldown (--lr_cooldown_steps) are not "
+                f"below --train_steps {train_steps}: the learning rate never comes down to --lr"
+            )

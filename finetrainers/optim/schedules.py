@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -19,20 +20,31 @@ def lr_schedule(
     With W warm-up steps, N = `total_steps` training steps, k steps since `first_step` and p = (k - W) / (N - W), the rate
     is multiplied for k < W by k / W, and from then on by: `constant_with_warmup` 1; `linear` 1 - p; `cosine`
     (1 + cos(pi p)) / 2; `cosine_with_restarts` with C cycles (1 + cos(pi (C p mod 1))) / 2; `polynomial` (1 - p)^power.
-    All but the first are 0 at k = N, which is one past the last step. `constant` is 1 and ignores the warm-up.
+    All but the first are 0 at k = N, which is one past the last step. `constant` is 1 and ignores the warm-up. `bump`
+    goes up from S to the peak P by a half cosine in W steps, down to 1 by another in C cooldown steps, and stays there.
 
-    Diffusers computes all but `polynomial`: its version ends at an absolute 1e-7 (refusing smaller learning rates),
-    and divides by zero for W = N.
+    Diffusers computes all but two. Its `polynomial` ends at an absolute 1e-7 (refusing smaller learning rates), and
+    divides by zero for W = N. It has no `bump`: that is the beginning of PyTorch's `OneCycleLR`, which can only be
+    stepped, raises after its last step, and changes the momentum too.
     """
     warmup = config.lr_warmup_steps
+    cooldown = warmup if config.lr_cooldown_steps is None else config.lr_cooldown_steps
 
     def polynomial(step: int) -> float:
         if step < warmup:
             return step / warmup
         return max(0.0, (total_steps - step) / max(1, total_steps - warmup)) ** config.lr_power
 
-    factor: Callable[[int], float] = polynomial
-    if config.lr_scheduler != "polynomial":
+    def bump(step: int) -> float:
+        if step < warmup:
+            return _half_cosine(config.lr_bump_start, config.lr_bump_peak, step / warmup)
+        if step < warmup + cooldown:
+            return _half_cosine(config.lr_bump_peak, 1.0, (step - warmup) / cooldown)
+        return 1.0
+
+    own: dict[str, Callable[[int], float]] = {"polynomial": polynomial, "bump": bump}
+    factor = own.get(config.lr_scheduler)
+    if factor is None:
         # The library hands its formula out only as part of a scheduler, so one is made for an optimizer of nothing.
         # `num_cycles` means restarts to it; its cosine keeps the half period that ends at zero.
         factor = get_scheduler(
@@ -43,6 +55,11 @@ def lr_schedule(
             num_cycles=config.lr_num_cycles,
         ).lr_lambdas[0]
     return lambda step: lr * factor(step - first_step)
+
+
+def _half_cosine(first: float, last: float, share: float) -> float:
+    """What lies at a share of the way between two values, by a half cosine."""
+    return last + (first - last) * (1 + math.cos(math.pi * share)) / 2
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

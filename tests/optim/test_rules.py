@@ -90,6 +90,11 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"optimizer": "adamw-bnb-paged"}, "it equals adamw-bnb there"),
         ({"lr_warmup_steps": 100}, "--lr_warmup_steps 100 has no effect with --lr_scheduler constant"),
         ({"lr_scheduler": "cosine", "train_steps": 500}, "--lr_warmup_steps 500 is not below --train_steps 500"),
+        ({"lr_scheduler": "bump", "train_steps": 500}, "the learning rate never reaches its peak"),
+        (
+            {"lr_scheduler": "bump", "lr_cooldown_steps": 9, "train_steps": 509},
+            "the learning rate never comes down to --lr",
+        ),
     ],
 )
 def test_warned(options: dict[str, object], message: str) -> None:
@@ -107,6 +112,7 @@ def test_silent_where_options_mean_something() -> None:
         {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 100, "lr_num_cycles": 1, "train_steps": 1000},
         {"lr_scheduler": "cosine_with_restarts", "lr_num_cycles": 3},
         {"lr_scheduler": "polynomial", "lr_power": 2.0},
+        {"lr_scheduler": "bump", "lr_warmup_steps": 5, "train_steps": 11},
         {"optimizer": "adamw", "use_8bit_bnb": True, "beta1": 0.8, "epsilon": 1e-6},
     ]
     for options in quiet:
