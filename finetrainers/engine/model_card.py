@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,11 @@ finetrainers train --config config.toml --output_dir repeated
 """
 
 
+@cache
+def _template() -> jinja2.Template:
+    return jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(_CARD)
+
+
 def model_card(state: TrainState, checked: Preflight) -> str:
     """The README of the results, with metadata for the hub."""
     config, plan, spec, start = state.config, checked.plan, state.spec, checked.start
@@ -191,8 +197,7 @@ def model_card(state: TrainState, checked: Preflight) -> str:
     root = state.run_dir.root
     samples = newest_samples(root, [prompt.prompt for prompt in checked.prompts])
     location = config.run.hub_model_id or str(config.run.output_dir)
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(_CARD).render(
+    return _template().render(
         metadata=_metadata(config, samples, needs_image=needs_image).to_yaml(),
         title=_title(config),
         state=state,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ def render_page(template: Path, *, filters: Mapping[str, Callable[..., Any]] | N
         filters: further filters, by name.
         values: what the template is given.
     """
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        loader=jinja2.FileSystemLoader([template.parent, Path(__file__).parent], encoding="utf-8"),
-    )
+    environment = _environment(template.parent)
     environment.filters |= filters or {}
     return environment.get_template(template.name).render(**values)
+
+
+@cache
+def _environment(folder: Path) -> jinja2.Environment:
+    """One for each folder: compiling a template takes longer than rendering it."""
+    return jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader([folder, Path(__file__).parent], encoding="utf-8"),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -180,13 +179,6 @@ def ssh(tmp_path: Path) -> Iterator[str]:
         server.terminate()
         server.wait()
         log.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collection() -> None:
-    """A run collects garbage between its loading phases; leave out the libraries' million objects, which never go."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

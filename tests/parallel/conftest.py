@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -18,13 +17,6 @@ from finetrainers.utils.video import write_mp4
 
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
 TIMEOUT_S = 300
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collection() -> None:
-    """A run collects garbage between its loading phases; leave out the libraries' million objects, which never go."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
