@@ -48,6 +48,18 @@ def test_scores_of_held_out_captions_rise(name: str, tmp_path: Path) -> None:
         assert found[steps] >= found[0] - 0.15, prompt_adherence  # 16 captions: one is 0.06
 
 
+def test_backpropagated_scores_of_held_out_captions_rise(tmp_path: Path) -> None:
+    """Through the reward, the decoder and two of three denoising steps: every sign must be right."""
+    changes: dict[str, Any] = {
+        "method": "refl", "draft_k": 2, "sampling_steps": 3, "prompts_per_step": 8, "num_generations": 1, "batch_size": 8,
+        "window_size": None, "window_range": None, "kl_coef": None, "lr": 8e-3, "eval_reward": ["preferred_color"],
+        "eval_steps": 3, "checkpointing_steps": 0,
+    }  # fmt: skip
+    run(preflight(reward_config(tmp_path, steps=3, evaluated=8, **changes)))
+    found = curve(tmp_path / "run", "eval_reward/preferred_color")
+    assert found[3] - found[0] > 0.08
+
+
 def test_the_demonstration_leaves_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

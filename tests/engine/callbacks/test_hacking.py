@@ -26,6 +26,8 @@ def up(videos, prompts):
     return videos.mean(dim=(1, 2, 3, 4)) + next(ups)
 
 
+up.differentiable = True
+
 def down(videos, prompts):
     return videos.mean(dim=(1, 2, 3, 4)) - next(downs)
 """
@@ -89,3 +91,11 @@ def test_a_hacked_run_is_stopped_and_can_go_on(
     last = root / "checkpoints" / f"step-{end['step'] + 2}" / "state.json"
     steps = [look["step"] for look in json.loads(last.read_text())["guards"]["hacking"]["looks"]]
     assert steps == [*range(found["step"] + 1), end["step"] + 1]
+
+
+def test_a_run_on_reward_gradients_is_stopped(flags: dict[str, Any], tmp_path: Path) -> None:
+    flags |= {"method": "refl", "num_generations": 1, "batch_size": 2, "hacking_guard": "stop", "hacking_patience": 1}
+    assert exit_code({**flags, "sampling_steps": 2}) == exit_codes.GUARDED
+    (found,) = events(tmp_path / "run", "reward_hacking")
+    assert found["judge"] == "opposites:down"
+    assert found["trained_now"] > found["trained_before"]
