@@ -56,7 +56,7 @@ from finetrainers.methods.registry import method_spec  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.parallel.sharding import expected_split  # noqa: E402
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights  # noqa: E402
-from finetrainers.utils.phases import TRAINING_STEP, label  # noqa: E402
+from finetrainers.utils.phases import ENCODING_TEXT, TRAINING_STEP, label  # noqa: E402
 
 HOW_TO = ROOT / "docs" / "how-to"
 GPUS = (12, 16, 24, 32, 48, 80)
@@ -236,7 +236,7 @@ def planned_peak(recipe: Path) -> str:
     phase, more = found["peak"]["phase"], "".join(f" and the {part}" for part in found["unknown"])
     line = f"# Planned peak: {found['peak']['reserved'] / GIB:.1f} GiB{more} in the phase {label(phase)}"
     step = reserved(found["phases"][TRAINING_STEP]["gpu"]) / GIB
-    rest = "" if phase == TRAINING_STEP else f", {step:.1f} in the training step"
+    rest = f", {step:.1f} in the training step" if phase == ENCODING_TEXT else ""
     return f"{line}{rest} (finetrainers estimate)."
 
 

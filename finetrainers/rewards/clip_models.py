@@ -3,6 +3,9 @@
 A clip's score is the mean over `frames` frames spread evenly over it, 1 for the first. One frame is cheap, but teaches a
 model to care for that frame alone; PickScore has it as default because published numbers are of the first frame.
 
+Their gradients are taken a frame of each clip at a time, whose activations are recomputed in the backward pass. So the memory
+is that of one frame, and the price is a forward pass more.
+
 All take `path`, the hub id or folder of the weights, and `device`: `auto` for this process's GPU if there is one, or a
 torch device. `dtype` is `fp32`, `bf16` or `fp16`. Clips of a group differ by little, and bf16 has two to three digits.
 All raise ValueError if there are no such weights, or if they do not fit.
@@ -19,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, normalize, pad
+from torch.utils.checkpoint import checkpoint
 
 from .base import Head, Reward
 from .frames import Frames, normalize_rgb, resize_as_pil, spread_indices, to_bytes
@@ -75,7 +79,7 @@ class _FrameReward(Reward):
     #: its 257 tokens of 1024 numbers with CLIP-L's activation function, 12.5 times 1280 with that of CLIP-H.
     frame_numbers: ClassVar[float] = 16.6 * 257 * 1024
     differentiable: ClassVar[bool] = True
-    #: The same at the peak of `differentiate` and its backward: its 24 layers keep what backward needs.
+    #: The same at the peak of `differentiate` and its backward, of one frame: its 24 layers keep what backward needs.
     graph_numbers: ClassVar[float] = 352.0 * 257 * 1024
 
     def __post_init__(self) -> None:
@@ -86,9 +90,13 @@ class _FrameReward(Reward):
     def load(self, dtype: torch.dtype) -> Any:
         """The transformers model."""
 
+    def text(self, prompts: Sequence[str]) -> Tensor | None:
+        """What frames are compared with, one row for each prompt; None where prompts do not matter."""
+        return None
+
     @abstractmethod
-    def frame_scores(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores `[B, F]` of frames `[B * F, 3, size, size]`, preprocessed and on the device."""
+    def frame_scores(self, pixels: Tensor, text: Tensor | None) -> Tensor:
+        """Scores `[B, F]` of frames `[B, F, 3, size, size]`, preprocessed and on the device."""
 
     def pixels(self, frames: Tensor, size: int) -> Tensor:
         """Preprocess bytes `[N, 3, H, W]` for the network: `[N, 3, size, size]`."""
@@ -105,8 +113,8 @@ class _FrameReward(Reward):
     def graph_bytes(
         cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
     ) -> float | None:
-        """See `Reward.graph_bytes`; as of the published network."""
-        return cls._frame_bytes(options, size[0], clips=clips) * cls.graph_numbers
+        """See `Reward.graph_bytes`; as of the published network, and of a frame of each clip."""
+        return cls._frame_bytes(options, 1, clips=clips) * cls.graph_numbers
 
     @classmethod
     def _frame_bytes(cls, options: Mapping[str, str], total: int, *, clips: int) -> float:
@@ -118,21 +126,27 @@ class _FrameReward(Reward):
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.score`."""
-        return {"score": self._scores(to_bytes(self._chosen(videos)), prompts).cpu()}
+        scores = self._scores(to_bytes(self._chosen(videos)), self.text(prompts))
+        return {"score": self.factor * scores.mean(dim=1).cpu()}
 
     def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.differentiate`."""
-        return {"score": self._scores(self._chosen(videos) * 255, prompts)}
+        with torch.no_grad():
+            text = self.text(prompts)
+        frames = (self._chosen(videos) * 255).split(1, dim=1)
+        scores = [
+            checkpoint(self._scores, frame, text, use_reentrant=False, preserve_rng_state=False) for frame in frames
+        ]
+        return {"score": self.factor * torch.cat(scores, dim=1).mean(dim=1)}
 
     def _chosen(self, videos: Tensor) -> Tensor:
         return videos[:, spread_indices(videos.shape[1], self.frames).to(videos.device)]
 
-    def _scores(self, frames: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Scores `[B]` of frames `[B, F, 3, H, W]` in [0, 255]."""
+    def _scores(self, frames: Tensor, text: Tensor | None) -> Tensor:
+        """Scores `[B, F]` of frames `[B, F, 3, H, W]` in [0, 255]."""
         config = self.model.config
         pixels = self.pixels(frames.flatten(0, 1), getattr(config, "vision_config", config).image_size)
-        scores = self.frame_scores(pixels.to(self._device, self.model.dtype), prompts)
-        return self.factor * scores.mean(dim=1)
+        return self.frame_scores(pixels.to(self._device, self.model.dtype).unflatten(0, frames.shape[:2]), text)
 
 
 class _Similarity(_FrameReward):
@@ -150,14 +164,19 @@ class _Similarity(_FrameReward):
 
         return load_pretrained(CLIPModel, self.path, dtype=dtype)
 
-    def frame_scores(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
+    def text(self, prompts: Sequence[str]) -> Tensor:
         length = self.model.config.text_config.max_position_embeddings
-        texts = self._tokenizer(
+        tokens = self._tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
         ).to(self._device)
-        found = self.model(input_ids=texts["input_ids"], attention_mask=texts["attention_mask"], pixel_values=pixels)
-        images = normalize(found.image_embeds.float(), dim=-1).unflatten(0, (len(prompts), -1))
-        return torch.einsum("bfd,bd->bf", images, normalize(found.text_embeds.float(), dim=-1))
+        pooled = self.model.text_model(tokens["input_ids"], attention_mask=tokens["attention_mask"]).pooler_output
+        return normalize(self.model.text_projection(pooled).float(), dim=-1)
+
+    def frame_scores(self, pixels: Tensor, text: Tensor | None) -> Tensor:
+        assert text is not None
+        pooled = self.model.vision_model(pixels.flatten(0, 1)).pooler_output
+        images = normalize(self.model.visual_projection(pooled).float(), dim=-1)
+        return torch.einsum("bfd,bd->bf", images.unflatten(0, pixels.shape[:2]), text)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -252,9 +271,9 @@ class Aesthetic(_FrameReward):
         self._layers = layers.float().eval().requires_grad_(False).to(self._device)
         return model
 
-    def frame_scores(self, pixels: Tensor, prompts: Sequence[str]) -> Tensor:
-        embeddings = self.model(pixel_values=pixels).image_embeds
-        return self._layers(normalize(embeddings.float(), dim=-1)).view(len(prompts), -1)
+    def frame_scores(self, pixels: Tensor, text: Tensor | None) -> Tensor:
+        embeddings = self.model(pixel_values=pixels.flatten(0, 1)).image_embeds
+        return self._layers(normalize(embeddings.float(), dim=-1)).view(pixels.shape[:2])
 
 
 def aesthetic_layers(width: int) -> nn.Sequential:

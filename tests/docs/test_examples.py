@@ -105,7 +105,7 @@ def on_tiny_weights(config: TrainConfig, *, repo: Path, clips: Path, output_dir:
     """The same run on a tiny local model, and small clips if it is on clips; prompts are those of the example."""
     options = {name: value for name, value in config.flat().items() if config.changed(name)}
     options.update(pretrained_model_name_or_path=str(repo), output_dir=output_dir, report_to="none")
-    if config.training.method == "grpo":
+    if config.grpo.prompts is not None:
         options.update(prompts=ROOT / str(config.grpo.prompts), eval_prompts=ROOT / str(config.validation.eval_prompts))
     else:
         options.update(data_root=clips)
@@ -161,7 +161,7 @@ def test_dry_run(
     repo = tiny_repo(config.model.model_name, **_version(path, config))
     local = on_tiny_weights(config, repo=repo, clips=clips, output_dir=tmp_path / "run")
     checked = preflight(local)
-    assert checked.plan.count == (len(prompts_in("prompts.txt")) if config.training.method == "grpo" else NUM_CLIPS)
+    assert checked.plan.count == (len(prompts_in("prompts.txt")) if config.grpo.prompts is not None else NUM_CLIPS)
     dry_run_report(checked)
     printed = capsys.readouterr().out
     assert f"dry run: {config.training.method} {config.training.training_type} of {config.model.model_name}" in printed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from finetrainers.config.load import load_config
 from finetrainers.config.rewards import RewardEntry, parse_reward
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.run import run
 from finetrainers.models.tiny_tokenizers import clip_tokenizer
 from finetrainers.rewards.base import Reward
 from finetrainers.rewards.clip_models import Aesthetic, CLIPScore, HPSv2, PickScore, cropped, padded
@@ -194,13 +199,16 @@ def texts(model: CLIPModel) -> Tensor:
 
 @pytest.mark.parametrize(("height", "width"), [(480, 720), (97, 61), (224, 224), (33, 200), (225, 224)])
 def test_crop_is_that_of_transformers(height: int, width: int) -> None:
-    """Pixels differ by one of 255 at most, and few do: PIL rounds between its two passes."""
+    """Pixels differ by one of 255 at most, and few do: PIL rounds between its two passes. Those with a gradient, too."""
     image = torch.randint(0, 256, (3, height // 4 + 1, width // 4 + 1), generator=torch.Generator().manual_seed(3))
     image = F.interpolate(image[None].float(), (height, width), mode="bilinear").round().to(torch.uint8)
     wanted = CLIPImageProcessorPil()(Image.fromarray(image[0].permute(1, 2, 0).numpy()), return_tensors="pt")
     difference = (cropped(image, 224) - wanted["pixel_values"]).abs() * 0.27 * 255
     assert difference.max() < 2.1
     assert (difference > 0.5).float().mean() < 0.02
+    smooth = cropped(image.float().requires_grad_(), 224)
+    assert smooth.requires_grad
+    assert ((smooth - wanted["pixel_values"]).abs() * 0.27 * 255).max() < 2.1
 
 
 @pytest.mark.parametrize(("height", "width"), [(48, 80), (80, 47), (50, 50), (32, 20)])
@@ -403,8 +411,9 @@ def test_options_in_a_configuration(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["clipscore", "pickscore", "hpsv2", "aesthetic"])
 def test_gradients_are_of_the_scores_without_rounding_to_bytes(
-    name: str, rewards: dict[str, Reward], videos: Tensor
+    name: str, rewards: dict[str, Any], videos: Tensor
 ) -> None:
+    """Of all frames, though each goes backward by itself."""
     reward, bytes_only = rewards[name], (videos * 255).round() / 255
     x = bytes_only.clone().requires_grad_()
     found = reward.differentiate(x, PROMPTS, fps=8.0)["score"]
@@ -412,7 +421,27 @@ def test_gradients_are_of_the_scores_without_rounding_to_bytes(
     torch.testing.assert_close(found.detach(), plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
     (gradient,) = torch.autograd.grad(found.sum(), x)
     assert gradient.flatten(1).norm(dim=1).min() > 0
+    at_once = reward.factor * reward._scores(reward._chosen(x) * 255, reward.text(PROMPTS)).mean(1)
+    torch.testing.assert_close(found, at_once)
+    torch.testing.assert_close(gradient, torch.autograd.grad(at_once.sum(), x)[0], rtol=1e-3, atol=1e-6)
     step = 0.02 * gradient / gradient.abs().amax((1, 2, 3, 4), keepdim=True)
     with torch.no_grad():
         higher = reward.differentiate((x + step).clamp(0, 1), PROMPTS, fps=8.0)["score"]
     assert (higher > found).all()
+
+
+def test_a_run_backpropagates_the_score_of_a_local_folder(
+    clip: Path, tiny_repo: Callable[..., Path], tmp_path: Path
+) -> None:
+    """From the text's and the frames' towers through the decoder into a LoRA."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[:2]))
+    run(preflight(load_config(
+        method="refl", model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")), rank=4,
+        lora_alpha=4, prompts=str(tmp_path / "prompts.txt"), reward=[f"clipscore,path={clip},frames=2"],
+        rollout_size="9x64x64", prompts_per_step=2, num_generations=1, batch_size=2, sampling_steps=2, train_steps=1,
+        transformer_dtype="fp32", vae_dtype="fp32", text_encoder_dtype="fp32", output_dir=str(tmp_path / "run"),
+    )))  # fmt: skip
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["loss"] == pytest.approx(-record["reward/clipscore"], rel=1e-5)
+    assert record["reward_gradient"] > 0
+    assert record["grad_norm"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -49,7 +50,7 @@ def test_clips(reward: str, vision: dict[str, object], dtype: str) -> None:
 
 @pytest.mark.parametrize(("reward", "vision", "layers"), [("clipscore", L, 24), ("pickscore", H, 32)])
 def test_gradients_of_clips(reward: str, vision: dict[str, object], layers: int) -> None:
-    """Of all layers, each of which keeps what its backward needs."""
+    """Of all layers of the network at one frame of each clip, each of which keeps what its backward needs."""
     entry = RewardEntry(name=reward, options={"frames": "4"}, batch_size=2)
     config = CLIPConfig(
         text_config={"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 1},
@@ -57,17 +58,20 @@ def test_gradients_of_clips(reward: str, vision: dict[str, object], layers: int)
     )
     with torch.device("meta"):
         network = CLIPModel(config).eval().requires_grad_(False)
+    found = resolve_reward(reward)
+    scorer: Any = object.__new__(found)
+    scorer.frames, scorer.model, scorer._device = 4, network, torch.device("cpu")
+    scorer.text = lambda prompts: torch.ones(len(prompts), config.projection_dim)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_weights(network, StepShape((1, 1, 1, 1), frozen=torch.float32))
         live = LiveStorages()
-        live.add([*network.parameters(), *network.buffers()])
-        weights = live.live
+        videos = torch.empty(2, 4, 3, 224, 224, requires_grad=True)
+        live.add([*network.parameters(), *network.buffers(), videos])
+        before = live.live
         with live:
-            ids = torch.ones(2, 77, dtype=torch.long)
-            pixels = torch.empty(2 * 4, 3, 224, 224, requires_grad=True)
-            found = network(input_ids=ids, attention_mask=ids, pixel_values=pixels)
-            torch.autograd.grad(found.image_embeds.sum(), pixels)
-    assert graph_bytes(entry, (49, 512, 768), fps=24.0) == pytest.approx(live.peak - weights, rel=0.05)
+            score = scorer.differentiate(videos, ["", ""], fps=24.0)["score"]
+            torch.autograd.grad(score.sum(), videos)
+    assert graph_bytes(entry, (49, 512, 768), fps=24.0) == pytest.approx(live.peak - before, rel=0.05)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate", "heads"), [(1536, 8960, 12), (3584, 18944, 28)])
