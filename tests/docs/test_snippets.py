@@ -55,6 +55,7 @@ INSTEAD = {
     "--train_steps 150 ": "--train_steps 2 ",
     "--train_steps 50 ": "--train_steps 1 ",
     "--train_steps 64 ": "--train_steps 1 ",
+    "--train_steps 10 ": "--train_steps 1 ",
     "--train_steps 8 ": "--train_steps 1 ",
     "train_steps = 500\nrank = 32": "train_steps = 2\nrank = 4",
     "train_steps=8": "train_steps=1",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,17 @@ def videos() -> Tensor:
 def test_which_rewards_have_gradients() -> None:
     found = [name for name in reward_names() if resolve_reward(name).differentiable]
     assert found == sorted([*PIXELS, *NETWORKS, "preferred_color"])
+
+
+def test_the_page_says_which_have_gradients() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "rewards.md").read_text(encoding="utf-8")
+    table = page.partition("| name | what it measures | differentiable |\n")[2].partition("\n\n")[0]
+    said = {
+        name: row.rpartition(" | ")[2].removesuffix(" |") == "yes"
+        for row in table.splitlines()[1:]
+        for name in re.findall(r"`([a-z]\w*)[`.,]", row.split(" | ")[0])
+    }
+    assert said == {name: resolve_reward(name).differentiable for name in reward_names()}
 
 
 @pytest.mark.parametrize("name", PIXELS)
