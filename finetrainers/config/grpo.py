@@ -130,9 +130,9 @@ class GRPOSection(Section):
         "sample frames. The default is the rate the model was trained at.", resume="free", gt=0, le=1000)
     reward_device: str | None = option(None, "Device of the rewards that are networks, such as `cpu` or `cuda:1`. A "
         "reward's own `device=` precedes. By default they share the GPU of their process.", resume="free")
-    overlap_rewards: bool = option(False, "Score a batch of clips while the next one is sampled. For rewards that compute "
-        "elsewhere than on the GPU that samples: on servers, on another GPU or on the CPU (`reward_device`).", resume="free",
-        method="grpo|nft")
+    overlap_rewards: bool = option(False, "Score a batch of clips while the next one is sampled, with the same scores. It "
+        "saves most where rewards compute elsewhere: on servers, on another GPU or on the CPU (`reward_device`). On the GPU "
+        "that samples, a stream of its own scores, and both need memory at once.", resume="free", method="grpo|nft")
     keep_pairs: bool = option(False, "Write the clips with the highest and the lowest advantage of each prompt to "
         "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free", method="grpo|nft")
     keep_rollouts: int = option(0, "Write N clips of every prompt of a kept rollout, half of them the best and half the "

@@ -100,10 +100,11 @@ class ModelSection(Section):
         "`NAME=PLACE`, `NAME=PLACE,DTYPE` or `NAME=,DTYPE`, for example `image_encoder=someone/model,fp32`.",
         resume="free", encodes="both", place="model")
     enable_slicing: bool | None = option(None, "Encode and decode one clip at a time (VAE slicing). By default only "
-        "batches that would take more than 24 GiB are sliced.", resume="free")
+        "batches that would take more than 24 GiB are sliced, and rollouts that do not fit the GPU by the estimate.",
+        resume="free")
     enable_tiling: bool | None = option(None, "Encode and decode in spatial tiles (VAE tiling): less memory, slightly "
-        "different latents. By default only clips that would take more than 24 GiB are tiled.", resume="free",
-        encodes="vae")
+        "different latents. By default only clips that would take more than 24 GiB are tiled, and clips of rollouts that "
+        "do not even fit the GPU one by one, which the run says.", resume="free", encodes="vae")
 
 
 class DataSection(Section):

@@ -24,7 +24,7 @@ from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.train_log import PrintedLines
 
 from .activation_memory import activation_planner
-from .automatic import chosen_by_run
+from .automatic import chosen_by_run, fit_decoding
 from .block_swap import block_swap, check_number_of_blocks
 from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
@@ -74,6 +74,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     global_batch = config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.data_size
     lr = config.optimizer.lr * (global_batch if config.optimizer.scale_lr else 1)
     chosen, automatic = chosen_by_run(checked, parallel)
+    fit_decoding(automatic, spec, plan.size)
     activations = activation_planner(checked, automatic, parallel.device)
     resolved = replace(checked, config=chosen)
     transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)

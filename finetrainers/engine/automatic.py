@@ -14,6 +14,8 @@ from finetrainers.memory.advice import OTHER_WAYS
 from finetrainers.memory.automatic import Automatic, with_blocks_to_swap, with_samples
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits, for_tensors, reserved
+from finetrainers.methods.registry import method_spec
+from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.host_memory import room
@@ -72,7 +74,8 @@ def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, 
         config = with_samples(config, offloads=False)
     swaps, stores = config.memory.blocks_to_swap == "auto", config.memory.activation_memory == "auto"
     samples = config.validation.enable_model_cpu_offload is None and bool(checked.sampled)
-    if not (swaps or stores or samples):
+    decodes = method_spec(config).samples and None in (config.model.enable_slicing, config.model.enable_tiling)
+    if not (swaps or stores or samples or decodes):
         return config, None
     if not on_gpu and config.memory.memory_budget is None:
         return _on_cpu(config), None
@@ -80,7 +83,14 @@ def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, 
     memory.machine = _machine(config, memory, parallel)
     found = memory.choose(config)
     _print(found)
-    return found.config, found
+    return found.config.model_copy(update={"model": config.model}), found
+
+
+def fit_decoding(found: Automatic | None, spec: ModelSpec, size: tuple[int, int, int]) -> None:
+    """Have the VAE decode clips of a size as was chosen; as after an OOM, this process remembers it."""
+    for name, sizes in (("enable_slicing", spec.vae_one_by_one), ("enable_tiling", spec.vae_too_large)):
+        if found is not None and name in found.decoding:
+            sizes.add(size)
 
 
 def link_bandwidth(device: torch.device) -> float:
@@ -137,6 +147,11 @@ def _print(found: Automatic) -> None:
         print_line(
             f"note: samples are drawn with the model's parts in host memory: they would not fit the {file_size(machine.device)} "
             "that tensors may take otherwise (--no-enable_model_cpu_offload)"
+        )
+    for name in found.decoding:
+        print_line(
+            f"note: {found.words[name]}: all at once would not fit the {file_size(machine.device)} that tensors may take "
+            f"(--no-{name})"
         )
     if (choice := found.activations) is not None:
         say = print_line if choice.fits else lambda text: print_warnings([text])

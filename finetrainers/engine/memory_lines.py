@@ -75,6 +75,7 @@ def automatic_lines(config: TrainConfig, found: Automatic) -> list[str]:
         return lines
     if found.offloads_samples:
         lines.append(found.words["enable_model_cpu_offload"])
+    lines += [found.words[name] for name in found.decoding]
     if found.swapped is not None:
         lines.append(f"--blocks_to_swap auto: {found.words['blocks_to_swap']}")
     if found.activations is not None:
@@ -151,6 +152,8 @@ def _chosen_json(chosen: Automatic) -> dict[str, Any]:
     if chosen.swapped is not None:
         known = chosen.machine is not None
         found["blocks_to_swap"] = {"blocks": chosen.swapped, "of": chosen.num_blocks, "for_gpu": known}
+    if chosen.decoding:
+        found["decoding"] = list(chosen.decoding)
     if chosen.activations is not None:
         choice = chosen.activations
         found["activation_memory"] = {

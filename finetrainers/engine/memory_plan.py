@@ -104,8 +104,9 @@ class RunMemory:
             text_bytes=_text_bytes(config, spec),
         )
 
-        def plan(config: TrainConfig) -> RunPlan:
-            return plan_run(config, geometry, self.transformer, spec=spec, around=around)
+        def plan(changed: TrainConfig) -> RunPlan:
+            own = spec if changed.model == config.model else self.checked.family.load(changed.model)
+            return plan_run(changed, geometry, self.transformer, spec=own, around=around)
 
         def model(config: TrainConfig) -> ActivationModel:
             others = plan(config).other_networks
@@ -113,8 +114,9 @@ class RunMemory:
 
         whole = not (around.split.gathers or around.split.zero_stage)
         run = Run(
-            plan, model, len(spec.block_modules(self.transformer)), may_offload_samples=whole and bool(around.sampled)
-        )
+            plan, model, len(spec.block_modules(self.transformer)), may_offload_samples=whole and bool(around.sampled),
+            decodes=method_spec(config).samples,
+        )  # fmt: skip
         return choose_automatic(config, run, machine or self.machine)
 
     def _assumed(self, gpu_gib: float) -> Machine:

@@ -1,4 +1,4 @@
-"""What a run chooses itself: how many blocks are swapped, what blocks store, where the model's parts wait while it samples.
+"""What a run chooses itself: how rollouts are decoded, how many blocks are swapped, what blocks store, where parts wait.
 
 The estimate, its advice and a run choose by one rule, that every phase fits the memory that tensors may take (`memory.fit`).
 Imports no torch.
@@ -10,12 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.phases import VALIDATION
+from finetrainers.utils.phases import REWARD, ROLLOUT, VALIDATION
 
 from .activation_auto import ActivationModel, with_choice
 from .activation_plan import Choice, Machine
 from .phases import RunPlan
 from .swap_plan import fewest_blocks
+
+#: Options of the VAE that are chosen where they are left open, with what each does; exact ones first.
+_DECODING = {
+    "enable_slicing": "clips of rollouts are decoded one by one",
+    "enable_tiling": "clips of rollouts are decoded in tiles, which changes them slightly",
+}
 
 
 @dataclass(frozen=True)
@@ -27,12 +33,14 @@ class Run:
         model: memory and time of its training step.
         num_blocks: of its network.
         may_offload_samples: whether the model's parts may wait in host memory while it samples.
+        decodes: whether it decodes clips that it has sampled, to train on them.
     """
 
     plan: Callable[[TrainConfig], RunPlan]
     model: Callable[[TrainConfig], ActivationModel]
     num_blocks: int
     may_offload_samples: bool
+    decodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Automatic:
         swapped: how many of them are swapped, where that was to be chosen.
         activations: what blocks store, where that was to be chosen.
         offloads_samples: whether the model's parts wait in host memory while it samples, where that was to be chosen.
+        decoding: options of the VAE that are turned on, where they were to be chosen.
     """
 
     config: TrainConfig
@@ -59,6 +68,7 @@ class Automatic:
     swapped: int | None = None
     activations: Choice | None = None
     offloads_samples: bool | None = None
+    decoding: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -75,7 +85,7 @@ class Automatic:
             found["activation_memory"] = self.activations.what
         if self.offloads_samples:
             found["enable_model_cpu_offload"] = "samples are drawn with the model's parts in host memory"
-        return found
+        return found | {name: _DECODING[name] for name in self.decoding}
 
     @property
     def slower(self) -> float:
@@ -86,8 +96,9 @@ class Automatic:
 def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> Automatic:
     """Choose what the options leave open.
 
-    First samples are drawn with the model's parts in host memory if they would not fit otherwise, then the fewest blocks are
-    swapped with which every phase fits, and last the fastest way to store activations is taken.
+    First clips of rollouts are decoded one by one, or in tiles, and samples drawn with the model's parts in host memory, each
+    if they would not fit otherwise. Then the fewest blocks are swapped with which every phase fits, and last the fastest way to
+    store activations is taken.
     """
     memory, asked = config.memory, config.validation.enable_model_cpu_offload
     swaps, stores = memory.blocks_to_swap == "auto", memory.activation_memory == "auto"
@@ -95,6 +106,7 @@ def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> 
         config = with_choice(config, None) if stores else config
         counted = run.num_blocks if swaps else None
         return Automatic(config, run.plan(config), None, run.model(config), run.num_blocks, swapped=counted)
+    config, decoding = _with_decoding(config, run, machine.device) if run.decodes else (config, ())
     offloads = None
     if asked is None and run.may_offload_samples:
         in_place = _with_swap(config, run, machine.device, besides=VALIDATION)
@@ -109,7 +121,7 @@ def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> 
     assert swapped != "auto"
     return Automatic(
         config, run.plan(config), machine, model, run.num_blocks, swapped=swapped, activations=choice,
-        offloads_samples=offloads,
+        offloads_samples=offloads, decoding=decoding,
     )  # fmt: skip
 
 
@@ -122,6 +134,26 @@ def with_samples(config: TrainConfig, *, offloads: bool) -> TrainConfig:
     """The configuration in which the model's parts wait in host memory while it samples, or do not."""
     section = config.validation.model_copy(update={"enable_model_cpu_offload": offloads})
     return config.model_copy(update={"validation": section})
+
+
+def _with_decoding(config: TrainConfig, run: Run, room: float) -> tuple[TrainConfig, tuple[str, ...]]:
+    """With what makes decoding fit, and the options that this takes.
+
+    One by one, clips are the same, so this comes before blocks are swapped for it. Tiles change them, so they come after.
+    """
+    chosen: list[str] = []
+    for name in _DECODING:
+        if getattr(config.model, name) is not None:
+            continue
+        changed = config.model_copy(update={"model": config.model.model_copy(update={name: True})})
+        swapped = _with_swap(changed if name == "enable_slicing" else config, run, room).memory.blocks_to_swap
+        assert swapped != "auto"
+        before, after = (run.plan(with_blocks_to_swap(one, swapped)).peaks for one in (config, changed))
+        phases = [phase for phase in (ROLLOUT, REWARD) if phase in before]
+        if any(before[phase] > room and after[phase] < before[phase] for phase in phases):
+            config = changed
+            chosen.append(name)
+    return config, tuple(chosen)
 
 
 def _with_swap(config: TrainConfig, run: Run, room: float, *, besides: str | None = None) -> TrainConfig:

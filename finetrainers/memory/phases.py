@@ -301,6 +301,8 @@ class _Phases:
 
     def _rollout(self) -> Mapping[str, float]:
         trajectories = {**{name: self.step[name] for name in _OF_ROLLOUT}, **self._rewards(), **self.companions}
+        if method_spec(self.config).scores_while_sampling(self.config):
+            trajectories["activations of rewards"] = self.around.scoring or 0.0
         batch = self.config.dataloader.batch_size
         branches = method_spec(self.config).branches(self.config)
         denoising = {**self.at_rest, **trajectories, **self._sampling(self.around.bucket, batch * branches)}

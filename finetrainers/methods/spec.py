@@ -263,6 +263,10 @@ class MethodSpec:
         """Whether an optimizer step has several micro-batches."""
         return config.training.gradient_accumulation_steps > 1
 
+    def scores_while_sampling(self, config: TrainConfig) -> bool:
+        """Whether rewards score clips while further ones are sampled and decoded."""
+        return False
+
     def learns_in_rollout(self, config: TrainConfig) -> bool:
         """Whether gradients are taken while clips are sampled, and not in the training step."""
         return False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.utils.addresses import resolve
+from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.text import nearest
 
 if TYPE_CHECKING:
@@ -88,9 +90,16 @@ def takes_device(entry: RewardEntry) -> bool:
         return False
 
 
-def shares_gpu(entry: RewardEntry) -> bool:
-    """Whether a reward that takes a device computes on whichever GPU its process has."""
-    return entry.options.get("device", "auto") in ("auto", "cuda")
+def copies_on_gpu(entry: RewardEntry) -> int:
+    """How many copies of a reward compute on one GPU that trains, at most; 0: they compute elsewhere.
+
+    By default each process has one on its own GPU. On a GPU that is named, all processes of the machine have theirs.
+    """
+    number = re.fullmatch(r"cuda:(\d+)", entry.options.get("device", "auto"))
+    if number is None:
+        return 0 if entry.options.get("device") == "cpu" else 1
+    processes = local_world_size()
+    return processes if int(number[1]) < processes else 0
 
 
 def on_device(entries: Sequence[RewardEntry], device: str | None) -> list[RewardEntry]:
@@ -155,10 +164,9 @@ def reward_bytes(entry: RewardEntry) -> float | None:
 
     None: the files are not on this disk.
     """
-    if entry.options.get("device") == "cpu":
-        return 0.0
-    sizes = [_file_bytes(place) for place in _weights_places(entry)]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
+    copies = copies_on_gpu(entry)
+    sizes = [_file_bytes(place) for place in _weights_places(entry)] if copies else []
+    return None if None in sizes else copies * sum((size for size in sizes if size is not None), 0.0)
 
 
 def weights_not_here(entry: RewardEntry) -> list[str]:
@@ -201,15 +209,17 @@ def _file_bytes(place: str) -> float | None:
 
 def working_bytes(entry: RewardEntry, size: tuple[int, int, int], *, fps: float) -> float | None:
     """Bytes that scoring clips of a size takes on a process's device besides the network; None: not known."""
-    if entry.reward.startswith(("http://", "https://")) or entry.options.get("device") == "cpu":
+    copies = copies_on_gpu(entry)
+    if entry.reward.startswith(("http://", "https://")) or not copies:
         return 0.0
     cls = resolve_reward(entry.reward)
-    return cls.working_bytes(entry.options, size, clips=entry.batch_size or cls.batch_size, fps=fps)
+    found = cls.working_bytes(entry.options, size, clips=entry.batch_size or cls.batch_size, fps=fps)
+    return None if found is None else copies * found
 
 
 def graph_bytes(entry: RewardEntry, size: tuple[int, int, int], *, fps: float) -> float | None:
     """Bytes that the gradient of a reward takes on a process's device besides the network; None: not known."""
-    if entry.options.get("device") == "cpu":
+    if not copies_on_gpu(entry):
         return 0.0
     cls = resolve_reward(entry.reward)
     return cls.graph_bytes(entry.options, size, clips=entry.batch_size or cls.batch_size, fps=fps)

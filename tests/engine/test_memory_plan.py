@@ -269,7 +269,13 @@ def test_another_expert_is_in_it(checked: Callable[..., Preflight], monkeypatch:
 def test_rewards_at_work(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"method": "grpo", "rollout_size": "17x128x128", "mixed_precision": "bf16", "reward": ["clipscore=1"]}
     plan = RunMemory(checked(family="hunyuan_video", **options)).plan()
-    assert plan.phases["reward"]["activations of rewards"] == 8 * 4 * 16.6 * 257 * 1024 * 4
+    scoring = plan.phases["reward"]["activations of rewards"]
+    assert scoring == 8 * 4 * 16.6 * 257 * 1024 * 4
+    together = RunMemory(checked(family="hunyuan_video", overlap_rewards=True, **options)).plan()
+    assert together.phases["rollout"]["activations of rewards"] == scoring
+    assert together.peaks["rollout"] == pytest.approx(plan.peaks["rollout"] + scoring)
+    elsewhere = checked(family="hunyuan_video", overlap_rewards=True, reward_device="cuda:1", **options)
+    assert "activations of rewards" not in RunMemory(elsewhere).plan().phases["rollout"]
     monkeypatch.setattr(CLIPScore, "working_bytes", classmethod(lambda *args, **kwargs: None))
     assert "activations of rewards" in RunMemory(checked(family="hunyuan_video", **options)).plan().unknown
 

@@ -406,7 +406,7 @@ def test_rewards_compute_on_the_device_that_is_asked_for(
     config = load_config(**given)
     train(config)
     overlapped = {**given, "overlap_rewards": True, "batch_size": 2, "output_dir": str(tmp_path / "overlapped")}
-    overlapped["reward"] = ["placed:Placed,kind=a", "brightness=0"]
+    overlapped["reward"] = ["placed:Placed,kind=a,device=auto", "brightness=0"]  # on the device that samples
     placed = importlib.import_module("placed")
     made = list(placed.made)
     train(load_config(**overlapped))
@@ -422,7 +422,6 @@ def test_rewards_compute_on_the_device_that_is_asked_for(
     ]
     for changes, message in (
         ({"reward": ["brightness"], "eval_reward": None}, "--reward_device: cpu: no reward is a network"),
-        ({"overlap_rewards": True}, "--overlap_rewards: placed:Placed computes on the GPU that samples"),
         ({"reward_device": "gpu"}, "--reward_device: gpu is none of auto, cpu, cuda"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -19,6 +19,17 @@ def test_ratios_are_one_under_autocast_and_checkpointing(device: str, family: st
     assert all(math.isfinite(norm) and norm > 0 for norm in run.curve("grad_norm"))
 
 
+@pytest.mark.gpu
+def test_scores_of_a_stream_of_its_own_are_the_same(start: Callable[..., Run]) -> None:
+    """Scored on the GPU that samples, while it samples."""
+    found = [
+        start("cuda", method="grpo", train_steps=2, batch_size=2, overlap_rewards=overlap) for overlap in (False, True)
+    ]
+    names = ("reward/brightness", "loss", "grad_norm")
+    assert [found[0].curve(name) for name in names] == [found[1].curve(name) for name in names]
+    assert found[1].curve("seconds/reward_overlapped")
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_nft_steps(device: str, start: Callable[..., Run]) -> None:
     run = start(device, method="nft", nft_timesteps=2, init_same_noise=False, train_steps=2)

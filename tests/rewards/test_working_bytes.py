@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.memory.count import LiveStorages, StepShape, fake_weights
 from finetrainers.rewards.hpsv3 import HPSv3, preference_head
-from finetrainers.rewards.registry import graph_bytes, resolve_reward, reward_bytes, working_bytes
+from finetrainers.rewards.registry import graph_bytes, on_device, resolve_reward, reward_bytes, working_bytes
 from finetrainers.rewards.videoalign import VideoAlign
 from finetrainers.rewards.videoalign_model import RewardNetwork
 from finetrainers.rewards.videoalign_model import working_bytes as qwen_bytes
@@ -164,3 +164,16 @@ def test_weights_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert reward_bytes(entry) == 1000
     aesthetic = RewardEntry(name="aesthetic", options={"path": "someone/clip", "clip": "someone/clip"})
     assert reward_bytes(aesthetic) == 2000
+    # On a GPU that is named, all processes have their copies; a GPU that no process trains on is none of theirs.
+    alone = working_bytes(entry, (9, 64, 64), fps=8.0)
+    assert alone
+    for device, processes, copies in (
+        ("cuda:0", 1, 1),
+        ("cuda:1", 1, 0),
+        ("cuda:1", 4, 4),
+        ("cuda:4", 4, 0),
+        ("cpu", 4, 0),
+    ):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        [placed] = on_device([entry], device)
+        assert (reward_bytes(placed), working_bytes(placed, (9, 64, 64), fps=8.0)) == (1000 * copies, alone * copies)

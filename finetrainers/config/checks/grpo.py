@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
+from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.text import plural
 
 from ..facts import Facts
@@ -54,6 +56,7 @@ def check_grpo(config: TrainConfig, facts: Facts, found: Findings, *, world_size
         _check_groups(section, found)
     if section.num_generations > 1 or not compares:  # 1 is an error already
         _check_division(config, world_size, found)
+    _check_reward_device(config, found, local_processes=local_world_size())
     if not compares:
         _check_gradients(config, found)
     elif config.training.method == "nft":
@@ -368,6 +371,16 @@ def _check_memory(config: TrainConfig, found: Findings) -> None:
     elif section.kl_coef:
         found.warnings.append(
             f"--kl_coef {section.kl_coef:g} with full-finetune keeps a frozen copy of the whole network in memory"
+        )
+
+
+def _check_reward_device(config: TrainConfig, found: Findings, *, local_processes: int) -> None:
+    """Warn if all processes score on the GPU of one of them."""
+    number = re.fullmatch(r"cuda:(\d+)", config.grpo.reward_device or "")
+    if number is not None and local_processes > 1 and int(number[1]) < local_processes:
+        found.warnings.append(
+            f"--reward_device {number[0]}: the rewards of all {local_processes} processes share the GPU on which one of them "
+            f"trains; cuda:{local_processes} is the first that none uses. The default is each process's own"
         )
 
 

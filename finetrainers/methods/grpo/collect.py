@@ -79,6 +79,8 @@ class Collector:
                 failures=config.run.output_dir / "failed_rewards",
             ),
         )
+        overlaps = section.overlap_rewards and parts.parallel.device.type == "cuda"
+        self._stream = torch.cuda.Stream(parts.parallel.device) if overlaps else None
         self._vae_stats = parts.vae_stats
         self._gradients = (
             plan_gradients(config)
@@ -113,7 +115,7 @@ class Collector:
         latents: list[Tensor] = []
         replays: list[Replay] = []
         videos: dict[int, Tensor] = {}  # by index on the host, of clips that may be written by this process
-        scoring = Scoring(self.panel, spent, device, overlap=self.section.overlap_rewards)
+        scoring = Scoring(self.panel, spent, overlap=self.section.overlap_rewards, stream=self._stream)
         error: Exception | None = None
         taking = self._take_gradients(jobs)
 
@@ -313,6 +315,9 @@ def timed(totals: MutableMapping[str, float], name: str, device: torch.device) -
 
 
 def _wait(device: torch.device) -> None:
-    """Wait for a device that works on its own; else the seconds of one block would be counted in a later one."""
+    """Wait for a device that works on its own; else the seconds of one block would be counted in a later one.
+
+    Rewards that are scored meanwhile, in a stream of their own, are not waited for.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()

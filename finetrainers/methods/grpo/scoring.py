@@ -18,21 +18,28 @@ class Scoring:
     """The scores of a rollout's batches, in their order.
 
     With `overlap` one batch is in flight, and the next one waits for it, so that the clips of at most two are in memory. Scores
-    are the same, since a clip's score depends on that clip alone.
+    are the same, since a clip's score depends on that clip alone. The last batch of a rollout is waited for: its scores decide
+    the update, and the next rollout is sampled by the updated policy.
     """
 
     def __init__(
-        self, panel: RewardSet, spent: MutableMapping[str, float], device: torch.device, *, overlap: bool
+        self,
+        panel: RewardSet,
+        spent: MutableMapping[str, float],
+        *,
+        overlap: bool,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Args:
         panel: the rewards.
         spent: gets the seconds of the thread, as `reward_overlapped`.
-        device: of the process.
         overlap: whether to score in a thread.
+        stream: that the thread gives its work to, on the device of the process. Always the same one, since memory that a
+            stream has used is kept for it.
         """
         self.panel = panel
         self.spent = spent
-        self.device = device
+        self.stream = stream
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rewards") if overlap else None
         self._flying: Future[tuple[int, Scores]] | None = None
         self._done: list[tuple[int, Scores]] = []
@@ -71,12 +78,9 @@ class Scoring:
             self._done.append(flying.result())
 
     def _score(self, videos: Tensor, prompts: Sequence[str], about: dict[str, Any]) -> tuple[int, Scores]:
-        """In the thread, which has a current device and a stream of its own. The clips are on the host already."""
+        """In the thread, which has a current device and stream of its own. The clips are on the host already."""
         started = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            if self.device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self.device))
-                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
+        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             found = self.panel.compute(videos, prompts, **about)
         self.spent["reward_overlapped"] = self.spent.get("reward_overlapped", 0.0) + time.perf_counter() - started
         return about["first_clip"], found

@@ -112,8 +112,14 @@ class PromptSource:
         return Conditions.cat(rows + [self._row(None)] * (len(rows) if self._guided else 0)).to(self.parallel.device)
 
     def decode(self, latents: Tensor, vae_stats: VAEStats) -> Tensor:
-        """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of normalized latents."""
-        return self.spec.decode(self.vae, latents, vae_stats).transpose(1, 2).float().cpu()
+        """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of normalized latents.
+
+        Where the VAE takes clips one by one, so do the pixels, which are large, too.
+        """
+        one_by_one, _ = self.spec.vae_mode(self.plan.size, batch=len(latents))
+        parts = latents.split(1 if one_by_one else len(latents))
+        decoded = (self.spec.decode(self.vae, part, vae_stats).transpose(1, 2).float().cpu() for part in parts)
+        return torch.cat(list(decoded))
 
     def decode_gradient(
         self, latents: Tensor, vae_stats: VAEStats, score: Callable[[Tensor], tuple[Tensor, T]], *, checkpointing: bool

@@ -95,6 +95,9 @@ class RewardFinetuning(MethodSpec):
         repeats = section.nft_timesteps if _is_nft(config) else trained_steps(section)
         return repeats > 1 or sampled_clips(config) > config.dataloader.batch_size * section.updates_per_rollout
 
+    def scores_while_sampling(self, config: TrainConfig) -> bool:
+        return config.grpo.overlap_rewards
+
     def learns_in_rollout(self, config: TrainConfig) -> bool:
         return config.training.method == "grpo" and config.grpo.rollout_gradients != "replay"
 
@@ -123,19 +126,9 @@ class RewardFinetuning(MethodSpec):
         return on_device([*config.grpo.reward, *super().rewards(config)], config.grpo.reward_device)
 
     def problems(self, config: TrainConfig) -> list[Problem]:
-        from finetrainers.rewards.registry import shares_gpu, takes_device
+        from finetrainers.rewards.registry import takes_device
 
         found, device = super().problems(config), config.grpo.reward_device
-        if config.grpo.overlap_rewards:
-            here = [
-                e.name for e in self.rewards(config)[: len(config.grpo.reward)] if takes_device(e) and shares_gpu(e)
-            ]
-            for name in here:
-                message = (
-                    f"{name} computes on the GPU that samples, and their memory would add up; give --reward_device cuda:N or "
-                    "cpu, or serve it (finetrainers serve-reward)"
-                )
-                found.append(Problem("--overlap_rewards", message))
         if device is None:
             return found
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:

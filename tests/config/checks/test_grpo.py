@@ -125,6 +125,19 @@ def test_processes_are_counted_by_the_launcher(monkeypatch):
     assert "6 processes" in problem.message
 
 
+def test_rewards_of_all_processes_on_the_gpu_of_one(monkeypatch):
+    for device, processes, warned in (
+        ("cuda:1", 4, True),
+        ("cuda:4", 4, False),
+        ("cuda:0", 1, False),
+        ("cpu", 4, False),
+    ):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        said = [text for text in findings(reward_device=device).warnings if "share the GPU" in text]
+        assert len(said) == warned
+        assert all("--reward_device cuda:1: the rewards of all 4 processes" in text for text in said)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

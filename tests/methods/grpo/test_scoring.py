@@ -12,8 +12,6 @@ from finetrainers.config.rewards import RewardEntry, parse_reward
 from finetrainers.methods.grpo.scoring import Scoring
 from finetrainers.rewards.reward_set import RewardError, RewardSet, Scores
 
-CPU = torch.device("cpu")
-
 
 def panel(*names: str) -> RewardSet:
     return RewardSet([RewardEntry(**parse_reward(name)) for name in names])
@@ -25,7 +23,7 @@ def test_scores_are_the_same_in_a_thread() -> None:
     found: list[list[tuple[int, Scores]]] = []
     for overlap in (False, True):
         spent: dict[str, float] = {}
-        scoring = Scoring(rewards, spent, CPU, overlap=overlap)
+        scoring = Scoring(rewards, spent, overlap=overlap)
         for first in (0, 2, 4):
             scoring.add(clips[first : first + 2], ["a", "b"], fps=8.0, rollout=0, first_clip=first)
         done, error = scoring.finish(None)
@@ -49,7 +47,7 @@ def test_sampling_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         return compute(self, *args, **about)
 
     monkeypatch.setattr(RewardSet, "compute", slow)
-    scoring = Scoring(rewards, {}, CPU, overlap=True)
+    scoring = Scoring(rewards, {}, overlap=True)
     scoring.add(torch.rand(1, 2, 3, 8, 8), ["a"], fps=8.0)  # returns, although nothing can have been scored
     release.set()
     scoring.add(torch.rand(1, 2, 3, 8, 8), ["a"], fps=8.0)
@@ -60,11 +58,11 @@ def test_sampling_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_of_the_thread_is_raised_by_the_next_batch_or_at_the_end() -> None:
     bad = torch.full((1, 2, 3, 8, 8), float("nan"))
-    scoring = Scoring(panel("brightness"), {}, CPU, overlap=True)
+    scoring = Scoring(panel("brightness"), {}, overlap=True)
     scoring.add(bad, ["a"], fps=8.0)
     with pytest.raises((RewardError, ValueError), match="clip 0"):
         scoring.add(torch.rand(1, 2, 3, 8, 8), ["a"], fps=8.0)
-    scoring = Scoring(panel("brightness"), {}, CPU, overlap=True)
+    scoring = Scoring(panel("brightness"), {}, overlap=True)
     scoring.add(bad, ["a"], fps=8.0)
     assert isinstance(scoring.finish(None)[1], ValueError)
     first = KeyError("before")
