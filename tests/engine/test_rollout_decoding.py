@@ -98,7 +98,8 @@ def test_what_does_not_fit_is_decoded_one_by_one_and_then_in_tiles(
 def test_clips_decoded_one_by_one_are_the_same(family: str, tiny_repo: Callable[..., Any]) -> None:
     section = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), vae_dtype="fp32")
     source = object.__new__(PromptSource)
-    spec = source.spec = get_family(family).load(section)
+    spec: Any = get_family(family).load(section)
+    source.spec = spec
     vae = source.vae = spec.load_vae()
     source.plan = SimpleNamespace(size=(9, 64, 64))  # type: ignore[assignment]
     channels = spec.transformer_on_meta().config.out_channels
@@ -106,7 +107,7 @@ def test_clips_decoded_one_by_one_are_the_same(family: str, tiny_repo: Callable[
     latents = torch.randn(3, channels, *shape, generator=torch.Generator().manual_seed(0))
     seen: list[int] = []
     decode_latents = spec.decode_latents
-    spec.decode_latents = lambda vae, z: seen.append(len(z)) or decode_latents(vae, z)  # type: ignore[method-assign,func-returns-value]
+    spec.decode_latents = lambda vae, z: seen.append(len(z)) or decode_latents(vae, z)
     whole = source.decode(latents, spec.vae_stats(vae))
     spec.vae_one_by_one.add((9, 64, 64))
     one_by_one = source.decode(latents, spec.vae_stats(vae))
