@@ -109,8 +109,7 @@ def _print_notes(checked: Preflight, spec: ModelSpec, first_frame_p: float) -> N
     """Defaults that the model's own files have decided."""
     if first_frame_p > 0 and checked.config.data.first_frame_conditioning_p is None and checked.plan.encodes_clips:
         print_line(f"note: {first_frame_p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
-    sizes = (*checked.plan.buckets, *(prompt.size for prompt in checked.sampled if prompt.size is not None))
-    tiled = dict.fromkeys("x".join(map(str, size)) for size in sizes if spec.tiles_by_size(size))
+    tiled = dict.fromkeys("x".join(map(str, size)) for size in checked.sizes if spec.tiles_by_size(size))
     if tiled:
         print_line(f"note: the VAE works on tiles of {', '.join(tiled)}, to take less than 24 GiB (--no-enable_tiling)")
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from torch import nn
 
+from finetrainers.config.checks.options import check_shared_sizes
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import is_network
 from finetrainers.config.root import TrainConfig
@@ -182,9 +183,11 @@ class RunMemory:
     def _refused(self, config: TrainConfig, device_type: str) -> list[Problem]:
         """Why a run with these options is refused."""
         checked, parts = self.checked, with_launcher(config.parallel).fsdp is not None
-        return option_findings(
+        found = option_findings(
             config, checked.facts, checked.prompts, checked.scored, device_type=device_type, updates_parts=parts
-        ).errors
+        )
+        check_shared_sizes(config, checked.facts, checked.sizes, found, processes=launched_processes())
+        return found.errors
 
 
 def _largest_scored(checked: Preflight, bucket: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ from typing import Any
 
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.checks.kernels import kernel_problems
-from finetrainers.config.checks.options import check_config, quantization_problems
+from finetrainers.config.checks.options import check_config, check_shared_sizes, quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
@@ -74,6 +74,11 @@ class Preflight:
         return [*self.prompts, *self.scored]
 
     @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Of all clips that are trained on, and of all samples."""
+        return _sizes(self.plan, self.sampled)
+
+    @property
     def geometry(self) -> Geometry:
         """Size rules of the checkpoint."""
         return self.facts.geometry
@@ -126,6 +131,8 @@ def preflight(
     if plan is not None:
         config = _with_frame_rate(config, sampling_fps(plan.rates, facts.geometry.fps), facts)
         check_control_videos(config, facts, [*prompts, *scored], plan.size, found)
+        sizes = _sizes(plan, [*prompts, *scored])
+        check_shared_sizes(config, facts, sizes, found, processes=launched_processes())
     if plan is not None and known and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
             start = _begin(config, plan, checkpoint, initial)
@@ -133,6 +140,10 @@ def preflight(
         raise ConfigError(found.errors)
     warnings = [*found.warnings, *plan.warnings, *start.warnings]
     return Preflight(config, facts, prompts, plan, start, warnings, earlier, scored=scored)
+
+
+def _sizes(plan: WorkPlan, sampled: Sequence[ValidationPrompt]) -> list[tuple[int, int, int]]:
+    return [*plan.buckets, *(prompt.size for prompt in sampled if prompt.size is not None)]
 
 
 def _find_facts(

@@ -124,8 +124,8 @@ def test_several_processes_are_advised_to_share_clips(
     monkeypatch.setenv("WORLD_SIZE", "6")
     options = {"precompute_conditions": True, "batch_size": 800, "precompute_batch_size": 1}
 
-    def needed(size: int) -> float:
-        return reserved(RunMemory(checked(sp_size=size, **options)).plan().peak) / GIB
+    def needed(size: int, **changes: Any) -> float:
+        return reserved(RunMemory(checked(sp_size=size, **{**options, **changes})).plan().peak) / GIB
 
     memory = RunMemory(checked(**options))
     whole, halves = needed(1), needed(2)
@@ -137,8 +137,15 @@ def test_several_processes_are_advised_to_share_clips(
     rings = memory.advice(0.9 * halves)  # of four attention heads
     assert rings is not None
     assert [one.switch.flags for one in rings.switches] == ["--sp_size 3 --sp_mode ring"]
-    memory = RunMemory(checked(**options, attn_backend="_native_math"))  # which does not go around a ring
+    # This backend does not go around a ring, and these clips do not have three tokens.
+    other = RunMemory(checked(**options, attn_backend="_native_math"))
+    assert other.advice(0.9 * halves) is None
+    small = {**options, "batch_size": 100_000, "video_resolution_buckets": ["1x32x64"]}
+    memory, halves = RunMemory(checked(**small)), needed(2, **small)
+    assert memory.advice(1.01 * halves) is not None
     assert memory.advice(0.9 * halves) is None
+    with pytest.raises(ConfigError, match="1x32x64, which has 2 latent tokens; use 1 or 2, or larger clips"):
+        checked(**small, sp_size=3, sp_mode="ring")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert memory.advice(1.01 * halves) is None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 
 from finetrainers.utils.launch import launched_processes
-from finetrainers.utils.text import nearest
+from finetrainers.utils.text import nearest, plural
 
 from ..errors import Problem
 from ..facts import Facts, is_network
@@ -354,6 +354,35 @@ def _check_sequence_parallel(config: TrainConfig, facts: Facts, found: Findings,
         found.error("sp_size", heads_problem(facts.heads, size))
     if mode == "ring" and (problem := ring_problem(config.model.attn_backend)) is not None:
         found.error("sp_mode", problem)
+
+
+def check_shared_sizes(
+    config: TrainConfig, facts: Facts, sizes: Iterable[tuple[int, int, int]], found: Findings, *, processes: int
+) -> None:
+    """Clips that processes share have a latent token for each of them.
+
+    Args:
+        config: the run.
+        facts: of the model.
+        sizes: of all clips and samples.
+        found: gets what is wrong.
+        processes: of the run.
+    """
+    size, mode = config.parallel.sp_size, config.parallel.sp_mode
+    small = [(tokens, one) for one in sizes if (tokens := facts.geometry.num_tokens(*one)) < size]
+    if not small:
+        return
+    tokens, smallest = min(small)
+    fitting = [
+        str(n)
+        for n in range(1, tokens + 1)
+        if (processes == 1 or processes % n == 0) and (mode == "ring" or facts.heads is None or facts.heads % n == 0)
+    ]
+    found.error(
+        "sp_size",
+        f"{size} processes cannot share a clip of {'x'.join(map(str, smallest))}, which has "
+        f"{plural(tokens, 'latent token')}; use {' or '.join(fitting)}, or larger clips",
+    )
 
 
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], found: Findings) -> None:
