@@ -7,6 +7,7 @@
     python benchmarks/memory_estimate.py --clusters       # model, clip and number of GPUs -> strategy, --sp_size, planned peak
     python benchmarks/memory_estimate.py --fits --write   # writes that table into docs/how-to/memory.md
     python benchmarks/memory_estimate.py --clusters --write  # writes that one into docs/how-to/distributed.md
+    python benchmarks/memory_estimate.py --sharing --write  # what shared clips take, into docs/how-to/sequence-parallel.md
     python benchmarks/memory_estimate.py --recipes --write  # writes those peaks into the recipes
 
 Nothing runs on a GPU here: the networks are the published ones without weights. Table and peaks are what
@@ -74,6 +75,9 @@ CLIPS = (
 #: Memory of each GPU, how many a machine has, and how many there are in all.
 CLUSTER_GPU, PER_MACHINE, COUNTS = 80, 8, (2, 8, 16)
 STRATEGIES = {"DDP": (), "FSDP2, hybrid": ("--fsdp", "hybrid"), "FSDP2, full": ("--fsdp", "full")}
+#: What of HunyuanVideo is trained, and by which strategy.
+SHARING = (("LoRA r128", ()), ("LoRA r128", ("--fsdp", "full")), ("full", ("--fsdp", "full")))
+SHARING_HEADINGS = ("`--sp_size`", "LoRA of rank 128, DDP", "the same, `--fsdp full`", "full finetuning, `--fsdp full`")
 CLUSTER_HEADINGS = (
     "model",
     "clip",
@@ -82,6 +86,7 @@ CLUSTER_HEADINGS = (
     "`--sp_size`",
     "clips at once",
     "planned peak",
+    "with `--sp_mode ring`",
     "with `--sp_size 1`",
 )
 
@@ -132,15 +137,20 @@ def all_fits() -> Iterator[tuple[str, ...]]:
                 before = row[2:]
 
 
-def peak_of(name: str, kind: str, flags: Sequence[str]) -> float:
-    """Bytes allocated at the peak of a run without validation, by the command `estimate`."""
+def planned(name: str, kind: str, flags: Sequence[str]) -> Any:
+    """What the command `estimate` says of a run without validation."""
     size = {"LoRA r128": ["--rank", "128", "--lora_alpha", "128"], "full": ["--training_type", "full-finetune"]}[kind]
     argv = [
         "--json", "--model_name", NETWORKS[name].family, "--pretrained_model_name_or_path", str(model(name)), *size,
         "--data_root", "absent", "--output_dir", "runs/estimate", "--optimizer", "adamw", "--mixed_precision", "bf16",
         "--gradient_checkpointing", "--precompute_conditions", "--enable_slicing", "--enable_tiling", *flags,
     ]  # fmt: skip
-    return float(_estimated(argv)["peak"]["allocated"])
+    return _estimated(argv)
+
+
+def peak_of(name: str, kind: str, flags: Sequence[str]) -> float:
+    """Bytes allocated at the peak of a run."""
+    return float(planned(name, kind, flags)["peak"]["allocated"])
 
 
 def _estimated(argv: list[str]) -> Any:
@@ -154,16 +164,16 @@ def clusters(name: str, clip: str, kind: str) -> Iterator[tuple[str, ...]]:
     """Rows of what to launch on several GPUs, as `CLUSTER_HEADINGS` say; what is the same for several counts is one row."""
     rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for gpus in COUNTS:
-        strategy, sp_size, peak, whole = _launch(name, clip, kind, gpus)
+        strategy, sp_size, *peaks = _launch(name, clip, kind, gpus)
         clips = str(gpus // sp_size) if sp_size else ""
-        rows.setdefault((strategy, str(sp_size or ""), peak, whole), []).append((str(gpus), clips))
-    for (strategy, sp_size, peak, whole), counts in rows.items():
-        gpus, clips = (", ".join(column) for column in zip(*counts, strict=True))
-        yield (f"{name} {kind}", clip, gpus, strategy, sp_size, clips, peak, whole)
+        rows.setdefault((strategy, str(sp_size or ""), *peaks), []).append((str(gpus), clips))
+    for (strategy, shared, *peaks), counts in rows.items():
+        gpus_text, clips = (", ".join(column) for column in zip(*counts, strict=True))
+        yield (f"{name} {kind}", clip, gpus_text, strategy, shared, clips, *peaks)
 
 
-def _launch(name: str, clip: str, kind: str, gpus: int) -> tuple[str, int, str, str]:
-    """Strategy, `sp_size` (0: nothing fits), its peak, and that of whole clips: the first that fits of these, in order.
+def _launch(name: str, clip: str, kind: str, gpus: int) -> tuple[str, int, str, str, str]:
+    """Strategy, `sp_size` (0: nothing fits), its peak, that by a ring, and that of whole clips: the first that fits, in order.
 
     Whole clips before shared ones, whole networks before sharded ones, and nothing is sharded across machines if it need not.
     """
@@ -177,8 +187,12 @@ def _launch(name: str, clip: str, kind: str, gpus: int) -> tuple[str, int, str, 
         flags = [*run, *STRATEGIES[strategy]]
         peak = peak_of(name, kind, [*flags, "--sp_size", str(sp_size)])
         if fits_gpu(peak, GIB * CLUSTER_GPU):
-            return strategy, sp_size, _gib(peak), "" if sp_size == 1 else _gib(peak_of(name, kind, flags))
-    return "does not fit", 0, f"{_gib(peak)} with {last}, `--sp_size {sp_size}`", ""
+            if sp_size == 1:
+                return strategy, sp_size, _gib(peak), "", ""
+            others = ([*flags, "--sp_size", str(sp_size), "--sp_mode", "ring"], flags)
+            ring, whole = (_gib(peak_of(name, kind, one)) for one in others)
+            return strategy, sp_size, _gib(peak), ring, whole
+    return "does not fit", 0, f"{_gib(peak)} with {last}, `--sp_size {sp_size}`", "", ""
 
 
 def all_clusters() -> Iterator[tuple[str, ...]]:
@@ -186,6 +200,17 @@ def all_clusters() -> Iterator[tuple[str, ...]]:
     for name, clip in CLIPS:
         for kind in KINDS:
             yield from clusters(name, clip, kind)
+
+
+def sharing(size: int) -> tuple[str, ...]:
+    """A row of what the training step takes where so many of eight processes share each clip, as `SHARING_HEADINGS` say."""
+    shared = ["--video_resolution_buckets", "129x720x1280", "--num_processes", "8", "--sp_size", str(size)]
+    cells = []
+    for kind, strategy in SHARING:
+        modes = ("ulysses",) if size == 1 else ("ulysses", "ring")
+        found = [planned("HunyuanVideo", kind, [*shared, *strategy, "--sp_mode", mode]) for mode in modes]
+        cells.append(" / ".join(f"{one['phases'][TRAINING_STEP]['gpu'] / GIB:.1f}" for one in found))
+    return (str(size), *cells)
 
 
 def _gib(size: float) -> str:
@@ -344,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write that table into its page of docs/how-to, or the peaks into the recipes",
     )
     parser.add_argument("--clusters", action="store_true", help="print what to launch on several GPUs instead")
+    parser.add_argument("--sharing", action="store_true", help="print what shared clips take instead")
     parser.add_argument("--zero", action="store_true", help="print the error for DeepSpeed's stages instead")
     parser.add_argument("--recipes", action="store_true", help="print the planned peak of each recipe instead")
     own = parser.parse_args(argv)
@@ -361,8 +387,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif own.clusters:
         page, name = HOW_TO / "distributed.md", "what to launch"
         table = markdown(list(all_clusters()), CLUSTER_HEADINGS)
+    elif own.sharing:
+        page, name = HOW_TO / "sequence-parallel.md", "what shared clips take"
+        table = markdown([sharing(size) for size in (1, 2, 4, 8)], SHARING_HEADINGS)
     else:
-        for line in errors():
+        for line in zero_errors() if own.zero else errors():
             print(line, flush=True)
         return 0
     print(table)

@@ -59,5 +59,7 @@ def test_rows_of_what_to_launch_on_several_gpus(script: dict[str, Any]) -> None:
     for setting in [("HunyuanVideo", "129x720x1280", "full"), ("CogVideoX-5b", "49x480x720", "LoRA r128")]:
         rows = script["markdown"](list(script["clusters"](*setting)), script["CLUSTER_HEADINGS"]).splitlines()
         assert set(rows) <= set(lines), f"{setting}: run benchmarks/memory_estimate.py --clusters --write"
+    text = (ROOT / "docs" / "how-to" / "sequence-parallel.md").read_text(encoding="utf-8")
+    assert script["markdown"]([script["sharing"](4)]).splitlines()[-1] in text.splitlines()
     shown = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines if "GiB" in line}
     assert shown == {(f"{name} {kind}", clip) for name, clip in script["CLIPS"] for kind in script["KINDS"]}
