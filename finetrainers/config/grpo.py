@@ -54,6 +54,10 @@ class GRPOSection(Section):
         "that forward pass; advantages are applied when they are known (`reweight`). It costs a backward pass for every "
         "clip, also for those that `--best_of_n` leaves out, and memory for gradients, which `estimate` shows. For one "
         "update per rollout, without KL penalty.", resume="free", method="grpo")
+    selective_rollouts: float = option(1.0, "Skip prompts that teach nothing, before any of their clips is sampled (GRESO). "
+        "A prompt whose clips have scored alike z times in a row, up to `advantage_std_floor`, is sampled with the "
+        "probability P^z, where P is this value. 0.5 is a good one; 1 skips none. Prompts must come more than once in a run.",
+        resume="free", method="grpo|nft", gt=0, le=1)
     sampling_steps: int = option(10, "Denoising steps of a rollout. Fewer than for final samples suffice, since clips "
         "are only compared. The last step is never trained, except by `refl`.", resume="same", ge=2, le=10_000)
     sampler: Kernel | None = option(None, "Noise of the sampler's steps: `flow` (Flow-GRPO), `dance` (DanceGRPO), "

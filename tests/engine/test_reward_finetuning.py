@@ -31,7 +31,16 @@ from finetrainers.utils.video import read_mp4
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "window": {"best_of_n": 2, "kl_coef": 0.1},
     "whole": {"grpo_preset": "dancegrpo", "best_of_n": 4, "ratio_norm": True},
-    "nft": {"method": "nft", "init_same_noise": False, "nft_timesteps": 2, "sampler": None},
+    # The clips of the first rollout differ by less than the floor, and one of its prompts is skipped in the second.
+    "nft": {
+        "method": "nft",
+        "init_same_noise": False,
+        "nft_timesteps": 2,
+        "sampler": None,
+        "selective_rollouts": 1e-9,
+        "advantage_std_floor": 1e-3,
+        "seed": 0,
+    },
     "refl": {"method": "refl", "draft_k": 2, "kl_coef": 0.1, "updates_per_rollout": 1, "num_generations": 1},
 }
 
@@ -195,6 +204,8 @@ def test_resuming_changes_nothing(
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
     rollouts = 4 // changes["updates_per_rollout"]
+    skipped = [r.get("prompts_skipped", 0.0) for r in records(tmp_path / "straight") if "reward/brightness" in r]
+    assert skipped == [0.0, 0.0, *[float(name == "nft")] * 2]
     for name in ("straight", "resumed"):
         assert len((tmp_path / name / "rewards" / "brightness.txt").read_text().splitlines()) == rollouts
     assert len(list((tmp_path / "straight" / "samples" / "step-000004").glob("*.mp4"))) == 1
@@ -318,6 +329,11 @@ def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]],
     assert "did you mean 'brightness'" in said
     assert "none.txt" in said
     assert "num_generations" in said
+
+
+def test_prompts_that_come_once_cannot_be_skipped(options: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError, match="2 rollouts of 1 prompt take each of the 3 once at most"):
+        train(load_config(**options(selective_rollouts=0.5, prompts_per_step=1)))
 
 
 def test_a_checkpoint_with_a_multistep_solver(

@@ -155,7 +155,7 @@ class Collector:
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
         scores = Scores.in_order(self.parallel.gather_objects(said))
         compared = self.compare(scores)
-        stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
+        stats = {"rollout": float(rollout), **self._stats(scores, compared, spent), **self._skipped(rollout, compared)}
         self._keep(jobs, videos, scores, compared, stats)
         selected = self._select(jobs, latents, replays, compared, stats)
         return selected if taking is None else replace(selected, taken=taking.finish(compared, self._wanted(compared)))
@@ -248,6 +248,20 @@ class Collector:
         wanted[list(found.constant)] = False
         wanted &= ~found.failed  # their advantage is 0, and they would only thin out the mean
         return wanted
+
+    def _skipped(self, rollout: int, found: Advantages) -> dict[str, float]:
+        """How many prompts were skipped for the rollout; what this one taught decides which are skipped next."""
+        if self.section.selective_rollouts == 1:
+            return {}
+        return {"prompts_skipped": float(self.source.skipped(rollout, self._teaches(found)))}
+
+    def _teaches(self, found: Advantages) -> list[bool | None]:
+        """Of every prompt whether its clips differ in a score that counts; None where none of them has a score."""
+        floor = self.section.advantage_std_floor
+        counted = torch.stack([found.group_std[name] for name, weight in self.panel.weights.items() if weight])
+        lost = found.failed.all(dim=1).tolist()
+        differ = (counted > floor).any(dim=0).tolist()
+        return [None if lost[i] else differ[i] and i not in found.constant for i in range(len(lost))]
 
     def _select(
         self,

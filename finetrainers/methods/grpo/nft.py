@@ -188,10 +188,11 @@ class NFT(RolloutMethod[Collected, Noised]):
         return loss, {"loss": loss.detach(), **metrics}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"old": dict(self.old.weights)}
+        return {"old": dict(self.old.weights), **super().state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({name: value for name, value in state.items() if name != "old"})
         saved = state.get("old", {})
         if saved.keys() != self.old.weights.keys():
             raise ValueError("the checkpoint's sampling policy is of other weights; was it saved by another --method?")

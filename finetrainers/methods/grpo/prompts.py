@@ -103,9 +103,10 @@ class PromptOrder:
     def prompts_of(self, rollout: int) -> list[int]:
         """Indices of the prompts of a rollout, counted from 0; the place in the list is the slot."""
         first = rollout * self.prompts_per_step
-        return [self._at(first + slot) for slot in range(self.prompts_per_step)]
+        return [self.at(first + slot) for slot in range(self.prompts_per_step)]
 
-    def _at(self, position: int) -> int:
+    def at(self, position: int) -> int:
+        """Index of the prompt at a position of the walk."""
         epoch, place = divmod(position, self.num_prompts)
         return self._epoch(epoch)[place]
 

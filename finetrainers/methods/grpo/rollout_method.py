@@ -18,6 +18,7 @@ from finetrainers.utils.phases import ROLLOUT, phase
 from .batches import Part, Rollout, parts_of_updates
 from .collect import Collector, timed
 from .evaluate import PromptEvaluation
+from .selective_rollouts import SelectiveRollouts
 from .source import PromptSource
 
 R = TypeVar("R", bound=Rollout)
@@ -99,6 +100,21 @@ class RolloutMethod(ABC, Generic[R, T]):
                 device=parallel.device,
                 look=self.look,
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        selection = self.selection
+        return {} if selection is None else {"prompts": selection.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.keys() - {"prompts"}:
+            raise ValueError(f"this method has no state to restore but that of its prompts, got {sorted(state)}")
+        if self.selection is not None:
+            self.selection.load_state_dict(state.get("prompts", {}))
+
+    @property
+    def selection(self) -> SelectiveRollouts | None:
+        """What skips prompts that teach nothing; None if nothing does."""
+        return self.collector.source.selection if self.section.selective_rollouts < 1 else None
 
     def look(self) -> None:
         """Read what the device has found out in a step, once all its micro-batches are done."""

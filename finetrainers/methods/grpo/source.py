@@ -20,6 +20,7 @@ from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats, dec
 
 from .plan import PromptPlan
 from .prompts import Prompt, PromptOrder
+from .selective_rollouts import SelectiveRollouts
 
 T = TypeVar("T")
 
@@ -62,6 +63,10 @@ class PromptSource:
         self.order = PromptOrder(
             len(plan.prompts), prompts_per_step=config.grpo.prompts_per_step, seed=data_position.seed
         )
+        self.selection: SelectiveRollouts | None = None
+        if config.grpo.selective_rollouts < 1:
+            begun = [plan.fingerprint, data_position.seed, self.first_rollout]
+            self.selection = SelectiveRollouts(self.order, probability=config.grpo.selective_rollouts, begun=begun)
         self._guided = config.grpo.rollout_cfg != 1.0
         self._keys = texts.keys
         self._cache = texts.keys.cache
@@ -104,7 +109,13 @@ class PromptSource:
 
     def prompts_of(self, rollout: int) -> list[Prompt]:
         """A rollout's prompts, in the order of its groups."""
-        return [self.plan.prompts[i] for i in self.order.prompts_of(rollout - self.first_rollout)]
+        order = self.order if self.selection is None else self.selection
+        return [self.plan.prompts[i] for i in order.prompts_of(rollout - self.first_rollout)]
+
+    def skipped(self, rollout: int, teaches: Sequence[bool | None]) -> int:
+        """Prompts that were skipped for a rollout, all of whose clips are scored; see `SelectiveRollouts.observe`."""
+        assert self.selection is not None
+        return self.selection.observe(rollout - self.first_rollout, teaches)
 
     def conditions(self, prompts: Sequence[Prompt]) -> Conditions:
         """Text conditioning, one row each, on the device; with guidance, as many rows of the empty prompt follow."""

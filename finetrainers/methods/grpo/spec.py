@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetrainers.config.errors import Problem
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import trained_steps
 from finetrainers.config.hacking import HackingRule, hacking_rule, measures_kl
@@ -16,6 +16,7 @@ from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.spec import MethodMemory, MethodSpec, WorkPlan
 from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.text import plural
 
 from .gradient_plan import plan_gradients
 from .plan import PromptPlan, plan_prompts
@@ -43,6 +44,15 @@ class RewardFinetuning(MethodSpec):
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
         from .tables import check_noise
 
+        section, steps = config.grpo, config.training.train_steps
+        rollouts = None if steps is None else steps // section.updates_per_rollout
+        if section.selective_rollouts < 1 and rollouts and rollouts * section.prompts_per_step <= len(plan.prompts):
+            message = (
+                f"no prompt is skipped before it comes a second time, and {plural(rollouts, 'rollout')} of "
+                f"{plural(section.prompts_per_step, 'prompt')} take each of the {len(plan.prompts)} once at most; leave it out, "
+                "or give more --train_steps or fewer prompts"
+            )
+            raise ConfigError([Problem("--selective_rollouts", message)])
         check_noise(plan, config, spec=spec)
 
     def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
