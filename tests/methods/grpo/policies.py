@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from one_of import OneOf
 from torch import Tensor, nn
@@ -22,7 +26,10 @@ from finetrainers.methods.grpo.nft import NFT
 from finetrainers.methods.grpo.prompts import Prompt, PromptOrder
 from finetrainers.methods.refl import RewardGradients
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, VideoMeta
+from finetrainers.utils.files import write_json_atomic
 
+GOLDEN = Path(__file__).parents[2] / "golden" / "preset_updates.json"
+UPDATE = os.environ.get("FINETRAINERS_UPDATE_GOLDEN") == "1"
 SHAPE = (4, 2, 4, 4)
 NUM_PROMPTS = 4
 
@@ -216,3 +223,21 @@ def bright_only(videos: Tensor, prompts: Sequence[str]) -> Tensor:
 def constant(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """The same for every clip."""
     return torch.full((len(videos),), 0.1)
+
+
+def picture(gradients: Iterable[Tensor], loss: float) -> dict[str, float]:
+    """Loss, norm, and what the gradient is along three fixed directions."""
+    flat = torch.cat([g.flatten() for g in gradients]).double()
+    draws = torch.randn(3, len(flat), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    along = {f"along {i}": float(flat @ d / d.norm()) for i, d in enumerate(draws)}
+    return {"loss": loss, "norm": float(flat.norm()), **along}
+
+
+def compare_with_record(name: str, found: Sequence[dict[str, float]]) -> None:
+    """Compare pictures with those in tests/golden, or write them there if FINETRAINERS_UPDATE_GOLDEN is 1."""
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.is_file() else {}
+    if UPDATE:
+        write_json_atomic(GOLDEN, {**golden, name: list(found)})
+        return
+    for now, then in zip(found, golden[name], strict=True):
+        assert now == pytest.approx(then, rel=1e-3, abs=1e-4 * then["norm"])

@@ -8,32 +8,27 @@ taken from the presets. The gradients are also pinned in tests/golden: FINETRAIN
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from policies import Adapted, Source, Spec, make_parts, network
+from policies import SHAPE, Adapted, Source, Spec, compare_with_record, make_parts, network, picture
 from torch import Tensor, nn
 
+from finetrainers.config.presets import PRESETS
 from finetrainers.methods.grpo.collect import Collected
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.prompts import Prompt
 from finetrainers.methods.registry import load_method
 from finetrainers.models.spec import ModelSpec
 from finetrainers.optim.factory import create_optimizer
-from finetrainers.utils.files import write_json_atomic
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "preset_updates.json"
-UPDATE = os.environ.get("FINETRAINERS_UPDATE_GOLDEN") == "1"
 SHIFT, PROMPTS, GROUP, KEPT = 3.0, 4, 6, 4
 WEIGHTS = {"policies:signed_brightness": 1.0, "policies:contrast_in_percent": 0.5}
 
@@ -67,6 +62,13 @@ PUBLISHED = {
     "flash": Published(20, "dance", 0.9, 1e-3, flash=True, lr=3e-3),
     "nft": Published(10, beta=1e-4),
 }
+#: What a run does without a preset, by the descriptions of the options.
+OWN = {
+    "no preset": Published(10, "flow", 0.7, 0.1 / math.sqrt(math.prod(SHAPE)), "advantages", global_std=False, lr=1e-1)
+}
+TOLD = PUBLISHED | OWN
+#: The optimizer that all presets have.
+ADAMW = {"optimizer": "adamw", "beta2": 0.999, "weight_decay": 1e-4, "max_grad_norm": 1.0}
 
 
 # ---- the published formulae, in float64 ----------------------------------------------------------------------------
@@ -219,11 +221,13 @@ class Reference:
 
 def make(name: str, model: nn.Module, training_type: str) -> tuple[GRPO, Any, Source]:
     """The method as a run of the preset has it, on a small policy."""
+    options = {"grpo_preset": name} if name in PUBLISHED else ADAMW
     parts = make_parts(
-        model=model, spec=PresetSpec(), scheduler=FlowMatchEulerDiscreteScheduler(), grpo_preset=name,
+        model=model, spec=PresetSpec(), scheduler=FlowMatchEulerDiscreteScheduler(),
         reward=[f"{reward}={weight}" for reward, weight in WEIGHTS.items()], training_type=training_type,
-        prompts_per_step=PROMPTS, num_generations=GROUP, shift=SHIFT, updates_per_rollout=2, lr=PUBLISHED[name].lr,
-        sampling_steps=None, window_range=None, seed=None, **({"best_of_n": KEPT} if PUBLISHED[name].kept else {}),
+        prompts_per_step=PROMPTS, num_generations=GROUP, shift=SHIFT, updates_per_rollout=2, lr=TOLD[name].lr,
+        sampling_steps=None, window_range=None, seed=None, **({"best_of_n": KEPT} if TOLD[name].kept else {}),
+        **options,
     )  # fmt: skip
     return load_method(parts.config.training.method)(parts), parts.config, parts.source
 
@@ -250,17 +254,13 @@ def updates(method: GRPO, model: nn.Module) -> Iterator[tuple[list[Any], list[li
         yield list(step), rows
 
 
-def picture(gradients: Sequence[Tensor], loss: float) -> dict[str, float]:
-    """Loss, norm, and what the gradient is along three fixed directions."""
-    flat = torch.cat([g.flatten() for g in gradients]).double()
-    draws = torch.randn(3, len(flat), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    along = {f"along {i}": float(flat @ d / d.norm()) for i, d in enumerate(draws)}
-    return {"loss": loss, "norm": float(flat.norm()), **along}
+def test_every_preset_is_derived() -> None:
+    assert PUBLISHED.keys() == PRESETS.keys()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", TOLD)
 def test_an_update_is_the_published_one(name: str) -> None:
-    told, model = PUBLISHED[name], network(cls=Adapted)
+    told, model = TOLD[name], network(cls=Adapted)
     method, config, source = make(name, model, "full-finetune" if name == "mixgrpo" else "lora")
     said = recorded(method)
     collected: list[Collected] = []
@@ -300,9 +300,4 @@ def test_an_update_is_the_published_one(name: str) -> None:
     assert reference is not None
     for ours, theirs in zip(weights, reference.weights, strict=True):
         torch.testing.assert_close(ours.double(), theirs.detach(), rtol=0, atol=0.02 * told.lr)
-    golden = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.is_file() else {}
-    if UPDATE:
-        write_json_atomic(GOLDEN, {**golden, name: found})
-    else:
-        for now, then in zip(found, golden[name], strict=True):
-            assert now == pytest.approx(then, rel=1e-3, abs=1e-4 * then["norm"])
+    compare_with_record(name, found)

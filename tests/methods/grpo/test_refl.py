@@ -1,4 +1,7 @@
-"""Reward gradients on a small policy: against autograd through a plain loop in float64, and learning from them."""
+"""Reward gradients on a small policy: against autograd through a plain loop in float64, and learning from them.
+
+They are also pinned in tests/golden: FINETRAINERS_UPDATE_GOLDEN=1 writes the numbers again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 from one_of import OneOf
-from policies import Adapted, Source, flow, make_refl, network, signed_brightness, vp
+from policies import (
+    Adapted,
+    Source,
+    compare_with_record,
+    flow,
+    make_refl,
+    network,
+    picture,
+    signed_brightness,
+    vp,
+)
 from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import levels
@@ -24,14 +37,23 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def gradients(method: RewardGradients, model: nn.Module, *, pieces: int = 1, scale: float = 1.0) -> dict[str, Tensor]:
-    """Of the first step, as the trainer makes them."""
+def first_step(
+    method: RewardGradients, model: nn.Module, *, pieces: int = 1, scale: float = 1.0
+) -> tuple[dict[str, Tensor], float]:
+    """Its gradients, as the trainer makes them, and its loss."""
     step: Step[Any] = next(method.steps(0, model))
+    total = 0.0
     for batch in step.split([pieces] * len(step)):
-        (scale * method.loss(model, batch)[0]).backward()
+        loss = method.loss(model, batch)[0]
+        (scale * loss).backward()
+        total += float(loss.detach())
     found = {name: p.grad / scale for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return found, total
+
+
+def gradients(*args: Any, **options: Any) -> dict[str, Tensor]:
+    return first_step(*args, **options)[0]
 
 
 def expected(method: RewardGradients, model: nn.Module, *, kl: float = 0.0) -> dict[str, Tensor]:
@@ -110,7 +132,9 @@ def test_the_gradient_is_that_of_autograd_through_all_steps(name: str, make_proc
     method = make_refl(model, make_process, **KINDS[name])
     wanted = expected(method, model.eval())
     # In smaller micro-batches, as after an OOM, with a filled-up one; and with a loss that is scaled, as for fp16.
-    close(gradients(method, model, pieces=3, scale=2.0**12), wanted)
+    found, loss = first_step(method, model, pieces=3, scale=2.0**12)
+    close(found, wanted)
+    compare_with_record(f"{name} {make_process.__name__}", [picture(found.values(), loss)])
     ranks = [make_refl(model, make_process, **KINDS[name], parallel=Half(rank, 2), batch_size=2) for rank in range(2)]
     halves = [gradients(rank, model) for rank in ranks]
     close({key: (halves[0][key] + halves[1][key]) / 2 for key in halves[0]}, wanted)
