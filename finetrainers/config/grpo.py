@@ -32,8 +32,8 @@ class GRPOSection(Section):
     methods = REWARD_METHODS
     in_plan = True
 
-    prompts: Path | None = option(None, "Training prompts: .txt (one per line), .jsonl (key `prompt`), or "
-        "`videos2caption.json` of DanceGRPO.", resume="free")
+    prompts: Path | None = option(None, "Training prompts: .txt (one per line), .jsonl or .csv (keys "
+        "`prompt` and `image`, from which its clips start), or `videos2caption.json` of DanceGRPO.", resume="free")
     reward: list[Reward] = option([], "Rewards that score the clips, each as `NAME[=WEIGHT][,option=value...]`: a "
         "registered reward, one head of it (`videoalign.vq`), `module:function`, or `http://host:port`. Weight 0 only "
         "logs.", resume="same")

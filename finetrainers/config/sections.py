@@ -463,7 +463,7 @@ class ValidationSection(Section):
         "only while it is used (CUDA). By default only if the estimate says that sampling does not fit the GPU otherwise.",
         resume="free")
     eval_steps: int | None = option(None, "Measure the evaluation loss, and score held-out prompts, every N optimizer steps.", resume="free", ge=1)
-    eval_prompts: Path | None = option(None, "Held-out prompts: .txt (one per line) or .jsonl (key `prompt`). They are "
+    eval_prompts: Path | None = option(None, "Held-out prompts: .txt (one per line) or .jsonl (keys `prompt`, `image`). They are "
         "sampled and scored before and after training, and every `eval_steps`. The default is `validation_prompts`; reward "
         "finetuning has none.", resume="free", former_table="grpo")
     eval_reward: list[Reward] = option([], "Rewards that score samples of held-out prompts, as `reward` names them; only "

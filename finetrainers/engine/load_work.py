@@ -84,7 +84,7 @@ def load_work(
     config, plan = checked.config, checked.plan
     watchdog.enter("loading")
     with loading(checked, "VAE"):
-        encodes = plan.encodes_clips  # else clips are only decoded
+        encodes = plan.encodes_clips or bool(plan.images)  # else clips are only decoded
         clip_encoders = parallel.in_turns(
             "loading the VAE",
             lambda: (spec.load_clip_encoders() if encodes else Parts({"vae": spec.load_vae()})).to(parallel.device),

@@ -133,6 +133,8 @@ def preflight(
         check_control_videos(config, facts, [*prompts, *scored], plan.size, found)
         sizes = _sizes(plan, [*prompts, *scored])
         check_shared_sizes(config, facts, sizes, found, processes=launched_processes())
+        if method is not None and facts.first_frame != "unknown":
+            found.errors += method.plan_problems(plan, config, facts)
     if plan is not None and known and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
             start = _begin(config, plan, checkpoint, initial)

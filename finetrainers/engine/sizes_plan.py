@@ -31,7 +31,7 @@ class SizesPlan:
     cut_in_batches = False
     count = 0
     noun = "clip"
-    rates = ()
+    rates = images = ()
 
     @property
     def critical_options(self) -> dict[str, str | None]:

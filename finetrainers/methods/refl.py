@@ -138,7 +138,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
                 for place, clean in enumerate(ends if error is None else ()):
                     with timed(spent, "reward_gradient", device):
                         number = collector.parallel.data_rank * len(jobs) + first
-                        adjoint, scores, total, pixels = self._adjoint(clean, chunk, number)
+                        adjoint, scores, total, pixels = self._adjoint(clean, chunk, number, conditions)
                     for i, job in enumerate(chunk):
                         adjoints[first + i, place], values[first + i, place] = adjoint[i].clone(), float(total[i])
                         if place == 0 and collector.shown.wants(job) and collector.parallel.has_turn(batch):
@@ -215,25 +215,29 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
             return prediction, process.x0_from(prediction, x, time)
         return prediction, transition_mean(process, prediction, x, time, now)
 
-    def _adjoint(self, clean: Tensor, jobs: Sequence[Job], number: int) -> tuple[Tensor, Scores, Tensor, Tensor]:
+    def _adjoint(
+        self, clean: Tensor, jobs: Sequence[Job], number: int, conditions: Conditions
+    ) -> tuple[Tensor, Scores, Tensor, Tensor]:
         """Gradient of the weighted rewards by clean latents, the scores, the weighted rewards `[B]`, and the pixels.
 
         Args:
             clean: `[B, C, T, H, W]` as they are denoised.
             jobs: what the clips are.
             number: of the first of them within the rollout.
+            conditions: under which they were sampled.
 
         Raises:
             RewardError: a reward failed, or its gradient is not finite, and that is not masked.
         """
         collector, rollout = self.collector, jobs[0].rollout
-        whole = self.sampler.clips(clean)
+        whole = self.sampler.clips(clean, conditions)
         frames = self._frames(rollout, whole.shape[2])
+        prompts = [job.prompt for job in jobs]
 
         def score(videos: Tensor) -> tuple[Tensor, tuple[Scores, Tensor, Tensor]]:
-            texts, fps = [job.prompt.text for job in jobs], collector.reward_fps
             scores, total = collector.panel.differentiate(
-                videos, texts, fps=fps, rollout=rollout, first_clip=number
+                videos, [prompt.text for prompt in prompts], fps=collector.reward_fps, rollout=rollout, first_clip=number,
+                images=collector.source.pictures(prompts),
             )  # fmt: skip
             return total.sum(), (scores, total.detach(), videos.detach().cpu())
 
@@ -249,9 +253,9 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
                 "--reward_on_error mask leaves such clips out"
             )
         found[(broken | scores.failed).to(found.device)] = 0.0
-        adjoint = torch.zeros_like(clean)
-        self.sampler.clips(adjoint)[:, :, frames] = found.to(clean.device)
-        return adjoint, scores, total, pixels
+        adjoint = torch.zeros_like(whole)
+        adjoint[:, :, frames] = found.to(clean.device)
+        return self.sampler.denoised(adjoint), scores, total, pixels
 
     def _frames(self, rollout: int, total: int) -> slice:
         """The latent frames that are decoded and scored."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from finetrainers.config.errors import Problem
+from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.hacking import HackingRule
 from finetrainers.config.rewards import RewardEntry
@@ -63,6 +64,11 @@ class WorkPlan(Protocol):
     @property
     def encodes_clips(self) -> bool:
         """Whether the VAE encodes clips; a method that samples its own only decodes them."""
+        ...
+
+    @property
+    def images(self) -> Sequence[Path]:
+        """Images that clips are sampled from, which the VAE encodes."""
         ...
 
     @property
@@ -226,6 +232,10 @@ class MethodSpec:
             for message in registry().reward_problems(entry)
         ]
 
+    def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
+        """What a checkpoint cannot do with the plan. It is asked about checkpoints whose configs are known."""
+        yield from rewards_without_images(self.rewards(config))
+
     def rewards(self, config: TrainConfig) -> list[RewardEntry]:
         """All rewards that a run loads."""
         return list(config.validation.eval_reward)
@@ -337,6 +347,17 @@ class MethodSpec:
             reference: bytes that a process keeps of a frozen copy of the network, where full finetuning needs one.
         """
         return MethodMemory(copies=0.0, trajectories=0.0, batch_size=batch_size)
+
+
+def rewards_without_images(entries: Sequence[RewardEntry]) -> Iterator[Problem]:
+    """Rewards that need the image that a clip starts from, where clips start from none."""
+    for entry in entries:
+        if registry().image_use(entry) == "required":
+            message = (
+                f"{entry.name} needs the image that clips start from, and these start from text; give each prompt of reward "
+                "finetuning an image"
+            )
+            yield Problem("--reward", message)
 
 
 def registry() -> Any:

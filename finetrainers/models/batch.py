@@ -21,10 +21,14 @@ class Conditions:
     Attributes:
         tensors: by name.
         lengths: how many tokens of each row are text, where the host knows, so that nobody asks the device.
+        extra: what a given image adds to `VideoMeta.extra`, where clips are sampled from images.
+        start: clean latents of the frames that clips start with, `[B, C, F, H, W]`, likewise; None: all frames are sampled.
     """
 
     tensors: Mapping[str, Tensor]
     lengths: tuple[int, ...] | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    start: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -40,14 +44,17 @@ class Conditions:
         mask, lengths = self.tensors.get("prompt_attention_mask"), self.lengths
         if lengths is None and mask is not None and mask.device.type == "cpu":
             lengths = _lengths(mask)
-        return Conditions(moved, lengths)
+        extra = {k: to_device(v, device) for k, v in self.extra.items()}
+        return Conditions(moved, lengths, extra, None if self.start is None else to_device(self.start, device))
 
     def rows(self, index: Sequence[int] | slice) -> Conditions:
         """The given rows, as a batch."""
         picked = index if isinstance(index, slice) else list(index)
         rows = range(len(self))[picked] if isinstance(picked, slice) else picked
         lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
-        return Conditions({k: v[picked] for k, v in self.tensors.items()}, lengths)
+        extra = {k: v[picked] for k, v in self.extra.items()}
+        start = None if self.start is None else self.start[picked]
+        return Conditions({k: v[picked] for k, v in self.tensors.items()}, lengths, extra, start)
 
     def zeroed(self) -> Conditions:
         """Embeddings replaced by zeros; masks stay, since a row that attends to nothing has no softmax."""
@@ -79,7 +86,10 @@ class Conditions:
         """Join batches along the batch axis."""
         known = [part.lengths for part in parts if part.lengths is not None]
         lengths = tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
-        return Conditions({k: torch.cat([p.tensors[k] for p in parts]) for k in parts[0].tensors}, lengths)
+        extra = {k: torch.cat([p.extra[k] for p in parts]) for k in parts[0].extra}
+        starts = [p.start for p in parts if p.start is not None]
+        joined = {k: torch.cat([p.tensors[k] for p in parts]) for k in parts[0].tensors}
+        return Conditions(joined, lengths, extra, torch.cat(starts) if starts else None)
 
 
 def _lengths(mask: Tensor) -> tuple[int, ...]:

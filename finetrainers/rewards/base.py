@@ -6,9 +6,12 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor
+
+#: What a reward does with the images that clips start from.
+ImageUse: TypeAlias = Literal["none", "optional", "required"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,10 @@ class Reward(ABC):
     """A scorer of clips. Its options are the keyword arguments of its `__init__`, all strings or numbers.
 
     Scores of a clip must not depend on the other clips of the call.
+
+    One that compares a clip with the image that it starts from says so by `images`. Then `score` and `differentiate` have a
+    further keyword of that name, which is given `[B, 3, H, W]` in [0, 1] in the size of the clips; None where clips start
+    from text, if that is optional.
     """
 
     #: The numbers it gives, by name; a reward with one number calls it `score`.
@@ -35,6 +42,8 @@ class Reward(ABC):
     batch_size: int = 8
     #: Whether `differentiate` gives its scores with a graph, so that they can be backpropagated.
     differentiable: ClassVar[bool] = False
+    #: Whether it is given the images that clips start from.
+    images: ImageUse = "none"
     #: The options that name its weights.
     weights_options: ClassVar[tuple[str, ...]] = ("path",)
 

@@ -15,7 +15,7 @@ from finetrainers.utils.text import nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .base import Reward
+    from .base import ImageUse, Reward
 
 #: Name to `module:attribute`, or to what was registered from outside.
 _REWARDS: dict[str, Any] = {}
@@ -25,7 +25,8 @@ def register_reward(name: str, factory: Any = None) -> Any:
     """Make a reward available as `--reward name`; also a decorator.
 
     What is registered is a function `(videos, prompts) -> scores [B]` with videos `[B, T, C, H, W]` in [0, 1], a
-    `Reward` subclass, or the address `module:attribute` of either.
+    `Reward` subclass, or the address `module:attribute` of either. A function with the keyword `images` is given those that
+    clips start from, `[B, 3, H, W]`; with a default it may be left out.
 
     Raises:
         ValueError: the name is taken, or cannot be told from an address or a head.
@@ -100,6 +101,14 @@ def copies_on_gpu(entry: RewardEntry) -> int:
         return 0 if entry.options.get("device") == "cpu" else 1
     processes = local_world_size()
     return processes if int(number[1]) < processes else 0
+
+
+def image_use(entry: RewardEntry) -> ImageUse:
+    """What a reward does with the images that clips start from. A server says it only when it is asked."""
+    try:
+        return resolve_reward(entry.reward).images
+    except ValueError:  # it is no reward, which is told elsewhere
+        return "none"
 
 
 def on_device(entries: Sequence[RewardEntry], device: str | None) -> list[RewardEntry]:
@@ -270,20 +279,33 @@ def _import(address: str) -> Any:
         raise ValueError(f"reward {address!r}: module {module} has no {attribute!r}") from None
 
 
-def _from_function(function: Callable[[Tensor, Sequence[str]], Tensor]) -> type[Reward]:
+def _from_function(function: Callable[..., Tensor]) -> type[Reward]:
     from .base import Reward
 
     class FunctionReward(Reward):
         __doc__ = function.__doc__
         differentiable = getattr(function, "differentiable", False)
+        images = _image_use_of(function)
 
-        def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
-            return {"score": function(videos, prompts)}
+        def score(
+            self, videos: Tensor, prompts: Sequence[str], *, fps: float, **images: Tensor | None
+        ) -> Mapping[str, Tensor]:
+            return {"score": function(videos, prompts, **images)}
 
-        def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
-            return {"score": function(videos, prompts)}
+        differentiate = score
 
     return FunctionReward
+
+
+def _image_use_of(function: Callable[..., Any]) -> ImageUse:
+    """By its keyword `images`; of a function whose arguments Python does not know, none."""
+    try:
+        keyword = inspect.signature(function).parameters.get("images")
+    except ValueError:
+        return "none"
+    if keyword is None:
+        return "none"
+    return "required" if keyword.default is inspect.Parameter.empty else "optional"
 
 
 #: Ours, by module and class below `finetrainers`; their code loads when they are used.

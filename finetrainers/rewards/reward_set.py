@@ -122,8 +122,9 @@ class RewardSet:
 
     @phase(REWARD)
     def score(
-        self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0
-    ) -> Scores:
+        self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0,
+        images: Tensor | None = None,
+    ) -> Scores:  # fmt: skip
         """Score clips with every reward that is due.
 
         Args:
@@ -132,38 +133,41 @@ class RewardSet:
             fps: frame rate at which the clips play.
             rollout: number of the rollout, counted from 0.
             first_clip: number of the first of these clips within the rollout, for messages and file names.
+            images: what clips start from, `[B, 3, H, W]` in [0, 1]; None: text alone.
 
         Raises:
             ValueError: the clips are no such tensor, or there are not as many prompts.
             RewardError: a reward failed or gave a score that is not finite, and that is not masked; or it gave something
-                other than a score a clip, or changed the clips.
+                other than a score a clip, or changed the clips, or needs images and there are none.
         """
-        return self.compute(videos, prompts, fps=fps, rollout=rollout, first_clip=first_clip)
+        return self.compute(videos, prompts, fps=fps, rollout=rollout, first_clip=first_clip, images=images)
 
     def compute(
-        self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0
-    ) -> Scores:
+        self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0,
+        images: Tensor | None = None,
+    ) -> Scores:  # fmt: skip
         """`score` outside of the main thread, where phases cannot be told apart."""
         pixels = _checked_pixels(videos, prompts, fps, first_clip)
-        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip))[0]
+        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, images))[0]
 
     @phase(REWARD)
     def differentiate(
-        self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0
-    ) -> tuple[Scores, Tensor]:
+        self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0,
+        images: Tensor | None = None,
+    ) -> tuple[Scores, Tensor]:  # fmt: skip
         """Score clips, and the weighted sum of their normalized scores with its graph, `[B]` fp64 on the CPU.
 
         A clip without a score, whose failure is masked, has a sum of 0. Rewards of weight 0 are scored as `score` does.
 
         Args:
             videos: as in `score`, with a graph.
-            prompts, fps, rollout, first_clip: as in `score`.
+            prompts, fps, rollout, first_clip, images: as in `score`.
 
         Raises:
             ValueError, RewardError: as in `score`.
         """
         pixels = _checked_pixels(videos, prompts, fps, first_clip)
-        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, graph=videos))
+        return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, images, graph=videos))
 
     def _score(self, clips: _Clips) -> tuple[Scores, Tensor]:
         """The scores of all rewards that are due, and the weighted sum with the graph of the clips, if they have one."""
@@ -241,12 +245,20 @@ class _Scorer:
         version = pixels._version
         with torch.set_grad_enabled(clips.graph is not None):
             ask = self.reward.score if clips.graph is None else self.reward.differentiate
-            given = ask(pixels, clips.prompts, fps=clips.fps)
+            given = ask(pixels, clips.prompts, fps=clips.fps, **self._images(clips, pixels.device))
         if pixels._version != version:
             raise RewardError(f"reward {self.label} changed the clips that it scored; let it change a copy")
         rows = [self._row(given, head, len(clips)) for head in heads]
         fault_point("reward", rows)
         return torch.stack(rows)
+
+    def _images(self, clips: _Clips, device: torch.device) -> dict[str, Tensor | None]:
+        """The keyword by which a reward is given images, if it takes them."""
+        if self.reward.images == "none":
+            return {}
+        if self.reward.images == "required" and clips.images is None:
+            raise RewardError(f"reward {self.label} needs the image that clips start from, and these start from text")
+        return {"images": None if clips.images is None else clips.images.to(device)}
 
     def _row(self, given: object, head: str, count: int) -> Tensor:
         scores = given.get(head) if isinstance(given, Mapping) else None
@@ -287,6 +299,7 @@ class _Clips:
     fps: float
     rollout: int
     first: int
+    images: Tensor | None = None
     graph: Tensor | None = None
 
     def __len__(self) -> int:
@@ -305,6 +318,7 @@ class _Clips:
             pixels=self.pixels[start:stop],
             prompts=self.prompts[start:stop],
             first=self.first + start,
+            images=None if self.images is None else self.images[start:stop],
             graph=graph,
         )
 

@@ -93,11 +93,13 @@ class ServedReward(Reward):
         if self._head not in given or (len(given) > 1 and not self.address.fragment):
             problem = f"gives no {self._head!r}" if self.address.fragment else "gives several numbers"
             raise ValueError(f"{self._url} {problem}; name one: {', '.join(f'{self._url}#{head}' for head in given)}")
-        self._max_bytes, self._max_clips = described.max_bytes, described.max_clips
+        self._max_bytes, self._max_clips, self.images = described.max_bytes, described.max_clips, described.images
         # The class cannot know them.
         self.heads = {"score": given[self._head]}  # type: ignore[misc]
 
-    def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
+    def score(
+        self, videos: Tensor, prompts: Sequence[str], *, fps: float, images: Tensor | None = None
+    ) -> Mapping[str, Tensor]:
         """See `Reward.score`.
 
         Raises:
@@ -111,7 +113,8 @@ class ServedReward(Reward):
                 f"{len(videos)} clips, and {self._url} takes {self._max_clips} at once; lower this reward's batch_size or "
                 "raise the server's limit"
             )
-        body = Request(to_uint8(videos), tuple(prompts), fps).pack()
+        pictures = None if images is None else to_uint8(images)
+        body = Request(to_uint8(videos), tuple(prompts), fps, pictures).pack()
         if len(body) > self._max_bytes:
             raise ValueError(
                 f"{len(videos)} clips are {len(body)} bytes, and {self._url} takes {self._max_bytes} at once; "

@@ -4,13 +4,16 @@ The protocol, version 1. Answers are JSON objects; anyone who speaks it can serv
 
 `GET /` describes the server:
 
-    200 {"protocol": 1, "reward": NAME, "max_bytes": N, "max_clips": N, "heads": {HEAD: {"mean": 3.7, "std": 2.2}, ...}}
+    200 {"protocol": 1, "reward": NAME, "max_bytes": N, "max_clips": N, "heads": {HEAD: {"mean": 3.7, "std": 2.2}, ...},
+         "images": "none"}
 
     `max_bytes` is the largest body it takes, and `max_clips`, which may be missing, how many clips; `(score - mean) / std`
-    brings a head to a common scale.
+    brings a head to a common scale. `images`, which may be missing, says whether the reward is given the images that clips
+    start from: `none`, `optional` or `required`.
 
 `POST /score` scores clips. The body, of a `Content-Length` that is said, is a safetensors file with one tensor, `videos`,
-uint8 `[B, T, H, W, 3]`, and the metadata `prompts`, a JSON list of B texts, and `fps`, a number written out:
+uint8 `[B, T, H, W, 3]`, and the metadata `prompts`, a JSON list of B texts, and `fps`, a number written out. Where the server
+takes images and clips start from some, `images`, uint8 `[B, H, W, 3]`, is a second tensor:
 
     200 {HEAD: [B numbers], ...}
 
@@ -37,7 +40,7 @@ import socket
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -50,7 +53,7 @@ from torch import Tensor
 
 from finetrainers.utils.text import printable, shortened
 
-from .base import Head, Reward
+from .base import Head, ImageUse, Reward
 from .limits import FairQueue, TimedReader
 
 logger = logging.getLogger(__name__)
@@ -77,20 +80,23 @@ class Description(BaseModel):
     max_bytes: int
     max_clips: int | None = None
     heads: dict[str, Head] = Field(min_length=1)
+    images: ImageUse = "none"
 
 
 @dataclass(frozen=True)
 class Request:
-    """Clips `[B, T, H, W, 3]` uint8 to be scored, their prompts and their frame rate."""
+    """Clips `[B, T, H, W, 3]` uint8 to be scored, their prompts and frame rate, and the images `[B, H, W, 3]` they start from."""
 
     videos: Tensor
     prompts: tuple[str, ...]
     fps: float
+    images: Tensor | None = None
 
     def pack(self) -> bytes:
         """The body of a request."""
         metadata = {"prompts": json.dumps(self.prompts), "fps": repr(float(self.fps))}
-        return safetensors.torch.save({"videos": self.videos.contiguous()}, metadata=metadata)
+        tensors = {"videos": self.videos} if self.images is None else {"videos": self.videos, "images": self.images}
+        return safetensors.torch.save({n: t.contiguous() for n, t in tensors.items()}, metadata=metadata)
 
     @classmethod
     def unpack(cls, body: bytes) -> Request:
@@ -105,8 +111,8 @@ class Request:
             raise ValueError(f"the body is no safetensors file: {error}") from None
         # The library has checked the header, but gives the metadata only of files on disk.
         metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__", {})
-        if tensors.keys() != {"videos"} or not {"prompts", "fps"} <= metadata.keys():
-            raise ValueError("wanted: one tensor, 'videos', and the metadata 'prompts' and 'fps'")
+        if not {"videos"} <= tensors.keys() <= {"videos", "images"} or not {"prompts", "fps"} <= metadata.keys():
+            raise ValueError("wanted: the tensor 'videos', perhaps 'images', and the metadata 'prompts' and 'fps'")
         videos, prompts, fps = tensors["videos"], _parsed(metadata["prompts"]), _number(metadata["fps"])
         if videos.dtype != torch.uint8 or videos.ndim != 5 or videos.shape[-1] != 3 or videos.numel() == 0:
             raise ValueError(f"videos are {videos.dtype} {list(videos.shape)}; wanted: uint8 [B, T, H, W, 3]")
@@ -116,12 +122,19 @@ class Request:
             raise ValueError(f"{len(videos)} videos, but {len(prompts)} prompts")
         if not 0 < fps < math.inf:
             raise ValueError(f"fps is {shortened(metadata['fps'], 20)}; wanted: a positive number")
-        return cls(videos, tuple(prompts), fps)
+        images = tensors.get("images")
+        if images is not None and (images.dtype != torch.uint8 or images.shape != (len(videos), *videos.shape[2:])):
+            raise ValueError(
+                f"images are {images.dtype} {list(images.shape)}; wanted: uint8 [B, H, W, 3], as the videos"
+            )
+        return cls(videos, tuple(prompts), fps, images)
 
     def digest(self) -> str:
         """Hash of a request, the key of its cached answer."""
         found = hashlib.sha256(json.dumps([list(self.videos.shape), self.prompts, self.fps]).encode())
         found.update(self.videos.contiguous().numpy().data)
+        if self.images is not None:
+            found.update(self.images.contiguous().numpy().data)
         return found.hexdigest()
 
 
@@ -163,7 +176,9 @@ class RewardServer(ThreadingHTTPServer):
         self.max_clips = max_clips
         self.token = token
         self.places = FairQueue(_AT_ONCE)
-        self.description = Description(reward=name, max_bytes=max_bytes, max_clips=max_clips, heads=dict(reward.heads))
+        self.description = Description(
+            reward=name, max_bytes=max_bytes, max_clips=max_clips, heads=dict(reward.heads), images=reward.images
+        )
         self._reward = reward
         self._batch_size = batch_size or reward.batch_size
         self._turn = FairQueue(1)
@@ -336,9 +351,13 @@ class _Handler(BaseHTTPRequestHandler):
 def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, list[float | None]]:
     """Raw scores of all heads, some clips at a time."""
     found: dict[str, list[float | None]] = {head: [] for head in reward.heads}
-    for videos, prompts in _parts(request, batch_size):
+    if reward.images == "required" and request.images is None:
+        raise ValueError("this reward needs the images that clips start from")
+    for part in _parts(request, batch_size):
+        prompts, images = part.prompts, None if part.images is None else part.images.movedim(-1, -3).float() / 255
+        given = {} if reward.images == "none" else {"images": images}
         with torch.no_grad():
-            scores = reward.score(videos.movedim(-1, -3).float() / 255, prompts, fps=request.fps)
+            scores = reward.score(part.videos.movedim(-1, -3).float() / 255, prompts, fps=request.fps, **given)
         for head, values in found.items():
             if head not in scores or scores[head].shape != (len(prompts),):
                 raise RuntimeError(f"the reward gave no {head!r} of shape [{len(prompts)}]")
@@ -346,9 +365,12 @@ def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, li
     return found
 
 
-def _parts(request: Request, size: int) -> list[tuple[Tensor, Sequence[str]]]:
-    starts = range(0, len(request.prompts), size)
-    return [(request.videos[i : i + size], request.prompts[i : i + size]) for i in starts]
+def _parts(request: Request, size: int) -> list[Request]:
+    rows = [slice(i, i + size) for i in range(0, len(request.prompts), size)]
+    images = request.images
+    return [
+        Request(request.videos[r], request.prompts[r], request.fps, None if images is None else images[r]) for r in rows
+    ]
 
 
 def _parsed(text: str) -> Any:

@@ -20,9 +20,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from finetrainers.config.rewards import RewardEntry
 from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.pixels import Brightness
-from finetrainers.rewards.registry import resolve_reward
+from finetrainers.rewards.registry import image_use, resolve_reward
+from finetrainers.rewards.reward_set import RewardError, RewardSet
 from finetrainers.rewards.served import ServedReward
 from finetrainers.rewards.server import PORT, TOKEN_VARIABLE, Request, RewardServer
 
@@ -126,6 +128,38 @@ def post(url: str, body: bytes, *, path: str = "/score", headers: Mapping[str, s
 
 
 # ---- both ends -----------------------------------------------------------------------------------------------------
+
+
+def near(videos: Tensor, prompts: Sequence[str], *, images: Tensor) -> Tensor:
+    return -(videos[:, 0] - images).abs().mean((1, 2, 3))
+
+
+def test_images_that_clips_start_from_reach_rewards_that_ask() -> None:
+    """Of the same clip and image the same score in this process and over HTTP; a reward that cannot do without says so."""
+    videos, entry = clips(), RewardEntry(name=f"{__name__}:near")
+    images = videos[:, 1].flip(0)
+    wanted = near(videos, [""] * 3, images=images).double()
+    with serving(resolve_reward(entry.reward)(), batch_size=2) as url:
+        for name in (entry.reward, url):
+            panel = RewardSet([RewardEntry(name=name, batch_size=2)])
+            found = panel.score(videos, [""] * 3, fps=8, images=images).heads[name].raw
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            with pytest.raises(RewardError, match="needs the image that clips start from"):
+                panel.score(videos, [""] * 3, fps=8)
+        assert (lambda s, e: (s, e[:10]))(*post(url, Request(*_bytes(videos), images=images).pack())) == (
+            400,
+            "images are",
+        )
+        assert post(url, Request(*_bytes(videos)).pack())[1].endswith("needs the images that clips start from")
+    plain = RewardSet([RewardEntry(name="brightness")])
+    assert plain.score(videos, [""] * 3, fps=8, images=images).heads["brightness"].raw.isfinite().all()
+    assert [image_use(RewardEntry(name=name)) for name in (entry.reward, "brightness", "nobody")] == [
+        "required", "none", "none"
+    ]  # fmt: skip
+
+
+def _bytes(videos: Tensor) -> tuple[Tensor, tuple[str, ...], float]:
+    return (videos * 255).round().byte().movedim(2, -1), ("",) * len(videos), 8.0
 
 
 def test_served_scores_are_the_rewards_own() -> None:
@@ -273,7 +307,10 @@ def request(videos: Tensor | None = None, **metadata: str) -> bytes:
         (b"\xff" * 64, "no safetensors file"),
         (request()[:-1], "no safetensors file"),
         (safetensors.torch.save({"videos": torch.zeros(1)}), "the metadata 'prompts' and 'fps'"),
-        (safetensors.torch.save({"clips": torch.zeros(1)}, metadata={"prompts": "[]", "fps": "8"}), "one tensor"),
+        (
+            safetensors.torch.save({"clips": torch.zeros(1)}, metadata={"prompts": "[]", "fps": "8"}),
+            "wanted: the tensor",
+        ),
         (request(torch.zeros(1, 2, 4, 4, 3)), r"torch.float32 [1, 2, 4, 4, 3]; wanted: uint8 [B, T, H, W, 3]"),
         (request(torch.zeros(1, 2, 3, 4, 4, dtype=torch.uint8)), "[1, 2, 3, 4, 4]; wanted"),
         (request(torch.zeros(0, 2, 4, 4, 3, dtype=torch.uint8), prompts="[]"), "[0, 2, 4, 4, 3]; wanted"),
@@ -583,6 +620,7 @@ def test_the_server_describes_itself() -> None:
             "max_bytes": 12345,
             "max_clips": 256,
             "heads": {"light": {"mean": 1.5, "std": 0.5}, "length": {"mean": 0.0, "std": 1.0}},
+            "images": "none",
         }
 
 

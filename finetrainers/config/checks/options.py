@@ -64,8 +64,6 @@ def check_config(
         takes = " and ".join(facts.media)
         found.error("method", f"this checkpoint takes {takes} with each clip, which only --method sft reads")
     if config.training.method in REWARD_METHODS:
-        if facts.first_frame == "channels":
-            found.error("method", "this checkpoint animates an image, and prompts bring none; use a text-to-video one")
         check_grpo(config, facts, found, world_size=config.parallel.data_size(processes))
         return found
     _check_eval_reward(config, found)

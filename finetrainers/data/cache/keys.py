@@ -108,6 +108,18 @@ class CacheKeys:
             **self.cut(clip),
         )
 
+    def image(self, path: Path, size: tuple[int, int]) -> str:
+        """Key of the moments of an image that clips of a size start from; of its content, not its name."""
+        return self.cache.key(
+            kind="image",
+            vae=self.vae.identity,
+            file=self.digests.digest(path),
+            size=size,
+            first_frame=self.vae.with_first_frame,
+            version=PIXELS_VERSION,
+            **({"tiled": True} if self.tiled((1, *size)) else {}),
+        )
+
     def cut(self, clip: Clip) -> dict[str, object]:
         """All that decides which pixels are taken from the clip's file.
 
@@ -141,6 +153,11 @@ class CacheKeys:
         words += ", tiled after an OOM" if self.tiled_late(clip.bucket) else ""
         about = self._about("video", Path(clip.path).name, words, self.vae.identity)
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
+
+    def about_image(self, path: Path, size: tuple[int, int]) -> dict[str, str]:
+        """What an image's entry is, for people."""
+        about = self._about("image", path.name, self.vae_words, self.vae.identity)
+        return {**about, "bucket": "x".join(map(str, (1, *size)))}
 
     def _about(self, kind: str, what: str, model: str, identity: str) -> dict[str, str]:
         return {"kind": kind, "of": what, "model": model, "identity": identity[:12], "versions": library_versions()}

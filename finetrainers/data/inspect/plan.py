@@ -67,6 +67,7 @@ class DatasetPlan:
     title = "data"
     beside_memory = ""
     encodes_clips = True
+    images = ()
     texts = "captions"
     size_option = "video_resolution_buckets"
 

@@ -106,12 +106,28 @@ def read_image(path: Path, *, height: int, width: int) -> Tensor:
     Raises:
         UnusableError: the file cannot be read.
     """
+    return resize(_upright(path), height, width)[None]
+
+
+def read_covering(path: Path, *, height: int, width: int) -> Tensor:
+    """Read an image as `[3, H, W]` uint8 of a size: resized until it covers that, then cropped in the middle.
+
+    Raises:
+        UnusableError: the file cannot be read.
+    """
+    picture = _upright(path)
+    full = cover_size(picture.shape[0], picture.shape[1], height, width)
+    box = (full[0] - height) // 2, (full[1] - width) // 2, height, width
+    return _crop(resize(picture, *full), box).permute(2, 0, 1).contiguous()
+
+
+def _upright(path: Path) -> Tensor:
+    """An image, turned upright, `[H, W, 3]` uint8."""
     with decoding(path), open_image(path) as image:
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I"):  # 16 bits, of which PIL would make white where they are above 255
             upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
-        pixels = np.array(upright.convert("RGB"))
-    return resize(torch.from_numpy(pixels), height, width)[None]
+        return torch.from_numpy(np.array(upright.convert("RGB")))
 
 
 def resize(frame_HWC: Tensor, height: int, width: int) -> Tensor:

@@ -129,19 +129,20 @@ class Collector:
                     clean, found = self.sampler.rollout(transformer, chunk, conditions, taking)
                 latents.extend(clean if taking is None else ())
                 replays.extend(found)
-                yield first, clean
+                yield first, self.sampler.clips(clean, conditions)
 
         # Gradients that are taken while sampling wait for the scores of their batch, on every process of a group.
-        for first, clean in self.parallel.take_turns(sampled()) if taking is None else sampled():
-            texts = [job.prompt.text for job in jobs[first : first + self.batch_size]]
+        for first, whole in self.parallel.take_turns(sampled()) if taking is None else sampled():
+            prompts = [job.prompt for job in jobs[first : first + self.batch_size]]
+            texts = [prompt.text for prompt in prompts]
             number = self.parallel.data_rank * len(jobs) + first
             try:
                 if error is None:  # else only sample on: sharded ranks must call the network equally often
                     with timed(spent, "decode", device):
-                        decoded = self.decode(clean)
+                        decoded = self.decode(whole)
                     with timed(spent, "reward", device):
-                        fps = self.reward_fps
-                        scored = scoring.add(decoded, texts, fps=fps, rollout=rollout, first_clip=number)
+                        about = {"fps": self.reward_fps, "images": self.source.pictures(prompts)}
+                        scored = scoring.add(decoded, texts, rollout=rollout, first_clip=number, **about)
                     if taking is not None:
                         assert scored is not None, "gradients that are taken while sampling wait for scores"
                         taking.scored(scored)
@@ -208,8 +209,8 @@ class Collector:
         return {step for slot in {job.slot for job in batches} for step in tables.trained(rollout, slot)}
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of denoised latents."""
-        return self.source.decode(self.sampler.clips(latents), self._vae_stats)
+        """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of whole latents; see `Sampler.clips`."""
+        return self.source.decode(latents, self._vae_stats)
 
     def dummy_rollout(self) -> Collected:
         """One batch of the first rollout's clips as if they had been sampled: of its shapes, and all zeros."""

@@ -57,7 +57,9 @@ class PromptEvaluation:
                 if chosen and error is None:  # else only sample on, as long as the other ranks do
                     videos, fps = collector.decode(latents), collector.reward_fps
                     clips += zip(chosen, texts, videos, strict=True)
-                    said.append((chosen[0], self.panel.score(videos, texts, fps=fps, first_clip=chosen[0])))
+                    images = collector.source.pictures([self.prompts[i] for i in chosen])
+                    found = self.panel.score(videos, texts, fps=fps, first_clip=chosen[0], images=images)
+                    said.append((chosen[0], found))
             except Exception as caught:
                 error = caught
         parallel.raise_if_any_failed(error, "scoring the clips of the evaluation")
@@ -82,4 +84,4 @@ class PromptEvaluation:
         generators = [generator("cpu", self._seed, "evaluation", i) for i in chosen]
         noise = standard_normal(generators, sampler.shape, sampler.device)
         conditions = self.collector.source.conditions([self.prompts[i] for i in chosen])
-        return sampler.denoise(transformer, noise, conditions)[0]
+        return sampler.clips(sampler.denoise(transformer, noise, conditions)[0], conditions)

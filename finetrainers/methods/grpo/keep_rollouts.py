@@ -16,6 +16,7 @@ from finetrainers.utils.files import read_jsonl, write_json_atomic, write_json_l
 from finetrainers.utils.video import slug, write_mp4
 
 from .advantage import Advantages
+from .plan import image_of
 from .prompts import Job
 
 _EVERY = 10  # rollouts, where a tracker shows them
@@ -106,7 +107,12 @@ class RolloutKeeper:
             write_mp4(folder / name, videos[index].numpy(), fps=self.fps, comment=comment)
             rows.setdefault(place, self._row(job, numbers, name))
         if self.parallel.rank == 0:
-            of_all = {"rollout": jobs[0].rollout, "prompt": jobs[0].prompt.text, **told.pop("")}
+            of_all = {
+                "rollout": jobs[0].rollout,
+                "prompt": jobs[0].prompt.text,
+                **image_of(jobs[0].prompt),
+                **told.pop(""),
+            }
             write_json_atomic(folder / "scores.json", {**of_all, "heads": told} if told else of_all)
         return [rows[place] for place in sorted(rows)]
 
@@ -116,6 +122,7 @@ class RolloutKeeper:
             "step": job.rollout * self.updates + 1,
             "slot": job.slot,
             "prompt": job.prompt.text,
+            **image_of(job.prompt),
             "clip": job.generation,
             "seed": job.noise_seed(self.seed, "start", of_group=self.same_noise),
             "reward": numbers["reward"],

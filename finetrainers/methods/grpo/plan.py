@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetrainers.config.errors import Problem
+from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig, critical_options
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import plural
 
-from .prompts import Prompt, read_prompts
+from .prompts import IMAGE_KEY, Prompt, read_prompts
+
+_SHOWN = 3  # prompts named in an error
+_HOW = "key `image` in a .jsonl or .csv file"
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,11 @@ class PromptPlan:
         """Size and number of clips of the largest micro-batch."""
         return self.size, config.dataloader.batch_size
 
+    @property
+    def images(self) -> tuple[Path, ...]:
+        """The images that clips are sampled from."""
+        return tuple(prompt.image for prompt in (*self.prompts, *self.eval_prompts) if prompt.image is not None)
+
     def all_captions(self) -> list[str]:
         """The prompts that are not given as tensors."""
         return [prompt.text for prompt in (*self.prompts, *self.eval_prompts) if prompt.embedding is None]
@@ -95,8 +106,35 @@ class PromptPlan:
     def write(self, path: Path) -> None:
         """Write the prompts, one JSON object a line."""
         kinds = [(prompt, "train") for prompt in self.prompts] + [(prompt, "eval") for prompt in self.eval_prompts]
-        lines = [json.dumps({"prompt": p.text, "use": use, "from": p.where}, ensure_ascii=False) for p, use in kinds]
-        write_text_atomic(path, "\n".join(lines) + "\n")
+        rows = [{"prompt": p.text, **image_of(p), "use": use, "from": p.where} for p, use in kinds]
+        write_text_atomic(path, "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n")
+
+
+def image_of(prompt: Prompt) -> dict[str, str]:
+    """A prompt's image, for a record of it; nothing where there is none."""
+    return {} if prompt.image is None else {IMAGE_KEY: str(prompt.image)}
+
+
+def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
+    """Why a checkpoint cannot be given the prompts' images, or needs some."""
+    for option, prompts in (("--prompts", plan.prompts), ("--eval_prompts", plan.eval_prompts)):
+        without = [prompt.where for prompt in prompts if prompt.image is None]
+        shown = f"{', '.join(without[:_SHOWN])}{f' and {len(without) - _SHOWN} more' if len(without) > _SHOWN else ''}"
+        if without and facts.first_frame == "channels":
+            yield Problem(
+                option, f"this checkpoint animates an image; give one with each prompt ({_HOW}): {shown} without"
+            )
+        elif without and plan.images and facts.first_frame == "tokens":
+            yield Problem(option, f"either all prompts bring an image or none does ({_HOW}): {shown} without")
+        elif len(without) < len(prompts) and facts.first_frame == "none":
+            yield Problem(
+                option, "this checkpoint takes no first frame; remove the images, or train an image-to-video one"
+            )
+    if plan.images and facts.first_frame == "tokens" and facts.geometry.latent_shape(*plan.size)[0] == 1:
+        size = "x".join(map(str, plan.size))
+        yield Problem(
+            "--rollout_size", f"{size}: the image is the whole clip, and nothing is left to sample; give more frames"
+        )
 
 
 def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:

@@ -14,7 +14,7 @@ from finetrainers.models.spec import Conditions, ModelSpec
 from finetrainers.utils.files import write_json_atomic
 
 from .plan import PromptPlan
-from .prompts import ENCODED_KEYS, ENCODED_LIST, Prompt
+from .prompts import ENCODED_KEYS, ENCODED_LIST, IMAGE_KEY, Prompt
 
 _OPTION = "--prompt_embeddings_dir"
 
@@ -40,12 +40,17 @@ def embeddings_writer(
                 _write(folder, number, plan.prompts[number], texts, spec)
         if parallel.rank == 0:  # the others have written theirs, or have failed here, too
             rows = [
-                {**dict.fromkeys(ENCODED_KEYS, f"{number}.pt"), "caption": prompt.text}
+                {**dict.fromkeys(ENCODED_KEYS, f"{number}.pt"), "caption": prompt.text, **_image(prompt)}
                 for number, prompt in enumerate(plan.prompts)
             ]
             write_json_atomic(folder / ENCODED_LIST, rows)
 
     return write
+
+
+def _image(prompt: Prompt) -> dict[str, str]:
+    """The prompt's image, under a name that does not depend on where the list is."""
+    return {} if prompt.image is None else {IMAGE_KEY: str(prompt.image.resolve())}
 
 
 def _write(folder: Path, number: int, prompt: Prompt, texts: TextConditioning, spec: ModelSpec) -> None:

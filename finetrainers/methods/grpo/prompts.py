@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.data.reading.items import DataError
+from finetrainers.data.reading.media import decoding, open_image
+from finetrainers.data.reading.status import UnusableError
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import plural, quoted
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Keys under which a line of JSON may hold its prompt.
 TEXT_KEYS = ("prompt", "caption", "text")
+#: The key of the image that a prompt's clips start from.
+IMAGE_KEY = "image"
 #: Keys of an entry of DanceGRPO's `videos2caption.json`; each file lies in the folder beside it that is named second.
 ENCODED_KEYS = {"prompt_embed_path": "prompt_embed", "prompt_attention_mask": "prompt_attention_mask"}
 #: The file itself, as DanceGRPO's preprocessing names it.
@@ -33,13 +38,20 @@ class Prompt:
     """One prompt, and where it was written (`prompts.txt line 3`).
 
     `embedding` and `mask` are the files of a prompt that DanceGRPO's preprocessing has encoded: `[257, 4096]`, the pooled
-    embedding in its first row, and the mask of the others. Either all prompts of a file have them or none.
+    embedding in its first row, and the mask of the others. Either all prompts of a file have them or none. `image` is what
+    all clips of the prompt start from.
     """
 
     text: str
     where: str
     embedding: Path | None = None
     mask: Path | None = None
+    image: Path | None = None
+
+    @property
+    def name(self) -> tuple[str, Path | None]:
+        """What makes it another prompt than others."""
+        return self.text, self.image
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ class PromptFile:
 
     Attributes:
         prompts: in the order of the file, repeated ones included.
-        fingerprint: hex digest that changes with any text, their order, and the names and sizes of embedding files.
+        fingerprint: hex digest that changes with any text, their order, and the names and sizes of embeddings and images.
         notes: what was left out, with counts.
         warnings: what the user should know, with counts.
     """
@@ -63,20 +75,24 @@ def read_prompts(path: Path) -> PromptFile:
     """Read a prompt file.
 
     `.txt` holds one prompt a line; blank lines and lines starting with `#` are left out. `.jsonl` holds an object a line,
-    with the prompt under `prompt`, `caption` or `text`. `.json` is DanceGRPO's `videos2caption.json`: a list of objects
-    with `caption`, `prompt_embed_path` and `prompt_attention_mask`, the latter two naming files in the folders
-    `prompt_embed/` and `prompt_attention_mask/` beside it.
+    with the prompt under `prompt`, `caption` or `text`, and `.csv` a table with such a column. `.json` is DanceGRPO's
+    `videos2caption.json`: a list of objects with `caption`, `prompt_embed_path` and `prompt_attention_mask`, the latter two
+    naming files in the folders `prompt_embed/` and `prompt_attention_mask/` beside it.
+
+    In all but `.txt`, `image` names the image that a prompt's clips start from, relative to the file's folder or to the
+    current one. Every image is decoded once, so that a damaged one is known before anything is loaded.
 
     Raises:
         DataError: the file cannot be read or holds no prompts; its `problems` name every line that is wrong.
     """
-    readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".json": _from_encoded}
+    readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".csv": _from_table, ".json": _from_encoded}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"prompt file {quoted(str(path))} must end in .txt, .jsonl or .json")
+        raise DataError(f"prompt file {quoted(str(path))} must end in .txt, .jsonl, .csv or .json")
     problems: list[str] = []
     notes: list[str] = []
     prompts = reader(path, _read(path), problems, notes)
+    problems += _image_problems(prompts)
     if problems:
         raise DataError(f"{path}: {plural(len(problems), 'problem')}", problems)
     if not prompts:
@@ -185,7 +201,7 @@ def _from_text(path: Path, content: str, problems: list[str], notes: list[str]) 
 
 
 def _from_json_lines(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
-    prompts, unused = [], set[str]()
+    prompts, unused = list[Prompt](), set[str]()
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
@@ -198,17 +214,46 @@ def _from_json_lines(path: Path, content: str, problems: list[str], notes: list[
         if not isinstance(row, dict):
             problems.append(f'{where} is {_kind(row)}, not an object such as {{"prompt": "a cat"}}')
             continue
-        found = [key for key in TEXT_KEYS if key in row]
-        if len(found) != 1:
-            names = map(repr, found or row)
-            what = f"has {'both ' if found else ''}{' and '.join(names) or 'no keys'}"
-            problems.append(f"{where} {what}; wanted one of {', '.join(TEXT_KEYS)}")
-            continue
-        unused |= set(row) - set(found)
-        text = _text(row[found[0]], f"{where}: {found[0]!r}", problems)
-        prompts += [Prompt(text, where)] if text else []
-    notes += [f"{path.name}: left out the keys {', '.join(sorted(unused))}"] if unused else []
+        prompts += _from_row(row, where, path, problems, unused)
+    notes += _left_out(path, "keys", unused)
     return prompts
+
+
+def _from_table(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
+    prompts, unused = list[Prompt](), set[str]()
+    rows = csv.DictReader(content.splitlines(keepends=True), strict=True)
+    try:
+        for row in rows:
+            where = f"{path.name} line {rows.line_num}"
+            if row.pop(None, None) is not None:  # type: ignore[call-overload]
+                problems.append(f"{where} has more cells than the heading; quote a prompt that has commas")
+                continue
+            prompts += _from_row({name: cell or None for name, cell in row.items()}, where, path, problems, unused)
+    except csv.Error as error:
+        problems.append(f"{path.name} line {rows.line_num} is no row of a table: {error}")
+    notes += _left_out(path, "columns", unused)
+    return prompts
+
+
+def _from_row(
+    row: Mapping[str, Any], where: str, path: Path, problems: list[str], unused: set[str]
+) -> Iterator[Prompt]:
+    """The prompt of an object or a row, or none after a problem."""
+    found = [key for key in TEXT_KEYS if key in row]
+    if len(found) != 1:
+        names = map(repr, found or row)
+        what = f"has {'both ' if found else ''}{' and '.join(names) or 'no keys'}"
+        problems.append(f"{where} {what}; wanted one of {', '.join(TEXT_KEYS)}")
+        return
+    unused |= set(row) - {*found, IMAGE_KEY}
+    text = _text(row[found[0]], f"{where}: {found[0]!r}", problems)
+    image = _image(row, where, path, problems)
+    if text:
+        yield Prompt(text, where, image=image)
+
+
+def _left_out(path: Path, what: str, unused: set[str]) -> list[str]:
+    return [f"{path.name}: left out the {what} {', '.join(sorted(unused))}"] if unused else []
 
 
 def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
@@ -218,7 +263,7 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
         raise DataError(f"{path} line {error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} is {_kind(rows)}, not a list of objects with {', '.join(('caption', *ENCODED_KEYS))}")
-    prompts, unused = [], set[str]()
+    prompts, unused = list[Prompt](), set[str]()
     for number, row in enumerate(rows, start=1):
         where = f"{path.name} entry {number}"
         wanted = ("caption", *ENCODED_KEYS)
@@ -229,14 +274,15 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
                 "DanceGRPO's preprocessing, and plain prompts go into a .txt or .jsonl file"
             )
             continue
-        unused |= set(row) - set(wanted)
+        unused |= set(row) - {*wanted, IMAGE_KEY}
         text = _text(row["caption"], f"{where}: 'caption'", problems)
         files = [path.parent / folder / row[key] for key, folder in ENCODED_KEYS.items()]
         absent = [str(file) for file in files if not file.is_file()]
         problems += [f"{where}: no such file: {file}" for file in absent]
+        image = _image(row, where, path, problems)
         if text and not absent:
-            prompts.append(Prompt(text, where, *files))
-    notes += [f"{path.name}: left out the keys {', '.join(sorted(unused))}"] if unused else []
+            prompts.append(Prompt(text, where, files[0], files[1], image))
+    notes += _left_out(path, "keys", unused)
     return prompts
 
 
@@ -248,15 +294,41 @@ def _text(value: Any, where: str, problems: list[str]) -> str:
     return ""
 
 
+def _image(row: Mapping[str, Any], where: str, path: Path, problems: list[str]) -> Path | None:
+    """The image that a row names: in the folder of the prompts, else as validation's images are found."""
+    value = row.get(IMAGE_KEY)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip():
+        problems.append(f"{where}: {IMAGE_KEY!r} is {'empty' if isinstance(value, str) else _kind(value)}, not a path")
+        return None
+    if value.startswith(("http://", "https://")):
+        problems.append(f"{where}: {value} is an address; download it, and give its path")
+        return None
+    beside = path.parent / value
+    return Path(value) if not beside.exists() and Path(value).exists() else beside
+
+
+def _image_problems(prompts: list[Prompt]) -> Iterator[str]:
+    """What is wrong with images; each is decoded once."""
+    first = {prompt.image: prompt for prompt in reversed(prompts) if prompt.image is not None}
+    for image, prompt in sorted(first.items(), key=lambda found: prompts.index(found[1])):
+        try:
+            with decoding(image), open_image(image) as picture:
+                picture.load()  # all of it: one that is cut short has a whole header
+        except UnusableError as error:
+            yield f"{prompt.where}: {error}"
+
+
 def _kind(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
 def _repeated(path: Path, prompts: list[Prompt]) -> Iterator[str]:
-    first: dict[str, Prompt] = {}
+    first: dict[tuple[str, Path | None], Prompt] = {}
     repeats = [
-        (prompt, first[prompt.text]) for prompt in prompts if first.setdefault(prompt.text, prompt) is not prompt
+        (prompt, first[prompt.name]) for prompt in prompts if first.setdefault(prompt.name, prompt) is not prompt
     ]
     if repeats:
         shown = ", ".join(f"{_place(again)} repeats {_place(once)}" for again, once in repeats[:_SHOWN])
@@ -269,6 +341,9 @@ def _place(prompt: Prompt) -> str:
 
 
 def _fingerprint(prompts: list[Prompt]) -> str:
-    files = [[(file.name, file.stat().st_size) for file in (p.embedding, p.mask) if file is not None] for p in prompts]
+    files = [
+        [(file.name, file.stat().st_size) for file in (p.embedding, p.mask, p.image) if file is not None]
+        for p in prompts
+    ]
     content = json.dumps([[prompt.text, names] for prompt, names in zip(prompts, files, strict=True)])
     return hashlib.sha256(content.encode()).hexdigest()

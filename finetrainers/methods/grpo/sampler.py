@@ -80,7 +80,7 @@ class Sampler:
         tables: the transitions of a rollout's clips.
         process: the noise process.
         times: process times of the steps, `[S]`.
-        shape: `(C, T, H, W)` of what is denoised.
+        shape: `(C, T, H, W)` of what is denoised: all latent frames but those that a given image provides.
         device: where clips are sampled.
         storage, keep_on, keeps_means: dtype and device in which transitions are kept, and whether with their means.
     """
@@ -94,7 +94,8 @@ class Sampler:
             parts.scheduler, section.sampling_steps, num_tokens=geometry.num_tokens(*size), shift=section.shift
         )
         self.tables = StepTables(parts.config, parts.process, self.times, parts.spec.facts)
-        self.shape = (network.config.out_channels, *geometry.denoised_shape(*size))
+        frames, height, width = geometry.denoised_shape(*size)
+        self.shape = (network.config.out_channels, frames - parts.source.start_frames, height, width)
         self.device = parts.parallel.device
         self.storage = DTYPES[section.trajectory_dtype]
         self.keep_on = torch.device("cpu") if section.offload_trajectory else self.device
@@ -109,6 +110,9 @@ class Sampler:
     def predict(self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: Conditions) -> Tensor:
         """The network's prediction in fp32, guided: empty + cfg (prompt - empty), both in one call.
 
+        Frames that are given clean have noise level 0. Nothing is predicted of them, so they get no noise, and are no part of
+        a transition's density.
+
         Args:
             transformer: the (wrapped) network.
             x, t: noisy latents and process times, `[B, ...]`.
@@ -117,16 +121,33 @@ class Sampler:
         rows = len(x)
         if len(conditions) > rows:
             x, t = torch.cat([x, x]), torch.cat([t, t])
-        meta = VideoMeta(fps=torch.full((len(x),), self._fps, device=x.device), guidance=self._guidance)
-        prediction = self.spec.predict(transformer, x, t, conditions, meta).float()
+        fps = torch.full((len(x),), self._fps, device=x.device)
+        meta, start = VideoMeta(fps, conditions.extra, self._guidance), conditions.start
+        if start is None:
+            prediction = self.spec.predict(transformer, x, t, conditions, meta).float()
+        else:
+            times = torch.cat(
+                [torch.zeros_like(t)[:, None].expand(-1, start.shape[2]), t[:, None].expand(-1, x.shape[2])], 1
+            )
+            whole = self.spec.predict(transformer, torch.cat([start, x], dim=2), times, conditions, meta)
+            prediction = whole[:, :, start.shape[2] :].float()
         if len(x) == rows:
             return prediction
         with_prompt, without = prediction.chunk(2)
         return without + self._cfg * (with_prompt - without)
 
-    def clips(self, latents: Tensor) -> Tensor:
-        """Denoised latents without the frames in front that only make temporal patches whole."""
+    def clips(self, latents: Tensor, conditions: Conditions) -> Tensor:
+        """Denoised latents behind the frames that are given, without those that only make temporal patches whole."""
+        if conditions.start is not None:
+            latents = torch.cat([conditions.start[: len(latents)].to(latents.dtype), latents], dim=2)
         return latents[:, :, -self._num_frames :]
+
+    def denoised(self, clips: Tensor) -> Tensor:
+        """The part of `clips` that is denoised, in its place: zeros where there are further frames."""
+        frames = min(self.shape[1], self._num_frames)
+        found = clips.new_zeros(len(clips), *self.shape)
+        found[:, :, -frames:] = clips[:, :, -frames:]
+        return found
 
     def time(self, step: Tensor) -> Tensor:
         """Process time of each clip's step, `[B]`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 from zipfile import is_zipfile
@@ -11,6 +13,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
+from finetrainers.config.errors import ConfigError
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.cache.store import CacheError
 from finetrainers.data.loading.position import DataPosition
@@ -18,7 +21,8 @@ from finetrainers.data.loading.precompute import Encoded
 from finetrainers.data.loading.text_conditioning import TextConditioning
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats, decode_gradient
 
-from .plan import PromptPlan
+from .images import Given, Pictures, encode_images
+from .plan import PromptPlan, image_problems
 from .prompts import Prompt, PromptOrder
 from .selective_rollouts import SelectiveRollouts
 
@@ -27,12 +31,16 @@ T = TypeVar("T")
 _MASK = "prompt_attention_mask"
 #: Bytes of text conditioning that are kept in memory, so that a prompt is not read again for each of its micro-batches.
 _MEMORY = 256 * 2**20
+#: Images whose latents are stored in memory, likewise.
+_IMAGES = 64
 
 
 class PromptSource:
     """The prompts of a run; see `WorkSource`."""
 
     precomputed: Mapping[str, Encoded] = MappingProxyType({})
+    #: Latent frames that a given image provides, so that they are not sampled.
+    start_frames = 0
 
     def __init__(
         self,
@@ -51,7 +59,7 @@ class PromptSource:
         spec: of the model.
         parallel: the processes of the run.
         texts: the prompts' conditioning.
-        clip_encoders: with the VAE, which decodes clips.
+        clip_encoders: with the VAE, which decodes clips, and encodes the prompts' images.
         data_position: where in the prompts the run starts.
         """
         self.plan = plan
@@ -71,8 +79,29 @@ class PromptSource:
         self._keys = texts.keys
         self._cache = texts.keys.cache
         self._length = self._longest()
+        self._image: Callable[[Path], Given] | None = None
+        self._pictures: Pictures | None = None
+        if plan.images:
+            self._take_images(config, clip_encoders)
         row = sum(tensor.nbytes for tensor in self._cut_row(None).tensors.values())
         self._row = lru_cache(maxsize=max(1, _MEMORY // row))(self._cut_row)
+
+    def _take_images(self, config: TrainConfig, clip_encoders: Parts) -> None:
+        """Encode the prompts' images.
+
+        Raises:
+            ConfigError: the model, which for those of the hub is known only now, cannot be given them.
+        """
+        if problems := [*image_problems(self.plan, self.spec.facts)]:
+            raise ConfigError(problems)
+        images = encode_images(
+            self.plan.images, self.plan.size, config,
+            spec=self.spec, parallel=self.parallel, keys=self._keys, clip_encoders=clip_encoders,
+        )  # fmt: skip
+        self._image = lru_cache(maxsize=_IMAGES)(images.of)
+        self._pictures = Pictures(images.size)
+        start = self._image(self.plan.images[0])[1]
+        self.start_frames = 0 if start is None else start.shape[2]
 
     def _longest(self) -> int | None:
         """Tokens of the longest prompt, on all ranks; None where prompts have no mask.
@@ -118,9 +147,25 @@ class PromptSource:
         return self.selection.observe(rollout - self.first_rollout, teaches)
 
     def conditions(self, prompts: Sequence[Prompt]) -> Conditions:
-        """Text conditioning, one row each, on the device; with guidance, as many rows of the empty prompt follow."""
-        rows = [self._row(prompt) for prompt in prompts]
-        return Conditions.cat(rows + [self._row(None)] * (len(rows) if self._guided else 0)).to(self.parallel.device)
+        """Text and image, one row each, on the device; with guidance, as many rows of the empty prompt follow.
+
+        An image is given with the empty prompt, too, as pipelines do.
+        """
+        rows = [self._with_image(self._row(prompt), prompt) for prompt in prompts]
+        empty = [self._with_image(self._row(None), prompt) for prompt in prompts] if self._guided else []
+        return Conditions.cat(rows + empty).to(self.parallel.device)
+
+    def pictures(self, prompts: Sequence[Prompt]) -> Tensor | None:
+        """The prompts' images as rewards are given them, `[B, 3, H, W]` in [0, 1] on the CPU; None: they bring none."""
+        if self._pictures is None:
+            return None
+        return self._pictures([prompt.image for prompt in prompts if prompt.image is not None])
+
+    def _with_image(self, row: Conditions, prompt: Prompt) -> Conditions:
+        if self._image is None or prompt.image is None:
+            return row
+        extra, start = self._image(prompt.image)
+        return replace(row, extra=extra, start=start)
 
     def decode(self, latents: Tensor, vae_stats: VAEStats) -> Tensor:
         """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of normalized latents.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import trained_steps
 from finetrainers.config.hacking import HackingRule, hacking_rule, measures_kl
@@ -19,7 +20,7 @@ from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import plural
 
 from .gradient_plan import plan_gradients
-from .plan import PromptPlan, plan_prompts
+from .plan import PromptPlan, image_problems, plan_prompts
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
@@ -40,6 +41,13 @@ class RewardFinetuning(MethodSpec):
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
         return plan_prompts(config, geometry)
+
+    def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
+        if not isinstance(plan, PromptPlan):  # sizes alone are planned
+            return
+        yield from image_problems(plan, facts)
+        if not plan.images:
+            yield from super().plan_problems(plan, config, facts)
 
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
         from .tables import check_noise

@@ -191,11 +191,6 @@ def test_guidance_is_for_networks_that_take_it():
     assert findings(replace(FLOW, guidance=6.0), rollout_guidance=6.0).errors == []
 
 
-def test_an_image_to_video_checkpoint_is_refused():
-    family = Facts(GEOMETRY, is_flow=False, first_frame="channels")
-    assert "animates an image" in findings(family).errors[0].message
-
-
 def test_the_same_reward_may_stand_twice_with_other_options():
     assert findings(reward=["color,target=red", "color,target=blue"]).errors == []
 

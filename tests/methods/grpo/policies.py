@@ -110,6 +110,7 @@ class Source:
     """Four prompts, of which the odd ones want darkness."""
 
     plan = SimpleNamespace(eval_prompts=())
+    start_frames = 0
     prompts = tuple(Prompt(f"{'dark' if i % 2 else 'bright'} {i}", "") for i in range(NUM_PROMPTS))
 
     def __init__(self, prompts_per_step: int = 2, seed: int = 0, *, cfg: float = 1.0) -> None:
@@ -119,6 +120,9 @@ class Source:
 
     def prompts_of(self, rollout: int) -> list[Prompt]:
         return [self.prompts[i] for i in self.order.prompts_of(rollout)]
+
+    def pictures(self, prompts: Sequence[Prompt]) -> None:
+        return None
 
     def embedding(self, prompt: Prompt) -> Tensor:
         return self.embeddings[self.prompts.index(prompt)]

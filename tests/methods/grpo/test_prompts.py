@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from one_of import OneOf
+from PIL import Image
 
 from finetrainers.config.load import load_config
 from finetrainers.data.loading.position import DataPosition
@@ -101,8 +102,62 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "d.txt").mkdir()
     with pytest.raises(DataError, match="cannot be read: Is a directory"):
         read_prompts(tmp_path / "d.txt")
-    with pytest.raises(DataError, match=r"p.csv' must end in .txt, .jsonl or .json"):
-        read(tmp_path, "p.csv", "a cat")
+    with pytest.raises(DataError, match=r"p.tsv' must end in .txt, .jsonl, .csv or .json"):
+        read(tmp_path, "p.tsv", "a cat")
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_bring_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a path from the file's folder, or from the current one; the same text with another image is another prompt."""
+    (tmp_path / "here").mkdir()
+    for place in (tmp_path / "a.png", tmp_path / "here" / "b.png"):
+        Image.new("RGB", (8, 6)).save(place)
+    monkeypatch.chdir(tmp_path / "here")
+    table = 'prompt,image,id\n"a cat, asleep",a.png,1\na cat,a.png,2\na cat,b.png,3\na cat,,4\n'
+    found = read(tmp_path, "p.csv", table)
+    wanted = [
+        ("a cat, asleep", tmp_path / "a.png"),
+        ("a cat", tmp_path / "a.png"),
+        ("a cat", Path("b.png")),
+        ("a cat", None),
+    ]
+    assert [(prompt.text, prompt.image) for prompt in found.prompts] == wanted
+    assert [prompt.where for prompt in found.prompts] == [f"p.csv line {line}" for line in range(2, 6)]
+    assert (found.notes, found.warnings) == (("p.csv: left out the columns id",), ())
+    rows = [
+        {"text": "a cat, asleep", "image": "a.png"},
+        *({"prompt": "a cat", "image": i} for i in ("a.png", "b.png", None)),
+    ]
+    lines = read(tmp_path, "p.jsonl", "\n".join(map(json.dumps, rows)))
+    assert lines.prompts == tuple(
+        replace(prompt, where=f"p.jsonl line {n}") for n, prompt in enumerate(found.prompts, 1)
+    )
+    assert (
+        lines.fingerprint
+        == found.fingerprint
+        != read(tmp_path, "q.txt", "a cat, asleep\na cat\na cat\na cat").fingerprint
+    )
+    encoded_rows = encoded(tmp_path, "a cat", image="a.png")
+    (prompt,) = read(tmp_path, "videos2caption.json", json.dumps(encoded_rows)).prompts
+    assert (prompt.image, prompt.embedding) == (tmp_path / "a.png", tmp_path / "prompt_embed" / "0.pt")
+
+
+def test_images_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> None:
+    Image.effect_noise((64, 64), 50).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:-600])
+    values = ["no.png", "cut.png", "https://a.b/c.png", "", 3]
+    said = problems(tmp_path, "p.jsonl", "\n".join(json.dumps({"prompt": str(v), "image": v}) for v in values) + "\n[]")
+    for number, why in enumerate(
+        ("no.png: does not exist", "cut.png: ", "download it", "is empty", "is a number", "not an"), 1
+    ):
+        assert [why for one in said if one.startswith(f"p.jsonl line {number}") and why in one], (number, said)
+    assert len(said) == 7  # the empty prompt has two
+    assert problems(tmp_path, "p.csv", "prompt,image\na cat, asleep,a.png\n") == [
+        "p.csv line 2 has more cells than the heading; quote a prompt that has commas"
+    ]
+    assert "is no row of a table" in problems(tmp_path, "p.csv", 'prompt\n"a" cat\n')[0]
 
 
 # ---- JSON lines ----------------------------------------------------------------------------------------------------
