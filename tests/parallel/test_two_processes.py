@@ -42,6 +42,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "ltx": FULL,
     "hunyuan": {"family": "hunyuan_video", "train_steps": 1, **FULL},
     "cog": {"family": "cogvideox", "train_steps": 1, **FULL},
+    "shared": {"sp_size": 2, "batch_size": 2, "train_steps": 1, **FULL},
     "pairs": {"method": "dpo", "dpo": {"beta": 50.0}, "eval_num_items": 1, "eval_steps": 1, "train_steps": 3, "max_grad_norm": 0.02},
     "prior": {"prior_preservation_weight": 5.0, "class_prompt": "a pattern", "gradient_accumulation_steps": 2, "eval_num_items": 1, "train_steps": 2},
     "whole": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
@@ -105,14 +106,17 @@ def test_swapped_blocks_change_nothing(ranks: Ranks) -> None:
         assert swapped["results"] == whole["results"]
 
 
-@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog", "pairs", "prior", "quantized"])
+@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog", "shared", "pairs", "prior", "quantized"])
 def test_two_ranks_are_one_with_twice_the_batch(
     job: str, ranks: Ranks, options: Callable[..., dict], tmp_path: Path
 ) -> None:
     changes = JOBS[job]
-    train(load_config(**options(tmp_path, batch_size=2, **changes)))
+    train(load_config(**options(tmp_path, **{**changes, "batch_size": 2, "sp_size": 1})))
     close(ranks.directory(job), tmp_path)
     assert all("2 processes (DDP)" in rank["kind"] for rank in ranks[job])
+    if job == "shared":  # which have the same batch, of twice the size
+        assert all("2 share each clip" in rank["kind"] for rank in ranks[job])
+        assert ranks[job][0]["inputs"] == ranks[job][1]["inputs"]
     if job == "pairs":
         pairs = ("margin", "gain_chosen", "accuracy")
         torch.testing.assert_close(

@@ -134,6 +134,9 @@ class BadSampleTracker:
     def agree(self, found: Sequence[BadSample], error: Exception | None) -> bool:
         """Share the bad samples of this rank's step with all ranks; every rank must call it for every step.
 
+        This is a message of its own, and not a part of the one at the end of the step: a rank without a batch would not join
+        the collectives of forward and backward, and ranks that share a clip must have the same one before they compute.
+
         Returns:
             Whether there were any that ranks should compare: new ones, or any at all where ranks share their samples.
 
