@@ -219,9 +219,8 @@ def rollout_videos(run: RunRecords, limits: VideoLimits) -> Videos:
     shown = [folders[place] for place in _some(range(len(folders)), most)]
     groups = []
     for head in heads[: max(1, limits.count // (2 * len(shown)))]:
-        rows = [
-            Row(kind, [_rollout(f, scores, head, kind, limits) for f, scores in shown]) for kind in ("best", "worst")
-        ]
+        kinds = [kind for kind in ("best", "worst") if any(_clip(scores, head, kind) for _, scores in shown)]
+        rows = [Row(kind, [_rollout(f, scores, head, kind, limits) for f, scores in shown]) for kind in kinds]
         several = len(heads) > 1
         groups.append(Group(f"by {head}" if head else "by advantage, over all rewards" if several else "", rows))
     columns = [f"step {int(folder.name.removeprefix('step-'))}" for folder, _ in shown]
@@ -230,11 +229,17 @@ def rollout_videos(run: RunRecords, limits: VideoLimits) -> Videos:
 
 def _rollout(folder: Path, scores: Mapping[str, Any], head: str, kind: str, limits: VideoLimits) -> Cell:
     """The best or the worst clip of a rollout by a reward, or by the advantage."""
-    clip = ((scores.get("heads") or {}).get(head) or {}).get(kind) if head else scores.get(kind)
-    if not isinstance(clip, Mapping):
+    clip = _clip(scores, head, kind)
+    if clip is None:
         return Cell(None)
     video = folder / str(clip.get("video", f"{kind}.mp4"))
     return _cell(video if video.is_file() else None, limits, caption=_caption(scores, clip))
+
+
+def _clip(scores: Mapping[str, Any], head: str, kind: str) -> Mapping[str, Any] | None:
+    """What is known of that clip; None where a prompt has only one."""
+    clip = ((scores.get("heads") or {}).get(head) or {}).get(kind) if head else scores.get(kind)
+    return clip if isinstance(clip, Mapping) else None
 
 
 def _scores(folder: Path) -> dict[str, Any]:

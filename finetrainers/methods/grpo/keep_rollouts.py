@@ -31,7 +31,8 @@ class RolloutKeeper:
     `prompt-P-rank-R.mp4`, 1 being the greatest advantage. `clips.jsonl` has a line for every clip, and `pairs.jsonl` above all
     folders the preference pairs among them.
 
-    Clips are compared with those of their prompt alone: they often start from the same noise, and so do advantages.
+    Clips are compared with those of their prompt alone: they often start from the same noise, and so do advantages. The only
+    clip of a prompt is its best one, and has no advantage.
     """
 
     def __init__(self, config: TrainConfig, parallel: Any, *, fps: float) -> None:
@@ -125,8 +126,7 @@ class RolloutKeeper:
             **image_of(job.prompt),
             "clip": job.generation,
             "seed": job.noise_seed(self.seed, "start", of_group=self.same_noise),
-            "reward": numbers["reward"],
-            "advantage": numbers["advantage"],
+            **{key: numbers[key] for key in ("reward", "advantage") if key in numbers},
             "video": name,
         }
 
@@ -148,6 +148,8 @@ class RolloutKeeper:
 
 def _pairs(rows: Sequence[Mapping[str, Any]], folder: str) -> Iterator[dict[str, Any]]:
     """The preference pairs among the clips of a prompt; clips that are equally good are none."""
+    if len(rows) == 1:
+        return
     ordered = sorted(rows, key=lambda row: -row["advantage"])
     for chosen, rejected in zip(ordered[: len(ordered) // 2], reversed(ordered), strict=False):
         if chosen["advantage"] > rejected["advantage"]:
@@ -185,17 +187,18 @@ def _kept_ranks(available: int, count: int) -> list[int]:
 
 
 def _extremes(values: Tensor, failed: Tensor) -> dict[str, int]:
-    """The clips with the greatest and with the least value."""
+    """The clips with the greatest and with the least value; of one clip only the best."""
     best = int(values.masked_fill(failed, -torch.inf).argmax())
     worst = int(values.masked_fill(failed, torch.inf).argmin())
-    return {"best": best, "worst": worst}
+    return {"best": best, "worst": worst} if len(values) > 1 else {"best": best}
 
 
 def _numbers(place: int, scores: Scores, found: Advantages) -> dict[str, Any]:
     """What is known of a clip; places count over all prompts."""
     slot, clip = divmod(place, found.values.shape[1])
     raw = {name: float(head.raw[place]) for name, head in scores.heads.items() if head.raw[place].isfinite()}
-    return {"clip": clip, "advantage": float(found.values[slot][clip]), "reward": raw}
+    compared = {"advantage": float(found.values[slot][clip])} if found.values.shape[1] > 1 else {}
+    return {"clip": clip, **compared, "reward": raw}
 
 
 def _comment(job: Job, kind: str, name: str, numbers: Mapping[str, Any], count: int) -> str:
@@ -203,5 +206,6 @@ def _comment(job: Job, kind: str, name: str, numbers: Mapping[str, Any], count: 
     shown = ", ".join(f"{head} {score:.4g}" for head, score in numbers["reward"].items())
     by = "" if not kind or name == f"{kind}.mp4" else f" by {name.removesuffix('.mp4').partition('-')[2]}"
     which = f"{kind} of {count}{by}" if kind else f"{int(name.removesuffix('.mp4').rpartition('-')[2])}. of {count}"
-    said = f"rollout {job.rollout} | {which} | advantage {numbers['advantage']:+.2f} | {shown}"
+    compared = [which, f"advantage {numbers['advantage']:+.2f}"] if "advantage" in numbers else []
+    said = " | ".join([f"rollout {job.rollout}", *compared, shown])
     return f"{' '.join(job.prompt.text.split())}\n{said}"

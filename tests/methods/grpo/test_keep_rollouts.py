@@ -63,6 +63,22 @@ def test_the_best_and_the_worst_clip_of_the_first_prompt_are_written(tmp_path: P
     }
 
 
+def test_the_only_clip_of_a_prompt_is_compared_with_none(tmp_path: Path) -> None:
+    alone = Advantages(torch.zeros(2, 1), torch.zeros(2, 1, 1), {}, constant=(0, 1), failed=torch.zeros(2, 1).bool())
+    scores = Scores({"brightness": HeadScores(RAW[3:5], RAW[3:5])}, alone.failed.flatten())
+    found = keeper(tmp_path, OneOf(), keep_rollouts_every=1, keep_rollouts=2)
+    jobs = [Job(0, slot, Prompt(text, ""), 0) for slot, text in enumerate(("a cat", "a dog"))]
+    found.keep(jobs, dict.fromkeys(range(2), torch.zeros(9, 32, 32, 3, dtype=torch.uint8)), scores, alone)
+    folder = tmp_path / "rollouts" / "step-000001"
+    assert sorted(path.name for path in folder.glob("*.mp4")) == ["best.mp4", "prompt-01-rank-01.mp4"]
+    assert comment_of(folder / "best.mp4") == "a cat\nrollout 0 | brightness 0.1"
+    rows, _ = read_jsonl(folder / "clips.jsonl")
+    assert [(row["prompt"], row["reward"], "advantage" in row) for row in rows] == [
+        ("a cat", {"brightness": 0.1}, False), ("a dog", {"brightness": 0.2}, False)
+    ]  # fmt: skip
+    assert not (tmp_path / "rollouts" / "pairs.jsonl").exists()
+
+
 def test_of_several_rewards_each_has_its_best_and_its_worst_clip(tmp_path: Path) -> None:
     """A clip that is there already is named, and not written twice; a clip that one reward could not score is neither."""
     other = torch.tensor([0.9, torch.nan, 0.1, 0.1, 0.2, 0.3], dtype=torch.float64)
