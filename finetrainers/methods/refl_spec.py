@@ -61,17 +61,22 @@ class DifferentiableRewards(RewardFinetuning):
         return (frames, height, width), not config.refl.checkpoint_vae
 
     def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
-        """All graphs of a micro-batch's rewards are there until its backward pass; the others are scored as always."""
-        plain = super().scoring_bytes(config, size, fps=fps)
+        """Graphs of a micro-batch's rewards are there until its backward pass, but of those that are recomputed one by one.
+
+        The others are scored as always.
+        """
+        found = [super().scoring_bytes(config, size, fps=fps)]
         batch = {"batch_size": config.dataloader.batch_size}
-        graphs = [
-            registry().graph_bytes(entry.model_copy(update=batch), size, fps=fps)
-            for entry in config.grpo.reward
-            if entry.weight
-        ]
-        if plain is None or None in graphs:
-            return None
-        return max(plain, sum(size for size in graphs if size is not None))
+        stored, recomputed = 0.0, 0.0
+        for entry in config.grpo.reward:
+            if entry.weight:
+                graph = registry().graph_bytes(entry.model_copy(update=batch), size, fps=fps)
+                found.append(graph)
+                if registry().resolve_reward(entry.reward).recomputes:
+                    recomputed = max(recomputed, graph or 0.0)
+                else:
+                    stored += graph or 0.0
+        return None if None in found else max(found[0] or 0.0, stored + recomputed)
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float

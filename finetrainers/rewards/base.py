@@ -44,6 +44,8 @@ class Reward(ABC):
     differentiable: ClassVar[bool] = False
     #: Whether it is given the images that clips start from.
     images: ImageUse = "none"
+    #: Whether `differentiate` stores little, and its backward pass recomputes what it needs.
+    recomputes: ClassVar[bool] = False
     #: The options that name its weights.
     weights_options: ClassVar[tuple[str, ...]] = ("path",)
 

@@ -79,6 +79,7 @@ class _FrameReward(Reward):
     #: its 257 tokens of 1024 numbers with CLIP-L's activation function, 12.5 times 1280 with that of CLIP-H.
     frame_numbers: ClassVar[float] = 16.6 * 257 * 1024
     differentiable: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
     #: The same at the peak of `differentiate` and its backward, of one frame: its 24 layers keep what backward needs.
     graph_numbers: ClassVar[float] = 352.0 * 257 * 1024
 

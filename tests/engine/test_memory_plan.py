@@ -296,11 +296,14 @@ def test_reward_gradients_decode_with_a_backward_pass(checked: Callable[..., Pre
     def plan(**changes: Any) -> Any:
         return RunMemory(checked(family="hunyuan_video", **{**options, **changes})).plan()
 
-    pixels, graph = 17 * 128 * 128, 2 * 4 * 352.0 * 257 * 1024 * 4
+    pixels, graph = 17 * 128 * 128, 2 * 352.0 * 257 * 1024 * 4  # of a frame of each clip
     scores = graph + 2 * 4 * 3 * pixels * 4.0
     decoder = 2 * (4610 + 36) * pixels
-    assert plan().phases["reward"]["activations of rewards"] == pytest.approx(scores)
-    assert "the VAE's decoder and its backward" not in plan().phases["reward"]  # its turn is when those are gone
+    one_frame = plan(reward_frames=1).phases["reward"]
+    assert one_frame["activations of rewards"] == pytest.approx(scores)
+    assert "the VAE's decoder and its backward" not in one_frame  # its turn is when those are gone
+    both = plan(reward_frames=1, reward=["clipscore=1", "aesthetic=1", "brightness=1"]).phases["reward"]
+    assert both["activations of rewards"] == pytest.approx(scores)  # one network after the other is recomputed
     alone = plan(reward=["brightness"]).phases["reward"]
     assert alone["the VAE's decoder and its backward"] == pytest.approx(decoder)
     few = plan(reward=["brightness"], reward_frames=2).phases["reward"]
