@@ -3,12 +3,14 @@
 `python("-m", "finetrainers", "train", ...)`, `python("train.py", ...)` and `python("-c", code)` do what the interpreter does
 with these arguments: another process, in a process group of its own, with the environment and directory given, its output in
 files, ended by signals, with an exit code. Only the interpreter's start and the imports, seconds each time, are the server's.
-The server runs no tensor operation, so there are no threads that a fork would lose. What imports no torch, or where a launcher
-is the point, starts by `subprocess` as ever.
+The server runs no tensor operation, so there are no threads that a fork would lose. `python.launch(...)` is such a process whose
+`sys.executable` asks for forks, too, so that a launcher's processes cost as little. What imports no torch starts by `subprocess`
+as ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -23,6 +25,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
+#: A directory for questions; `_become` takes the stand-in next to it for the interpreter.
+_REQUESTS = "PYTHON_FORKS_REQUESTS"
+_STAND_IN = rf"""#!/usr/bin/env bash
+# An interpreter that asks the test for a fork, and ends with its exit code.
+request=$(mktemp -d "${_REQUESTS}/XXXXXX")
+printf '%s\0' "$@" > "$request/arguments"
+env -0 > "$request/environment"
+pwd > "$request/directory"
+mkfifo "$request/exit"
+touch "$request/asked"
+read -r code < "$request/exit"
+exit "$code"
+"""
 
 
 class RealProcess:
@@ -123,10 +138,54 @@ class Python:
             for rank in range(count)
         ]
 
+    def launch(self, *arguments: str, timeout: float, **environment: str) -> str:
+        """Run a launcher to its end, and fork what it starts with its own interpreter; what all of them have written.
+
+        Raises:
+            TimeoutError: it has not ended.
+        """
+        requests = self.directory / f"launch-{len(self.started)}"
+        requests.mkdir()
+        _stand_in(requests).write_text(_STAND_IN)
+        _stand_in(requests).chmod(0o755)
+        launcher = self(*arguments, **environment, **{_REQUESTS: str(requests)})
+        running: dict[Path, RealProcess] = {}
+        written = [launcher]
+        deadline = time.monotonic() + timeout
+        while launcher.returncode is None:
+            for asked in requests.glob("*/asked"):
+                asked.unlink()
+                running[asked.parent] = self._asked_for(asked.parent)
+                written.append(running[asked.parent])
+            for request, process in [*running.items()]:
+                if (code := process.returncode) is not None:
+                    del running[request]
+                    with contextlib.suppress(OSError):  # the launcher has killed who asked
+                        answer = os.open(request / "exit", os.O_WRONLY | os.O_NONBLOCK)
+                        os.write(answer, f"{code % 256}\n".encode())
+                        os.close(answer)
+            if time.monotonic() > deadline:
+                raise TimeoutError("".join(one.stderr[-3000:] for one in written))
+            time.sleep(0.02)
+        return "".join(one.stdout + one.stderr for one in written)
+
+    def _asked_for(self, request: Path) -> RealProcess:
+        arguments = (request / "arguments").read_text().split("\0")[:-1]
+        environment = dict(entry.split("=", 1) for entry in (request / "environment").read_text().split("\0")[:-1])
+        return self(
+            *(one for one in arguments if one != "-u"),
+            cwd=Path((request / "directory").read_text().strip()),
+            **environment,
+        )
+
     def close(self) -> None:
         """Kill what still runs."""
         for process in self.started:
             process.kill()
+
+
+def _stand_in(requests: Path) -> Path:
+    return requests.with_name(f"{requests.name}-python")
 
 
 def server_pid() -> int:
@@ -161,6 +220,8 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], output: str, er
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(descriptor, stream)
         os.close(descriptor)
+    if _REQUESTS in env:
+        sys.executable = str(_stand_in(Path(env[_REQUESTS])))
     import torch
 
     # After a fork torch makes a new thread pool when one is asked for; two threads that ask at once get none.

@@ -36,5 +36,19 @@ def test_signals_reach_it_and_all_that_it_started(python: Python) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_launchers_processes_are_forks_of_the_server(python: Python, tmp_path: Path) -> None:
+    inner = (
+        "import os, sys\nprint(sys.argv, os.environ['COLOR'], os.getcwd(), 'preloaded' in sys.modules)\nsys.exit(3)\n"
+    )
+    outer = (
+        "import os, subprocess, sys\n"
+        f"command = [sys.executable, '-u', '-c', {inner!r}, 'a b']\n"
+        f"some = [subprocess.Popen(command, cwd={str(tmp_path)!r}, env={{**os.environ, 'COLOR': 'red'}}) for _ in range(2)]\n"
+        "print([one.wait() for one in some])\n"
+    )
+    said = python.launch("-c", outer, timeout=60).splitlines()
+    assert [line for line in said if line.startswith("[")] == ["[3, 3]", *[f"['-c', 'a b'] red {tmp_path} True"] * 2]
+
+
 def test_the_server_has_no_threads_that_a_fork_would_lose() -> None:
     assert len(list(Path(f"/proc/{server_pid()}/task").iterdir())) == 1

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from real_process import Python
 
 from finetrainers.utils.video import write_mp4
 
@@ -71,8 +69,8 @@ def options(tiny_repo: Callable[..., Path], five_clips: Path, five_pairs: str) -
     return build
 
 
-@pytest.fixture(scope="session")
-def launch() -> Callable[..., list[dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def launch(python_of_module: Python) -> Callable[..., list[dict[str, Any]]]:
     """`launch(launcher, jobs, directory, script=..., **environment)`: what each of the (two) ranks wrote down, by job."""
 
     def start(
@@ -86,23 +84,12 @@ def launch() -> Callable[..., list[dict[str, Any]]]:
     ) -> list[dict[str, Any]]:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "jobs.json").write_text(json.dumps(jobs))
-        done = subprocess.run(
-            [sys.executable, "-m", *launcher, str(script), str(directory / "jobs.json"), str(directory)],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "PYTHONPATH": str(Path(__file__).parents[2]),
-                **environment,
-            },
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
+        said = python_of_module.launch(
+            "-m", *launcher, str(script), str(directory / "jobs.json"), str(directory), timeout=TIMEOUT_S, **environment
         )
         files = [directory / f"rank{rank}.json" for rank in range(processes)]
         # Strategies sometimes abort while the interpreter shuts down, when all is done; what counts is that all is done.
-        assert all(file.is_file() for file in files), done.stdout[-3000:] + done.stderr[-6000:]
+        assert all(file.is_file() for file in files), said[-9000:]
         return [json.loads(file.read_text()) for file in files]
 
     return start

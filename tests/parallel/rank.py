@@ -110,6 +110,8 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     if failing_rank == RANK:
         saving.save_weights = fail
     seen.clear()
+    gc.collect()
+    gc.freeze()  # runs collect garbage between their loading phases; the libraries' objects never go
     try:
         state = run(preflight(load_config(**options)))
         assert state is not None
@@ -144,7 +146,6 @@ def main(jobs: Path, out: Path) -> None:
     if find_spec("deepspeed") is not None and "deepspeed" in jobs.read_text():
         # An extension that speeds up gloo, and takes a minute to compile.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-    gc.freeze()  # runs collect garbage between their loading phases; the libraries' objects never go
     exchange._BUCKET_BYTES = 1000  # of the tiny networks' gradients, several buckets are on their way
     seen: list[float] = []
     predict = LTXVideoSpec.predict
