@@ -49,7 +49,7 @@ def steps_taken(root: Path) -> int:
 def test_a_signal_stops_the_run_and_resuming_changes_nothing(
     options: Callable[..., dict], run: Callable[..., Any], python: Python, tmp_path: Path
 ) -> None:
-    changes = {"clips": 3, "train_steps": 60, "lora_dropout": 0.3, "use_ema": True, "caption_dropout_p": 0.5}
+    changes = {"clips": 3, "train_steps": 30, "lora_dropout": 0.3, "use_ema": True, "caption_dropout_p": 0.5}
     straight = run(**options(**changes, output_dir=str(tmp_path / "straight")))
 
     values = options(**changes, output_dir=str(tmp_path / "stopped"))
@@ -65,7 +65,7 @@ def test_a_signal_stops_the_run_and_resuming_changes_nothing(
     process.send_signal(signal.SIGCONT)
     assert process.wait() == exit_codes.STOPPED, process.stderr
     [stopped_at] = [found.step for found in scan_checkpoints(root)]
-    assert stopped_at < 60
+    assert stopped_at < 30
     assert steps_taken(root) == stopped_at
     events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
     assert {k: v for k, v in events[-1].items() if k != "time"} == {"event": "stopped", "step": stopped_at, "by": "SIGTERM"}  # fmt: skip
@@ -78,7 +78,7 @@ def test_a_signal_stops_the_run_and_resuming_changes_nothing(
     assert not (root / "control").exists()
 
     assert train_command(shlex.split(command)[2:], prog="finetrainers train") == exit_codes.DONE
-    assert steps_taken(root) == 60
+    assert steps_taken(root) == 30
     curves = [
         [
             (r["step"], r["loss"], r["grad_norm"], r["lr"])

@@ -24,8 +24,11 @@ def write_pairs(path: Path, clips: Path, *, count: int = 3) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+#: Every family, every kind on one of them at least: what differs between families is only how each is called.
+CASES = [(family, [*KINDS][place % len(KINDS)]) for place, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
 def test_resuming_changes_nothing(
     family: str,
     kind: str,

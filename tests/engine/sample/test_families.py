@@ -62,7 +62,7 @@ def test_samples_are_those_of_the_pipeline(
         given["control_video"] = (video / 2 + 0.5).transpose(1, 2)
     code, frames = sample(
         tmp_path / "lora", "--model_name", family, "--pretrained_model_name_or_path", repository, "--prompts", PROMPT,
-        "--size", "9x64x64", "--seed", SEED, "--num_inference_steps", 2, "--guidance_scale", 2.5, "--lora_scale", 0.5, 1,
+        "--size", "9x64x64", "--seed", SEED, "--num_inference_steps", 2, "--guidance_scale", 2.5, "--lora_scale", 0.5,
         "--compare", "base", "--output_dir", tmp_path / "out", *FP32,
         *(["--text_encoder_2_dtype", "fp32"] if "text_encoder_2" in spec.facts.parts else []), *flags,
     )  # fmt: skip
@@ -73,10 +73,9 @@ def test_samples_are_those_of_the_pipeline(
     size = {} if spec.facts.media else {"num_frames": 9}
     # Attention without masks rounds otherwise, which classifier-free guidance at 6 amplifies.
     rounding = 1 if (family, version) == ("hunyuan_video", "i2v") else 0
-    for scale in (0.0, 0.5, 1.0):
-        if scale == 0.5:
-            pipeline.load_lora_weights(str(tmp_path / "lora"), adapter_name="mine")
+    for scale in (0.0, 0.5):
         if scale:
+            pipeline.load_lora_weights(str(tmp_path / "lora"), adapter_name="mine")
             pipeline.set_adapters(["mine"], [scale])
         made = pipeline(
             prompt=PROMPT, height=64, width=64, num_inference_steps=2, guidance_scale=2.5, output_type="np", **size, **given,
@@ -86,8 +85,8 @@ def test_samples_are_those_of_the_pipeline(
         off = np.abs(frames[name].astype(int) - (np.asarray(made) * 255).round()).max()
         assert off <= rounding, name
     stacked = np.stack(list(frames.values())).astype(int)
-    assert len(stacked) == 3
-    assert min(np.abs(stacked[0] - stacked[1]).max(), np.abs(stacked[1] - stacked[2]).max()) > 8
+    assert len(stacked) == 2
+    assert np.abs(stacked[0] - stacked[1]).max() > 8
     records = [json.loads(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
     assert {record["file"] for record in records} == set(frames)
     assert {record["generator_seed"] for record in records} == {sample_seed(SEED, PROMPT)}
