@@ -75,7 +75,7 @@ def estimate_command(argv: Sequence[str]) -> int:
             own, rest = parser.parse_known_args(argv)
             found = parser.problems([])
             try:
-                os.environ.update(_environment(own))
+                os.environ.update(planned_environment(own))
             except ConfigError as error:
                 found += error.problems
             config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
@@ -87,7 +87,7 @@ def estimate_command(argv: Sequence[str]) -> int:
         return exit_codes.CONFIGURATION
 
 
-def _environment(own: argparse.Namespace) -> Mapping[str, str]:
+def planned_environment(own: argparse.Namespace) -> Mapping[str, str]:
     """What a launcher would set.
 
     Raises:

@@ -34,6 +34,7 @@ from .export import add_export
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report
+from .run import add_run, run_command
 from .sample import add_sample, sample_command
 from .serve_reward import add_serve_reward
 from .sync import add_sync
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     yield_idle_threads()
     with_options_of_a_run = {
         "train": train_command, "check": check_command, "prepare": prepare_command, "estimate": estimate_command,
+        "run": _run_stages,
     }  # fmt: skip
     if argv and argv[0] in _SAMPLING:
         return _run_sampling(argv[0], argv[1:])
@@ -110,6 +112,18 @@ def _run_sampling(command: str, argv: Sequence[str]) -> int:
         return exit_codes.CONFIGURATION
     try:
         return _SAMPLING[command](argv)
+    except Exception as error:
+        if not _say_failure(error):
+            raise
+        return exit_codes.FAILED
+
+
+def _run_stages(argv: Sequence[str]) -> int:
+    """Train the stages of a file; returns an exit code."""
+    if _cannot_start(joining=False):
+        return exit_codes.CONFIGURATION
+    try:
+        return run_command(argv, train_command)
     except Exception as error:
         if not _say_failure(error):
             raise
@@ -239,6 +253,7 @@ def _parser() -> CommandParser:
     commands.add_parser("train", help="train a model", add_help=False)
     commands.add_parser("prepare", help="encode clips and captions into the cache that `train` reads", add_help=False)
 
+    add_run(commands)
     add_check(commands)
     add_estimate(commands)
 

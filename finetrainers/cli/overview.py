@@ -13,7 +13,7 @@ from finetrainers.config.names import names_of
 
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
-    "train": ("check", "estimate", "prepare", "train"),
+    "train": ("check", "estimate", "prepare", "train", "run"),
     "look": ("sample", "report", "watch", "plot", "ckpt"),
     "use": ("export", "sync"),
     "tools": ("cache", "serve-reward", "schema", "docs"),
@@ -39,7 +39,8 @@ Several GPUs:
 _INSTEAD = {
     "`sample RUN --prompts PROMPTS` draws clips of a run, a checkpoint, a LoRA or a model": "generate inference infer predict",
     "`train` trains: a LoRA or all weights (--training_type), on clips or by rewards (--method)":
-        "lora sft grpo finetune fine-tune fit run full-finetune",
+        "lora sft grpo finetune fine-tune fit full-finetune",
+    "`run` trains the stages of a file, each from the weights of an earlier one": "pipeline stages stage",
     "`train` continues a run: the same command with --resume_from_checkpoint latest": "resume continue",
     "`check` says what happens to every clip, and `prepare` encodes clips and captions before training":
         "precompute preprocess encode data dataset inspect validate",

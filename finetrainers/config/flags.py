@@ -110,14 +110,42 @@ def parse_flags(
         ConfigError: unknown flags (with the nearest valid name), wrong values, file errors; all at once.
         SystemExit: after `--help`.
     """
+    path, given = read_flags(argv, prog=prog, guide=guide, own=own, found=found)
+    if given is None:
+        return None, True
+    sources: list[Given] = []
+    if path is not None:
+        try:
+            sources.append(file_source(path))
+        except ConfigError as error:  # what the file would have set is not known, so nothing more can be judged
+            raise ConfigError([*given.problems, *error.problems]) from None
+    return build_config([*sources, given]), False
+
+
+def read_flags(
+    argv: Sequence[str],
+    *,
+    prog: str,
+    guide: Guide = TRAIN,
+    own: Collection[str] = (),
+    found: Sequence[Problem] = (),
+) -> tuple[Path | None, Given | None]:
+    """The file of options, which is not read, and the flags with their problems; None: only the list of models was asked for.
+
+    Args:
+        argv, prog, guide, own, found: see `parse_flags`.
+
+    Raises:
+        SystemExit: after `--help`.
+    """
     parser = make_parser(prog, guide=guide)
     first = ["--config"] if argv and not argv[0].startswith("-") else []
     namespace, unknown = parser.parse_known_args([*first, *(flat_flag(argument) for argument in argv)])
     values = vars(namespace)
-    config_path = values.pop("config")
+    path = values.pop("config")
     values.pop("local_rank")
     if values.pop("list_models"):
-        return None, True
+        return path, None
     flags, stray = split_unknown(unknown)
     problems = [*found]
     for flag in flags:
@@ -128,11 +156,4 @@ def parse_flags(
     if stray:
         problems.append(Problem("command line", f"unexpected {said(stray)}; values follow their flag"))
     problems += parser.problems([])
-    sources: list[Given] = []
-    if config_path is not None:
-        try:
-            sources.append(file_source(config_path))
-        except ConfigError as error:  # what the file would have set is not known, so nothing more can be judged
-            raise ConfigError([*problems, *error.problems]) from None
-    sources.append(Given(values, {name: f"--{name}" for name in values}, problems))
-    return build_config(sources), False
+    return path, Given(values, {name: f"--{name}" for name in values}, problems)

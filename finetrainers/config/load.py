@@ -42,7 +42,7 @@ def load_config(path: str | Path | None = None, **options: Any) -> TrainConfig:
         ConfigError: anything unknown, missing or out of bounds; all of it at once.
     """
     given = Given()
-    _take(given, options, lambda table, name: ".".join(part for part in (table, name) if part))
+    take_options(given, options, lambda table, name: ".".join(part for part in (table, name) if part))
     return build_config([*([file_source(Path(path))] if path is not None else []), given])
 
 
@@ -52,19 +52,19 @@ def file_source(path: Path) -> Given:
     Raises:
         ConfigError: the file is missing or is not TOML.
     """
-    text, document = _read(path)
+    text, document = read_toml(path)
 
     def locate(table: str | None, name: str | None) -> str:
-        return f"{path}:{_line_of(text, name, table)}"
+        return f"{path}:{line_of(text, name, table)}"
 
     found = Given()
     if is_diffusion_pipe(document):
         document = translate_document(document, found, locate)
-    _take(found, document, locate)
+    take_options(found, document, locate)
     return found
 
 
-def _take(given: Given, document: Mapping[str, Any], locate: Locate) -> None:
+def take_options(given: Given, document: Mapping[str, Any], locate: Locate) -> None:
     """Add options that stand in their section's table, or flat at the top level."""
     for entry, value in document.items():
         if not isinstance(value, Mapping):
@@ -92,7 +92,7 @@ def _take_one(given: Given, table: str | None, name: str, value: Any, locate: Lo
         given.values[name], given.where[name] = value, where
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
+def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
     """Read a TOML file: its text and its parsed content.
 
     Raises:
@@ -110,7 +110,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         raise ConfigError([Problem(str(path), message)]) from None
 
 
-def _line_of(text: str, name: str | None, table: str | None) -> int:
+def line_of(text: str, name: str | None, table: str | None) -> int:
     """Line number of `name = ` (in `[table]` if given), or of the table's header; 1 when not found."""
     inside = not table
     for number, line in enumerate(text.splitlines(), start=1):

@@ -37,6 +37,7 @@ from .callbacks.validation import Validation
 from .checkpoints.restore import check_restorable, restore
 from .checkpoints.save import shares_saving
 from .guards.memory import memory_advice
+from .lineage import BEGAN_FROM, lineage_of
 from .load_work import load_texts, load_work
 from .memory_recorder import MemoryRecorder
 from .preflight import Preflight
@@ -219,6 +220,8 @@ def _validation_schedule(state: TrainState, source: WorkSource) -> Callable[[int
 def _start_records(state: TrainState, checked: Preflight) -> None:
     """Write what the run is and where it starts from into the run directory."""
     state.run_dir.start(state.config, resumed_step=state.step)
+    if state.parallel.is_main and (origin := lineage_of(checked.start, state.run_dir.root)) is not None:
+        state.run_dir.event(BEGAN_FROM, **origin)
     if rows := checked.start.rows:
         parts = {part.replace(" ", "_"): text for part, text in rows if part != "step"}
         state.run_dir.event("origin", step=state.step, **parts)

@@ -32,16 +32,7 @@ def dry_run_report(checked: Preflight) -> None:
         ConfigError: the model's parts do not go with the options (a LoRA target that matches nothing, say).
     """
     config, unseen = checked.config, why_unseen(checked)
-    if unseen is None:
-        checked = examine_weights(checked)
-    transformer = network_without_weights(checked, stand_in=unseen is not None)
-    if unseen is None:
-        spec = checked.family.load(config.model)
-        method_spec(config).check(checked.plan, config, spec=spec)
-        check_number_of_blocks(config, spec)
-    needs = disk_needs(checked, transformer)
-    if unseen is None:
-        checked = replace(checked, warnings=[*checked.warnings, *room_warnings(checked, needs)])
+    checked, transformer = build_without_weights(checked)
     print_first_line(checked, before="dry run: ")
     print_data(checked)
     steps = config.training.train_steps
@@ -55,6 +46,24 @@ def dry_run_report(checked: Preflight) -> None:
     print_remarks(checked)
     _print_options(config)
     print_line(_conclusion(checked, unseen))
+
+
+def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
+    """The network of a run without weights, with what is trained attached; and the run, with warnings about what it would read and write.
+
+    Raises:
+        ConfigError: the model's parts do not go with the options.
+    """
+    config, unseen = checked.config, why_unseen(checked)
+    if unseen is not None:
+        return checked, network_without_weights(checked, stand_in=True)
+    checked = examine_weights(checked)
+    transformer = network_without_weights(checked)
+    spec = checked.family.load(config.model)
+    method_spec(config).check(checked.plan, config, spec=spec)
+    check_number_of_blocks(config, spec)
+    warnings = room_warnings(checked, disk_needs(checked, transformer))
+    return replace(checked, warnings=[*checked.warnings, *warnings]), transformer
 
 
 def why_unseen(checked: Preflight) -> str | None:

@@ -36,6 +36,22 @@ def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[
 
 
 def _get_ready(config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, str] | None) -> Preflight:
+    checked = preflight_by_model(config, preparing=preparing, damaged=damaged)
+    if not config.run.dry_run:
+        if not preparing:
+            check_rewards(checked)
+        print_start(checked)
+    return checked
+
+
+def preflight_by_model(
+    config: TrainConfig, *, preparing: bool = False, damaged: Mapping[Path, str] | None = None
+) -> Preflight:
+    """The preflight of a run by its model's own configs, which are fetched from the hub if they are not on this disk.
+
+    Raises:
+        ConfigError: see `get_ready`.
+    """
     checked = preflight(config, preparing=preparing, damaged=damaged)
     fetched = checked.family.fetch_configs(checked.config.model)
     if fetched.new:
@@ -52,14 +68,10 @@ def _get_ready(config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, s
     elif fetched.away is not None and not fetched.is_offline_by_choice:
         warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used as it is on this disk"
         checked = replace(checked, warnings=[*checked.warnings, warning])
-    if not config.run.dry_run:
-        if not preparing:
-            _check_rewards(checked)
-        print_start(checked)
     return checked
 
 
-def _check_rewards(checked: Preflight) -> None:
+def check_rewards(checked: Preflight) -> None:
     """Weights of rewards that are neither on this disk nor to be had.
 
     Raises:

@@ -143,7 +143,7 @@ def text_encoders_digest(config: ModelSection) -> str | None:
     for part in ("tokenizer", "tokenizer_2", "tokenizer_3"):
         folder = folder_on_disk(config, part)
         if folder is not None:
-            found.append(_files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]))
+            found.append(files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]))
     return _digest_of(found)
 
 
@@ -151,7 +151,7 @@ def _weights_digest(config: ModelSection, part: str) -> str | None:
     """Of a part's weight files; None where they are not all on disk."""
     single = single_file(config, part)
     if single is not None:
-        return _files_digest([single]) if single.is_file() else None
+        return files_digest([single]) if single.is_file() else None
     folder = folder_on_disk(config, part)
     if folder is None:
         return None
@@ -163,10 +163,10 @@ def _weights_digest(config: ModelSection, part: str) -> str | None:
         listed = set(read_json(index)["weight_map"].values())
         if not all((folder / name).is_file() for name in listed):
             return None
-    return _files_digest(files) if files else None
+    return files_digest(files) if files else None
 
 
-def _files_digest(files: Sequence[Path]) -> str:
+def files_digest(files: Sequence[Path]) -> str:
     """Of the files' names and sizes and of their first and last bytes: training or converting weights changes those."""
     digest = hashlib.sha256()
     for path in files:

@@ -48,6 +48,11 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {many or noun + 's'}"
 
 
+def listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
 def printable(text: str) -> str:
     """The text with line breaks, escapes for terminals and bytes that are not UTF-8 made visible, for untrusted names."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

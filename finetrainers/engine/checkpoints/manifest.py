@@ -90,6 +90,14 @@ def is_sealed(manifest: Mapping[str, Any]) -> bool:
     return _OWN in manifest
 
 
+def seal_of(directory: Path) -> str | None:
+    """The SHA-256 that names a checkpoint and everything in it; None of one of an earlier version, and where there is none."""
+    try:
+        return read_manifest(directory).get(_OWN)
+    except (ValueError, OSError):
+        return None
+
+
 def _check_own(manifest: Mapping[str, Any], content: bytes) -> None:
     """Compare the manifest's text with its checksum, and look for what every manifest has.
 

@@ -173,6 +173,11 @@ def read_run(root: Path, *, name: str = "") -> RunRecords:
     )
 
 
+def run_status(root: Path) -> str:
+    """The status of a run, see `RunRecords`."""
+    return _status(root, _lines(root / "events.jsonl"))
+
+
 def _status(root: Path, events: Sequence[Event]) -> str:
     starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
     since = [event.get("event") for event in events[starts[-1] if starts else 0 :]]
@@ -188,9 +193,13 @@ def _status(root: Path, events: Sequence[Event]) -> str:
 
 def _has_result(root: Path) -> bool:
     """Whether a result is there that is no older than the newest checkpoint."""
-    results = [path for name in _RESULTS if (path := root / name).exists()]
     newest = max((path.stat().st_mtime for path in checkpoints_dir(root).glob("step-*")), default=0.0)
-    return any(path.stat().st_mtime >= newest for path in results)
+    return any(path.stat().st_mtime >= newest for path in result_paths(root))
+
+
+def result_paths(root: Path) -> list[Path]:
+    """The weights that a run has left as its result."""
+    return [path for name in _RESULTS if (path := root / name).exists()]
 
 
 def _failures(root: Path) -> list[tuple[str, str]]:

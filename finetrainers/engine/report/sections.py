@@ -15,6 +15,7 @@ from finetrainers.data.inspect.report import counts_of, reasons_of
 from finetrainers.utils.phases import label
 from finetrainers.utils.text import duration, plural, shortened
 
+from ..lineage import BEGAN_FROM, ancestors
 from .run_records import Event, RunRecords, changed_options, differing_options, hacking_of, option_value, table_of
 
 _STATUS = {
@@ -55,11 +56,24 @@ def facts_of(run: RunRecords) -> list[tuple[str, str]]:
     if resumes:
         steps = ", ".join(str(event["step"]) for event in resumes)
         found.append(("resumed", f"{plural(len(resumes), 'time')}, from step {steps}"))
+    found += [("and that from" if n else "began from", _origin(event)) for n, event in enumerate(ancestors(run.root))]
     packages = environment.get("packages") or {}
     versions = [f"{name} {packages[name]}" for name in ("finetrainers", "torch", "diffusers") if packages.get(name)]
     if versions:
         found.append(("made with", ", ".join([*versions, f"Python {environment.get('python', '?')}"])))
     return found
+
+
+def _origin(event: Event) -> str:
+    """What a run began from: which weights, of which run, and the checkpoint that has them."""
+    what = {"full": "all weights", "lora": "a LoRA", "state": "weights, optimizer state"}.get(
+        str(event.get("load")), "weights"
+    )
+    if event.get("run") is None:
+        return f"{event.get('path')} ({what})"
+    step = "" if event.get("step") is None else f"step {event['step']} of "
+    checkpoint = f"; checkpoint {str(event['checkpoint'])[:12]}" if event.get("checkpoint") else ""
+    return f"{step}{event['run']} ({what}{checkpoint})"
 
 
 # ---- figures -----------------------------------------------------------------------------------------------------------
@@ -214,6 +228,7 @@ def _found_later(run: RunRecords) -> Iterator[str]:
 _EVENTS: Mapping[str, tuple[str, Callable[[Event], str]]] = {
     "start": ("", lambda e: f"resumed from step {e['step']}" if e.get("step") else "started"),
     "origin": ("", lambda e: "; ".join(f"{k.replace('_', ' ')}: {v}" for k, v in _details(e).items())),
+    BEGAN_FROM: ("", lambda e: f"began from {_origin(e)}"),
     "finished": ("good", lambda e: "finished"),
     "stopped": ("note", lambda e: f"stopped by {e.get('by')}"),
     "stopped_by_guard": ("bad", lambda e: f"stopped by {e.get('by')}"),

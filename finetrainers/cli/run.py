@@ -1,0 +1,268 @@
+"""`finetrainers run`: train the stages of a file one after the other, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from finetrainers.config.arguments import ArgumentParser
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.stages import Stage, read_stages
+from finetrainers.utils import exit_codes
+from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.text import nearest, plural
+
+from .estimate import planned_environment
+
+_EPILOG = """The file has one [[stage]] table for each stage: its name, its options, and what it
+begins from. Options above the first [[stage]] hold for all stages. Options of
+`finetrainers train` may follow as flags; they override those of every stage.
+
+  output_dir = "runs/look"            # each stage has runs/look/NAME
+  data_root = "clips"
+
+  [[stage]]
+  name = "low"
+  video_resolution_buckets = ["49x256x384"]
+  train_steps = 1000
+
+  [[stage]]
+  name = "high"
+  init = { stage = "low" }
+  video_resolution_buckets = ["49x512x768"]
+  train_steps = 500
+
+All stages are checked before the first one trains. The same command again skips
+stages that are finished, and resumes one that was interrupted.
+
+examples:
+  finetrainers run stages.toml --plan
+  finetrainers run stages.toml
+  finetrainers run stages.toml --from high
+  finetrainers run stages.toml --launcher \\
+      "accelerate launch --config_file accelerate_configs/ddp.yaml train.py"
+
+exit codes:
+  0   all stages are done
+  2   a stage cannot be trained as the file says; checks come before all training
+      any other is that of the stage that ended with it
+"""
+
+
+def add_run(commands: Any) -> None:
+    """The parser of `finetrainers run`, for the list of commands; `run_command` is what runs it."""
+    commands.add_parser(
+        "run", help="train the stages of a file, each from the weights of an earlier one", parents=[_own_options()],
+        add_help=False,
+    )  # fmt: skip
+
+
+def _own_options() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="finetrainers run",
+        usage="finetrainers run FILE [--plan] [--from STAGE] [--keep_finished] [--launcher COMMAND] [options of train]",
+        description="Train the stages of a file one after the other.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--plan", action="store_true", help="check all stages, print what they will do, and stop")
+    again = "train this stage and all after it again; what they have trained is set aside"
+    parser.add_argument("--from", dest="again_from", metavar="STAGE", help=again)
+    keep = "take finished stages as they are, where the file has changed since"
+    parser.add_argument("--keep_finished", action="store_true", help=keep)
+    launcher = "what starts a stage on several GPUs: a command that ends with the program, and gets the stage's options"
+    parser.add_argument("--launcher", type=shlex.split, default=[], metavar="COMMAND", help=launcher)
+    return parser
+
+
+def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> int:
+    """Train the stages of a file; an exit code (`utils.exit_codes`).
+
+    Args:
+        argv: of the command.
+        train: the command that trains one stage.
+    """
+    parser = _own_options()
+    try:
+        own, rest = parser.parse_known_args(argv)
+        stages = _read(parser, own, rest)
+        environment = _launcher_environment(own.launcher)
+        if own.again_from is not None and environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
+            message = "each of several machines would set directories aside; rename those of the stages yourself, and leave it out"
+            raise ConfigError([Problem("--from", message)])
+        if own.plan:
+            os.environ.update(environment)
+            return _plan(stages, own)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_codes.CONFIGURATION
+
+    def check() -> int:
+        os.environ.update(environment)
+        return _plan(stages, own)
+
+    # In a process of its own: it imports torch and may look at the GPU, whose memory is the stages'.
+    code = _in_child(check)
+    return code if code != exit_codes.DONE else _train_all(stages, own, train)
+
+
+def _read(parser: ArgumentParser, own: argparse.Namespace, rest: Sequence[str]) -> list[Stage]:
+    """The stages of the file.
+
+    Raises:
+        ConfigError: it cannot be read, or what was given is not what the command takes.
+    """
+    from finetrainers.config.flags import read_flags
+
+    path, flags = read_flags(rest, prog=parser.prog, own=parser.flags, found=parser.problems([]))
+    if flags is None:
+        raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
+    problems, flags.problems = flags.problems, []
+    if launched_processes() > 1:
+        message = (
+            "this process was started by a launcher; start `finetrainers run` by itself, and give it the launcher: "
+            '--launcher "accelerate launch ... train.py"'
+        )
+        problems.append(Problem("WORLD_SIZE", message))
+    if path is None:
+        hint = f"{parser.prog} --help shows one"
+        raise ConfigError(
+            [*problems, Problem("FILE", "is required: a TOML file of stages")], of="this command", hint=hint
+        )
+    try:
+        stages = read_stages(path, flags)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    names = [stage.name for stage in stages]
+    if own.again_from is not None and own.again_from not in names:
+        problems.append(Problem("--from", f"no stage {own.again_from!r}{nearest(own.again_from, names)}"))
+    if problems:
+        raise ConfigError(problems, of="this command", hint=f"{parser.prog} --help lists the options")
+    return stages
+
+
+def _launcher_environment(launcher: Sequence[str]) -> dict[str, str]:
+    """The variables that a launcher will set, as far as its command says, so that stages are checked for as many processes.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config_file", dest="accelerate_config", type=Path)
+    for name, others in {"num_processes": ["--num-processes"], "num_machines": ["--nnodes"]}.items():
+        parser.add_argument(f"--{name}", *others, type=_number)
+    parser.add_argument("--nproc_per_node", "--nproc-per-node", "--num_gpus", type=_number)
+    try:
+        said, _ = parser.parse_known_args(launcher)
+    except argparse.ArgumentError as error:
+        raise ConfigError([Problem("--launcher", str(error))]) from None
+    if said.num_processes is None and said.nproc_per_node is not None:
+        said.num_processes = said.nproc_per_node * (said.num_machines or 1)
+    return dict(planned_environment(said)) if launcher else {}
+
+
+def _number(text: str) -> int | None:
+    """A count of processes; None for what only the machine knows, such as `auto`."""
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _plan(stages: Sequence[Stage], own: argparse.Namespace) -> int:
+    """Check all stages, and print what they will do; an exit code."""
+    from finetrainers.engine.stages_plan import plan_stages
+    from finetrainers.utils.logs import quiet_progress_bars
+
+    quiet_progress_bars()
+    try:
+        plan_stages(stages, again_from=own.again_from, keep_finished=own.keep_finished, trains=not own.plan)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_codes.CONFIGURATION
+    return exit_codes.DONE
+
+
+def _train_all(stages: Sequence[Stage], own: argparse.Namespace, train: Callable[[Sequence[str]], int]) -> int:
+    """Train what is not finished; an exit code."""
+    from finetrainers.engine.stages import look_at, set_aside, start_flags
+
+    for was, now in set_aside(look_at(stages, again_from=own.again_from)):
+        print(f"{was} is set aside: {now}")
+    count = len(stages)
+    for number, stage in enumerate(stages):
+        one = look_at(stages)[number]  # with what earlier stages have left
+        head = f"stage {stage.name} ({number + 1} of {count})"
+        if one.is_done:
+            print(f"{head}: done already, in {one.root}")
+            continue
+        print(f"{head}: {f'from step {one.step}, ' if one.step else ''}in {one.root}", flush=True)
+        code = _start(start_flags(one), own.launcher, one.config.run.hub_token, train, verbose=one.config.run.verbose)
+        if code != exit_codes.DONE:
+            then = (
+                "the same command resumes it"
+                if code == exit_codes.STOPPED
+                else "after a correction the same command continues"
+            )
+            print(f"{head} ended with exit code {code}; {then}", file=sys.stderr)
+            return code
+    print(f"done: {plural(count, 'stage')}; the result is in {look_at(stages)[-1].root}")
+    return exit_codes.DONE
+
+
+def _start(
+    flags: list[str], launcher: Sequence[str], token: Any, train: Callable[[Sequence[str]], int], *, verbose: bool
+) -> int:
+    """Train one stage in a process of its own, or in those of the launcher; the exit code."""
+    flags = [*flags, *(["--verbose"] if verbose else [])]
+
+    def work() -> int:
+        if token is not None:  # no file has it
+            os.environ["HF_TOKEN"] = token.get_secret_value()
+        if not launcher:
+            return train(flags)
+        try:
+            os.execvp(launcher[0], [*launcher, *flags])
+        except OSError as error:
+            print(f"error: --launcher: {launcher[0]}: {error.strerror}", file=sys.stderr)
+            return exit_codes.CONFIGURATION
+
+    return _in_child(work)
+
+
+def _in_child(work: Callable[[], int]) -> int:
+    """Do something in a forked process, which gets the signals that this one gets; its exit code.
+
+    Signals wait while it is started, so that none is lost. Of those that a terminal sends, the child has its own.
+    """
+    numbers = [
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        *([] if sys.stdin is not None and sys.stdin.isatty() else [signal.SIGINT]),
+    ]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*numbers, signal.SIGINT])
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            sys.exit(work())
+        except KeyboardInterrupt:
+            sys.exit(exit_codes.killed_by(signal.SIGINT))
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        if number in numbers:
+            os.kill(child, number)
+
+    handlers = {number: signal.signal(number, pass_on) for number in {*numbers, signal.SIGINT}}
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _, status = os.waitpid(child, 0)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else exit_codes.killed_by(-code)

@@ -1,0 +1,233 @@
+"""A file of stages: training runs that follow one another, each a configuration over what the file says for all of them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from finetrainers.utils.text import nearest, quoted
+
+from .errors import ConfigError, Problem
+from .given import Given, Locate
+from .load import build_config, file_source, line_of, read_toml, take_options
+from .root import TrainConfig
+
+#: What a stage takes from an earlier one: all weights; its LoRA; or its whole training state, optimizer included.
+Load = Literal["weights", "lora", "state"]
+#: Keys of a stage that are no options.
+_KEYS = ("name", "init", "config")
+_HEADER = re.compile(r"\s*(\[+)\s*([\w-]+)(?:\.[\w.-]+)?\s*\]+")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+#: Options that a file of stages cannot set, and why.
+_REFUSED = {
+    "resume_from_checkpoint": "`finetrainers run` resumes a stage that was interrupted by itself; leave it out",
+    "reset": "a stage begins from the weights of another one by `init`, or from its whole training state by "
+    '`init = { stage = "NAME", load = "state" }`; leave it out',
+    "dry_run": "`finetrainers run FILE --plan` checks all stages and trains nothing",
+}
+
+
+@dataclass(frozen=True)
+class Init:
+    """What a stage begins from: an earlier stage, and what is taken of it."""
+
+    stage: str
+    load: Load
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a file.
+
+    Attributes:
+        name: unique, and the folder of its run.
+        config: its options; of a stage with problems those that are right, None if the rest is no configuration.
+        init: what it begins from; None: the model, or its own `init_from`.
+        problems: what is wrong with it.
+        wrong: flat names of the options that `config` lacks.
+    """
+
+    name: str
+    config: TrainConfig | None
+    init: Init | None = None
+    problems: Sequence[Problem] = ()
+    wrong: frozenset[str] = frozenset()
+
+
+def read_stages(path: Path, flags: Given) -> list[Stage]:
+    """Read a file of stages; each has its problems.
+
+    Args:
+        path: the file.
+        flags: of the command line, which override the options of every stage.
+
+    Raises:
+        ConfigError: there are no stages.
+    """
+    text, document = read_toml(path)
+    tables = document.pop("stage", None)
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        message = "has no [[stage]] tables; a file of one configuration is for `finetrainers train --config`"
+        if tables is not None:
+            message = "`stage` is not a list of tables; begin every stage by a line [[stage]]"
+        raise ConfigError([Problem(str(path), message)])
+    lines = _stage_lines(text)
+    shared = _locate(path, lines.get(None, ""), "")
+    found: list[Stage] = []
+    for number, table in enumerate(tables):
+        stage = _read_stage(
+            document, table, flags, shared=shared, locate=_locate(path, lines.get(number, ""), "stage"), before=found
+        )
+        found.append(stage)
+    return _with_merged(found)
+
+
+def _stage_lines(text: str) -> dict[int | None, str]:
+    """The lines of each stage by its number, and under None those of all stages; every other line is empty."""
+    lines, number, place = text.splitlines(), -1, None
+    places: list[int | None] = []
+    for line in lines:
+        header = _HEADER.match(line)
+        if header is not None:
+            is_stage = header[2] == "stage"
+            number += is_stage and header[1] == "[[" and "." not in header[0]
+            place = number if is_stage else None
+        places.append(place)
+    return {
+        one: "\n".join(line if there == one else "" for line, there in zip(lines, places, strict=True))
+        for one in {*places, None}
+    }
+
+
+def _locate(path: Path, text: str, above: str) -> Locate:
+    """Where something is given in a part of the file, whose tables are below another one."""
+
+    def locate(table: str | None, name: str | None) -> str:
+        headed = ".".join(part for part in (above, table) if part)
+        line = line_of(text, name, headed if table else above or None)
+        if line == 1 and name is not None:  # `data.max_items = 8`, without a header
+            line = line_of(text, name, table)
+        return f"{path}:{line}"
+
+    return locate
+
+
+def _read_stage(
+    shared_options: Mapping[str, Any],
+    table: Mapping[str, Any],
+    flags: Given,
+    *,
+    shared: Locate,
+    locate: Locate,
+    before: Sequence[Stage],
+) -> Stage:
+    """A stage, over the options that all share."""
+    own = {key: value for key, value in table.items() if key not in _KEYS}
+    problems: list[Problem] = []
+    name = _read_name(table, locate, before, problems)
+    init = _read_init(table, locate, before, problems)
+    everywhere, here, over = Given(), Given(), copy.deepcopy(flags)
+    take_options(everywhere, shared_options, shared)
+    take_options(here, own, locate)
+    sources = [everywhere]
+    if "config" in table:
+        try:
+            sources.append(file_source(Path(str(table["config"]))))
+        except ConfigError as error:
+            return Stage(name, None, init, [*problems, *error.problems])
+    sources += [here, over]
+    for source in sources:
+        _refuse(source, problems)
+    config: TrainConfig | None = None
+    wrong: frozenset[str] = frozenset()
+    try:
+        config = build_config(sources)
+    except ConfigError as error:
+        problems += error.problems
+        config, wrong = error.rest, error.wrong
+    if config is None:
+        return Stage(name, None, init, problems, wrong)
+    if init is not None and config.training.init_from is not None:
+        place = here.where.get("init_from") or "init_from"
+        problems.append(Problem(place, f"the stage begins from {init.stage} (init); give one of them"))
+    if "output_dir" not in here.values or "output_dir" in over.values:
+        run = config.run.model_copy(update={"output_dir": config.run.output_dir / name})
+        config = config.model_copy(update={"run": run})
+    same = next((one for one in before if one.config and one.config.run.output_dir == config.run.output_dir), None)
+    if same is not None and same.name != name:
+        where = here.where.get("output_dir", "output_dir")
+        problems.append(Problem(where, f"{config.run.output_dir} is the directory of stage {same.name} as well"))
+    return Stage(name, config, init, problems, wrong)
+
+
+def _refuse(given: Given, problems: list[Problem]) -> None:
+    """Take out the options that a file of stages cannot set."""
+    for name, why in _REFUSED.items():
+        if name in given.values:
+            del given.values[name]
+            problems.append(Problem(given.where[name], f"{name}: {why}"))
+
+
+def _read_name(table: Mapping[str, Any], locate: Locate, before: Sequence[Stage], problems: list[Problem]) -> str:
+    """The name of a stage; a number in its place if there is none that can be used."""
+    name, number = table.get("name"), len(before) + 1
+    if name is None:
+        problems.append(Problem(locate(None, None), f'stage {number} has no name; give it one: name = "low"'))
+    elif not isinstance(name, str) or not _NAME.fullmatch(name):
+        message = f"name: not a folder's name of letters, digits, `_`, `-` and `.`, got {quoted(str(name))}"
+        problems.append(Problem(locate(None, "name"), message))
+    elif name in (stage.name for stage in before):
+        problems.append(Problem(locate(None, "name"), f"name: there is a stage {name!r} already; names are unique"))
+    else:
+        return name
+    return str(number)
+
+
+def _read_init(
+    table: Mapping[str, Any], locate: Locate, before: Sequence[Stage], problems: list[Problem]
+) -> Init | None:
+    """What a stage begins from; None, and problems, if that cannot be read."""
+    if "init" not in table:
+        return None
+    given, where = table["init"], locate(None, "init")
+    if not isinstance(given, Mapping) or not isinstance(given.get("stage"), str):
+        example = f'init = {{ stage = "{before[-1].name if before else "low"}" }}'
+        problems.append(Problem(where, f"init: names no earlier stage; write {example}"))
+        return None
+    for key in given:
+        if key not in ("stage", "load"):
+            problems.append(Problem(where, f"init: unknown key {key!r}{nearest(key, ('stage', 'load'))}"))
+    source = next((stage for stage in before if stage.name == given["stage"]), None)
+    if source is None:
+        names = [stage.name for stage in before]
+        there = nearest(given["stage"], names) if names else "; it is the first stage"
+        problems.append(Problem(where, f"init: no earlier stage {given['stage']!r}{there}"))
+        return None
+    is_lora = source.config is not None and source.config.training.training_type == "lora"
+    load = given.get("load", "lora" if is_lora else "weights")
+    if load not in get_args(Load):
+        problems.append(Problem(where, f"init: unknown load {quoted(str(load))}{nearest(str(load), get_args(Load))}"))
+        return None
+    if load == "lora" and source.config is not None and not is_lora:
+        message = f'init: stage {source.name} trains all weights, so it has no LoRA; use load = "weights"'
+        problems.append(Problem(where, message))
+        return None
+    return Init(source.name, load)
+
+
+def _with_merged(stages: Sequence[Stage]) -> list[Stage]:
+    """The stages, where those whose LoRA another one takes as a part of all weights export these."""
+    merged = {stage.init.stage for stage in stages if stage.init is not None and stage.init.load == "weights"}
+    found = []
+    for stage in stages:
+        config = stage.config
+        if stage.name in merged and config is not None and config.training.training_type == "lora":
+            formats = list(dict.fromkeys([*config.run.export_formats, "merged"]))
+            run = config.run.model_copy(update={"export_formats": formats})
+            stage = replace(stage, config=config.model_copy(update={"run": run}))
+        found.append(stage)
+    return found

@@ -1,0 +1,178 @@
+"""`finetrainers run`: the recipe of seven stages in real processes, killed and started again; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from real_process import Python
+from safetensors.torch import load_file
+
+from finetrainers.cli.main import main
+from finetrainers.config.given import Given
+from finetrainers.config.stages import read_stages
+from finetrainers.engine.report.run_records import read_run
+from finetrainers.engine.report.sections import facts_of
+from finetrainers.utils.video import write_mp4
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "examples" / "stages.toml"
+STAGES = ["low", "mid", "high", "low-bump", "mid-bump", "high-bump", "high-more"]
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    for k in range(2):
+        write_mp4(folder / f"{k}.mp4", np.full((9, 32, 32, 3), 60 + 90 * k, np.uint8), fps=25)
+        (folder / f"{k}.txt").write_text(f"clip {k}")
+    return folder
+
+
+@pytest.fixture
+def small(clips: Path, tmp_path: Path) -> list[str]:
+    """The recipe with a step in each stage and two in its first, another stage like that one, and flags for small clips."""
+    text = re.sub(r"train_epochs = \d", "train_steps = 1", RECIPE.read_text(encoding="ascii"))
+    first = re.search(r"\[\[stage\]\].*?(?=\[\[stage\]\])", text, re.DOTALL)
+    assert first is not None
+    longer = first[0].replace("train_steps = 1", f"train_steps = {STEPS}")
+    path = tmp_path / "stages.toml"
+    path.write_text(f"{text.replace(first[0], longer)}\n{longer.replace('low', 'twin', 1)}", encoding="ascii")
+    changes = f"""--data_root {clips} --output_dir {tmp_path}/runs --pretrained_model_name_or_path demo://ltx
+        --video_resolution_buckets 9x32x32 --bucket_keep_prob --bucket_batch_sizes --no-bucket_fall_shorter
+        --checkpointing_steps 1 --lr_warmup_steps 1 --no-use_ema --dataloader_num_workers 0"""
+    return ["-m", "finetrainers", "run", str(path), *changes.split()]
+
+
+def table(printed: str) -> dict[str, list[str]]:
+    """The rows of the plan, by stage."""
+    rows = [re.split(r"  +", line) for line in printed.splitlines()]
+    return {row[0]: row[1:] for row in rows if row[0] in (*STAGES, "twin") and len(row) > 3}
+
+
+def learning_rates(run: Path) -> list[float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["lr"] for record in records if "lr" in record]
+
+
+def test_the_recipe_of_seven_stages(small: list[str], tmp_path: Path, python: Python) -> None:
+    """A stage that was killed goes on, and ends bit for bit as one that was not; each later one begins from what it names."""
+    killed = python(*small, FINETRAINERS_FAULT=f"kill@step:{STEPS}")
+    killed.wait()
+    assert killed.returncode == 128 + 9, killed.stderr
+    assert "stage low (1 of 8) ended with exit code 137" in killed.stderr
+    assert {name: row[-1] for name, row in table(killed.stdout).items()} == dict.fromkeys([*STAGES, "twin"], "to do")
+
+    done = python(*small)
+    assert done.wait() == 0, done.stderr
+    runs = tmp_path / "runs"
+    assert [row[-1] for row in table(done.stdout).values()] == ["at step 1", *["to do"] * 7]
+    assert f"done: 8 stages; the result is in {runs}/twin" in done.stdout
+    low, twin = (
+        load_file(runs / name / "transformer" / "diffusion_pytorch_model.safetensors") for name in ("low", "twin")
+    )
+    assert low.keys() == twin.keys()
+    assert all(low[name].equal(twin[name]) for name in low)
+
+    events = {name: list(map(json.loads, (runs / name / "events.jsonl").read_text().splitlines())) for name in STAGES}
+    began = {name: [e for e in events[name] if e["event"] == "began_from"] for name in STAGES}
+    assert began.pop("low") == []
+    assert [(e["load"], Path(e["run"]).name, e["step"]) for (e,) in began.values()] == [
+        ("full", "low", STEPS), *[("full", name, 1) for name in STAGES[1:-2]], ("state", "high-bump", 1),
+    ]  # fmt: skip
+    seal = json.loads((runs / "mid" / "checkpoints" / "step-1" / "manifest.json").read_text())["manifest_sha256"]
+    assert began["high"][0]["checkpoint"] == seal
+    facts = facts_of(read_run(runs / "high"))
+    origins = [value for name, value in facts if name in ("began from", "and that from")]
+    assert origins == [
+        f"step 1 of {runs}/mid (all weights; checkpoint {seal[:12]})",
+        f"step {STEPS} of {runs}/low (all weights; checkpoint {began['mid'][0]['checkpoint'][:12]})",
+    ]
+    # The bump begins at a fraction of the rate, and the last stage has the constant one.
+    rates = [rate for name in ("low-bump", "high-bump", "high-more") for rate in learning_rates(runs / name)]
+    assert rates == pytest.approx([1e-6, 1e-6, 5e-6])
+    # It takes the moments of the stage before, of one step, and counts its own steps from 0.
+    last = load_optimizer(runs / "high-more"), load_optimizer(runs / "high-bump")
+    assert [{state["step"] for state in one.values()} for one in last] == [{2}, {1}]
+
+
+def load_optimizer(run: Path) -> dict[int, dict[str, float]]:
+    """The optimizer's state after the first step."""
+    saved = torch.load(run / "checkpoints" / "step-1" / "optimizer.pt", weights_only=True)
+    return {key: {"step": float(state["step"])} for key, state in saved["state"].items()}
+
+
+def test_the_file_of_the_page(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "stages.md").read_text(encoding="utf-8")
+    path = tmp_path / "stages.toml"
+    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    stages = read_stages(path, Given())
+    assert [(stage.name, stage.problems) for stage in stages] == [("base", []), ("high", []), ("style", [])]
+
+
+def test_mistakes_of_all_stages_are_found_before_the_first(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of those that begin from weights which are not there yet; a stage with one mistake is checked for others."""
+    monkeypatch.chdir(tmp_path)
+    Path("stages.toml").write_text(
+        f"""
+        pretrained_model_name_or_path = "demo://ltx"
+        video_resolution_buckets = ["9x32x32"]
+        train_steps = 1
+        lr_bump_peak = 2
+        [[stage]]
+        name = "low"
+        ranks = 4
+        data_root = "nowhere"
+        [[stage]]
+        name = "mid"
+        data_root = "{clips}"
+        init = {{ stage = "low" }}
+        rank = 8
+        [[stage]]
+        name = "high"
+        data_root = "{clips}"
+        init = {{ stage = "mid" }}
+        rank = 16
+        target_modules = ["nothing"]
+        """
+    )
+    assert main(["run", "stages.toml", "--plan"]) == 2
+    found = [line.strip(" -") for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    assert found == [
+        "stage low, stages.toml:8: unknown option 'ranks'; did you mean 'rank'?",
+        *[one for one in found if one.startswith("stage low, data: data_root 'nowhere' does not exist")],
+        *[one for one in found if "target_modules" in one],
+    ]
+    assert [one.partition(":")[0] for one in found][1:] == ["stage low, data", "stage high, --target_modules"]
+    text = Path("stages.toml").read_text().replace("ranks = 4", "").replace("nowhere", str(clips))
+    Path("stages.toml").write_text(text.replace('target_modules = ["nothing"]', ""))
+    assert main(["run", "stages.toml", "--plan"]) == 2
+    printed = capsys.readouterr().err
+    assert "stage mid, init: the lora of stage low does not fit: rank: 64 there, 8 here" in printed
+    assert "stage high, init: the lora of stage mid does not fit: rank: 8 there, 16 here" in printed
+    assert not Path("finetrainers-training").exists()
+
+
+def test_a_launcher_is_given_to_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    several = ["--launcher", "torchrun --nnodes 2 --nproc_per_node 4 train.py", "--from", "mid"]
+    assert main(["run", str(RECIPE), *several]) == 2
+    assert "--from: each of several machines would set directories aside" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["run", str(RECIPE), "--plan"]) == 2
+    assert "WORLD_SIZE: this process was started by a launcher" in capsys.readouterr().err
+
+
+def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run"]) == 2
+    assert "FILE: is required: a TOML file of stages" in capsys.readouterr().err
+    assert main(["run", str(RECIPE), "--from", "hihg", "--plann"]) == 2
+    printed = capsys.readouterr().err
+    assert "--from: no stage 'hihg'; did you mean 'high'?" in printed
+    assert "--plann: unknown flag; did you mean --plan?" in printed

@@ -1,0 +1,185 @@
+"""Files of stages: options of each, what they begin from, and every mistake of every stage at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.given import Given
+from finetrainers.config.stages import Init, Stage, read_stages
+
+SHARED = """\
+output_dir = "runs/look"
+[model]
+pretrained_model_name_or_path = "demo://ltx"
+[training]
+lr = 1e-5
+"""
+
+
+def read(folder: Path, text: str, **flags: object) -> list[Stage]:
+    """The stages of a file with this text; `lr` is in the wrong table unless the text says otherwise."""
+    path = folder / "stages.toml"
+    path.write_text(text)
+    return read_stages(path, Given(dict(flags), {name: f"--{name}" for name in flags}))
+
+
+def messages(folder: Path, text: str, **flags: object) -> list[str]:
+    """The problems of all stages, without the folder of the file."""
+    return [str(one).replace(f"{folder}/", "") for stage in read(folder, text, **flags) for one in stage.problems]
+
+
+GOOD = """\
+output_dir = "runs/look"
+lr = 1e-5
+data.max_items = 8
+[model]
+pretrained_model_name_or_path = "demo://ltx"
+
+[[stage]]
+name = "low"
+training_type = "full-finetune"
+train_steps = 100
+
+[stage.optimizer]
+weight_decay = 0.01
+
+[[stage]]
+name = "mid"
+init = { stage = "low" }
+lr = 2e-5
+
+[[stage]]
+name = "more"
+init = { stage = "mid" }
+output_dir = "elsewhere"
+
+[[stage]]
+name = "whole"
+init = { stage = "more", load = "weights" }
+training_type = "full-finetune"
+
+[[stage]]
+name = "on"
+init = { stage = "whole", load = "state" }
+training_type = "full-finetune"
+"""
+
+
+def test_a_stage_has_its_options_over_those_of_all(tmp_path: Path) -> None:
+    stages = read(tmp_path, GOOD)
+    assert [(stage.name, stage.init) for stage in stages] == [
+        ("low", None),
+        ("mid", Init("low", "weights")),
+        ("more", Init("mid", "lora")),
+        ("whole", Init("more", "weights")),
+        ("on", Init("whole", "state")),
+    ]
+    configs = [stage.config for stage in stages]
+    assert all(configs)
+    assert [stage.problems for stage in stages] == [[]] * 5
+    found = [config for config in configs if config is not None]
+    assert [config.optimizer.lr for config in found] == [1e-5, 2e-5, 1e-5, 1e-5, 1e-5]
+    assert [config.optimizer.weight_decay for config in found] == [0.01, *[1e-4] * 4]
+    assert [config.data.max_items for config in found] == [8] * 5
+    assert [str(config.run.output_dir) for config in found] == [
+        "runs/look/low", "runs/look/mid", "elsewhere", "runs/look/whole", "runs/look/on",
+    ]  # fmt: skip
+    # Of `more`, whose LoRA `whole` takes as a part of all weights, these are written.
+    assert [config.run.export_formats for config in found] == [[], [], ["merged"], [], []]
+
+
+def test_flags_override_every_stage(tmp_path: Path) -> None:
+    stages = read(tmp_path, GOOD, lr="3e-5", output_dir="there")
+    found = [(stage.config.optimizer.lr, str(stage.config.run.output_dir)) for stage in stages if stage.config]
+    assert found == [(3e-5, f"there/{name}") for name in ("low", "mid", "more", "whole", "on")]
+
+
+def test_a_stage_may_be_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text("lr = 7e-5\nrank = 8\n")
+    text = f'{SHARED.replace("[training]", "[optimizer]")}[[stage]]\nname = "a"\nconfig = "{tmp_path}/one.toml"\nrank = 4\n'
+    (stage,) = read(tmp_path, text)
+    assert stage.config is not None
+    assert (stage.config.optimizer.lr, stage.config.training.rank) == (7e-5, 4)
+    (missing,) = read(tmp_path, text.replace("one.toml", "two.toml"))
+    assert "no such file" in str(missing.problems[0])
+
+
+WRONG = """\
+output_dir = "runs/look"
+learning_rat = 1e-5
+
+[model]
+pretrained_model_name_or_path = "demo://ltx"
+
+[[stage]]
+name = "low"
+rank = 0
+
+[[stage]]
+init = { stage = "lo" }
+[stage.training]
+trian_steps = 3
+
+[[stage]]
+name = "low"
+init = { stage = "low", load = "lroa", from = 1 }
+resume_from_checkpoint = "latest"
+[stage.dta]
+max_items = 3
+"""
+
+
+def test_every_mistake_of_every_stage_is_found(tmp_path: Path) -> None:
+    low, unnamed, third = read(tmp_path, WRONG)
+    shared = "stages.toml:2: unknown option 'learning_rat'; did you mean 'lr'?"
+
+    def of(stage: Stage) -> list[str]:
+        return [str(one).replace(f"{tmp_path}/", "") for one in stage.problems]
+
+    assert of(low) == [shared, "stages.toml:9: rank: must be at least 1, got 0"]
+    assert of(unnamed) == [
+        'stages.toml:11: stage 2 has no name; give it one: name = "low"',
+        "stages.toml:12: init: no earlier stage 'lo'; did you mean 'low'?",
+        shared,
+        "stages.toml:14: unknown option 'trian_steps'; did you mean 'train_steps'?",
+    ]
+    assert [text.partition(";")[0] for text in of(third)] == [
+        "stages.toml:17: name: there is a stage 'low' already",
+        "stages.toml:18: init: unknown key 'from'",
+        "stages.toml:18: init: unknown load 'lroa'",
+        "stages.toml:19: resume_from_checkpoint: `finetrainers run` resumes a stage that was interrupted by itself",
+        shared.partition(";")[0],
+        "stages.toml:20: unknown table [dta]",
+    ]
+    # The rest of a stage can be checked: rules between its other options are reported together with these.
+    assert low.config is not None
+    assert low.wrong == {"rank", "lr"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "mid"', 'name = "a/b"', "name: not a folder's name"),
+        ('{ stage = "low" }', '"low"', "init: names no earlier stage; write init = { stage = "),
+        ('stage = "low"', 'stage = "on"', "init: no earlier stage 'on'"),
+        ('{ stage = "low" }', '{ stage = "low", load = "lora" }', "stage low trains all weights, so it has no LoRA"),
+        ("lr = 2e-5", 'init_from = "x"', "the stage begins from low (init); give one of them"),
+        ('output_dir = "elsewhere"', 'output_dir = "runs/look/mid"', "runs/look/mid is the directory of stage mid"),
+    ],
+)
+def test_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    assert message in messages(tmp_path, GOOD.replace(old, new, 1))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(SHARED, "has no [[stage]] tables"), ('[stage]\nname = "a"\n', "begin every stage by a line [[stage]]")],
+)
+def test_without_stages(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert message in str(caught.value)

@@ -1,0 +1,168 @@
+"""How far stages are, what they are started with, and what has changed since, by what their runs have left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from finetrainers.config.given import Given
+from finetrainers.config.stages import Stage, read_stages
+from finetrainers.engine.lineage import ancestors, began_from
+from finetrainers.engine.stages import (
+    Standing,
+    look_at,
+    missing_before,
+    outdated,
+    resume_flags,
+    set_aside,
+    start_flags,
+    unfit,
+)
+
+TEXT = """
+output_dir = "runs"
+pretrained_model_name_or_path = "demo://ltx"
+rank = 8
+[[stage]]
+name = "low"
+training_type = "full-finetune"
+lr = 1e-5
+[[stage]]
+name = "mid"
+init = { stage = "low" }
+[[stage]]
+name = "more"
+init = { stage = "mid" }
+[[stage]]
+name = "whole"
+init = { stage = "more", load = "weights" }
+training_type = "full-finetune"
+[[stage]]
+name = "on"
+init = { stage = "whole", load = "state" }
+training_type = "full-finetune"
+"""
+PARTS = {"low": "transformer", "mid": "", "more": "", "whole": "transformer", "on": "transformer"}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def stages(text: str = TEXT) -> list[Stage]:
+    Path("stages.toml").write_text(text)
+    return read_stages(Path("stages.toml"), Given())
+
+
+def standing(name: str, text: str = TEXT, **more: str) -> Standing:
+    return next(one for one in look_at(stages(text), **more) if one.name == name)
+
+
+def write_weights(folder: Path, content: str, *, lora: bool = False) -> None:
+    """Files that look like weights: a header of safetensors without tensors, and its metadata."""
+    name = "x.lora_A.weight" if lora else "x"
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "__metadata__": {"c": content}})
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / ("pytorch_lora_weights.safetensors" if lora else "diffusion_pytorch_model.safetensors")
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    if not lora:
+        (folder / "config.json").write_text("{}")
+
+
+def finish(names: Sequence[str], content: str = "1") -> None:
+    """Leave what finished runs leave of these stages."""
+    for name in names:
+        one = standing(name)
+        start_flags(one)
+        write_weights(one.root / PARTS[name], content, lora=not PARTS[name])
+        if name == "more":
+            write_weights(one.root / "export" / "merged" / "transformer", content)
+        events = [{"event": "start", "step": 0}]
+        if one.source is not None:
+            place = one.config.training.init_from or one.source.root
+            weights = Path(place) / ("" if one.load == "lora" else "transformer")
+            lora = next(iter(weights.glob("*.safetensors")))
+            from finetrainers.engine.lineage import origin_of
+
+            events.append({"event": "began_from", **origin_of(lora if one.load == "lora" else weights)})
+        events.append({"event": "finished", "step": 3})
+        (one.root / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_what_stages_are_started_with() -> None:
+    at_first = look_at(stages())
+    assert [one.is_promised for one in at_first] == [False, True, True, True, True]
+    assert not any(one.is_done for one in at_first)
+    finish(PARTS)
+    found = look_at(stages())
+    assert all(one.is_done and not one.is_promised for one in found)
+    started = [(one.config.training.init_from, one.config.model.transformer_id) for one in found]
+    assert started == [
+        (None, None),
+        ("runs/low", None),
+        ("runs/mid", "runs/low/transformer"),  # the base of the LoRA is that of the stage before
+        ("runs/more/export/merged", None),
+        (None, "runs/more/export/merged/transformer"),
+    ]
+    assert all(resume_flags(one) == {"--resume_from_checkpoint": "auto"} for one in found)
+    assert [Path(event["run"]).name for event in ancestors(Path("runs/whole"))] == ["more", "mid", "low"]
+    assert outdated(found) == []
+
+
+def test_options_that_have_changed_since() -> None:
+    finish(PARTS)
+    text = TEXT.replace("lr = 1e-5", "lr = 2e-5\nvalidation_steps = 7\ndataloader_num_workers = 3\nblocks_to_swap = 4")
+    (problem,) = outdated(look_at(stages(text)))
+    assert str(problem) == (
+        "stage low: is finished, and its options have changed since: lr 1e-05 -> 2e-05; mid, more, whole and on began from "
+        "it. Restore what it was, or run with --from low, which trains it and every later stage again, or with "
+        "--keep_finished, which takes what is there as it is"
+    )
+    again = look_at(stages(text), again_from="low")
+    assert outdated(again) == []
+    assert not any(one.is_done for one in again)
+
+
+def test_weights_that_are_others_now() -> None:
+    finish(PARTS)
+    finish(["mid"], "2")
+    (problem,) = outdated(look_at(stages()))
+    assert str(problem).startswith("stage more: has begun from mid, whose result is another one now; whole and on")
+    (Path("runs/low") / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    (Path("runs/low") / "transformer" / "config.json").unlink()
+    (Path("runs/low") / "transformer").rmdir()
+    assert "stage mid: has begun from low, which is not finished now" in str(outdated(look_at(stages()))[0])
+
+
+def test_training_again_from_a_stage() -> None:
+    finish(["low"])
+    assert missing_before(look_at(stages(), again_from="mid"), "mid") == []
+    assert "stage mid, from which a later one begins, is not finished" in str(
+        missing_before(look_at(stages(), again_from="more"), "more")[0]
+    )
+    finish(["mid"])
+    ((was, now),) = set_aside(look_at(stages(), again_from="mid"))
+    assert (was, now.name.endswith("-mid"), now.is_dir(), was.exists()) == (Path("runs/mid"), True, True, False)
+    assert [one.is_done for one in look_at(stages())] == [True, False, False, False, False]
+    assert began_from(now) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "load", "message"),
+    [
+        ("more", 'name = "more"\nrank = 4', "lora", ["rank: 8 there, 4 here"]),
+        ("more", 'name = "more"\nmodel_name = "cogvideox"', "lora", ["it trains a auto, and this stage a cogvideox"]),
+        ("on", 'name = "on"\nuse_ema = true', "state", ["use_ema: False there, True here"]),
+        ("on", 'name = "on"\ntarget_fps = 8', "state", []),
+        ("whole", 'name = "whole"\nuse_ema = true', "weights", []),
+    ],
+)
+def test_a_stage_must_fit_the_one_that_it_begins_from(name: str, change: str, load: str, message: list[str]) -> None:
+    one = standing(name, TEXT.replace(f'name = "{name}"', change))
+    assert one.source is not None
+    assert one.load == load
+    assert unfit(one.source.config, one.config, one.load) == message
