@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from every_family import FAMILIES
-from on_devices import Run, cases
+from on_devices import Run, cases, fp32
 
 
 @pytest.mark.parametrize(("device", "family"), cases(*FAMILIES))
@@ -35,3 +35,17 @@ def test_nft_steps(device: str, start: Callable[..., Run]) -> None:
     run = start(device, method="nft", nft_timesteps=2, init_same_noise=False, train_steps=2)
     assert all(map(math.isfinite, run.curve()))
     assert all(norm > 0 for norm in run.curve("grad_norm"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reward_gradients_are_those_of_a_cpu(family: str, start: Callable[..., Run]) -> None:
+    """Through the decoder, which is recomputed, and two steps; in fp32, and in bf16 nearby."""
+    options = {"method": "refl", "draft_k": 2, "num_generations": 1, "batch_size": 2, "train_steps": 1}
+    reference = start("cpu", family, **options, **fp32(family))
+    for name in ("loss", "reward_gradient", "grad_norm"):
+        exact = start("cuda", family, **options, **fp32(family)).curve(name)
+        assert exact == pytest.approx(reference.curve(name), rel=1e-2), name
+    rounded = start("cuda", family, **options, gradient_checkpointing=True)
+    assert rounded.curve("loss") == pytest.approx(reference.curve("loss"), rel=5e-2)
+    assert all(math.isfinite(norm) and norm > 0 for norm in rounded.curve("grad_norm"))

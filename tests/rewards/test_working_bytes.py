@@ -60,12 +60,12 @@ def test_gradients_of_clips(reward: str, vision: dict[str, object], layers: int)
         network = CLIPModel(config).eval().requires_grad_(False)
     found = resolve_reward(reward)
     scorer: Any = object.__new__(found)
-    scorer.frames, scorer.model, scorer._device = 4, network, torch.device("cpu")
+    scorer.frames, scorer.model, scorer._device = 2, network, torch.device("cpu")
     scorer.text = lambda prompts: torch.ones(len(prompts), config.projection_dim)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_weights(network, StepShape((1, 1, 1, 1), frozen=torch.float32))
         live = LiveStorages()
-        videos = torch.empty(2, 4, 3, 224, 224, requires_grad=True)
+        videos = torch.empty(2, 2, 3, 224, 224, requires_grad=True)
         live.add([*network.parameters(), *network.buffers(), videos])
         before = live.live
         with live:
