@@ -71,7 +71,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "include", "local",  # of hf download, as far as their first hyphen
     "load_fast", "reload_multifile",  # of tensorboard
     "command",  # of benchmarks/checkpoint_kills.py
-    "write", "fits", "clusters",  # of benchmarks/memory_seed_table.py and memory_estimate.py
+    "write", "fits", "clusters", "sharing",  # of benchmarks/memory_seed_table.py and memory_estimate.py
     "layers",  # of benchmarks/quantization_error.py
     "follow",  # of mypy
     "logdir", "samples_per_plugin",  # of tensorboard
