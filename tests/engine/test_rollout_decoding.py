@@ -107,7 +107,12 @@ def test_clips_decoded_one_by_one_are_the_same(family: str, tiny_repo: Callable[
     latents = torch.randn(3, channels, *shape, generator=torch.Generator().manual_seed(0))
     seen: list[int] = []
     decode_latents = spec.decode_latents
-    spec.decode_latents = lambda vae, z: seen.append(len(z)) or decode_latents(vae, z)
+
+    def counted(vae: nn.Module, z: torch.Tensor) -> torch.Tensor:
+        seen.append(len(z))
+        return decode_latents(vae, z)
+
+    spec.decode_latents = counted
     whole = source.decode(latents, spec.vae_stats(vae))
     spec.vae_one_by_one.add((9, 64, 64))
     one_by_one = source.decode(latents, spec.vae_stats(vae))
