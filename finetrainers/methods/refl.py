@@ -107,8 +107,6 @@ class Denoised:
 class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
     """DRaFT and ReFL of any registered model."""
 
-    headline = ("reward/", "kl", "eval_reward/")
-
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
         super().__init__(parts, uses_reference=parts.config.grpo.kl_coef > 0)
         self.options = parts.config.refl

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
@@ -42,9 +42,6 @@ class DifferentiableRewards(RewardFinetuning):
                 "--expert low, or use --refl_kind refl with a --refl_range of this expert"
             )
             raise ConfigError([Problem("--method refl", message)])
-
-    def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
-        yield from ()
 
     def accumulates(self, config: TrainConfig) -> bool:
         return config.refl.repeats() > 1 or sampled_clips(config) > config.dataloader.batch_size

@@ -111,6 +111,14 @@ def image_use(entry: RewardEntry) -> ImageUse:
         return "none"
 
 
+def absent_gpu(entry: RewardEntry) -> str | None:
+    """The GPU that a reward is to compute on, if this machine does not have it (imports torch)."""
+    from torch.cuda import device_count
+
+    number = re.fullmatch(r"cuda:?(\d+)?", entry.options.get("device", "auto"))
+    return None if number is None or int(number[1] or 0) < device_count() else number[0]
+
+
 def on_device(entries: Sequence[RewardEntry], device: str | None) -> list[RewardEntry]:
     """The entries with a device for each that takes one and names none."""
     return [

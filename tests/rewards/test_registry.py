@@ -19,6 +19,7 @@ from finetrainers.config.rewards import RewardEntry, parse_reward
 from finetrainers.rewards import registry
 from finetrainers.rewards.base import Head, Reward
 from finetrainers.rewards.registry import (
+    absent_gpu,
     make_reward,
     register_reward,
     resolve_reward,
@@ -333,3 +334,13 @@ def test_an_earlier_name_of_a_head_means_the_head_of_today() -> None:
     [new] = RewardSet([now]).score(videos, prompts, fps=8.0).heads.values()
     assert torch.equal(old.raw, new.raw)
     assert reward_problems(RewardEntry(**parse_reward("videoalign.colour")))
+
+
+def test_a_gpu_that_this_machine_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    found = {
+        device: absent_gpu(RewardEntry(name="clipscore", options={"device": device}))
+        for device in ("auto", "cpu", "cuda", "cuda:1", "cuda:2")
+    }
+    assert {device: name for device, name in found.items() if name} == {"cuda:2": "cuda:2"}
+    assert absent_gpu(RewardEntry(name="brightness")) is None

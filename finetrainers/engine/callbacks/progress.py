@@ -145,8 +145,8 @@ class ProgressLine(Callback):
     def _headlines(self) -> Iterator[str]:
         """Names of the headline that there are values of, most important first; evaluations have plain lines of their own."""
         known = self._record if self._live is None else self._latest
-        for wanted in self.headline:
-            yield from (name for name in known if _matches(name, (wanted,)))
+        names = [name for wanted in self.headline for name in known if _matches(name, (wanted,))]
+        yield from dict.fromkeys(names)  # one may be named by itself and with others
 
     def _label(self, name: str) -> str:
         """What a number is called: by its kind alone, where it is the only one of it."""

@@ -35,7 +35,7 @@ class RolloutMethod(ABC, Generic[R, T]):
     """
 
     repeats: int
-    headline = ("reward/", "kl", "eval_reward/")
+    headline: tuple[str, ...] = ("reward/", "kl", "eval_reward/")
     summaries: Mapping[str, Summary] = {
         "rollout": "last",
         "reward_min/": "min",
@@ -49,6 +49,8 @@ class RolloutMethod(ABC, Generic[R, T]):
         self.updates = self.section.updates_per_rollout
         self.collector = Collector(parts)
         self.sampler = self.collector.sampler
+        trained = (f"reward/{name}" for name, weight in self.collector.panel.weights.items() if weight)
+        self.headline = (*trained, *type(self).headline)  # before rewards that are only logged
         self.evaluation = PromptEvaluation(parts, self.collector)
         self.reference: Reference | None = reference_model(parts) if uses_reference else None
 

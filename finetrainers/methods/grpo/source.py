@@ -19,7 +19,9 @@ from finetrainers.data.cache.store import CacheError
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.precompute import Encoded
 from finetrainers.data.loading.text_conditioning import TextConditioning
+from finetrainers.data.reading.items import DataError
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats, decode_gradient
+from finetrainers.utils.text import plural
 
 from .images import Given, Pictures, encode_images
 from .plan import PromptPlan, image_problems
@@ -110,21 +112,26 @@ class PromptSource:
         masks are read, not embeddings, which may have hundreds of gigabytes in all; each rank looks at its share.
         """
         failure: Exception | None = None
-        longest = 0
+        lengths, damaged = [0], list[str]()
         try:
             if _MASK in self._read(None).tensors:
                 prompts = (*self.plan.prompts, *self.plan.eval_prompts, None)
-                mine = prompts[self.parallel.rank :: self.parallel.world_size]
-                longest = max((self._length_of(prompt) for prompt in mine), default=0)
+                for prompt in prompts[self.parallel.rank :: self.parallel.world_size]:
+                    try:
+                        lengths.append(self._length_of(prompt))
+                    except DataError as error:
+                        damaged.append(str(error))
         except Exception as error:
             failure = error
+        if damaged:
+            failure = DataError(f"{plural(len(damaged), 'encoded prompt')} cannot be read", damaged)
         self.parallel.raise_if_any_failed(failure, "reading the prompts")
-        return max(self.parallel.gather_objects([longest])) or None
+        return max(self.parallel.gather_objects([max(lengths)])) or None
 
     def _length_of(self, prompt: Prompt | None) -> int:
         """Tokens of a prompt, rounded up as batches are."""
         if prompt is not None and prompt.embedding is not None:
-            mask = self._given(prompt, mapped=True)[_MASK]
+            mask = self._given(prompt, mapped=True)[_MASK]  # which finds the end of a file of embeddings, too
         else:
             mask = self._found(prompt, self._cache.peek(self._key_of(prompt), _MASK))
         return Conditions({_MASK: mask}).trimmed()[_MASK].shape[1]
@@ -203,9 +210,7 @@ class PromptSource:
     def _given(self, prompt: Prompt, *, mapped: bool = False) -> Conditions:
         """A row from another tool's files; if they are mapped, what is not used is not read, nor may they change meanwhile."""
         embedding, mask = (
-            torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
-            for path in (prompt.embedding, prompt.mask)
-            if path is not None
+            _loaded(path, prompt.where, mapped=mapped) for path in (prompt.embedding, prompt.mask) if path is not None
         )
         return self.spec.given_text(embedding, mask)
 
@@ -224,3 +229,22 @@ class PromptSource:
                 f"the text conditioning of {name} has gone from {self._cache.directory}; start the run again"
             )
         return entry
+
+
+def _loaded(path: Path, where: str, *, mapped: bool) -> Tensor:
+    """A tensor from another tool's file.
+
+    Raises:
+        DataError: it is none, or is damaged.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of many kinds
+        what = "is empty" if not path.stat().st_size else f"is no file of a tensor, or is cut short ({_first(error)})"
+        raise DataError(f"{where}: {path} {what}; encode the prompts again (finetrainers prepare)") from None
+
+
+def _first(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0].split(". ")[0]

@@ -64,6 +64,10 @@ class RewardFinetuning(MethodSpec):
         check_noise(plan, config, spec=spec)
 
     def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
+        from finetrainers.rewards.registry import absent_gpu
+
+        for device in dict.fromkeys(filter(None, map(absent_gpu, self.rewards(config)))):
+            yield Problem("--reward_device", f"this machine has no {device}; leave it out, or name one that it has")
         if _is_nft(config) and not parallel.weights_are_whole:
             message = "the sampling policy is swapped in as whole weights, and this strategy splits them; use DDP"
             yield Problem("--method nft", message)

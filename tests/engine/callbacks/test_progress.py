@@ -58,6 +58,12 @@ def shown(width: int | None, records: list[dict[str, float]], *, headline: tuple
             30,
             ["reward/a.quality", "s/step", "reward/my_module:a_funct.."],
         ),
+        (
+            ("reward/z", *RolloutMethod.headline),
+            {**SCORES, "reward/z": 0.2},
+            30,
+            ["reward/z", "s/step", "reward/a.quality"],
+        ),
     ],
 )
 def test_the_line_fits_any_width(

@@ -16,6 +16,7 @@ from finetrainers.data.cache.keys import CacheKeys
 from finetrainers.data.cache.store import CacheError, TensorCache
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
+from finetrainers.data.reading.items import DataError
 from finetrainers.methods.grpo.plan import PromptPlan
 from finetrainers.methods.grpo.prompts import Prompt
 from finetrainers.methods.grpo.source import PromptSource
@@ -91,6 +92,29 @@ def test_embeddings_of_another_tool_are_mapped_for_their_length(
     mapped.clear()
     assert source.conditions(prompts)["prompt_embeds"].shape == (2, 48, 8)
     assert mapped == [False] * 4
+
+
+def test_damaged_embeddings_are_named_before_anything_is_sampled(tmp_path: Path) -> None:
+    prompts = []
+    for number in range(4):
+        files = [tmp_path / f"{number}.{kind}.pt" for kind in ("embedding", "mask")]
+        torch.save(torch.randn(65, 8), files[0])
+        torch.save((torch.arange(65) <= 20).long(), files[1])
+        prompts.append(Prompt(str(number), f"videos2caption.json entry {number + 1}", *files))
+    content = (tmp_path / "0.embedding.pt").read_bytes()
+    (tmp_path / "0.embedding.pt").write_bytes(content[: len(content) // 2])
+    (tmp_path / "1.mask.pt").write_bytes(b"")
+    (tmp_path / "2.embedding.pt").write_text("hello")
+    keys, opened = _opened(tmp_path, prompts)
+    keys.cache.put(keys.text(""), _row(1))
+    with pytest.raises(DataError, match="3 encoded prompts cannot be read") as caught:
+        opened()
+    cut, empty, text = caught.value.problems
+    assert cut.startswith(
+        f"videos2caption.json entry 1: {tmp_path / '0.embedding.pt'} is no file of a tensor, or is cut short"
+    )
+    assert f"entry 2: {tmp_path / '1.mask.pt'} is empty; encode the prompts again" in empty
+    assert "2.embedding.pt is no file of a tensor" in text
 
 
 def test_an_entry_that_has_gone_is_said(tmp_path: Path) -> None:
