@@ -64,7 +64,7 @@ WITHOUT_EFFECT = {
 #: Names whose work is another's here: what to use instead.
 REFUSED = {
     "resume_from_lora_checkpoint": "read by nobody in DanceGRPO; --resume_from_checkpoint continues a run, LoRA or not",
-    "reference_model_path": "no model draws first frames for clips here; leave it out",
+    "reference_model_path": "no model draws first frames here; name an image with each prompt in the file of --prompts",
     "fsdp_sharding_strategy": "DanceGRPO writes it fsdp_sharding_startegy; use --fsdp full or --fsdp hybrid",
 }
 #: Where DanceGRPO looks for the reward model.
