@@ -33,6 +33,21 @@ def names(*, quick: tuple[str, ...] = ()) -> list[object]:
     ]
 
 
+#: What torchao does in C++ in these tests; elsewhere the same steps run without its compiler, operator by operator.
+REALLY_COMPILED = (
+    "test_learns_and_resumes_exactly_in_fp32[adamw-torchao-8bit]",
+    "test_learning_rate_reaches_the_step",
+    "stochastic",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generating and compiling a step takes longer than all steps of this file."""
+    if not any(name in request.node.name for name in REALLY_COMPILED):
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
 @pytest.fixture(autouse=True)
 def _quick_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where DeepSpeed compiles its Adam: its own sources, as one file and hardly optimized; kept for the next session.
