@@ -9,21 +9,25 @@ import av
 import pytest
 from PIL import Image
 
-from finetrainers.demo.quickstart import KNOWN, NEW, quickstart
+from finetrainers.demo import quickstart as demo
+from finetrainers.demo.measure import measure
+from finetrainers.demo.quickstart import quickstart
 
 
 @pytest.mark.timeout(180)
 def test_quickstart_leaves_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("finetrainers.demo.quickstart._ASKED", 4)
+    for name, value in (("_ASKED", 4), ("NEW", 8), ("KNOWN", 12), ("HELD_OUT", 4)):
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setitem(measure.__kwdefaults__, "steps", 8)
     before, after = quickstart(tmp_path, steps=1)
     assert before.concept < 0.2
     assert 0 <= after.concept <= 1
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {r["step"] for r in records if "eval_loss" in r} >= {0, 1}
     manifest = [json.loads(line) for line in (tmp_path / "run" / "manifest.jsonl").read_text().splitlines()]
-    assert len(manifest) == NEW + KNOWN
+    assert len(manifest) == 20
     assert Image.open(tmp_path / "result.png").width > 500
     assert (tmp_path / "loss.png").stat().st_size > 5000
     with av.open(str(tmp_path / "result.mp4")) as container:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from finetrainers.demo.measure import measure
 from finetrainers.demo.rewarded import reward_config, rewarded
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
@@ -64,6 +65,8 @@ def test_the_demonstration_leaves_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("finetrainers.demo.rewarded._ASKED", 4)
+    monkeypatch.setitem(measure.__kwdefaults__, "steps", 4)
+    monkeypatch.setitem(reward_config.__kwdefaults__, "evaluated", 4)
     before, after = rewarded(tmp_path, steps=1)
     assert 0 <= before.preferred <= 0.5 < before.others <= 1
     assert 0 <= after.preferred <= 1

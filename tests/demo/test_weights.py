@@ -142,7 +142,7 @@ def test_the_vae_reconstructs_both_worlds(weights: Path, built: Built) -> None:
 @pytest.mark.timeout(120)
 def test_it_follows_captions_that_it_was_never_trained_on(weights: Path) -> None:
     captions = [caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(40))]
-    found = measure(load_pipeline(weights), captions)
+    found = measure(load_pipeline(weights), captions, steps=8)  # as many samples are right as with twenty
     # With shares of 0.95, 0.85 and 0.85, forty samples fall below these in one of two hundred runs; the seed is fixed.
     assert found.prompt_adherence["color"] >= 0.85
     assert found.prompt_adherence["motion"] >= 0.7
