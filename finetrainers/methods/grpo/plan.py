@@ -91,7 +91,7 @@ class PromptPlan:
         clips = prompts * (kept or size) / section.updates_per_rollout
         best = f", of which {kept} are trained on" if kept else ""
         return (
-            f"{clips:g} clips over all processes (rollouts of {plural(prompts, 'prompt')} x {size} clips{best}, "
+            f"{clips:g} clips over all processes (rollouts of {plural(prompts, 'prompt')} x {plural(size, 'clip')}{best}, "
             f"{plural(section.updates_per_rollout, 'step')} each), {config.dataloader.batch_size} at once per {config.parallel.unit}"
         )
 
