@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,6 @@ from real_process import Python
 from safetensors.torch import load_file
 
 from finetrainers.cli.main import main
-from finetrainers.config.given import Given
-from finetrainers.config.stages import read_stages
 from finetrainers.engine.report.run_records import read_run
 from finetrainers.engine.report.sections import facts_of
 from finetrainers.utils.video import write_mp4
@@ -29,7 +28,7 @@ STEPS = 2
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clips")
     for k in range(2):
-        write_mp4(folder / f"{k}.mp4", np.full((9, 32, 32, 3), 60 + 90 * k, np.uint8), fps=25)
+        write_mp4(folder / f"{k}.mp4", np.full((49, 32, 32, 3), 60 + 90 * k, np.uint8), fps=24)
         (folder / f"{k}.txt").write_text(f"clip {k}")
     return folder
 
@@ -107,12 +106,25 @@ def load_optimizer(run: Path) -> dict[int, dict[str, float]]:
     return {key: {"step": float(state["step"])} for key, state in saved["state"].items()}
 
 
-def test_the_file_of_the_page(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "how-to" / "stages.md").read_text(encoding="utf-8")
-    path = tmp_path / "stages.toml"
-    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
-    stages = read_stages(path, Given())
-    assert [(stage.name, stage.problems) for stage in stages] == [("base", []), ("high", []), ("style", [])]
+@pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video"])
+def test_the_recipe_is_planned_for_families(
+    family: str, clips: Path, tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its sizes are those of both; only the first frame is not given to each."""
+    changes = f"""--data_root {clips} --output_dir {tmp_path}/runs --model_name {family} --dataloader_num_workers 0
+        --pretrained_model_name_or_path {tiny_repo(family)}"""
+    frames = [] if family == "ltx_video" else ["--first_frame_conditioning_p", "0"]
+    assert main(["run", str(RECIPE), "--plan", *changes.split(), *frames]) == 0
+    printed = capsys.readouterr().out
+    rows = table(printed)
+    assert list(rows) == STAGES
+    assert [row[1] for row in rows.values()] == [f"{n} epoch{'s' * (n > 1)}" for n in (5, 5, 5, 3, 1, 1, 3)]
+    assert [row[2] for row in rows.values()] == [
+        "the model", *(f"weights of {name}" for name in STAGES[:-2]), "state of high-bump",
+    ]  # fmt: skip
+    assert all(row[3].endswith("iB") for row in rows.values())
+    assert max(map(len, printed.partition("warning")[0].splitlines()[1:9])) <= 80
+    assert not (tmp_path / "runs").exists()
 
 
 def test_mistakes_of_all_stages_are_found_before_the_first(

@@ -16,13 +16,16 @@ from snippets import PAGES, ROOT, blocks, logical_lines, page_id
 from finetrainers.cli.check import own_options
 from finetrainers.cli.estimate import _own_options as estimate_options
 from finetrainers.cli.main import _parser
+from finetrainers.cli.run import _own_options as run_options
 from finetrainers.config.dialects.aliases import FOREIGN
 from finetrainers.config.document import configuration_page
-from finetrainers.config.flags import flat_flag, parse_flags
+from finetrainers.config.flags import flat_flag, parse_flags, read_flags
+from finetrainers.config.given import Given
 from finetrainers.config.load import load_config
 from finetrainers.config.presets import preset_tables
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO, DataSection
+from finetrainers.config.stages import read_stages
 from finetrainers.data.buckets.windows import with_window_buckets
 from finetrainers.data.inspect.item_report import ItemReport
 from finetrainers.data.reading.datasets import read_datasets
@@ -140,6 +143,11 @@ def test_commands_parse(where: str, words: list[str], tmp_path: Path) -> None:
         config, _ = parse_flags(flags)
         assert config is not None
         check_sizes(config)
+    elif words[:2] == ["finetrainers", "run"]:
+        path, given = read_flags(run_options().parse_known_args(words[2:])[1], prog="run")
+        assert path is not None
+        assert given is not None
+        assert given.problems == []
     elif words[0] == "finetrainers":
         _parser().parse_args(words[1:])
     elif words[0] == "bash":
@@ -162,6 +170,10 @@ def test_configuration_files_load(page: Path, tmp_path: Path) -> None:
         file.write_text(block.text)
         if {"dataset", "directory"} & set(document):
             assert read_datasets(DataSection(dataset=file))
+            continue
+        if "stage" in document:
+            stages = read_stages(file, Given())
+            assert [problem for stage in stages for problem in stage.problems] == []
             continue
         check_sizes(load_config(file, **({} if "model" in document or "model_name" in document else MODEL)))
 
