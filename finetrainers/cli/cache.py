@@ -162,6 +162,7 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         ConfigError: a configuration cannot run, or the cache has never been used with its model.
     """
     from finetrainers.config.load import load_config
+    from finetrainers.data.buckets.clip import Picture
     from finetrainers.data.cache.encoder_index import recall_models
     from finetrainers.data.cache.keys import CacheKeys, text_key
     from finetrainers.data.inspect.file_facts import FileFacts
@@ -174,13 +175,16 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         config, plan = checked.config, checked.plan
         texts = recall_models(directory, config.model, "text")
         clips = plan.encoded_clips()
-        vaes = recall_models(directory, config.model, "vae") if clips else []
+        shown = plan.shown_texts()
+        pictures = {one for _, one in shown if isinstance(one, Picture)}
+        vaes = recall_models(directory, config.model, "vae") if clips or pictures else []
         complete = bool(texts and (vaes or not clips))
-        digests.learn(path for clip in clips for path in clip.files)
+        digests.learn({path for clip in clips for path in clip.files} | {one.path for one in pictures})
         for vae in vaes:
             tiled = checked.family.load(config.model).tiles_by_size
             names = replace(CacheKeys.of(directory, config), digests=digests, vae=vae, tiled=tiled)
             keys.update(names.video(clip) for clip in clips)
+            keys.update(names.image(one) for one in pictures)
         if not complete:
             message = (
                 f"{directory} has never been used with the model of {path}, so what it needs cannot be said; "
@@ -188,6 +192,10 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
             )
             raise ConfigError([Problem("--keep", message)])
         keys.update(text_key(text.identity, caption) for text in texts for caption in {"", *plan.all_captions()})
+        if checked.facts.text_sees_image:
+            names = replace(CacheKeys.of(directory, config), digests=digests)
+            seen = {(caption, names.shown(one)) for told, one in shown for caption in (told, "")}
+            keys.update(text_key(text.identity, *one) for text in texts for one in seen)
     return keys
 
 

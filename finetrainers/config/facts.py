@@ -54,6 +54,8 @@ class Facts:
         first_frame_p: probability with which training conditions on the first frame when the user does not say.
         first_frame_noise: mean and standard deviation of log s, where noise of s was added to the pixels of a first
             frame on channels in training; None: none was.
+        text_sees_image: whether the text encoder is given the image that a clip starts from, so that text and image are
+            encoded together.
         guidance: scale that clips are sampled with by default, for networks that take guidance as an input; None: they
             do not.
         least_steps: fewest denoising steps that the checkpoint's scheduler can take.
@@ -74,6 +76,7 @@ class Facts:
     first_frame: str = "none"
     first_frame_p: float = 0.0
     first_frame_noise: tuple[float, float] | None = None
+    text_sees_image: bool = False
     guidance: float | None = None
     least_steps: int = 1
     lora_targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
@@ -95,6 +98,11 @@ class Facts:
         """Whether the trained part denoises at this quantile."""
         low, high = self.noise_range
         return self.noise_range == (0.0, 1.0) or low <= quantile < high or quantile == high == 1.0
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether every clip starts from an image."""
+        return self.first_frame == "channels" or self.text_sees_image
 
     @property
     def parts(self) -> tuple[str, ...]:

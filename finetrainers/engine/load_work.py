@@ -37,7 +37,8 @@ def load_texts(
     """
     config, plan = checked.config, checked.plan
     _check_same_plan(plan, parallel)
-    texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel)
+    shown = plan.shown_texts() if spec.facts.text_sees_image else None
+    texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel, shown=shown)
     write = method_spec(config).text_writer(plan, config, spec=spec, parallel=parallel)
     conditioning, prompts = _conditioned(checked, spec, parallel, watchdog, texts=texts, samples_in=samples_in)
     if write is not None:

@@ -193,7 +193,7 @@ def model_card(state: TrainState, checked: Preflight) -> str:
     config, plan, spec, start = state.config, checked.plan, state.spec, checked.start
     is_lora = config.training.training_type == "lora"
     base, own = config.model.pretrained_model_name_or_path, config.model.transformer_id
-    packaged, needs_image = base.startswith(SCHEME), spec.facts.first_frame == "channels"
+    packaged, needs_image = base.startswith(SCHEME), spec.facts.needs_image
     root = state.run_dir.root
     samples = newest_samples(root, [prompt.prompt for prompt in checked.prompts])
     location = config.run.hub_model_id or str(config.run.output_dir)

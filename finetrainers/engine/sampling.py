@@ -122,8 +122,11 @@ def encode_prompts(
     for index, prompt in enumerate(prompts):
         found, image = Conditions({}), None
         try:
-            found = spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype)
             image = None if spec.facts.media else _first_frame(prompt)
+            if spec.facts.text_sees_image:
+                found = spec.encode_with_images(encoders, [prompt.prompt], [image]).to("cpu", dtype)
+            else:
+                found = spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype)
         except Exception as error:
             if failed is None:
                 raise

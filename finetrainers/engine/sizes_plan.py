@@ -53,6 +53,10 @@ class SizesPlan:
         """Not known."""
         return ()
 
+    def shown_texts(self) -> Sequence[Any]:
+        """Not known."""
+        return ()
+
     def encoded_clips(self) -> Sequence[Any]:
         """Not known."""
         return ()

@@ -114,6 +114,10 @@ class WorkPlan(Protocol):
         """All texts that the text encoders may be given."""
         ...
 
+    def shown_texts(self) -> Sequence[tuple[str, Any]]:
+        """The same, each with the clip or the image that it is encoded with; see `Facts.text_sees_image`."""
+        ...
+
     def encoded_clips(self) -> Sequence[Any]:
         """All clips that the VAE may be given to encode."""
         ...

@@ -40,19 +40,24 @@ def hunyuan_video(configs: Configs) -> Facts:
     """The VAE states its compression; guidance-distilled transformers have an embedding for the guidance scale.
 
     Text-to-video checkpoints take the latents alone, SkyReels-V1's image-to-video one a first frame on as many channels again.
+    HunyuanVideo-I2V, whose text encoder sees the image too, takes it as the first latent frame ("token_replace"), or on
+    channels with a mask on one more ("latent_concat").
 
     Raises:
-        ValueError: HunyuanVideo-I2V, whose text encoder sees the image too.
+        ValueError: a checkpoint that takes something else.
     """
     vae, transformer = configs.get("vae", {}), configs.get("transformer", {})
     kind, inputs, outputs = (transformer.get(key) for key in ("image_condition_type", "in_channels", "out_channels"))
+    known = {None: (1, 0), "token_replace": (1, 0), "latent_concat": (2, 1)}
     animates = kind is None and inputs is not None and outputs is not None and inputs == 2 * outputs
-    if kind is not None or not (inputs == outputs or animates):
+    if kind not in known or not (inputs == outputs is None or animates or inputs == _times_plus(outputs, *known[kind])):
         raise ValueError(
-            f"this is a HunyuanVideo-I2V transformer (image_condition_type {kind!r}, {inputs} input channels for {outputs} "
-            "output channels); hunyuan_video trains text-to-video checkpoints such as hunyuanvideo-community/HunyuanVideo, and "
-            "from an image Skywork/SkyReels-V1-Hunyuan-I2V"
+            f"a hunyuan_video transformer with image_condition_type {kind!r} and {inputs} input channels for {outputs} output "
+            "channels is not known; there are text-to-video checkpoints such as hunyuanvideo-community/HunyuanVideo, and from "
+            "an image Skywork/SkyReels-V1-Hunyuan-I2V and hunyuanvideo-community/HunyuanVideo-I2V"
         )
+    sees, on_channels = kind is not None, animates or kind == "latent_concat"
+    first_frame = "tokens" if kind == "token_replace" else "channels" if on_channels else "none"
     takes_guidance = "transformer" not in configs or transformer.get("guidance_embeds", False)
     return Facts(
         Geometry(
@@ -63,13 +68,24 @@ def hunyuan_video(configs: Configs) -> Facts:
             fps=24.0,
             pixels=16,
         ),
-        text_parts=("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2"),
+        text_parts=(
+            "tokenizer",
+            "tokenizer_2",
+            "text_encoder",
+            "text_encoder_2",
+            *(["image_processor"] if sees else []),
+        ),
         heads=transformer.get("num_attention_heads", 24),
         # The default of the pipeline's `guidance_scale`: SkyReels' has classifier-free guidance instead.
-        guidance=(1.0 if animates else 6.0) if takes_guidance else None,
-        first_frame=("channels" if animates else "none") if "transformer" in configs else "unknown",
-        first_frame_p=1.0 if animates else 0.0,
+        guidance=(1.0 if animates or sees else 6.0) if takes_guidance else None,
+        first_frame=first_frame if "transformer" in configs else "unknown",
+        first_frame_p=1.0 if animates or sees else 0.0,
+        text_sees_image=sees,
     )
+
+
+def _times_plus(channels: int | None, times: int, plus: int) -> int | None:
+    return None if channels is None else times * channels + plus
 
 
 def cogvideox(configs: Configs) -> Facts:
@@ -122,9 +138,12 @@ FAMILIES = (
     Family(
         name="hunyuan_video", spec="finetrainers.models.hunyuan_video:HunyuanVideoSpec", read=hunyuan_video,
         transformer="HunyuanVideoTransformer3DModel", vae="AutoencoderKLHunyuanVideo",
-        pipelines=("HunyuanVideoPipeline", "HunyuanSkyreelsImageToVideoPipeline"),
-        published=("hunyuanvideo-community/HunyuanVideo", "tencent/HunyuanVideo", "Skywork/SkyReels-V1-Hunyuan-I2V"),
-        tiny="finetrainers.models.tiny:build_hunyuan_video", tiny_versions=("t2v", "i2v"),
+        pipelines=("HunyuanVideoPipeline", "HunyuanSkyreelsImageToVideoPipeline", "HunyuanVideoImageToVideoPipeline"),
+        published=(
+            "hunyuanvideo-community/HunyuanVideo", "tencent/HunyuanVideo", "Skywork/SkyReels-V1-Hunyuan-I2V",
+            "hunyuanvideo-community/HunyuanVideo-I2V", "hunyuanvideo-community/HunyuanVideo-I2V-33ch",
+        ),
+        tiny="finetrainers.models.tiny:build_hunyuan_video", tiny_versions=("t2v", "i2v", "token_replace", "latent_concat"),
     ),
     Family(
         name="cogvideox", spec="finetrainers.models.cogvideox:CogVideoXSpec", read=cogvideox,

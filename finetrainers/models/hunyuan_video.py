@@ -1,4 +1,4 @@
-"""HunyuanVideo, and SkyReels-V1 from an image: flow matching, two text encoders, guidance as an embedding.
+"""HunyuanVideo, and from an image HunyuanVideo-I2V and SkyReels-V1: flow matching, two text encoders, a guidance embedding.
 
 Attention without masks: prompts have different lengths, so diffusers masks the padding of the text in every attention
 of the network, and fast kernels refuse masks. Padding changes nothing else, so `load_transformer` makes the network cut
@@ -10,6 +10,7 @@ followed the batch, a clip's prediction would depend, by rounding, on which othe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,10 +25,11 @@ from transformers import CLIPTextModel, CLIPTokenizer, LlamaModel, LlamaTokenize
 
 from finetrainers.config.facts import Activations
 
-from . import common
+from . import common, hunyuan_image_text
 from .attention import Attend, set_processors
 from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
+from .files import read_configs
 from .flops import Attends
 from .sequence import TokenPlan
 from .spec import ModelSpec
@@ -90,13 +92,13 @@ def _rotated(x_BSHD: Tensor, rotary: tuple[Tensor, Tensor], video: int) -> Tenso
 
 
 class HunyuanVideoSpec(ModelSpec):
-    """HunyuanVideo as `HunyuanVideoPipeline` runs it, and SkyReels-V1 as `HunyuanSkyreelsImageToVideoPipeline` does.
+    """HunyuanVideo as `HunyuanVideoPipeline` runs it, SkyReels-V1 and HunyuanVideo-I2V as their pipelines do.
 
-    Conditions: `prompt_embeds`, `prompt_attention_mask` (bool), `pooled_prompt_embeds`. A checkpoint with twice as many input as
-    output channels is an image-to-video one (`first_frame` is "channels").
+    Conditions: `prompt_embeds`, `prompt_attention_mask` (bool), `pooled_prompt_embeds`. What kind of checkpoint it is, `families`
+    tells by the transformer's config.
     """
 
-    parts: ClassVar = {
+    _own_parts: ClassVar = {
         "tokenizer": LlamaTokenizerFast,
         "tokenizer_2": CLIPTokenizer,
         "text_encoder": LlamaModel,
@@ -118,10 +120,6 @@ class HunyuanVideoSpec(ModelSpec):
             kept=(35.0, 30.4), outside=12.1, checkpointed=1.01, forward=20.2, backward=40.0
         ),
     }
-    text_calls: ClassVar = {
-        "text_encoder": (351, True),
-        "text_encoder_2": (77, False),
-    }  # 95 tokens are of the prompt template
     unquantized = ("^x_embedder", "^context_embedder", "^time_text_embed", "norm", "^proj_out$")
     streams: ClassVar = {
         "time_text_embed|norm": "time", "^context_embedder": "prompt", "add_[qkv]_proj|to_add_out|ff_context": "text",
@@ -134,11 +132,36 @@ class HunyuanVideoSpec(ModelSpec):
     vae_pixel_bytes, vae_frames_at_once, vae_tile = 2340, 17, (256, 256)
     vae_graph_bytes = (4610, 36, 18100)
     attention_processor = HunyuanAttnProcessor
-    token_plan = TokenPlan(outputs={"x_embedder": 1, "rope": 0})
+
+    @cached_property
+    def _kind(self) -> str | None:
+        """The transformer's `image_condition_type`, which only HunyuanVideo-I2V has."""
+        found = read_configs(self.config, ("transformer",)).get("transformer")
+        cls = self._own_parts["transformer"]
+        found = common.load_part(cls.load_config, self.config, "transformer") if found is None else found
+        return found.get("image_condition_type")
+
+    @property
+    def parts(self) -> Any:  # type: ignore[override]
+        """The text encoder of HunyuanVideo-I2V is another one."""
+        return self._own_parts if self._kind is None else {**self._own_parts, **hunyuan_image_text.PARTS}
+
+    @property
+    def text_calls(self) -> Any:  # type: ignore[override]
+        """Of HunyuanVideo's 351 tokens, 95 are of the prompt template."""
+        read = 351 if self._kind is None else hunyuan_image_text.TOKENS_READ
+        return {"text_encoder": (read, True), "text_encoder_2": (77, False)}
+
+    @property
+    def token_plan(self) -> TokenPlan | None:  # type: ignore[override]
+        """None where the network looks for the image in the first of its tokens, of which each process has others."""
+        return None if self._kind == "token_replace" else TokenPlan(outputs={"x_embedder": 1, "rope": 0})
 
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]
         """Image-to-video checkpoints have a pipeline of their own, and no other."""
+        if self.facts.text_sees_image:
+            return diffusers.HunyuanVideoImageToVideoPipeline
         return diffusers.HunyuanSkyreelsImageToVideoPipeline if self.facts.first_frame == "channels" else None
 
     @property
@@ -172,6 +195,8 @@ class HunyuanVideoSpec(ModelSpec):
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """The pipeline's encoding: LLaMA states `[B, 256, D]` without the prompt template, and CLIP's `[B, D2]`."""
+        if self._kind is not None:
+            return hunyuan_image_text.encode(encoders, prompts, None, kind=self._kind)
         embeds, pooled, mask = common.build_pipeline(diffusers.HunyuanVideoPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts), device=common.encoder_device(encoders)
         )
@@ -179,11 +204,16 @@ class HunyuanVideoSpec(ModelSpec):
             {"prompt_embeds": embeds, "prompt_attention_mask": mask.bool(), "pooled_prompt_embeds": pooled}
         )
 
+    def encode_with_images(self, encoders: Parts, prompts: Sequence[str], images: Sequence[Any]) -> Conditions:
+        assert self._kind is not None, "other checkpoints' text encoders see no image"
+        return hunyuan_image_text.encode(encoders, prompts, images, kind=self._kind)
+
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         config = self.configs["transformer"]
+        tokens = 256 if self._kind is None else hunyuan_image_text.text_tokens(self._kind)
         return {
-            "prompt_embeds": (256, config["text_embed_dim"]),
-            "prompt_attention_mask": (256,),
+            "prompt_embeds": (tokens, config["text_embed_dim"]),
+            "prompt_attention_mask": (tokens,),
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
@@ -229,12 +259,17 @@ class HunyuanVideoSpec(ModelSpec):
         network = unwrap(transformer)
         dtype = input_dtype(network)
         guidance = None
+        if t.ndim == 2:  # a frame that is given clean, the network knows by its place
+            t = t[:, -1]
         if network.config.guidance_embeds:
             scale = TRAINING_GUIDANCE if meta.guidance is None else meta.guidance
             guidance = torch.full_like(t, scale * EMBEDDING_SCALE, dtype=dtype)
         x_BCTHW, first_frame = x_BCTHW.to(dtype), meta.extra.get("first_frame")
         if self.facts.first_frame == "channels":
-            x_BCTHW = torch.cat([x_BCTHW, _first_frame_channels(x_BCTHW, first_frame)], dim=1)
+            further = [_first_frame_channels(x_BCTHW, first_frame)]
+            if self._kind == "latent_concat":
+                further.append(_first_frame_channels(x_BCTHW[:, :1], torch.ones_like(x_BCTHW[:, :1, :1])))
+            x_BCTHW = torch.cat([x_BCTHW, *further], dim=1)
         elif first_frame is not None:
             raise ValueError("this is a text-to-video checkpoint of hunyuan_video: it takes no first frame")
         return transformer(

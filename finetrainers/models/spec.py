@@ -99,8 +99,7 @@ class ModelSpec(ABC):
     #: Which tokens go through each layer, by the first expression found in its name, and what attends to what; see `flops`.
     streams: ClassVar[Mapping[str, Stream]] = {}
     attentions: ClassVar[Sequence[Attends]] = ()
-    #: What has a noise level of its own in training: a clip, or each of its latent frames (diffusion forcing), for networks that
-    #: take a time per frame.
+    #: What has a noise level of its own in training: a clip, or each of its latent frames, for networks with a time per frame.
     noise_per: Literal["clip", "frame"] = "clip"
     #: Bytes that the VAE takes at its peak for each pixel, in bf16, and of how many frames at a time. They were counted on its
     #: operations without weights; what kernels take besides (cuDNN's workspace) is left out. 0: not known, never tiled by itself.
@@ -256,6 +255,10 @@ class ModelSpec(ABC):
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
         """Text conditioning of the prompts, equal to what the family's pipeline computes. Padded, batch first."""
 
+    def encode_with_images(self, encoders: Parts, prompts: Sequence[str], images: Sequence[Any]) -> Conditions:
+        """`encode_text` where `Facts.text_sees_image`: of each prompt with PIL's image, or pixels `[3, H, W]` uint8."""
+        raise NotImplementedError(f"{self.name}'s text encoders see no images")
+
     def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of each tensor of `encode_text` for one prompt, without the batch; those named `..._mask` are bool.
 
@@ -272,9 +275,7 @@ class ModelSpec(ABC):
 
         shapes = self.text_shapes()
         masks = [shape[0] for name, shape in shapes.items() if name.endswith("_mask")]
-        conditions = Conditions(
-            {n: empty(n, shape) for n, shape in shapes.items()}, tuple(masks[:1] * batch_size) or None
-        )
+        conditions = Conditions({n: empty(n, s) for n, s in shapes.items()}, tuple(masks[:1] * batch_size) or None)
         return conditions, VideoMeta(fps=torch.full((batch_size,), 24.0))
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
@@ -507,7 +508,7 @@ class ModelSpec(ABC):
         Raises:
             ValueError: an image is missing that the checkpoint starts from, or given although it cannot.
         """
-        if request.image is None and self.facts.first_frame == "channels":
+        if request.image is None and self.facts.needs_image:
             raise ValueError(
                 f"this image-to-video checkpoint of {self.name} needs an image to start from; give each validation prompt one "
                 "with validation_images or validation_videos"

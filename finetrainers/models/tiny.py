@@ -25,18 +25,36 @@ from diffusers import (
     CogVideoXTransformer3DModel,
     FlowMatchEulerDiscreteScheduler,
     HunyuanSkyreelsImageToVideoPipeline,
+    HunyuanVideoImageToVideoPipeline,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    T5Config,
+    T5EncoderModel,
+)
 
-from .tiny_tokenizers import clip_tokenizer, llama_tokenizer, t5_tokenizer
+from .tiny_tokenizers import IMAGE_TOKEN, clip_tokenizer, llama_tokenizer, t5_tokenizer
 
-HunyuanVideoVersion = Literal["t2v", "i2v"]
-#: The second is SkyReels-V1's, which has the image's latent on 16 more channels.
-_HUNYUAN_PIPELINES = {"t2v": HunyuanVideoPipeline, "i2v": HunyuanSkyreelsImageToVideoPipeline}
+HunyuanVideoVersion = Literal["t2v", "i2v", "token_replace", "latent_concat"]
+#: The second is SkyReels-V1's, which has the image's latent on 16 more channels. The others are HunyuanVideo-I2V's.
+_HUNYUAN_PIPELINES = {
+    "t2v": HunyuanVideoPipeline,
+    "i2v": HunyuanSkyreelsImageToVideoPipeline,
+    "token_replace": HunyuanVideoImageToVideoPipeline,
+    "latent_concat": HunyuanVideoImageToVideoPipeline,
+}
+_HUNYUAN_CHANNELS = {"i2v": 32, "latent_concat": 33}
 CogVideoXVersion = Literal["2b", "5b", "1.5", "i2v", "control"]
 _ROTARY = {"use_rotary_positional_embeddings": True}
 #: By version of CogVideoX: the size of its samples (frames, latent height, latent width), and its transformer's options.
@@ -93,12 +111,14 @@ def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: Hunyua
     if version not in _HUNYUAN_PIPELINES:
         raise ValueError(f"unknown HunyuanVideo version {version!r}; valid: {', '.join(_HUNYUAN_PIPELINES)}")
     with seeded(seed):
-        tokenizers, encoders = _hunyuan_texts()
+        sees_image = version in ("token_replace", "latent_concat")
+        tokenizers, encoders = _hunyuan_texts(sees_image=sees_image)
         pipeline = _HUNYUAN_PIPELINES[version](
             tokenizer=tokenizers[0],
             text_encoder=encoders[0],
             tokenizer_2=tokenizers[1],
             text_encoder_2=encoders[1],
+            **({"image_processor": _image_processor()} if sees_image else {}),
             vae=AutoencoderKLHunyuanVideo(
                 latent_channels=16,
                 block_out_channels=(8, 8, 8, 8),
@@ -107,7 +127,7 @@ def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: Hunyua
                 scaling_factor=0.476986,
             ),
             transformer=HunyuanVideoTransformer3DModel(
-                in_channels=32 if version == "i2v" else 16,
+                in_channels=_HUNYUAN_CHANNELS.get(version, 16),
                 out_channels=16,
                 num_attention_heads=2,
                 attention_head_dim=16,
@@ -116,7 +136,8 @@ def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: Hunyua
                 num_refiner_layers=1,
                 patch_size=2,
                 patch_size_t=1,
-                guidance_embeds=True,
+                guidance_embeds=version != "latent_concat",
+                image_condition_type=version if sees_image else None,
                 text_embed_dim=16,
                 pooled_projection_dim=8,
                 rope_axes_dim=(4, 6, 6),
@@ -126,9 +147,9 @@ def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: Hunyua
     return _save(pipeline, directory)
 
 
-def _hunyuan_texts() -> tuple[list[Any], list[Any]]:
-    """Tokenizers and text encoders: Llama, of which the pipeline reads the third from last state, and CLIP."""
-    tokenizers = [llama_tokenizer(), clip_tokenizer()]
+def _hunyuan_texts(*, sees_image: bool) -> tuple[list[Any], list[Any]]:
+    """Tokenizers and text encoders: Llama, of which the pipeline reads the third from last state, or LLaVA, and CLIP."""
+    tokenizers = [llama_tokenizer(sees_image=sees_image), clip_tokenizer()]
     common: list[dict[str, Any]] = [
         {
             "vocab_size": len(tokenizer),
@@ -142,7 +163,26 @@ def _hunyuan_texts() -> tuple[list[Any], list[Any]]:
     ]
     llama = LlamaConfig(hidden_size=16, num_hidden_layers=4, max_position_embeddings=1024, **common[0])
     clip = CLIPTextConfig(hidden_size=8, num_hidden_layers=2, projection_dim=8, **common[1])
-    return tokenizers, [LlamaModel(llama).eval(), CLIPTextModel(clip).eval()]
+    first = LlavaForConditionalGeneration(_llava(llama, tokenizers[0])) if sees_image else LlamaModel(llama)
+    return tokenizers, [first.eval(), CLIPTextModel(clip).eval()]
+
+
+#: Of the images that LLaVA sees: 24 x 24 patches, as in the published one, of 2 x 2 pixels.
+_SEEN = 48
+
+
+def _llava(llama: LlamaConfig, tokenizer: Any) -> LlavaConfig:
+    vision = CLIPVisionConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=_SEEN, patch_size=2
+    )
+    image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    return LlavaConfig(
+        vision_config=vision, text_config=llama, image_token_index=image, pad_token_id=tokenizer.pad_token_id
+    )
+
+
+def _image_processor() -> CLIPImageProcessor:
+    return CLIPImageProcessor(size={"shortest_edge": _SEEN}, crop_size={"height": _SEEN, "width": _SEEN})
 
 
 def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXVersion = "5b", layers: int = 2) -> Path:

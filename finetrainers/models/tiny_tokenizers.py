@@ -10,6 +10,7 @@ import re
 import string
 from collections.abc import Iterable, Sequence
 
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPTokenizer, LlamaTokenizerFast, T5TokenizerFast
@@ -26,6 +27,8 @@ video clip scene camera shot close view style cinematic motion light shadow
 """
 WORDS = tuple(_WORDS.split())
 _CHARACTERS = tuple(c for c in string.printable[:95] if c != " ")
+IMAGE_TOKEN = "<image>"
+IMAGE_TEMPLATE: str = pipeline_hunyuan_video_image2video.DEFAULT_PROMPT_TEMPLATE["template"]
 _SPACE = "\u2581"  # how sentencepiece writes a space
 
 
@@ -46,19 +49,20 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=_numbered(tokens), merges=merges, model_max_length=77)
 
 
-def llama_tokenizer(*, model_max_length: int = 512) -> LlamaTokenizerFast:
-    """A Llama (BPE) tokenizer under which HunyuanVideo's prompt template is as long as under the real one.
+def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) -> LlamaTokenizerFast:
+    """A Llama (BPE) tokenizer under which HunyuanVideo's prompt template, or HunyuanVideo-I2V's, is as long as under the real one.
 
     The pipeline cuts off the first 95 tokens (`crop_start`), which is the template's text before the prompt. All its
     words, and the line breaks after headers, are single tokens here, and that makes 95 as well; so the cut falls right
-    before the prompt.
+    before the prompt. Of I2V's template it is 103, one of them the image's.
     """
-    special = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-    template = re.sub(r"<\|\w+\|>", " ", DEFAULT_PROMPT_TEMPLATE["template"])
+    special = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", *([IMAGE_TOKEN] if sees_image else []))
+    template = IMAGE_TEMPLATE if sees_image else DEFAULT_PROMPT_TEMPLATE["template"]
+    template = re.sub(r"<\|\w+\|>|<image>", " ", template)
     template_words = re.findall(r"[A-Za-z]+", template)
     spaced = [[_SPACE, *word] for word in _unique([*template_words, *WORDS])]
     # Words after a header follow no space. They come last, as their merges would split others: "user" splits " used".
-    headless = [list(word) for word in ("system", "Describe", "user")]
+    headless = [list(word) for word in ("system", "Describe", "user", *(["assistant"] if sees_image else []))]
     merges, merged = _merge_chains([*spaced, *headless, ["\n", "\n"]])
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     tokens = _unique(["<unk>", "<s>", "</s>", "<pad>", *special, *fallback, _SPACE, "\n", *_CHARACTERS, *merged])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,8 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
             problems.append(Problem(where, f"{folder / 'config.json'} describes no {cls.__name__}: {error}"))
             continue
         missing, wrong, unused = compare(network, shapes)
+        if _are_renamed(network, missing, {name: shapes[name] for name in unused}):
+            continue
         if missing:
             problems.append(
                 Problem(where, f"the files in {folder} lack {plural(len(missing), 'tensor')}: {some(missing)}")
@@ -81,6 +84,16 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
                 f"{where}: {folder} holds {plural(len(unused), 'tensor')} that a {cls.__name__} does not have: {some(unused)}"
             )
     return problems, warnings
+
+
+def _are_renamed(network: nn.Module, missing: Iterable[str], unused: Shapes) -> bool:
+    """Whether transformers renames the tensors of a file as it loads them: each that is missing has its like under another name.
+
+    Networks that see images are stored under names of earlier versions. What is missing nevertheless, loading tells.
+    """
+    own = network.state_dict()
+    wanted = Counter(tuple(own[name].shape) for name in missing)
+    return not isinstance(network, ModelMixin) and bool(wanted) and wanted <= Counter(unused.values())
 
 
 def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path) -> tuple[list[Problem], list[str]]:

@@ -23,7 +23,7 @@ from finetrainers.models.registry import families
 from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
 
 #: Of each way in which an image reaches a network, a checkpoint.
-FROM_IMAGES = [("ltx_video", None), ("hunyuan_video", "i2v"), ("cogvideox", "i2v")]
+FROM_IMAGES = [("ltx_video", None), ("hunyuan_video", "i2v"), ("hunyuan_video", "token_replace"), ("cogvideox", "i2v")]
 SIZE = (9, 64, 64)
 
 
@@ -157,13 +157,14 @@ def test_clips_of_a_prompt_start_from_its_image(
     seen = set()
     for x, t, meta in calls.found:
         assert x.shape[2] == state.spec.facts.geometry.latent_shape(*SIZE)[0]
-        frames = x[:, :, :1] if family == "ltx_video" else meta.extra["first_frame"]
+        is_token = state.spec.facts.first_frame == "tokens"
+        frames = x[:, :, :1] if is_token else meta.extra["first_frame"]
         which = [
             [i for i, image in enumerate(images) if torch.allclose(frame, image[0], atol=1e-5)] for frame in frames
         ]
         assert all(len(one) == 1 for one in which)
         seen |= {one[0] for one in which}
-        if family == "ltx_video":  # the image is clean, and the network is told so
+        if is_token:  # the image is clean, and the network is told so
             assert (t[:, 0] == 0).all()
             assert (t[:, 1:] > 0).all()
         else:

@@ -265,7 +265,7 @@ def test_other_kinds_are_refused(tiny_repo: Callable[..., Path], tmp_path: Path)
     [problem] = said(with_config("cogvideox", "transformer", in_channels=33), "cogvideox")
     assert "33 input channels for 16 latent channels is not known" in problem
     [problem] = said(with_config("hunyuan_video", "transformer", image_condition_type="latent_concat"), "hunyuan_video")
-    assert "this is a HunyuanVideo-I2V transformer" in problem
+    assert "image_condition_type 'latent_concat' and 16 input channels for 16 output channels is not known" in problem
     [problem] = said(with_config("hunyuan_video", "transformer", in_channels=33), "hunyuan_video")
     assert "33 input channels" in problem
     [problem] = said(with_config("ltx_video", "vae", _class_name="AutoencoderKLWan"), "ltx_video")

@@ -371,17 +371,6 @@ def test_the_scheduler_is_the_checkpoints_and_the_process_is_a_flow(spec):
     assert spec.process(scheduler) == FlowMatching()
 
 
-def test_checkpoints_whose_text_encoder_sees_the_image_are_refused(spec, repo, tmp_path):
-    config = HunyuanVideoTransformer3DModel.load_config(repo, subfolder="transformer")
-    changed = {**config, "in_channels": 33, "image_condition_type": "latent_concat"}
-    HunyuanVideoTransformer3DModel.from_config(changed).save_pretrained(str(tmp_path))
-    other = get_family("hunyuan_video").load(section(repo, transformer_id=str(tmp_path)))
-    with pytest.raises(ValueError, match="HunyuanVideo-I2V"):
-        other.load_transformer(torch.float32)
-    with pytest.raises(ValueError, match="HunyuanVideo-I2V"):
-        other.transformer_on_meta()
-
-
 # ---- sampling and saving ---------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,7 @@ def check_config(
     if facts.media and config.training.method != "sft":
         takes = " and ".join(facts.media)
         found.error("method", f"this checkpoint takes {takes} with each clip, which only --method sft reads")
+    _check_image_text(config, facts, found)
     if config.training.method in REWARD_METHODS:
         check_grpo(config, facts, found, world_size=config.parallel.data_size(processes))
         return found
@@ -70,6 +71,19 @@ def check_config(
     _check_diffusion(config, facts, found)
     check_data(config, facts, found)
     return found
+
+
+def _check_image_text(config: TrainConfig, facts: Facts, found: Findings) -> None:
+    """What text encoders that see the image leave no choice in."""
+    if not facts.text_sees_image:
+        return
+    why = "the text encoder of this checkpoint sees the image"
+    if config.data.first_frame_conditioning_p not in (None, 1.0):
+        found.error("first_frame_conditioning_p", f"{why}, so every clip is given its first frame; remove it")
+    if config.sft.prior_preservation_weight > 0:
+        found.error("prior_preservation_weight", f"{why}, with which prior prompts are not encoded; set it to 0")
+    if config.grpo.rollout_cfg != 1.0:
+        found.error("rollout_cfg", f"{why}, and the empty prompt has none; use --rollout_guidance, or leave it out")
 
 
 def check_sampling(config: TrainConfig, *, facts: Facts, prompts: list[ValidationPrompt]) -> Findings:
@@ -398,7 +412,7 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
     if facts.media and any(p.video is None for p in prompts):
         takes = " and ".join(facts.media)
         found.error("validation_videos", f"this checkpoint takes {takes}; give one for each validation prompt")
-    if facts.first_frame == "channels" and any(not (p.image or p.video) for p in prompts):
+    if facts.needs_image and any(not (p.image or p.video) for p in prompts):
         found.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
     if facts.first_frame == "none" and conditioned:
         found.error(
@@ -424,7 +438,7 @@ def _check_scored(
     if facts.media and any(p.video is None for p in scored):
         takes = " and ".join(facts.media)
         found.error("eval_prompts", f"this checkpoint takes {takes}; use a .jsonl file with `video` for each prompt")
-    if facts.first_frame == "channels" and any(not (p.image or p.video) for p in scored):
+    if facts.needs_image and any(not (p.image or p.video) for p in scored):
         found.error("eval_prompts", "this checkpoint animates an image; use a .jsonl file with `image` for each prompt")
     if facts.first_frame == "none" and any(p.image or (p.video and not facts.media) for p in scored):
         found.error("eval_prompts", f"this {config.model.model_name} takes no first frame; remove images and videos")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from finetrainers.utils.seeding import derive_seed
 
@@ -104,6 +104,17 @@ class Clip:
         if not self.captions:
             return self.caption
         return self.captions[derive_seed(seed, "caption", *sample_key) % len(self.captions)]
+
+
+class Picture(NamedTuple):
+    """An image in the size of the clips that start from it, height and width: resized until it covers that, and cropped."""
+
+    path: Path
+    size: tuple[int, int]
+
+
+#: What a text encoder that sees images is given with a text: the first frame of a clip, or an image.
+Shown: TypeAlias = Clip | Picture
 
 
 def cut_to(clip: Clip, bucket: Bucket) -> Clip:

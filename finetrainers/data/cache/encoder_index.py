@@ -60,7 +60,7 @@ def _stamp(spec: ModelSpec) -> str | None:
     reading gigabytes would take as long as loading them.
     """
     found: list[object] = []
-    for part in (name for name in spec.parts if name.startswith(("tokenizer", "text_encoder"))):
+    for part in (name for name in spec.parts if name.startswith(("tokenizer", "text_encoder", "image_processor"))):
         for path in filter(Path.is_file, spec.files_of(part)):
             found.append([part, *file_version(path, path.stat())])
     if not found:

@@ -16,9 +16,9 @@ from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.utils.seeding import generator
 
 from ..buckets.buckets import Bucket
-from ..buckets.clip import Clip
+from ..buckets.clip import Clip, Picture, Shown
 from ..inspect.file_facts import FileFacts
-from ..video.decode import load_clip
+from ..video.decode import load_clip, read_covering
 from .store import TensorCache
 
 #: Raise when decoding, resizing or cropping changes, so that old entries are no longer found.
@@ -44,9 +44,10 @@ class EncoderEntry:
     first_frame_noise: tuple[float, float] | None = None
 
 
-def text_key(identity: str, caption: str) -> str:
-    """Key of a caption's conditioning by the text encoders of that identity."""
-    return TensorCache.key(kind="text", encoder=identity, caption=caption)
+def text_key(identity: str, caption: str, image: str | None = None) -> str:
+    """Key of a caption's conditioning by the text encoders of that identity, which may see an image with it."""
+    seen = {} if image is None else {"image": image}
+    return TensorCache.key(kind="text", encoder=identity, caption=caption, **seen)
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class CacheKeys:
         tiled: whether the VAE works on tiles of a clip of this bucket, where its identity does not say it.
         tiled_late: whether it does so only since it ran out of memory; entries have the same names, and say it.
         text_words, vae_words: the encoders in words, for people.
+        texts_see_images: see `Facts.text_sees_image`.
     """
 
     cache: TensorCache
@@ -75,6 +77,7 @@ class CacheKeys:
     tiled_late: Callable[[Bucket], bool] = field(default=lambda bucket: False)
     text_words: str = ""
     vae_words: str = ""
+    texts_see_images: bool = False
 
     @classmethod
     def of(cls, directory: Path, config: TrainConfig) -> CacheKeys:
@@ -90,9 +93,20 @@ class CacheKeys:
             vae_words=describe_model(config.model, "vae"),
         )
 
-    def text(self, caption: str) -> str:
-        """Key of a caption's conditioning."""
-        return text_key(self.text_identity, caption)
+    def text(self, caption: str, shown: Shown | None = None) -> str:
+        """Key of a caption's conditioning, where text encoders see images with what they are shown."""
+        return text_key(self.text_identity, caption, None if shown is None else self.shown(shown))
+
+    def shown(self, one: Shown) -> str:
+        """Names the pixels of `picture` by the file's content and all that is done with it."""
+        cut = {"size": one.size} if isinstance(one, Picture) else self.cut(one)
+        return self.cache.key(kind="shown", file=self.digests.digest(one.path), version=PIXELS_VERSION, **cut)
+
+    def picture(self, one: Shown) -> Tensor:
+        """An image, or a clip's first frame, `[3, H, W]` uint8."""
+        if isinstance(one, Picture):
+            return read_covering(one.path, height=one.size[0], width=one.size[1])
+        return self.pixels(one)[:3, 0]
 
     def video(self, clip: Clip) -> str:
         """Key of a clip's moments. It holds the files' content, not their names, and no caption."""
@@ -108,16 +122,14 @@ class CacheKeys:
             **self.cut(clip),
         )
 
-    def image(self, path: Path, size: tuple[int, int]) -> str:
-        """Key of the moments of an image that clips of a size start from; of its content, not its name."""
+    def image(self, one: Picture) -> str:
+        """Key of the moments of an image that clips start from; of its content, not its name."""
         return self.cache.key(
             kind="image",
             vae=self.vae.identity,
-            file=self.digests.digest(path),
-            size=size,
+            image=self.shown(one),
             first_frame=self.vae.with_first_frame,
-            version=PIXELS_VERSION,
-            **({"tiled": True} if self.tiled((1, *size)) else {}),
+            **({"tiled": True} if self.tiled((1, *one.size)) else {}),
         )
 
     def cut(self, clip: Clip) -> dict[str, object]:
@@ -154,10 +166,10 @@ class CacheKeys:
         about = self._about("video", Path(clip.path).name, words, self.vae.identity)
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 
-    def about_image(self, path: Path, size: tuple[int, int]) -> dict[str, str]:
+    def about_image(self, one: Picture) -> dict[str, str]:
         """What an image's entry is, for people."""
-        about = self._about("image", path.name, self.vae_words, self.vae.identity)
-        return {**about, "bucket": "x".join(map(str, (1, *size)))}
+        about = self._about("image", one.path.name, self.vae_words, self.vae.identity)
+        return {**about, "bucket": "x".join(map(str, (1, *one.size)))}
 
     def _about(self, kind: str, what: str, model: str, identity: str) -> dict[str, str]:
         return {"kind": kind, "of": what, "model": model, "identity": identity[:12], "versions": library_versions()}

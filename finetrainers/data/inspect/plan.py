@@ -14,8 +14,8 @@ from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.text import plural
 
 from ..buckets.buckets import Bucket, bucket_text
-from ..buckets.clip import Clip, all_cuts
-from ..buckets.windows import encoded_clips
+from ..buckets.clip import Clip, Shown, all_cuts
+from ..buckets.windows import encoded_clip, encoded_clips
 from ..reading.items import DataError
 from ..reading.prior_prompts import PriorPrompts
 from .batch_counts import BatchCounts
@@ -136,6 +136,11 @@ class DatasetPlan:
         """All captions that may be encoded, and all prior prompts."""
         captions = [caption for clip in (*self.clips, *self.eval_clips) for caption in clip.all_captions]
         return captions if self.prior is None else [*captions, *self.prior.texts_for(captions)]
+
+    def shown_texts(self) -> list[tuple[str, Shown]]:
+        """Every caption with each clip that it may be encoded with, where text encoders see the first frame."""
+        clips = (*all_cuts(self.clips), *self.eval_clips)
+        return [(caption, encoded_clip(clip)) for clip in clips for caption in clip.all_captions]
 
     def bucket_rows(self) -> list[dict[str, Any]]:
         """A row for each bucket in use, largest first; one that clips may fall through to counts them, too."""

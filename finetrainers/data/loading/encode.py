@@ -21,8 +21,8 @@ from ..buckets.windows import cut_latents
 from ..reading.prior_prompts import PriorPrompts
 from .loader import RawBatch
 
-#: Text conditioning of prompts, batch first.
-EncodeText = Callable[[Sequence[str]], Conditions]
+#: Text conditioning of prompts, batch first; with an image for each where text encoders see images, `[3, H, W]` uint8.
+EncodeText = Callable[..., Conditions]
 #: Named tensors of videos `[B, C, T, H, W]` with 8 bits, of which each further medium has three channels, given the generator
 #: of each clip's noise; see `ModelSpec.encode_clip`.
 EncodeClip = Callable[[Tensor, Sequence[torch.Generator]], Mapping[str, Tensor]]
@@ -56,6 +56,7 @@ class Encoder:
         seed: int,
         device: torch.device | str = "cpu",
         prior: PriorPrompts | None = None,
+        shows_frames: bool = False,
     ) -> None:
         """Args:
         encode_text, encode_clip: the model's encoders; None if everything is in the cache.
@@ -63,7 +64,9 @@ class Encoder:
         seed: seed of the run.
         device: where batches go.
         prior: see `DatasetPlan`.
+        shows_frames: whether text encoders see the first frame of the clip.
         """
+        self.shows_frames = shows_frames
         self.encode_text = encode_text
         self.encode_clip = encode_clip
         self.data = data
@@ -109,7 +112,12 @@ class Encoder:
     def _texts(self, raw: RawBatch, emptied: Sequence[bool]) -> Conditions:
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
         captions = (clip.caption_for(key, seed=self.seed) for clip, key in zip(raw.clips, raw.sample_keys, strict=True))
-        return self.encode_text(["" if gone else caption for caption, gone in zip(captions, emptied, strict=True)])
+        texts = ["" if gone else caption for caption, gone in zip(captions, emptied, strict=True)]
+        return (
+            self.encode_text(texts, [one[:3, 0] for one in raw.pixels])
+            if self.shows_frames
+            else self.encode_text(texts)
+        )
 
     def _clip(self, raw: RawBatch) -> Mapping[str, Tensor]:
         assert self.encode_clip is not None, "clips that are not in the cache need the VAE"

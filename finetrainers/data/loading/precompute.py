@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.sections import DataloaderSection
+from finetrainers.models.spec import Conditions
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.host_memory import freed_memory_is_reused
 from finetrainers.utils.progress import Meter
 from finetrainers.utils.seeding import generator
 from finetrainers.utils.text import file_size
 
-from ..buckets.clip import Clip
+from ..buckets.clip import Clip, Shown
 from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..cache.store import CacheError, TensorCache, is_finite
 from ..reading.prior_prompts import PriorPrompts
-from .bad_samples import BadSample, Substitutes, load_clips
+from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips
 from .batch_sampler import MicroBatch
 from .encode import EMPTY, PRIOR, TEXT, EncodeClip, EncodeText, stacked
 from .loader import PixelFetch, RawBatch
@@ -91,6 +92,44 @@ def precompute_text(
             progress(start + len(batch), len(todo))
         share = Encoded(encoded=len(todo), found=len(captions_by_key) - len(todo), size_bytes=size)
     return sum(parallel.gather_objects([share]), Encoded())
+
+
+def precompute_shown(
+    texts: Collection[tuple[str, Shown]], encode: Callable[..., Conditions], keys: CacheKeys, parallel: Ranks, *,
+    optional: bool = False,
+) -> Encoded:  # fmt: skip
+    """Encode texts together with what they are shown with, one by one, by each rank a share; the counts of all.
+
+    A clip is decoded for it, and once more when its latents are encoded: text encoders and VAE never share memory.
+
+    Args:
+        texts: distinct ones.
+        encode: see `ModelSpec.encode_with_images`.
+        keys: names of entries.
+        parallel: the processes of the run.
+        optional: whether clips that cannot be decoded are left out here; their latents decide what becomes of them.
+    """
+    mine = sorted(texts, key=repr)[parallel.rank :: parallel.world_size]
+    with _progress("captions with images", parallel) as progress:
+        keys.digests.learn({one.path for _, one in mine})
+        by_key = {keys.text(*one): one for one in mine}
+        todo = [(key, *by_key[key]) for key in keys.cache.missing(by_key)]
+        size = 0
+        for done, (key, caption, one) in enumerate(todo, start=1):
+            try:
+                picture = keys.picture(one)
+            except PROBLEMS:
+                if not optional:
+                    raise
+                continue
+            tensors = dict(encode([caption], [picture]).tensors)
+            _refuse_non_finite(tensors, f"the caption {caption!r} with {one.path}", "text_encoder_dtype")
+            size += keys.cache.put(key, tensors, keys.about_text(caption))
+            progress(done, len(todo))
+        share = Encoded(encoded=len(todo), found=len(by_key) - len(todo), size_bytes=size)
+    everything = sum(parallel.gather_objects([share]), Encoded())
+    keys.digests.refresh()
+    return everything
 
 
 def precompute_video(
@@ -236,7 +275,7 @@ class CacheFetch:
         """
         clips, entries, bad = load_clips(batch, self._load, substitutes=self.substitutes)
         cached = {name: torch.cat([entry[name] for entry in entries]) for name in entries[0]}
-        if self.keys.data.caption_dropout_p > 0 and self.keys.data.caption_dropout_technique == "empty":
+        if self._drops_to_empty and not self.keys.texts_see_images:
             cached.update(self._text("", EMPTY))
         return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad)
 
@@ -246,10 +285,19 @@ class CacheFetch:
         moments = {name: cut_latents(tensor, clip).clone() for name, tensor in moments.items()}
         caption = clip.caption_for(key, seed=self.keys.seed)
         prior = {} if self.prior is None else self._text(self.prior.of(caption, key), PRIOR)
-        return {**moments, **self._text(caption, TEXT), **prior}
+        if not self.keys.texts_see_images:
+            return {**moments, **self._text(caption, TEXT), **prior}
+        shown = encoded_clip(clip)
+        empty = self._text("", EMPTY, shown) if self._drops_to_empty else {}
+        return {**moments, **self._text(caption, TEXT, shown), **empty}
 
-    def _text(self, caption: str, prefix: str) -> dict[str, Tensor]:
-        tensors = self._read(self.keys.text(caption), f"the caption {caption!r}")
+    @property
+    def _drops_to_empty(self) -> bool:
+        """Whether the conditioning of the empty prompt is needed."""
+        return self.keys.data.caption_dropout_p > 0 and self.keys.data.caption_dropout_technique == "empty"
+
+    def _text(self, caption: str, prefix: str, shown: Shown | None = None) -> dict[str, Tensor]:
+        tensors = self._read(self.keys.text(caption, shown), f"the caption {caption!r}")
         return {prefix + name: tensor for name, tensor in tensors.items()}
 
     def _read(self, key: str, what: str) -> dict[str, Tensor]:

@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from finetrainers.config.root import TrainConfig
-from finetrainers.models.spec import ModelSpec, Parts
+from finetrainers.models.spec import Conditions, ModelSpec, Parts
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.phases import ENCODING_TEXT, phase
 
+from ..buckets.clip import Shown
 from ..cache.encoder_index import recall_files, remember_files, remember_model
 from ..cache.keys import CacheKeys, EncoderEntry
 from ..cache.model_fingerprint import model_fingerprint
 from .encode import EncodeText
-from .precompute import Encoded, precompute_text
+from .precompute import Encoded, precompute_shown, precompute_text
 
 
 @dataclass(frozen=True)
@@ -38,22 +41,27 @@ class TextCache:
     """Texts of a run that are encoded once and kept on disk."""
 
     def __init__(
-        self, texts: Sequence[str], noun: str, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks
-    ) -> None:
+        self, texts: Sequence[str], noun: str, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks,
+        shown: Sequence[tuple[str, Shown]] | None = None,
+    ) -> None:  # fmt: skip
         """Args:
         texts: all texts; the empty prompt comes in addition.
         noun: what they are, in words.
         config: the run.
         spec: of the model.
         parallel: the processes of the run, which share the work.
+        shown: the texts with what each is encoded with, where text encoders see images; else None.
         """
-        self.texts = texts
+        self.texts = texts if shown is None else ()
+        self.shown = set(shown or ())
+        if self.shown and config.data.caption_dropout_p > 0 and config.data.caption_dropout_technique == "empty":
+            self.shown |= {("", one) for _, one in self.shown}
         self.noun = noun
         self.config = config
         self.spec = spec
         self.parallel = parallel
         self._directory = cache_directory(config)
-        self._keys = CacheKeys.of(self._directory, config)
+        self._keys = replace(CacheKeys.of(self._directory, config), texts_see_images=shown is not None)
 
     def recall(self) -> TextConditioning | None:
         """All texts, if the cache has them on all ranks; None if the text encoders must be loaded.
@@ -63,9 +71,11 @@ class TextCache:
         self._keys.cache.hold()
         found = recall_files(self._directory, self.spec)
         keys = replace(self._keys, text_identity=found or "")
-        wanted = {"", *self.texts}
-        if found is not None and keys.cache.missing(keys.text(text) for text in wanted):
-            found = None
+        wanted: set[tuple[str, Shown | None]] = {(text, None) for text in ("", *self.texts)} | self.shown
+        if found is not None:
+            keys.digests.learn({one.path for _, one in self.shown})
+            if keys.cache.missing(keys.text(*one) for one in wanted):
+                found = None
         if set(self.parallel.gather_objects([found])) != {found} or found is None:
             return None
         return TextConditioning(keys, None, Encoded(found=len(wanted)))
@@ -82,6 +92,11 @@ class TextCache:
         encoded = precompute_text(
             self.texts, partial(self.spec.encode_text, encoders), keys, self.parallel, what=self.noun
         )
+        if self.shown:
+            encoded += precompute_shown(
+                self.shown, partial(self.spec.encode_with_images, encoders), keys, self.parallel,
+                optional=bool(self.config.data.max_bad_share),
+            )  # fmt: skip
         if self.parallel.rank == 0:
             remember_model(self._directory, self.config.model, "text", EncoderEntry(keys.text_identity))
             remember_files(self._directory, self.spec, keys.text_identity)
@@ -89,8 +104,13 @@ class TextCache:
 
     def live(self, encoders: Parts) -> TextConditioning:
         """Nothing is encoded beforehand: the encoders stay loaded."""
-        encode = phase(ENCODING_TEXT)(lambda captions: self.spec.encode_text(encoders, captions))
-        return TextConditioning(self._keys, encode, Encoded())
+
+        def encode(captions: Sequence[str], images: Sequence[Tensor] | None = None) -> Conditions:
+            if images is None:
+                return self.spec.encode_text(encoders, captions)
+            return self.spec.encode_with_images(encoders, captions, images)
+
+        return TextConditioning(self._keys, phase(ENCODING_TEXT)(encode), Encoded())
 
 
 def cache_directory(config: TrainConfig) -> Path:

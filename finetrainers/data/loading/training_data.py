@@ -85,8 +85,9 @@ class TrainingData:
             self.vae, encode_clip = clip_encoders["vae"], partial(self._encode_clip, clip_encoders)
             strict = DecodeFetch(seed)
         self._encoder = Encoder(
-            texts.encode, encode_clip, data=config.data, seed=seed, device=parallel.device, prior=plan.prior
-        )
+            texts.encode, encode_clip, data=config.data, seed=seed, device=parallel.device, prior=plan.prior,
+            shows_frames=texts.keys.texts_see_images,
+        )  # fmt: skip
         # Only training clips have substitutes. Those of a held-out one would change what the evaluation loss is of.
         self._substitutes = Substitutes(all_cuts(plan.clips)) if config.data.max_bad_share else None
         self._fetch_strictly = plan.fetch_with(strict)

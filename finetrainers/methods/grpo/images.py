@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.buckets.clip import Picture
 from finetrainers.data.cache.encoder_index import remember_model
 from finetrainers.data.cache.keys import CacheKeys, EncoderEntry
 from finetrainers.data.cache.model_fingerprint import model_fingerprint
 from finetrainers.data.cache.store import CacheError
 from finetrainers.data.loading.text_conditioning import cache_directory
-from finetrainers.data.video.decode import read_covering
 from finetrainers.models.spec import MOMENTS, Batch, Conditions, ModelSpec, Parts, VAEStats, VideoMeta, tiled_for_memory
 from finetrainers.parallel.ranks import Ranks
 
@@ -39,25 +38,25 @@ class ImageConditioning:
         spec: of the model.
         vae_stats: normalization constants of its VAE.
         frames: `(T, H, W)` of a clip's latents as the network denoises them.
-        size: height and width in pixels.
     """
 
     keys: CacheKeys
     spec: ModelSpec
     vae_stats: VAEStats
     frames: tuple[int, int, int]
-    size: tuple[int, int]
 
-    def of(self, path: Path) -> Given:
+    def of(self, image: Picture) -> Given:
         """One image's.
 
         Raises:
             CacheError: its entry has gone.
         """
-        entry = self.keys.cache.get(self.keys.image(path, self.size))
+        entry = self.keys.cache.get(self.keys.image(image))
         if entry is None:
             directory = self.keys.cache.directory
-            raise CacheError(f"the latents of {path} have gone from {directory}, or it changed; start the run again")
+            raise CacheError(
+                f"the latents of {image.path} have gone from {directory}, or it changed; start the run again"
+            )
         moments = entry[MOMENTS]
         rest = {name: tensor for name, tensor in entry.items() if name != MOMENTS}
         given = Batch(moments, Conditions({}), VideoMeta(fps=torch.ones(1)), [(0, 0)], rest)
@@ -68,36 +67,35 @@ class ImageConditioning:
 
 
 def encode_images(
-    paths: Sequence[Path], size: tuple[int, int, int], config: TrainConfig, *,
+    images: Sequence[Picture], size: tuple[int, int, int], config: TrainConfig, *,
     spec: ModelSpec, parallel: Ranks, keys: CacheKeys, clip_encoders: Parts,
 ) -> ImageConditioning:  # fmt: skip
     """Encode the images that clips of a size start from and that the cache does not have, by each rank a share."""
-    _, height, width = size
     identity = model_fingerprint(clip_encoders.modules, tiling=bool(config.model.enable_tiling))
     vae = EncoderEntry(identity, spec.clip_version)
     keys = replace(keys, vae=vae, tiled=spec.tiles_by_size, tiled_late=partial(tiled_for_memory, spec))
     keys.cache.hold()
-    mine = sorted(set(paths))[parallel.rank :: parallel.world_size]
+    mine = sorted(set(images))[parallel.rank :: parallel.world_size]
     with parallel.raise_on_all_ranks("encoding the images of prompts"):
-        keys.digests.learn(mine)
-        by_key = {keys.image(path, (height, width)): path for path in mine}
+        keys.digests.learn([image.path for image in mine])
+        by_key = {keys.image(image): image for image in mine}
         for key in keys.cache.missing(by_key):
-            pixels = read_covering(by_key[key], height=height, width=width)
+            pixels = keys.picture(by_key[key])
             entry = spec.encode_clip(clip_encoders, pixels[None, :, None], None)
-            keys.cache.put(key, {n: t.cpu() for n, t in entry.items()}, keys.about_image(by_key[key], (height, width)))
+            keys.cache.put(key, {n: t.cpu() for n, t in entry.items()}, keys.about_image(by_key[key]))
     keys.digests.refresh()  # other ranks have learnt theirs
     if parallel.rank == 0:
         remember_model(cache_directory(config), config.model, "vae", vae)
     frames = spec.facts.geometry.denoised_shape(*size)
-    return ImageConditioning(keys, spec, spec.vae_stats(clip_encoders["vae"]), frames, (height, width))
+    return ImageConditioning(keys, spec, spec.vae_stats(clip_encoders["vae"]), frames)
 
 
 class Pictures:
     """The images as rewards see them, in the size of the clips."""
 
-    def __init__(self, size: tuple[int, int]) -> None:
-        self._read = lru_cache(maxsize=_PICTURES)(partial(read_covering, height=size[0], width=size[1]))
+    def __init__(self, keys: CacheKeys) -> None:
+        self._read = lru_cache(maxsize=_PICTURES)(keys.picture)
 
-    def __call__(self, paths: Sequence[Path]) -> Tensor:
+    def __call__(self, images: Sequence[Picture]) -> Tensor:
         """`[B, 3, H, W]` fp32 in [0, 1] on the host."""
-        return torch.stack([self._read(path) for path in paths]).float() / 255
+        return torch.stack([self._read(image) for image in images]).float() / 255

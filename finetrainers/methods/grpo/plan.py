@@ -11,6 +11,7 @@ from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig, critical_options
+from finetrainers.data.buckets.clip import Picture, Shown
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import plural
 
@@ -76,6 +77,15 @@ class PromptPlan:
         """The images that clips are sampled from."""
         return tuple(prompt.image for prompt in (*self.prompts, *self.eval_prompts) if prompt.image is not None)
 
+    def picture(self, prompt: Prompt) -> Picture | None:
+        """The image of a prompt in the size of the clips."""
+        return None if prompt.image is None else Picture(prompt.image, self.size[1:])
+
+    def shown_texts(self) -> list[tuple[str, Shown]]:
+        """The same with the image that each is encoded with, where text encoders see images."""
+        prompts = [prompt for prompt in (*self.prompts, *self.eval_prompts) if prompt.embedding is None]
+        return [(prompt.text, image) for prompt in prompts if (image := self.picture(prompt)) is not None]
+
     def all_captions(self) -> list[str]:
         """The prompts that are not given as tensors."""
         return [prompt.text for prompt in (*self.prompts, *self.eval_prompts) if prompt.embedding is None]
@@ -120,7 +130,7 @@ def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
     for option, prompts in (("--prompts", plan.prompts), ("--eval_prompts", plan.eval_prompts)):
         without = [prompt.where for prompt in prompts if prompt.image is None]
         shown = f"{', '.join(without[:_SHOWN])}{f' and {len(without) - _SHOWN} more' if len(without) > _SHOWN else ''}"
-        if without and facts.first_frame == "channels":
+        if without and facts.needs_image:
             yield Problem(
                 option, f"this checkpoint animates an image; give one with each prompt ({_HOW}): {shown} without"
             )

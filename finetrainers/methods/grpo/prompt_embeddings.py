@@ -37,7 +37,9 @@ def embeddings_writer(
     def write(texts: TextConditioning) -> None:
         with parallel.raise_on_all_ranks(f"writing {_OPTION}"):
             for number in range(parallel.rank, len(plan.prompts), parallel.world_size):
-                _write(folder, number, plan.prompts[number], texts, spec)
+                prompt = plan.prompts[number]
+                shown = plan.picture(prompt) if texts.keys.texts_see_images else None
+                _write(folder, number, prompt, texts, texts.keys.text(prompt.text, shown), spec)
         if parallel.rank == 0:  # the others have written theirs, or have failed here, too
             rows = [
                 {**dict.fromkeys(ENCODED_KEYS, f"{number}.pt"), "caption": prompt.text, **_image(prompt)}
@@ -53,9 +55,11 @@ def _image(prompt: Prompt) -> dict[str, str]:
     return {} if prompt.image is None else {IMAGE_KEY: str(prompt.image.resolve())}
 
 
-def _write(folder: Path, number: int, prompt: Prompt, texts: TextConditioning, spec: ModelSpec) -> None:
-    """Write a prompt's two files."""
-    cache, key = texts.keys.cache, texts.keys.text(prompt.text)
+def _write(
+    folder: Path, number: int, prompt: Prompt, texts: TextConditioning, key: str, spec: ModelSpec
+) -> None:  # fmt: skip
+    """Write a prompt's two files; the cache has it under the key."""
+    cache = texts.keys.cache
     entry = cache.get(key)
     if entry is None:
         raise FileNotFoundError(f"{prompt.text!r} has gone from {cache.directory}; run the same command again")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.buckets.clip import Picture
 from finetrainers.data.cache.store import CacheError
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.precompute import Encoded
@@ -81,7 +82,7 @@ class PromptSource:
         self._keys = texts.keys
         self._cache = texts.keys.cache
         self._length = self._longest()
-        self._image: Callable[[Path], Given] | None = None
+        self._image: Callable[[Picture], Given] | None = None
         self._pictures: Pictures | None = None
         if plan.images:
             self._take_images(config, clip_encoders)
@@ -96,13 +97,16 @@ class PromptSource:
         """
         if problems := [*image_problems(self.plan, self.spec.facts)]:
             raise ConfigError(problems)
+        pictures = [
+            image for prompt in (*self.plan.prompts, *self.plan.eval_prompts) if (image := self.plan.picture(prompt))
+        ]
         images = encode_images(
-            self.plan.images, self.plan.size, config,
+            pictures, self.plan.size, config,
             spec=self.spec, parallel=self.parallel, keys=self._keys, clip_encoders=clip_encoders,
         )  # fmt: skip
         self._image = lru_cache(maxsize=_IMAGES)(images.of)
-        self._pictures = Pictures(images.size)
-        start = self._image(self.plan.images[0])[1]
+        self._pictures = Pictures(self._keys)
+        start = self._image(pictures[0])[1]
         self.start_frames = 0 if start is None else start.shape[2]
 
     def _longest(self) -> int | None:
@@ -166,12 +170,13 @@ class PromptSource:
         """The prompts' images as rewards are given them, `[B, 3, H, W]` in [0, 1] on the CPU; None: they bring none."""
         if self._pictures is None:
             return None
-        return self._pictures([prompt.image for prompt in prompts if prompt.image is not None])
+        return self._pictures([image for prompt in prompts if (image := self.plan.picture(prompt)) is not None])
 
     def _with_image(self, row: Conditions, prompt: Prompt) -> Conditions:
-        if self._image is None or prompt.image is None:
+        image = self.plan.picture(prompt)
+        if self._image is None or image is None:
             return row
-        extra, start = self._image(prompt.image)
+        extra, start = self._image(image)
         return replace(row, extra=extra, start=start)
 
     def decode(self, latents: Tensor, vae_stats: VAEStats) -> Tensor:
@@ -215,7 +220,9 @@ class PromptSource:
         return self.spec.given_text(embedding, mask)
 
     def _key_of(self, prompt: Prompt | None) -> str:
-        return self._keys.text("" if prompt is None else prompt.text)
+        if prompt is None:
+            return self._keys.text("")
+        return self._keys.text(prompt.text, self.plan.picture(prompt) if self._keys.texts_see_images else None)
 
     def _found(self, prompt: Prompt | None, entry: T | None) -> T:
         """What the cache has of a prompt.
