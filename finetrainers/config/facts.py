@@ -28,6 +28,7 @@ class Activations:
         forward: the most that forward needs besides, with checkpointing.
         backward: the most that backward needs besides, with checkpointing: one recomputed block and its gradients.
         attention: what the attention operators of a block return, output and log-sum-exp.
+        between: what the network keeps outside of blocks from forward until backward.
     """
 
     kept: tuple[float, ...]
@@ -36,6 +37,7 @@ class Activations:
     forward: float
     backward: float
     attention: float = 1.03
+    between: float = 5.0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,10 +50,12 @@ class GRPOSection(Section):
         "default is all clips.", resume="same", ge=2)
     updates_per_rollout: int = option(1, "Optimizer steps per rollout. From the second step on, the clips are "
         "off-policy.", resume="same", ge=1)
-    rollout_gradients: Literal["replay", "reweight"] = option("replay", "When the gradients of trained steps are taken: "
-        "after the rollout, by putting these steps through the network again (`replay`), or while it samples, which saves "
-        "that forward pass; advantages are applied when they are known (`reweight`). It costs a backward pass for every "
-        "clip, also for those that `--best_of_n` leaves out, and memory for gradients, which `estimate` shows. For one "
+    rollout_gradients: Literal["replay", "reweight", "retain", "auto"] = option("replay", "When the gradients of trained steps "
+        "are taken: after the rollout, by putting these steps through the network again (`replay`), or without that "
+        "forward pass. `reweight` takes them while it samples, of every clip, also of those that `--best_of_n` leaves out, and "
+        "applies advantages when they are known; gradients take memory. `retain` keeps the activations until advantages are "
+        "known, and takes the gradients of the clips that are trained alone: the fewest passes with `--best_of_n`, and the "
+        "most memory. `auto` takes the fastest of them that fits. `estimate` shows what each takes. All but `replay` are for one "
         "update per rollout, without KL penalty.", resume="free", method="grpo")
     selective_rollouts: float = option(1.0, "Skip prompts that teach nothing, before any of their clips is sampled (GRESO). "
         "A prompt whose clips have scored alike z times in a row, up to `advantage_std_floor`, is sampled with the "
@@ -181,3 +184,20 @@ def trained_steps(section: GRPOSection, stochastic: int | None = None) -> int:
 def kernel(section: GRPOSection, *, is_flow: bool) -> Kernel:
     """The sampler of policy gradients."""
     return section.sampler or ("flow" if is_flow else "ddim")
+
+
+def why_no_rollout_gradients(section: GRPOSection) -> Iterator[str]:
+    """Why gradients cannot be taken without replay, with the way out."""
+    if section.updates_per_rollout > 1:
+        yield (
+            "the gradient taken while sampling is that of the first update, and there are --updates_per_rollout "
+            f"{section.updates_per_rollout}: later ones need the network as it is then; use 1, or replay"
+        )
+    if section.kl_coef:
+        yield (
+            f"the gradient of --kl_coef {section.kl_coef:g} is not scaled by the advantage: it would take a backward pass of its "
+            "own (reweight), or the reference's forward pass for every clip (retain), which costs more than the forward pass "
+            "that is saved; use 0, or replay"
+        )
+    if section.overlap_rewards:
+        yield "gradients wait for scores; remove --overlap_rewards, or use replay"

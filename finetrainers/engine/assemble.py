@@ -82,7 +82,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(
         MethodParts(
-            config=config, spec=spec, process=spec.process(scheduler), scheduler=scheduler, geometry=spec.facts.geometry,
+            config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler, geometry=spec.facts.geometry,
             vae_stats=vae_stats, first_frame_p=first_frame_p, source=source, parallel=parallel, network=network,
             weights_dtype=trainable_dtype(config),
         )

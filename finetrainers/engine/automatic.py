@@ -16,6 +16,7 @@ from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits, for_tensors, reserved
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelSpec
+from finetrainers.parallel.sharding import expected_split
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.host_memory import room
@@ -75,10 +76,12 @@ def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, 
     swaps, stores = config.memory.blocks_to_swap == "auto", config.memory.activation_memory == "auto"
     samples = config.validation.enable_model_cpu_offload is None and bool(checked.sampled)
     decodes = method_spec(config).samples and None in (config.model.enable_slicing, config.model.enable_tiling)
-    if not (swaps or stores or samples or decodes):
+    varies = bool(method_spec(config).variants(config, expected_split(config.parallel)))
+    if not (swaps or stores or samples or decodes or varies):
         return config, None
     if not on_gpu and config.memory.memory_budget is None:
-        return _on_cpu(config), None
+        config = _on_cpu(config)
+        return (_variant_on_cpu(config, checked, parallel) if varies else config), None
     memory = run_memory(checked)
     memory.machine = _machine(config, memory, parallel)
     found = memory.choose(config)
@@ -139,10 +142,33 @@ def _on_cpu(config: TrainConfig) -> TrainConfig:
     return config
 
 
+def _variant_on_cpu(config: TrainConfig, checked: Preflight, parallel: Strategy) -> TrainConfig:
+    """The variant of the method that fits the memory of the least machine."""
+    least = min(parallel.gather_objects([HOST_SHARE * room().available / local_world_size()]))
+    found = run_memory(checked).choose(config, machine=Machine(least, least, ASSUMED_FLOPS, ASSUMED_LINK))
+    _print_variant(found)
+    return config if found.variant is None else found.variant.config
+
+
+def _print_variant(found: Automatic) -> None:
+    """The variant of the method, and whether it fits."""
+    machine, variant = found.machine, found.variant
+    if machine is None or variant is None:
+        return
+    planned = f"{file_size(found.plan.peak)} of {file_size(machine.device)}"
+    if found.fits:
+        print_line(f"{variant.option.replace('_', ' ')}: {variant.what}; the fastest that fits, {planned}")
+    else:
+        print_warnings(
+            [f"--{variant.option} auto: {variant.value} takes the least memory, and does not fit either: {planned}"]
+        )
+
+
 def _print(found: Automatic) -> None:
     """What was chosen, and whether it fits."""
     machine, plan = found.machine, found.plan
     assert machine is not None
+    _print_variant(found)
     if found.offloads_samples:
         print_line(
             f"note: samples are drawn with the model's parts in host memory: they would not fit the {file_size(machine.device)} "

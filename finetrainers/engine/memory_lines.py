@@ -61,8 +61,10 @@ def _phase_lines(plan: RunPlan) -> list[str]:
 
 def automatic_lines(config: TrainConfig, found: Automatic) -> list[str]:
     """What is chosen for options that leave it open, and for what machine."""
-    memory, machine = config.memory, found.machine
-    lines = []
+    memory, machine, variant = config.memory, found.machine, found.variant
+    lines = (
+        [] if variant is None else [f"--{variant.option} auto{'' if machine else ', where all fits'}: {variant.what}"]
+    )
     if machine is None:
         ask = "--gpu 24GB says what is chosen for that GPU"
         if memory.blocks_to_swap == "auto":
@@ -154,6 +156,10 @@ def _chosen_json(chosen: Automatic) -> dict[str, Any]:
         found["blocks_to_swap"] = {"blocks": chosen.swapped, "of": chosen.num_blocks, "for_gpu": known}
     if chosen.decoding:
         found["decoding"] = list(chosen.decoding)
+    if (variant := chosen.variant) is not None:
+        found[variant.option] = {
+            "value": variant.value, "forward": variant.forward, "backward": variant.backward, "fits": chosen.fits,
+        }  # fmt: skip
     if chosen.activations is not None:
         choice = chosen.activations
         found["activation_memory"] = {

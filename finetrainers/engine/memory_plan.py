@@ -116,7 +116,7 @@ class RunMemory:
         whole = not (around.split.gathers or around.split.zero_stage)
         run = Run(
             plan, model, len(spec.block_modules(self.transformer)), may_offload_samples=whole and bool(around.sampled),
-            decodes=method_spec(config).samples,
+            decodes=method_spec(config).samples, split=around.split,
         )  # fmt: skip
         return choose_automatic(config, run, machine or self.machine)
 

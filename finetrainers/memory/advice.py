@@ -51,6 +51,7 @@ class Switch:
             About the percent of a step's time; what changes results costs more than what only takes time.
         slowdown: percent of a step's time besides `Outcome.slower`; None: it was not measured.
         needs: values of other options without which it saves nothing.
+        takes_back: whether it may change what the user has set: another way to the same weights, which takes less time.
     """
 
     options: Mapping[str, Any]
@@ -58,6 +59,7 @@ class Switch:
     price: float
     slowdown: float | None = None
     needs: Mapping[str, Any] = field(default_factory=dict)
+    takes_back: bool = False
 
     @property
     def flags(self) -> str:
@@ -76,7 +78,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch({"gradient_checkpointing": True}, "one more forward pass", 1, 0),
     Switch({"activation_memory": "auto"}, "blocks compute some activations again, or move them to host memory", 2, 0),
     Switch({"offload_trajectory": True}, "sampled latents, or gradients, travel to host memory and back", 4),
-    Switch({"rollout_gradients": "replay"}, "trained steps go through the network once more", 8),
+    Switch({"rollout_gradients": "replay"}, "trained steps go through the network once more", 8, takes_back=True),
     Switch({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),
     Switch({"overlap_gradient_exchange": False}, "gradients are averaged after the backward pass, not during it", 8),
     Switch({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10),
@@ -191,7 +193,7 @@ def cheapest(
 ) -> Advice | None:
     """The set of switches with the lowest price with which no phase exceeds the budget; None: no set does.
 
-    Options that the user has set to other than their defaults stay as they are.
+    Options that the user has set to other than their defaults stay as they are, but for switches that take them back.
 
     Args:
         config: the run.
@@ -309,7 +311,7 @@ class _Search:
 
     def _is_useful(self, switch: Switch) -> bool:
         """Whether it may be set, and lowers a phase, by itself or with what it needs."""
-        if any(self._config.changed(name) for name in switch.options):
+        if not switch.takes_back and any(self._config.changed(name) for name in switch.options):
             return False
         base = with_switches(self._config, [Switch(switch.needs, "", 0.0)])
         before, after = self._outcomes(base), self._outcomes(with_switches(base, [switch]))

@@ -1,4 +1,5 @@
-"""What a run chooses itself: how rollouts are decoded, how many blocks are swapped, what blocks store, where parts wait.
+"""What a run chooses itself: the variant of its method, how rollouts are decoded, how many blocks are swapped, what blocks store,
+where parts wait.
 
 The estimate, its advice and a run choose by one rule, that every phase fits the memory that tensors may take (`memory.fit`).
 Imports no torch.
@@ -6,13 +7,17 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.methods.registry import method_spec
+from finetrainers.methods.spec import Variant
+from finetrainers.parallel.sharding import WHOLE, Split
 from finetrainers.utils.phases import REWARD, ROLLOUT, VALIDATION
 
-from .activation_auto import ActivationModel, with_choice
+from .activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, ActivationModel, with_choice
 from .activation_plan import Choice, Machine
 from .phases import RunPlan
 from .swap_plan import fewest_blocks
@@ -34,6 +39,7 @@ class Run:
         num_blocks: of its network.
         may_offload_samples: whether the model's parts may wait in host memory while it samples.
         decodes: whether it decodes clips that it has sampled, to train on them.
+        split: what its processes share.
     """
 
     plan: Callable[[TrainConfig], RunPlan]
@@ -41,6 +47,7 @@ class Run:
     num_blocks: int
     may_offload_samples: bool
     decodes: bool = False
+    split: Split = WHOLE
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Automatic:
         activations: what blocks store, where that was to be chosen.
         offloads_samples: whether the model's parts wait in host memory while it samples, where that was to be chosen.
         decoding: options of the VAE that are turned on, where they were to be chosen.
+        variant: of the method, where that was to be chosen.
     """
 
     config: TrainConfig
@@ -69,6 +77,7 @@ class Automatic:
     activations: Choice | None = None
     offloads_samples: bool | None = None
     decoding: tuple[str, ...] = ()
+    variant: Variant | None = None
 
     @property
     def fits(self) -> bool:
@@ -85,6 +94,8 @@ class Automatic:
             found["activation_memory"] = self.activations.what
         if self.offloads_samples:
             found["enable_model_cpu_offload"] = "samples are drawn with the model's parts in host memory"
+        if self.variant is not None:
+            found[self.variant.option] = self.variant.what
         return found | {name: _DECODING[name] for name in self.decoding}
 
     @property
@@ -94,7 +105,29 @@ class Automatic:
 
 
 def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> Automatic:
-    """Choose what the options leave open.
+    """Choose what the options leave open; of the variants of the method the fastest with which every phase fits."""
+    variants = method_spec(config).variants(config, run.split)
+    if not variants:
+        return _choose(config, run, machine)
+    found = [replace(_choose(variant.config, run, machine), variant=variant) for variant in variants]
+    fitting = [one for one in found if one.fits]
+    # Tiles change clips, and a variant changes nothing.
+    return min(fitting, key=lambda one: ("enable_tiling" in one.decoding, _cost(one))) if fitting else _smallest(found)
+
+
+def _smallest(found: Sequence[Automatic]) -> Automatic:
+    return min(found, key=lambda one: one.plan.peak)
+
+
+def _cost(found: Automatic) -> float:
+    """Forward passes for a clip that take as long."""
+    assert found.variant is not None
+    machine = found.machine or Machine(inf, inf, ASSUMED_FLOPS, ASSUMED_LINK)
+    return found.variant.cost(found.model.slower(found.config, machine))
+
+
+def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> Automatic:
+    """All but the variant.
 
     First clips of rollouts are decoded one by one, or in tiles, and samples drawn with the model's parts in host memory, each
     if they would not fit otherwise. Then the fewest blocks are swapped with which every phase fits, and last the fastest way to

@@ -9,8 +9,7 @@ contexts are therefore written here, for the one kind of operator that is worth 
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -107,7 +106,7 @@ class _KeepAttention(TorchDispatchMode):
     def __init__(self, store: BlockStore | None) -> None:
         super().__init__()
         self.store = store
-        self.results: deque[Any] = deque()
+        self.results: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -119,14 +118,20 @@ class _KeepAttention(TorchDispatchMode):
 
 
 class _ReturnAttention(TorchDispatchMode):
-    """Gives the kept results back, in order, while the block runs again in backward."""
+    """Gives the kept results back, in order, while the block runs again in backward; each time that it does."""
 
     def __init__(self, kept: _KeepAttention) -> None:
         super().__init__()
         self._kept = kept
+        self._results: Iterator[Any] = iter(())
+
+    def __enter__(self) -> _ReturnAttention:
+        self._results = iter(self._kept.results)
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_attention(func):
             return func(*args, **(kwargs or {}))
-        kept, store = self._kept.results.popleft(), self._kept.store
+        kept, store = next(self._results), self._kept.store
         return kept if store is None else tree_map_only(Kept, store.take, kept)

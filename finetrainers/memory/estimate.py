@@ -64,6 +64,9 @@ class Workload:
         ema: whether an fp32 average of the trainable weights is kept.
         copy_bytes, trajectory_bytes: see `MethodMemory`.
         waiting_bytes, waiting_on_host: of gradients of clips that wait for advantages.
+        summed_bytes: of further gradients in backward, of the first call that waits and of the others.
+        waiting_calls: see `MethodMemory`.
+        trained_outside: share of the trained numbers that are in no block.
         swap: of swapped blocks, whose frozen weights are not among `frozen_bytes`.
     """
 
@@ -89,6 +92,9 @@ class Workload:
     trajectory_bytes: float = 0.0
     waiting_bytes: float = 0.0
     waiting_on_host: float = 0.0
+    summed_bytes: tuple[float, float] = (0.0, 0.0)
+    waiting_calls: tuple[int, int] = (0, 0)
+    trained_outside: float = 0.0
     swap: SwapSizes = NO_SWAP
 
 
@@ -141,8 +147,9 @@ def estimate(workload: Workload) -> MemoryPlan:
     gradients = {"gradients, whole" if whole else "gradients": 4 * trained if whole else shared}
     casts = trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0
     gathered, made = workload.gathered, sum(gradients.values())
-    forward = gathered.forward / GIB + casts + saved + in_forward
-    backward = max(
+    waits = _WaitingCalls.of(workload, saved, casts=casts, unit=unit)
+    forward = gathered.forward / GIB + casts + saved + in_forward + waits.in_forward
+    backward = waits.in_backward + max(
         moment.gathered / GIB
         + moment.kept * saved
         + moment.working * in_backward
@@ -158,13 +165,43 @@ def estimate(workload: Workload) -> MemoryPlan:
         "gathered weights": (gathered.forward if split.zero_stage else gathered.most) / GIB,
         "gradients being averaged": (gathered.most - gathered.forward) / GIB if split.zero_stage else 0.0,
         "autocast copies": casts,
+        "activations of clips": waits.sampled,
         "activations kept": saved,
         "one block in backward": in_backward,
     }
     at_rest = sum(fixed.values())
     return MemoryPlan(
-        parts, at_rest + moving, workload.swap, units.on_host * unit, at_rest, workload.waiting_on_host / GIB
-    )
+        parts, at_rest + moving, workload.swap, (1 + workload.waiting_calls[0]) * units.on_host * unit, at_rest,
+        workload.waiting_on_host / GIB,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _WaitingCalls:
+    """What calls of the network store that wait for their backward pass, in GiB, with gradients that are there only then.
+
+    Attributes:
+        in_forward, in_backward: while another call makes its forward or backward pass.
+        sampled: between calls.
+    """
+
+    in_forward: float = 0.0
+    in_backward: float = 0.0
+    sampled: float = 0.0
+
+    @classmethod
+    def of(cls, workload: Workload, saved: float, *, casts: float, unit: float) -> _WaitingCalls:
+        """Each stores what its blocks do, and copies that autocast made of weights; checkpointed blocks make these again."""
+        forward, backward = workload.waiting_calls
+        if not (forward or backward):
+            return cls()
+        recomputed = 0.0 if workload.stored == "none" else 1.0 if workload.share is None else workload.share
+        copied = workload.trained_outside + (1 - workload.trained_outside) * (1 - recomputed)
+        each = saved + workload.activations.between * unit + copied * casts
+        first, later = (size / GIB for size in workload.summed_bytes)
+        return cls(
+            forward * each, max(backward * each + first, max(0, backward - 1) * each + later), (forward + 1) * each
+        )
 
 
 def estimate_for(
@@ -233,6 +270,9 @@ def workload_of(
         trajectory_bytes=kept.trajectories,
         waiting_bytes=4.0 * weights.trained * _waiting(kept, split),
         waiting_on_host=4.0 * weights.trained * kept.gradients_on_host,
+        summed_bytes=_summed_bytes(kept, split, weights),
+        waiting_calls=kept.waiting_calls,
+        trained_outside=weights.trained_outside,
         gradients_stay=_gradients_stay(config, split),
         split=split,
         gathered=gathered,
@@ -243,6 +283,13 @@ def workload_of(
 def _waiting(kept: MethodMemory, split: Split) -> int:
     """Whole gradients on the device besides the one that is computed, which strategies that gather weights have in parts."""
     return kept.gradients + (1 if split.gathers and (kept.gradients or kept.gradients_on_host) else 0)
+
+
+def _summed_bytes(kept: MethodMemory, split: Split, weights: NetworkWeights) -> tuple[float, float]:
+    """Of whole gradients in backward: of the first call that waits, which strategies that gather weights have in parts otherwise,
+    and of the next ones, where there is the sum of the earlier ones besides."""
+    computed = 1 if split.gathers and any(kept.waiting_calls) else 0
+    return 4.0 * weights.trained * computed, 4.0 * weights.trained * (computed + kept.gradients_in_backward)
 
 
 def _trainable_bytes(config: TrainConfig) -> int:

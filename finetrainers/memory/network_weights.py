@@ -22,6 +22,7 @@ class NetworkWeights:
         blocks: those of each of its repeated blocks.
         total, trained: how many numbers they have.
         largest: numbers of the largest trained weight.
+        trained_outside: share of the trained numbers that are in no block.
     """
 
     def __init__(self, network: nn.Module, spec: ModelSpec) -> None:
@@ -31,6 +32,8 @@ class NetworkWeights:
         self.total = sum(p.numel() for p in self.all)
         self.trained = sum(p.numel() for p in self.all if p.requires_grad)
         self.largest = max((p.numel() for p in self.all if p.requires_grad), default=0)
+        within = sum(p.numel() for block in self.blocks for p in block if p.requires_grad)
+        self.trained_outside = 1 - within / self.trained if self.trained else 0.0
         self._known: dict[Hashable, Any] = {}
 
     def bytes_cast(self, skip: list[str]) -> Mapping[int, float]:

@@ -42,7 +42,7 @@ Size = tuple[int, int, int]
 #: libraries of CUDA add to it; how much was not measured.
 PROCESS_GIB = 0.6
 #: What clips leave on the device until they are trained.
-_OF_ROLLOUT = ("sampled trajectories", "gradients of clips")
+_OF_ROLLOUT = ("sampled trajectories", "gradients of clips", "activations of clips")
 #: Captions that are encoded at once before training.
 TEXTS_AT_ONCE = 8
 

@@ -13,6 +13,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.hacking import HackingRule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
+from finetrainers.parallel.sharding import Split
 
 if TYPE_CHECKING:
     from torch import nn
@@ -173,6 +174,9 @@ class MethodMemory:
         batch_size: clips that the network sees in one call.
         gradients, gradients_on_host: how many gradients of all trained weights, whole and in fp32, wait on the device and
             in host memory while another one is computed.
+        gradients_in_backward: how many more of them there are in backward.
+        waiting_calls: of how many earlier calls of the network activations wait for a backward pass, at the most during forward
+            and during backward of another call.
     """
 
     copies: float
@@ -180,6 +184,35 @@ class MethodMemory:
     batch_size: int
     gradients: int = 0
     gradients_on_host: int = 0
+    gradients_in_backward: int = 0
+    waiting_calls: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration that trains the same as one which leaves an option open.
+
+    Attributes:
+        option: that is left open.
+        value: that it has here.
+        config: with it.
+        forward, backward: passes of the network for each clip; those of backward are repeated as blocks recompute.
+    """
+
+    option: str
+    value: str
+    config: TrainConfig
+    forward: float
+    backward: float
+
+    def cost(self, slower: float) -> float:
+        """Forward passes that take as long; `slower`: by how much forward and backward take longer with recomputation."""
+        return self.forward + self.backward * (2 + 3 * slower)
+
+    @property
+    def what(self) -> str:
+        """What it is, in words."""
+        return f"{self.value}: {self.forward:.3g} forward and {self.backward:.3g} backward passes for each clip"
 
 
 class MethodSpec:
@@ -284,6 +317,15 @@ class MethodSpec:
     def learns_in_rollout(self, config: TrainConfig) -> bool:
         """Whether gradients are taken while clips are sampled, and not in the training step."""
         return False
+
+    def variants(self, config: TrainConfig, split: Split) -> list[Variant]:
+        """What may stand in the place of an option of the method that is left open, what takes less memory first; else nothing.
+
+        Args:
+            config: the run.
+            split: what its processes share.
+        """
+        return []
 
     def uses_reference(self, config: TrainConfig) -> bool:
         """Whether the loss compares the network with the one before training, the reference model."""

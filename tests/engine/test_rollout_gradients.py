@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ import torch
 from every_family import FAMILIES
 from torch import Tensor
 
+from finetrainers.config.parallel import ParallelSection
+from finetrainers.config.root import TrainConfig
 from finetrainers.engine.checkpoints.find import scan_checkpoints
+from finetrainers.methods.grpo.gradient_plan import plan_gradients
+from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.no_replay import NoMemoryForGradients, RolloutGradients
+from finetrainers.methods.grpo.objective import by_noise
 from finetrainers.parallel.strategy import Strategy
 
 
@@ -33,43 +39,68 @@ def reward_run(options: Callable[..., dict], run: Callable[..., Any], tmp_path: 
     return start
 
 
+@dataclass
+class Compared:
+    """The first step's gradient by replay, before it is clipped, and the same rollout's without replay.
+
+    Attributes:
+        replayed: by trained weight.
+        without: what the rollout has collected, by the way of taking gradients.
+        shared: the gradients of these by trained weight.
+    """
+
+    replayed: dict[Any, Tensor] = field(default_factory=dict)
+    without: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, dict[Any, Tensor]] = field(default_factory=dict)
+
+
 @pytest.fixture
-def gradients(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Tensor]]:
-    """Of every step the gradients before they are clipped, by the place of the weight."""
-    seen: list[dict[int, Tensor]] = []
-    clip = Strategy.clip_grad_norm
+def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
+    """A run by replay makes its rollout twice more, without replay: all else is loaded, encoded and saved once."""
+    found, steps, clip = Compared(), GRPO.update_steps, Strategy.clip_grad_norm
+
+    def each_way(self: GRPO, transformer: Any, collected: Any, rollout: int) -> Iterator[Any]:
+        for how in ("reweight", "retain"):
+            section = self.section.model_copy(update={"rollout_gradients": how})
+            self.collector._gradients = plan_gradients(TrainConfig.model_construct(
+                grpo=section, parallel=ParallelSection(), training=None, memory=None,
+            ))  # fmt: skip
+            found.without[how] = self.collect(transformer, rollout)
+            self.collector._gradients = None
+            found.shared[how] = dict(self.shared(found.without[how].taken).weights)
+        yield from steps(self, transformer, collected, rollout)
 
     def watched(parallel: Any) -> Any:
-        weights = enumerate(parallel._parameters)
-        seen.append({place: w.grad.double() for place, w in weights if w.grad is not None})
+        found.replayed |= {w: w.grad.clone() for w in parallel._parameters if w.grad is not None}
         return clip(parallel)
 
+    monkeypatch.setattr(GRPO, "update_steps", each_way)
     monkeypatch.setattr(Strategy, "clip_grad_norm", watched)
-    return seen
+    return found
 
 
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_is_that_of_replay(
-    family: str, training_type: str, reward_run: Callable[..., Any], gradients: list[dict[int, Tensor]], tmp_path: Path
+    family: str, training_type: str, reward_run: Callable[..., Any], compared: Compared
 ) -> None:
-    records = [
-        reward_run(
-            family, training_type=training_type, rollout_gradients=how, output_dir=str(tmp_path / how),
-            gradient_checkpointing=training_type == "lora", batch_size=1 if training_type == "lora" else 2,
-        ).metrics[-1]
-        for how in ("replay", "reweight")
-    ]  # fmt: skip
-    replayed, taken = gradients
-    assert taken.keys() == replayed.keys()  # weights without a gradient still have none
-    error, size = (
-        torch.sqrt(sum((one**2).sum() for one in parts))
-        for parts in ([taken[k] - replayed[k] for k in taken], replayed.values())
-    )
-    # Steps that are trained are sampled clip by clip, and matrix products of other sizes round differently.
-    assert error <= (2e-6 if training_type == "lora" else 1e-4) * size > 0
-    for name in ("reward/brightness", "grad_norm", "gradient/0.75-1.00"):
-        assert records[1][name] == pytest.approx(records[0][name], rel=1e-4)
+    is_lora = training_type == "lora"
+    [record] = reward_run(
+        family, training_type=training_type, gradient_checkpointing=is_lora, batch_size=1 if is_lora else 2
+    ).metrics
+    for how, taken in compared.shared.items():
+        assert taken.keys() == compared.replayed.keys()  # weights without a gradient still have none
+        error, size = (
+            torch.sqrt(sum((one.double() ** 2).sum() for one in parts))
+            for parts in ([taken[w] - compared.replayed[w] for w in taken], compared.replayed.values())
+        )
+        # Steps that are trained are sampled clip by clip, and matrix products of other sizes round differently.
+        assert error <= (2e-6 if is_lora else 1e-4) * size > 0, how
+        rollout = compared.without[how]
+        norms = by_noise(rollout.taken.norms, rollout.taken.levels)
+        for name, value in {**rollout.stats, **norms}.items():
+            if not name.startswith("seconds/"):
+                assert float(value) == pytest.approx(record[name], rel=1e-4), (how, name)
 
 
 def test_a_resumed_run_is_bit_for_bit_the_one_that_went_on(reward_run: Callable[..., Any], tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def passes(
     dropout: float = 0.0,
     stored: ActivationMemory = "none",
     share: float | None = None,
+    again: bool = False,
 ) -> Passes:
     torch.manual_seed(0)
     network = spec.load_transformer(torch.float32)
@@ -89,7 +90,9 @@ def passes(
             prediction = spec.predict(network, x, t, conditions, VideoMeta(fps=torch.tensor([8.0, 8.0])))
             loss = prediction.square().mean()
         with AttentionCalls() as backward:
-            loss.backward()
+            loss.backward(retain_graph=again)
+            if again:
+                loss.backward()
     gradients = [p.grad for p in network.parameters() if p.grad is not None]
     return Passes(gradients, len(held), forward.number, backward.number)
 
@@ -115,6 +118,10 @@ def test_gradients_are_the_same(family: str, tiny_repo: Callable[..., Path], mon
         kept = passes(spec, conditions, stored="keep_attention", **case)
         offloaded = passes(spec, conditions, stored="offload", **case)
         half = passes(spec, conditions, stored="keep_attention", share=0.5, **case)
+        if lora and not dropout:
+            twice = passes(spec, conditions, stored="keep_attention", again=True, **case)
+            for one, both in zip(kept.gradients, twice.gradients, strict=True):
+                torch.testing.assert_close(both, 2 * one)
         assert checkpointed.held == kept.held < plain.held / 2
         assert kept.held < half.held < plain.held
         assert plain.backward == kept.backward == offloaded.backward == half.backward == 0

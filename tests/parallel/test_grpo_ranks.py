@@ -39,6 +39,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "refl": {"prompts_per_step": 2, "method": "refl", "draft_k": 2, "batch_size": 2, "kl_coef": 0.1},
     "full": {"prompts_per_step": 2, "training_type": "full-finetune", "kl_coef": 0.1, "lr": 1e-3},
     "kept": {"prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "lr": 1e-3},
+    "shared": {"prompts_per_step": 1, "best_of_n": 2, "batch_size": 1, "lr": 1e-3},
     "drawn": {
         "prompts_per_step": 2,
         "training_type": "full-finetune",
@@ -65,12 +66,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "nft, fsdp2": {"fsdp": "full"},
     "full, fsdp2": {"fsdp": "full", "sync_each_batch": True},
 }
-#: Without replay, against replay on one process. Of `drawn`, the ranks train other steps at the same time.
-REWEIGHT = {"rollout_gradients": "reweight"}
+#: Without replay, against replay on one process. Of `drawn`, the ranks train other steps at the same time. Of `shared`, the two
+#: clips that are trained may be on one rank, and both go backward.
+REWEIGHT, RETAIN = {"rollout_gradients": "reweight"}, {"rollout_gradients": "retain"}
 REWEIGHTED: dict[str, dict[str, Any]] = {
     "one group": {**REWEIGHT, "oom_retry": "off"},
-    "kept": REWEIGHT,
+    "kept": RETAIN,
     "kept, fsdp2": {**REWEIGHT, "fsdp": "full"},
+    "shared, fsdp2": {**RETAIN, "fsdp": "full", "gradient_checkpointing": True},
     "drawn, fsdp2": {**REWEIGHT, "fsdp": "full"},
     "drawn, zero-2": {**REWEIGHT, "deepspeed": True},
 }

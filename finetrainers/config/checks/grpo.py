@@ -11,7 +11,7 @@ from finetrainers.utils.text import plural
 
 from ..facts import Facts
 from ..geometry import Geometry
-from ..grpo import COMPARING_METHODS, GRPOSection, kernel, step_range, trained_steps
+from ..grpo import COMPARING_METHODS, GRPOSection, kernel, step_range, trained_steps, why_no_rollout_gradients
 from ..hacking import hacking_rule, held_out_rewards
 from ..rewards import RewardEntry
 from ..root import TrainConfig, fields
@@ -184,11 +184,6 @@ def _check_nft(config: TrainConfig, found: Findings) -> None:
         found.error("sampler", f"{section.sampler} adds noise, and nft samples without; use ode or leave it out")
     if section.reward_combination == "separate":
         found.warnings.append("--reward_combination separate is `sum` with --method nft, whose loss is not clipped")
-    if section.rollout_gradients != "replay":
-        found.error(
-            "rollout_gradients",
-            "nft trains on finished clips with noise added, which no step of a rollout has seen; leave it out",
-        )
     uphold = section.nft_decay[2]
     if uphold >= 1:
         found.error("nft_decay", f"uphold {uphold:g}: the policy that samples would stand still; use less than 1")
@@ -231,33 +226,31 @@ def _check_policy(config: TrainConfig, found: Findings) -> None:
 
 
 def _check_rollout_gradients(config: TrainConfig, found: Findings) -> None:
-    """Check that gradients can be taken while sampling, where they are not taken by replay."""
+    """Check that gradients can be taken without replay, where that is asked for, and that it saves anything."""
     section, name = config.grpo, "rollout_gradients"
-    if section.rollout_gradients == "replay":
+    how, size = section.rollout_gradients, section.num_generations
+    if how in ("replay", "auto"):
         return
-    if section.updates_per_rollout > 1:
-        found.error(
-            name,
-            f"{section.rollout_gradients}: the gradient taken while sampling is that of the first update, and there are "
-            f"--updates_per_rollout {section.updates_per_rollout}: later ones need the network as it is then; use 1, or replay",
-        )
-    if section.kl_coef:
-        found.error(
-            name,
-            f"{section.rollout_gradients}: the gradient of --kl_coef {section.kl_coef:g} is not scaled by the advantage, and "
-            "would take a backward pass of its own, which costs more than the forward pass that is saved; use 0, or replay",
-        )
-    if section.overlap_rewards:
-        found.error(
-            name, f"{section.rollout_gradients}: gradients wait for scores; remove --overlap_rewards, or use replay"
-        )
-    size, kept = section.num_generations, section.best_of_n or section.num_generations
+    for why in why_no_rollout_gradients(section):
+        found.error(name, f"{how}: {why}")
+    kept = section.best_of_n or size
     again = 1 if config.memory.stored == "none" else 2  # forward passes for a backward pass: with checkpointing two
-    if size * (1 + again) > kept * (2 + again):
+    if how == "retain":
+        if kept == size:
+            found.warnings.append(
+                "--rollout_gradients retain saves nothing where all clips are trained: reweight takes as long, and stores no "
+                "activations"
+            )
+        if section.offload_trajectory:
+            found.warnings.append(
+                "--offload_trajectory has no effect with --rollout_gradients retain, which stores no latents; "
+                "--activation_memory offload stores activations in host memory"
+            )
+    elif size * (1 + again) > kept * (2 + again):
         found.warnings.append(
-            f"--rollout_gradients {section.rollout_gradients} takes a backward pass for all {size} clips of a prompt, which "
-            f"costs more than replaying the {kept} of --best_of_n {kept}; it saves time from about "
-            f"{math.ceil(size * (1 + again) / (2 + again))} of {size} on"
+            f"--rollout_gradients reweight takes a backward pass for all {size} clips of a prompt, which costs more than "
+            f"replaying the {kept} of --best_of_n {kept}; it saves time from about "
+            f"{math.ceil(size * (1 + again) / (2 + again))} of {size} on. retain takes only those of the clips that are trained"
         )
 
 

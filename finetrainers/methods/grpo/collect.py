@@ -18,7 +18,7 @@ from finetrainers.rewards.reward_set import RewardSet, Scores
 
 from .advantage import Advantages, best_of_n, compute_advantages
 from .dancegrpo_files import DanceGRPOFiles
-from .gradient_plan import plan_gradients
+from .gradient_plan import learns_in_rollout, plan_gradients
 from .keep_pairs import PairKeeper
 from .keep_rollouts import RolloutKeeper
 from .no_replay import RolloutGradients, Taken
@@ -61,6 +61,7 @@ class Collector:
         reward_fps: frame rate at which clips are scored; what is generated does not depend on it.
         panel: what scores clips.
         shown: writes some clips for people.
+        learns: whether the rollout has the gradient.
     """
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -82,15 +83,15 @@ class Collector:
         overlaps = section.overlap_rewards and parts.parallel.device.type == "cuda"
         self._stream = torch.cuda.Stream(parts.parallel.device) if overlaps else None
         self._vae_stats = parts.vae_stats
-        self._gradients = (
-            plan_gradients(config)
-            if config.training.method == "grpo" and section.rollout_gradients != "replay"
-            else None
-        )
+        self._gradients = plan_gradients(config) if learns_in_rollout(config) else None
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
         self.shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)
         self._files = DanceGRPOFiles(config, parts.parallel, fps=self.reward_fps) if section.dancegrpo_files else None
+
+    @property
+    def learns(self) -> bool:
+        return self._gradients is not None
 
     def jobs(self, rollout: int) -> list[Job]:
         """This rank's clips: the clips of all prompts in order, cut into as many equal parts as there are ranks."""
@@ -143,9 +144,7 @@ class Collector:
                     with timed(spent, "reward", device):
                         about = {"fps": self.reward_fps, "images": self.source.pictures(prompts)}
                         scored = scoring.add(decoded, texts, rollout=rollout, first_clip=number, **about)
-                    if taking is not None:
-                        assert scored is not None, "gradients that are taken while sampling wait for scores"
-                        taking.scored(scored)
+                    self._scored(taking, scored, spent)
                     if self.parallel.has_turn(first // self.batch_size):
                         videos |= self._show(jobs, first, decoded)
             except Exception as caught:
@@ -156,10 +155,10 @@ class Collector:
         self.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
         scores = Scores.in_order(self.parallel.gather_objects(said))
         compared = self.compare(scores)
+        taken = self._taken(taking, compared, spent)
         stats = {"rollout": float(rollout), **self._stats(scores, compared, spent), **self._skipped(rollout, compared)}
         self._keep(jobs, videos, scores, compared, stats)
-        selected = self._select(jobs, latents, replays, compared, stats)
-        return selected if taking is None else replace(selected, taken=taking.finish(compared, self._wanted(compared)))
+        return replace(self._select(jobs, latents, replays, compared, stats), taken=taken)
 
     def _show(self, jobs: Sequence[Job], first: int, decoded: Tensor) -> dict[int, Tensor]:
         """Write a batch's clips for people, and what of them may be written when all are compared, by index."""
@@ -199,6 +198,21 @@ class Collector:
             self._gradients, self.section, jobs=jobs, parallel=self.parallel, compare=compare,
             weights=self.panel.weights, repeats=self.sampler.tables.num_trained,
         )  # fmt: skip
+
+    def _scored(self, taking: RolloutGradients | None, scores: Scores | None, spent: dict[str, float]) -> None:
+        """Train on what waits for the scores of a batch, where anything does."""
+        if taking is None:
+            return
+        assert scores is not None, "gradients that are taken while sampling wait for scores"
+        with timed(spent, "train", self.parallel.device):
+            taking.scored(scores)
+
+    def _taken(self, taking: RolloutGradients | None, found: Advantages, spent: dict[str, float]) -> Taken | None:
+        """The gradient of a rollout that has taken any."""
+        if taking is None:
+            return None
+        with timed(spent, "train", self.parallel.device):
+            return taking.finish(found, self._wanted(found))
 
     def _steps_of(self, rollout: int, first: int) -> set[int]:
         """Steps at which clips of a batch are trained; where processes call the network together, of all their batches."""

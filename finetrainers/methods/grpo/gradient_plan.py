@@ -1,4 +1,4 @@
-"""Without replay: which gradients of a rollout's clips a process stores, as few as the advantages allow. Imports no torch.
+"""Without replay: which gradients, or graphs, of a rollout's clips a process stores, as few as the advantages allow. Imports no torch.
 
 A clip's gradient G_i, of the sum of its transitions' log-densities, is there when the clip has been sampled. Its advantage
 A_i is known once all clips of its prompt are scored. What is wanted is sum_i A_i G_i.
@@ -7,6 +7,9 @@ A_i is known once all clips of its prompt are scored. What is wanted is sum_i A_
               number of clips. This holds for every normalization of scores as long as no advantage is clipped.
     extremes  best-of-n: the n/2 best and the n/2 worst clips so far. A clip that has fallen out of them never returns.
     clips     every clip, where an advantage may be clipped or is not known to follow a single score.
+
+With `retain` the graphs of a clip's transitions wait instead of its gradient, and only those of clips that are trained go
+backward. Graphs cannot be summed up; otherwise the same holds for them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from finetrainers.config.grpo import trained_steps
 from finetrainers.config.root import TrainConfig
+from finetrainers.parallel.sharding import with_launcher
 
 Stored = Literal["sums", "extremes", "clips"]
 
@@ -27,15 +32,17 @@ class GradientPlan:
 
     Attributes:
         stored: see the module.
-        most: gradients at most, of one prompt.
+        most: gradients, or clips with graphs, at most, of one prompt.
         early: whether they become one gradient once all clips of the prompt are scored: other prompts do not matter.
         size: clips of a prompt.
+        retains: whether graphs are stored, and not gradients.
     """
 
     stored: Stored
     most: int
     early: bool
     size: int
+    retains: bool = False
 
     def of_group(self, clips: int) -> int:
         """Gradients stored at most for so many clips of one prompt on a process."""
@@ -57,9 +64,36 @@ class GradientPlan:
             stored += self.of_group(len(group))
             most = max(most, stored)
             if self.early and len(group) == self.size:
-                stored -= self.of_group(len(group)) - (not summed)
+                stored -= self.of_group(len(group)) - (not summed and not self.retains)
                 summed = True
         return most
+
+    def clips_with_graphs(self, share: int, data_size: int, *, batch: int) -> tuple[int, int]:
+        """Clips of a process that wait with their graphs: at most, and at most when some go backward.
+
+        Args:
+            share: clips that each process samples.
+            data_size: how many processes have clips of their own.
+            batch: clips that are sampled before they are scored.
+        """
+        found = [self._with_graphs(range(rank * share, (rank + 1) * share), batch) for rank in range(data_size)]
+        return max(most for most, _ in found), max(backward for _, backward in found)
+
+    def _with_graphs(self, clips: range, batch: int) -> tuple[int, int]:
+        sampled = waiting = backward = 0
+        by_group: dict[int, int] = {}
+        whole = {group.start // self.size for group in groups_of(clips, self.size) if len(group) == self.size}
+        for clip in clips:
+            if (clip - clips.start) % batch == 0:
+                sampled = max(sampled, waiting + min(batch, clips.stop - clip))
+            slot = clip // self.size
+            before = by_group.get(slot, 0)
+            by_group[slot] = min(before + 1, self.most)
+            waiting += by_group[slot] - before
+            if self.early and slot in whole and (clip + 1) % self.size == 0:
+                backward = max(backward, waiting)
+                waiting -= by_group.pop(slot)
+        return sampled, max(backward, waiting)
 
 
 def groups_of(clips: range, size: int) -> Iterator[range]:
@@ -68,10 +102,15 @@ def groups_of(clips: range, size: int) -> Iterator[range]:
         yield range(max(clips.start, slot * size), min(clips.stop, (slot + 1) * size))
 
 
+def learns_in_rollout(config: TrainConfig) -> bool:
+    """Whether transitions are not replayed: the rollout has the gradient."""
+    return config.training.method == "grpo" and config.grpo.rollout_gradients in ("reweight", "retain")
+
+
 def plan_gradients(config: TrainConfig) -> GradientPlan:
     """What needs the least memory for the configured advantages."""
     section = config.grpo
-    size = section.num_generations
+    size, retains = section.num_generations, section.rollout_gradients == "retain"
     scores = sum(entry.weight != 0 for entry in section.reward)
     if section.reward_combination == "weighted":
         scores = 1
@@ -84,8 +123,19 @@ def plan_gradients(config: TrainConfig) -> GradientPlan:
     stored: Stored = "clips"
     most = size
     if never_clipped and alone:
-        if section.best_of_n is None:
+        if section.best_of_n is None and not retains:
             stored, most = "sums", 1 + scores
-        elif scores == 1:
+        elif section.best_of_n is not None and scores == 1:
             stored, most = "extremes", section.best_of_n
-    return GradientPlan(stored, most, early=of_group and alone, size=size)
+    # Where processes gather weights for each other, they go backward equally often, which they agree on at the end.
+    early = of_group and alone and not (retains and with_launcher(config.parallel).fsdp is not None)
+    return GradientPlan(stored, most, early=early, size=size, retains=retains)
+
+
+def passes(config: TrainConfig) -> tuple[float, float]:
+    """Of a clip, on average: forward passes of sampling and of replay, and transitions that go backward."""
+    section = config.grpo
+    trained = trained_steps(section) * (section.best_of_n or section.num_generations) / section.num_generations
+    backward = trained_steps(section) if section.rollout_gradients == "reweight" else trained
+    replayed = 0.0 if learns_in_rollout(config) else trained
+    return section.sampling_steps + replayed, backward

@@ -117,7 +117,7 @@ class GRPO(RolloutMethod[Collected, Transition | Shared]):
     def update_steps(
         self, transformer: nn.Module, collected: Collected, rollout: int
     ) -> Iterator[Step[Transition | Shared]]:
-        if self.section.rollout_gradients == "replay":
+        if not self.collector.learns:
             yield from super().update_steps(transformer, collected, rollout)
             return
         assert collected.taken is not None

@@ -1,14 +1,14 @@
-"""Policy gradients without replay: each trained transition's gradient is taken while the rollout samples it.
+"""Policy gradients without replay: the forward pass that samples a trained transition serves its backward pass, too.
 
 With one update per rollout the policy that is trained is the one that samples. Every ratio is then 1, nothing is clipped, and
 the gradient of the objective is -sum_i A_i G_i times the clips' share, with G_i = sum_t w_t grad log p(x_t-1 | x_t) of
-clip i. So the forward pass that samples a transition serves its backward pass too, and A_i comes in when all clips are
-scored (reweighting). `gradient_plan` says what has to be stored until then.
+clip i. A_i is known when all clips are scored. Until then either gradients wait, taken as soon as a transition is sampled
+(reweighting), or graphs do, and only those of trained clips go backward (retaining). `gradient_plan` says which have to be stored.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,13 +23,11 @@ from finetrainers.utils.failures import ExpectedError, is_out_of_memory
 
 from .advantage import Advantages
 from .gradient_plan import GradientPlan, groups_of
+from .group_gradients import Gradient, GroupClips, GroupGradients, add_to
 from .prompts import Job
 
-#: One tensor for each trained weight that the loss depends on, in fp32.
-Gradient = list[Tensor]
-
-#: Advantages follow scores to this share of the largest; a larger error means that they are not what was planned for.
-_FOLLOWS = 1e-6
+#: A network's prediction with its graph, and the slope of the clip's log-density by it; None: the transition is not trained.
+Graph = tuple[Tensor, Tensor | None]
 
 
 class NoMemoryForGradients(ExpectedError, RuntimeError):
@@ -52,7 +50,8 @@ def gradient_advice() -> Iterator[None]:
         raise NoMemoryForGradients(
             "a rollout had too little memory to take gradients while it samples, which it does for one clip at a time. What "
             "needs less: --gradient_checkpointing; a smaller --rollout_size; --offload_trajectory, by which gradients wait in "
-            "host memory; a smaller --batch_size or --rank; or --rollout_gradients replay, which stores none"
+            "host memory; with --rollout_gradients retain, --activation_memory offload, by which activations do; a smaller "
+            "--batch_size or --rank; or --rollout_gradients replay, which stores none"
         ) from error
 
 
@@ -62,80 +61,15 @@ class ClipGradient:
 
     Attributes:
         weights: by the trained weights.
+        graphs: of its transitions, from which that gradient is still to be taken.
         norms: of the gradients by the network's prediction, with the noise level of each, for what is watched.
         loss: of an advantage of -1.
     """
 
     weights: Gradient = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
     norms: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     loss: float = 0.0
-
-
-class GroupGradients:
-    """What is stored of the gradients of one prompt's clips; see `GradientPlan`."""
-
-    def __init__(self, plan: GradientPlan, clips: int) -> None:
-        """Args:
-        plan: what to store.
-        clips: of the prompt on this process.
-        """
-        self.keeps = plan.stored if plan.of_group(clips) < clips else "clips"
-        self.most = plan.most
-        self.scores: dict[int, tuple[float, ...]] = {}  # by clip
-        self.stored: dict[int, Gradient] = {}  # by clip; with `sums`, by the number of the sum
-
-    def add(self, clip: int, gradient: Gradient, scores: tuple[float, ...]) -> None:
-        """Take a clip's gradient, which belongs to this object from now on; scores are those that its advantage follows."""
-        self.scores[clip] = scores
-        if self.keeps != "sums":
-            self.stored[clip] = gradient
-            if self.keeps == "extremes" and len(self.stored) > self.most:
-                ranked = sorted(self.stored, key=lambda one: (self.scores[one], one))
-                del self.stored[ranked[self.most // 2]]
-            return
-        # Relative to the first clip's: scores may lie far from 0 and close together.
-        row = self._relative(clip)
-        for number, factor in enumerate(row[1:], start=1):
-            if factor:
-                _add(self.stored, number, gradient, factor)
-        _add(self.stored, 0, gradient, 1.0)
-
-    def combined(self, advantages: Mapping[int, float]) -> Gradient | None:
-        """The sum of advantage times gradient over the given clips; what is stored is used up. None: all of them are 0.
-
-        Raises:
-            ValueError: the advantages do not follow the scores, or are of clips whose gradients are gone.
-        """
-        stored, self.stored = self.stored, {}
-        if not any(advantages.values()):
-            return None
-        factors = self._factors(advantages) if self.keeps == "sums" else {k: a for k, a in advantages.items() if a}
-        lost = [clip for clip in factors if clip not in stored] if self.keeps != "sums" else []
-        if lost:
-            raise ValueError(f"the gradients of clips {lost} are wanted and gone")
-        total: dict[int, Gradient] = {}
-        for key in list(stored):
-            gradient = stored.pop(key)
-            if factors.get(key):
-                _scale(gradient, factors[key])
-                _add(total, 0, gradient, 1.0)
-        return total[0]
-
-    def _relative(self, clip: int) -> list[float]:
-        """1 and the clip's scores less those of the first clip."""
-        first = next(iter(self.scores.values()))
-        return [1.0, *(score - start for score, start in zip(self.scores[clip], first, strict=True))]
-
-    def _factors(self, advantages: Mapping[int, float]) -> dict[int, float]:
-        """The factor of every sum, from advantages that are a constant plus multiples of scores."""
-        table = torch.tensor([self._relative(clip) for clip in self.scores], dtype=torch.float64)
-        wanted = torch.tensor([advantages.get(clip, 0.0) for clip in self.scores], dtype=torch.float64)
-        scale = table.abs().amax(0).clamp_min(torch.finfo(torch.float64).tiny)
-        found = torch.linalg.lstsq(table / scale, wanted[:, None], driver="gelsd").solution[:, 0]
-        error = float(((table / scale) @ found - wanted).abs().max())
-        if error > _FOLLOWS * float(wanted.abs().max()):
-            raise ValueError(f"advantages do not follow the scores: they are off by {error:.2g}")
-        return dict(enumerate((found / scale).tolist()))
 
 
 @dataclass(frozen=True)
@@ -230,6 +164,9 @@ class RolloutGradients:
         clips = range(self._next, self._next + len(jobs))
         self._groups = {group.start // plan.size: group for group in groups_of(clips, plan.size)}
         self._stored = {slot: GroupGradients(plan, len(group)) for slot, group in self._groups.items()}
+        self._retained = {slot: GroupClips[list[Graph]](plan, len(group)) for slot, group in self._groups.items()}
+        self._queue: deque[Graph] = deque()  # that go backward next
+        self._spare: Tensor | None = None  # a prediction to go back through where nothing else is
         self._first = self._next
         self._sampled: dict[int, ClipGradient] = defaultdict(ClipGradient)  # by clip, until it is scored
         self._scores: list[tuple[int, Scores]] = []
@@ -256,23 +193,30 @@ class RolloutGradients:
         """
         if not self._parameters:
             self._parameters = self.parallel.local_parameters(transformer)
-        slope = torch.zeros_like(prediction)
+        slope = None
         if weight:
             (slope,) = torch.autograd.grad(weight * log.sum(), prediction, retain_graph=True)
+        clip = self._sampled[self._next + row]
+        if self.plan.retains:
+            clip.graphs.append((prediction, slope))
+        else:
+            found = self._backward(prediction, slope)
+            if slope is not None and clip.weights:
+                torch._foreach_add_(clip.weights, found)
+            elif slope is not None:
+                clip.weights = found
+        if slope is not None:
+            clip.norms.append((slope.flatten(1).norm(dim=1), level))
+            clip.loss += weight
+
+    def _backward(self, prediction: Tensor, slope: Tensor | None, *, again: bool = False) -> Gradient:
+        """The gradient by the trained weights that the prediction depends on; `again`: the graph is needed once more."""
+        slope = torch.zeros_like(prediction) if slope is None else slope
         # Not `backward`: nothing reaches the weights' own gradients, nor what strategies and optimizers do with them.
-        found = torch.autograd.grad(prediction, self._parameters, slope, allow_unused=True)
+        found = torch.autograd.grad(prediction, self._parameters, slope, allow_unused=True, retain_graph=again)
         if not self._used:
             self._used = [one is not None for one in found]
-        if not weight:
-            return
-        gradient = [one.float() for one in found if one is not None]
-        clip = self._sampled[self._next + row]
-        if clip.weights:
-            torch._foreach_add_(clip.weights, gradient)
-        else:
-            clip.weights = gradient
-        clip.norms.append((slope.flatten(1).norm(dim=1), level))
-        clip.loss += weight
+        return [one.float() for one in found if one is not None]
 
     def scored(self, scores: Scores) -> None:
         """The scores of the batch that was sampled last."""
@@ -281,16 +225,28 @@ class RolloutGradients:
         for row, failed in enumerate(scores.failed.tolist()):
             number = self._next + row
             clip = self._sampled.pop(number)
-            if not failed:
-                gradient, clip.weights = clip.weights, []
-                if self._keep_on is not None:
-                    gradient = [one.to(self._keep_on) for one in gradient]
-                self._watched[number] = clip
-                self._stored[number // self.plan.size].add(number, gradient, rows[row])
+            self._store(number, clip, None if failed else rows[row])
+            del clip
             group = self._groups[number // self.plan.size]
             if self.plan.early and len(group) == self.plan.size and group.stop == number + 1:
                 self._sum_up_early(number // self.plan.size)
         self._next += len(scores.failed)
+
+    def _store(self, number: int, clip: ClipGradient, scores: tuple[float, ...] | None) -> None:
+        """What waits for a clip's advantage; nothing for one that has no scores."""
+        gradient, graphs = clip.weights, clip.graphs
+        clip.weights, clip.graphs = [], []
+        if scores is None:
+            self._may_go_back(graphs)
+            return
+        self._watched[number] = clip
+        slot = number // self.plan.size
+        if self.plan.retains:
+            self._retained[slot].add(number, graphs, scores)
+            return
+        if self._keep_on is not None:
+            gradient = [one.to(self._keep_on) for one in gradient]
+        self._stored[slot].add(number, gradient, scores)
 
     def _followed(self, scores: Scores) -> list[tuple[float, ...]]:
         """Of every clip the scores that its advantage follows: the better the higher."""
@@ -306,14 +262,45 @@ class RolloutGradients:
         rows = slice(group.start - self._first, group.stop - self._first)
         found, wanted = self._compare(Scores.in_order(self._scores).rows(rows))
         self._sum_up(slot, group, found.terms[0].sum(1) * wanted[0])
+        with gradient_advice():
+            self._go_back(len(self._queue))
 
     def _sum_up(self, slot: int, group: range, advantages: Tensor) -> None:
-        known = self._stored.pop(slot)
-        factors = {clip: a for clip, a in zip(group, advantages.tolist(), strict=True) if a and clip in known.scores}
+        """With graphs, those that are wanted are queued, and the rest is dropped."""
+        known, retained = self._stored.pop(slot), self._retained.pop(slot)
+        scored = retained.scores if self.plan.retains else known.scores
+        factors = {clip: a for clip, a in zip(group, advantages.tolist(), strict=True) if a and clip in scored}
         self._factors |= factors
-        gradient = known.combined(factors)
-        if gradient is not None:
-            _add(self._total, 0, gradient, 1.0)
+        if not self.plan.retains:
+            gradient = known.combined(factors)
+            if gradient is not None:
+                add_to(self._total, 0, gradient, 1.0)
+            return
+        self._may_go_back(next(iter(retained.stored.values()), []))
+        for clip, graphs in retained.selected(factors).items():
+            self._queue += [
+                (prediction, None if slope is None else factors[clip] * slope) for prediction, slope in graphs
+            ]
+
+    def _may_go_back(self, graphs: Sequence[Graph]) -> None:
+        """Have a graph to go back through where nothing is queued: it tells what is used, and others may wait for it."""
+        if graphs and (self.together or not self._used):
+            self._spare = graphs[0][0]
+
+    def _go_back(self, passes: int) -> None:
+        """So many backward passes: through the queue, and on through its last graph where other processes have more."""
+        prediction = self._spare
+        for number in range(passes):
+            slope: Tensor | None = None
+            if self._queue:
+                prediction, slope = self._queue.popleft()
+            assert prediction is not None, "every process has a graph"
+            found = self._backward(prediction, slope, again=not self._queue and number + 1 < passes)
+            if slope is not None:
+                add_to(self._total, 0, found, 1.0)
+            del found
+        if passes:
+            self._spare = None
 
     # ---- when all clips of all processes are scored ----------------------------------------------------------------
 
@@ -328,6 +315,12 @@ class RolloutGradients:
         for slot, group in list(self._groups.items()):
             start = slot * self.plan.size
             self._sum_up(slot, group, advantages[slot, group.start - start : group.stop - start])
+        if self.plan.retains and bool(wanted.any()):
+            passes = len(self._queue) or int(not self._used)
+            with gradient_advice():
+                self._go_back(max(self.parallel.gather_objects([passes])) if self.together else passes)
+        elif not self._used:  # nothing is trained on any process
+            self._used = [False] * len(self._parameters)
         device = self.parallel.device
         share = self.parallel.data_size / max(int(wanted.sum()), 1) / self.repeats
         total = iter(self._total.get(0) or [torch.zeros(w.shape, device=device) for w in self._trained()])
@@ -343,15 +336,3 @@ class RolloutGradients:
 
     def _trained(self) -> list[Tensor]:
         return [weight for weight, used in zip(self._parameters, self._used, strict=True) if used]
-
-
-def _add(sums: dict[int, Gradient], key: int, gradient: Gradient, factor: float) -> None:
-    """Add to a sum in place; the first gradient becomes the sum where it comes unchanged."""
-    if key in sums:
-        torch._foreach_add_(sums[key], gradient, alpha=factor)
-    else:
-        sums[key] = gradient if factor == 1.0 else list(torch._foreach_mul(gradient, factor))
-
-
-def _scale(gradient: Gradient, factor: float) -> None:
-    torch._foreach_mul_(gradient, factor)

@@ -138,7 +138,10 @@ class RolloutMethod(ABC, Generic[R, T]):
 
 
 class TimedStep(Step[T]):
-    """Measures `seconds/train`, from the first micro-batch until all have been gone through, then calls `look`."""
+    """Measures `seconds/train`, from the first micro-batch until all have been gone through, then calls `look`.
+
+    What is trained before, after a batch of clips is scored, is part of the given metrics.
+    """
 
     def __init__(
         self,
@@ -149,7 +152,7 @@ class TimedStep(Step[T]):
         device: torch.device,
         look: Callable[[], None],
     ) -> None:
-        super().__init__(parts, make, metrics={**metrics, "seconds/train": 0.0})
+        super().__init__(parts, make, metrics={"seconds/train": 0.0, **metrics})
         self._device = device
         self._look = look
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.grpo import trained_steps
+from finetrainers.config.grpo import step_range, trained_steps, why_no_rollout_gradients
 from finetrainers.config.hacking import HackingRule, hacking_rule, measures_kl
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
-from finetrainers.methods.spec import MethodMemory, MethodSpec, WorkPlan
+from finetrainers.methods.spec import MethodMemory, MethodSpec, Variant, WorkPlan
+from finetrainers.parallel.sharding import Split, with_launcher
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import plural
 
-from .gradient_plan import plan_gradients
+from .gradient_plan import learns_in_rollout, passes, plan_gradients
 from .plan import PromptPlan, image_problems, plan_prompts
 
 if TYPE_CHECKING:
@@ -121,7 +123,19 @@ class RewardFinetuning(MethodSpec):
         return config.grpo.overlap_rewards
 
     def learns_in_rollout(self, config: TrainConfig) -> bool:
-        return config.training.method == "grpo" and config.grpo.rollout_gradients != "replay"
+        return learns_in_rollout(config)
+
+    def variants(self, config: TrainConfig, split: Split) -> list[Variant]:
+        section, option = config.grpo, "rollout_gradients"
+        if config.training.method != "grpo" or section.rollout_gradients != "auto":
+            return []
+        precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        replays = split.zero_stage > 0 or precision == "fp16" or any(why_no_rollout_gradients(section))
+        found = []
+        for value in ("replay",) if replays else ("replay", "reweight", "retain"):
+            one = config.model_copy(update={"grpo": section.model_copy(update={option: value})})
+            found.append(Variant(option, value, one, *passes(one)))
+        return found
 
     def uses_reference(self, config: TrainConfig) -> bool:
         return measures_kl(config)
@@ -187,17 +201,34 @@ def _is_nft(config: TrainConfig) -> bool:
 
 
 def _gradients(config: TrainConfig, *, copies: float) -> MethodMemory:
-    """Without replay: gradients that wait for advantages, and those of the batch that is sampled; clip by clip."""
+    """Without replay: gradients or graphs that wait for advantages, and those of the batch that is sampled; clip by clip."""
     section, batch = config.grpo, config.dataloader.batch_size
     data_size = config.parallel.data_size(launched_processes())
-    share = sampled_clips(config)
-    waiting = min(plan_gradients(config).peak(share, data_size), share - batch)
+    share, plan = sampled_clips(config), plan_gradients(config)
+    branches = 2 if section.rollout_cfg != 1 else 1
+    if plan.retains:
+        steps = steps_with_graphs(config)
+        sampled, backward = plan.clips_with_graphs(share, data_size, batch=batch)
+        calls = sampled * steps - 1, backward * steps - 1
+        before = int(plan.early and share > plan.size)  # of earlier prompts
+        return MethodMemory(
+            copies, 0.0, batch_size=branches, gradients=before, gradients_in_backward=1 - before, waiting_calls=calls
+        )
+    waiting = min(plan.peak(share, data_size), share - batch)
     of_batch = batch if trained_steps(section) > 1 else batch - 1  # without the one that is computed
     on_host = waiting if section.offload_trajectory else 0
     return MethodMemory(
-        copies, 0.0, batch_size=2 if section.rollout_cfg != 1 else 1,
-        gradients=waiting - on_host + of_batch, gradients_on_host=on_host,
-    )  # fmt: skip
+        copies, 0.0, batch_size=branches, gradients=waiting - on_host + of_batch, gradients_on_host=on_host
+    )
+
+
+def steps_with_graphs(config: TrainConfig) -> int:
+    """Steps of a clip that leave graphs: those that are trained, and where processes wait for each other those of any clip."""
+    section, trained = config.grpo, trained_steps(config.grpo)
+    differ = section.window_per_prompt or section.timestep_fraction < 1
+    if differ and with_launcher(config.parallel).fsdp is not None:
+        return min(len(step_range(section)), trained * section.prompts_per_step)
+    return trained
 
 
 def sampled_clips(config: TrainConfig) -> int:

@@ -66,7 +66,6 @@ def test_a_plain_run_has_no_findings(family, options):
          "use 1, or replay"),
         ({"kl_coef": 0.1, "rollout_gradients": "reweight"}, "rollout_gradients",
          "the gradient of --kl_coef 0.1 is not scaled by the advantage"),
-        ({**NFT, "rollout_gradients": "reweight"}, "rollout_gradients", "nft trains on finished clips"),
         ({"window_size": 9}, "window_size",
          "a window of 9 does not fit: of 10 --sampling_steps, --window_range 0 0.5 holds 5 steps (0 to 4), and the last "
          "step is never trained; use at most 5, or a wider range"),
@@ -146,7 +145,11 @@ def test_rewards_of_all_processes_on_the_gpu_of_one(monkeypatch):
         ({"updates_per_rollout": 3, "num_generations": 16, "train_steps": 99, "checkpointing_steps": 0},
          "4 prompts x 16 clips = 64, which do not divide by 1 process x batches of 1 x 3 --updates_per_rollout = 3"),
         ({"rollout_gradients": "reweight", "best_of_n": 4}, "costs more than replaying the 4 of --best_of_n 4; it saves "
-         "time from about 6 of 8 on"),
+         "time from about 6 of 8 on. retain takes only those of the clips that are trained"),
+        ({"rollout_gradients": "retain"}, "retain saves nothing where all clips are trained: reweight takes as long"),
+        ({"rollout_gradients": "retain", "best_of_n": 4, "offload_trajectory": True},
+         "--offload_trajectory has no effect with --rollout_gradients retain, which stores no latents"),
+        ({**NFT, "rollout_gradients": "reweight"}, "--rollout_gradients has no effect with --method nft"),
         ({"clip_range": 1e-4}, "--clip_range 0.0001 has no effect with --updates_per_rollout 1"),
         ({"updates_per_rollout": 2, "rollout_cfg": 4.5}, "one update per rollout is safer"),
         ({"kl_space": "mean"}, "--kl_space has no effect while --kl_coef is 0"),

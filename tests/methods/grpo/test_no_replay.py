@@ -12,7 +12,8 @@ from torch import Tensor
 
 from finetrainers.config.load import load_config
 from finetrainers.methods.grpo.gradient_plan import GradientPlan, plan_gradients
-from finetrainers.methods.grpo.no_replay import GroupGradients, RolloutGradients
+from finetrainers.methods.grpo.group_gradients import GroupGradients
+from finetrainers.methods.grpo.no_replay import RolloutGradients
 from finetrainers.rewards.reward_set import RewardSet
 
 TWO = ["policies:signed_brightness", "policies:contrast_in_percent=0.5"]
@@ -68,25 +69,37 @@ def test_the_gradient_is_that_of_replay(
     scored = RolloutGradients._sum_up
 
     def watched(self: RolloutGradients, *arguments: Any) -> None:
-        stored.append(sum(len(group.stored) for group in self._stored.values()) + len(self._total))
+        groups = [*(self._retained if self.plan.retains else self._stored).values()]
+        stored.append(sum(len(group.stored) for group in groups) + len(self._total) * (not self.plan.retains))
         scored(self, *arguments)
 
     monkeypatch.setattr(RolloutGradients, "_sum_up", watched)
     replayed, expected, _ = gradient(make_process, **options)
-    taken, found, method = gradient(make_process, rollout_gradients="reweight", **options)
-    assert_equal(taken, replayed)
-    planned = method.collector._gradients
-    assert planned is not None
-    assert (planned.stored, planned.most, planned.early) == plan
-    assert max(stored) == planned.peak(8 * options["prompts_per_step"], 1)
-    for name in {*found, "loss"} - {name for name in found if name.startswith("seconds")}:
-        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+    for how in ("reweight", "retain"):
+        taken, found, method = gradient(make_process, rollout_gradients=how, **options)
+        assert_equal(taken, replayed)
+        planned = method.collector._gradients
+        assert planned is not None
+        clips = 8 * options["prompts_per_step"]
+        if how == "reweight":
+            assert (planned.stored, planned.most, planned.early) == plan
+            assert max(stored) == planned.peak(clips, 1)
+        else:  # graphs cannot be summed up
+            assert (planned.stored, planned.most, planned.early) == (
+                plan if plan[0] != "sums" else ("clips", 8, plan[2])
+            )
+            batch = options.get("batch_size", 4)
+            assert max(stored) == planned.clips_with_graphs(clips, 1, batch=batch)[1]
+        stored.clear()
+        for name in {*found, "loss"} - {name for name in found if name.startswith("seconds")}:
+            assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
 
 
 def test_only_the_adapter_has_gradients() -> None:
-    replayed, taken = (gradient(cls=Adapted, rollout_gradients=how)[0] for how in ("replay", "reweight"))
-    assert_equal(taken, replayed)
-    assert all("adapter" in name for name in taken)
+    replayed, *others = (gradient(cls=Adapted, rollout_gradients=how)[0] for how in ("replay", "reweight", "retain"))
+    for taken in others:
+        assert_equal(taken, replayed)
+        assert all("adapter" in name for name in taken)
 
 
 def test_clips_that_failed_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,44 +114,81 @@ def test_clips_that_failed_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(RewardSet, "score", failing)
     for options in ({}, {"best_of_n": 4}):
-        replayed, taken = (
-            gradient(rollout_gradients=how, reward_on_error="mask", **options)[0] for how in ("replay", "reweight")
+        replayed, *others = (
+            gradient(rollout_gradients=how, reward_on_error="mask", **options)[0]
+            for how in ("replay", "reweight", "retain")
         )
-        assert_equal(taken, replayed)
+        for taken in others:
+            assert_equal(taken, replayed)
 
 
-def test_a_rollout_without_any_signal_makes_an_empty_step() -> None:
-    method = make_grpo(reward=["policies:constant"], rollout_gradients="reweight")
+@pytest.mark.parametrize("how", ["reweight", "retain"])
+def test_a_rollout_without_any_signal_makes_an_empty_step(how: str) -> None:
+    method = make_grpo(reward=["policies:constant"], rollout_gradients=how)
     step = next(method.steps(0, network()))
     assert len(step) == 0
     assert step.metrics["updates_skipped"] == 1
 
 
 @pytest.mark.parametrize(
-    ("options", "sharing"), [({}, 1), ({"best_of_n": 4}, 1), ({"advantage": "global_std"}, 1), ({"best_of_n": 4}, 2)]
+    ("options", "how", "sharing", "together"),
+    [
+        ({}, "reweight", 1, False),
+        ({"best_of_n": 2}, "reweight", 2, False),
+        ({"advantage": "global_std"}, "reweight", 1, False),
+        ({}, "retain", 1, True),
+        ({"best_of_n": 2}, "retain", 1, False),
+        ({"best_of_n": 2}, "retain", 1, True),
+        ({"best_of_n": 4}, "retain", 2, False),
+    ],
 )
-def test_a_prompts_clips_may_be_on_several_ranks(options: dict[str, Any], sharing: int) -> None:
+def test_a_prompts_clips_may_be_on_several_ranks(
+    options: dict[str, Any], how: str, sharing: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of two ranks has half of a prompt's clips. What the other one scored, it is told when all are scored.
 
-    Processes that share clips have the same scores and gradients.
+    Processes that share clips have the same scores and gradients. Where processes wait for each other, all go backward equally
+    often, whichever has more clips that are trained.
     """
     told: dict[int, Any] = {}
+    passes: dict[int, int] = {}  # that each rank would make by itself
+    made: list[int] = []
 
     class Rank(OneOf):
+        forward_is_collective = together
+
         def gather_objects(self, items: list[Any]) -> list[Any]:
+            if isinstance(items[0], int):
+                [passes[self.rank]] = items
+                return [*passes.values()]
             told[self.rank] = items
             if len(told) < self.world_size:
                 raise InterruptedError
             return [one for rank in sorted(told) for one in told[rank]]
 
+    backward = RolloutGradients._backward
+
+    def watched(self: RolloutGradients, *arguments: Any, **options: Any) -> Any:
+        made[-1] += 1
+        return backward(self, *arguments, **options)
+
+    def taken(rank: Rank) -> Any:
+        made.append(0)
+        return gradient(parallel=rank, rollout_gradients=how, **options)[0]
+
+    monkeypatch.setattr(RolloutGradients, "_backward", watched)
     options = {**options, "prompts_per_step": 1, "batch_size": 2, "clip_range": 1e-3}
     ranks = [Rank(rank, 2 * sharing, sharing=sharing) for rank in range(2 * sharing)]
     for rank in ranks[1:]:
         with pytest.raises(InterruptedError):
-            gradient(parallel=rank, rollout_gradients="reweight", **options)
-    found = [gradient(parallel=rank, rollout_gradients="reweight", **options)[0] for rank in ranks]
+            taken(rank)
+    for _ in range(2 if together else 1):  # at first, a rank does not know how many passes the others make
+        found = [taken(rank) for rank in ranks]
     both = found[::sharing]
     assert all(torch.equal(found[-1][name], gradient) for name, gradient in both[1].items())
+    if together:
+        assert made[-2:] == [max(passes.values())] * 2
+        assert "best_of_n" not in options or passes[0] != passes[1]
     replayed = gradient(**options)[0]
     assert_equal({name: (both[0][name] + both[1][name]) / 2 for name in both[0]}, replayed)
 
