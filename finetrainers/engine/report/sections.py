@@ -31,6 +31,9 @@ _LOWER_IS_BETTER = ("loss", "eval_loss")
 
 def status_of(run: RunRecords) -> tuple[str, str]:
     """What became of a run, and the class of its color."""
+    stops = run.of_kind("stopped", "stopped_by_guard")
+    if run.status == "stopped" and stops[-1]["event"] == "stopped_by_guard":
+        return f"stopped by {stops[-1].get('by')}, with a checkpoint", "bad"
     return _STATUS[run.status]
 
 
@@ -52,6 +55,9 @@ def facts_of(run: RunRecords) -> list[tuple[str, str]]:
         found.append(("recorded", f"{begun} to {ended}"))
     if run.training_seconds:
         found.append(("training steps took", duration(run.training_seconds)))
+    for event in run.of_kind("reward_hacking")[-1:]:
+        back = f"; before it: {event['checkpoint']}" if event.get("checkpoint") else ""
+        found.append(("reward hacking", f"seen at step {event.get('step')}: {hacking_of(event)}{back}"))
     resumes = [event for event in run.of_kind("start") if event.get("step")]
     if resumes:
         steps = ", ".join(str(event["step"]) for event in resumes)

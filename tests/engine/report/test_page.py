@@ -18,7 +18,15 @@ from finetrainers.engine.report.media import VideoLimits, drawn_samples, rollout
 from finetrainers.engine.report.memory import memory_charts, memory_of
 from finetrainers.engine.report.page import make_report, write_run_report
 from finetrainers.engine.report.run_records import read_run
-from finetrainers.engine.report.sections import commands_of, data_of, events_of, figures_of, settings_of
+from finetrainers.engine.report.sections import (
+    commands_of,
+    data_of,
+    events_of,
+    facts_of,
+    figures_of,
+    settings_of,
+    status_of,
+)
 from finetrainers.engine.report.watched import watched_of
 from finetrainers.utils.video import write_mp4
 
@@ -262,6 +270,25 @@ def test_status(run_dir: Path) -> None:
         assert read_run(run_dir).status == status
     (run_dir / ".lock-holder.json").write_text('{"pid": 1, "host": "another machine"}')
     assert read_run(run_dir).status == "training"
+
+
+def test_reward_hacking_is_said_at_the_top(run_dir: Path) -> None:
+    """What was seen, the way back, and whether it has stopped the run."""
+    found = {
+        "event": "reward_hacking", "step": 8, "judge": "shape", "best_step": 4, "before": 0.6, "now": 0.25,
+        "trained_before": 0.8, "trained_now": 0.9, "checkpoint": "run/checkpoints/step-4",
+    }  # fmt: skip
+    for end, expected in (
+        ({"event": "stopped_by_guard", "by": "--hacking_guard"}, "stopped by --hacking_guard, with a checkpoint"),
+        ({"event": "finished"}, "finished"),
+    ):
+        write_lines(run_dir / "events.jsonl", [*EVENTS, {"event": "start", "step": 0}, found, end])
+        run = read_run(run_dir)
+        assert status_of(run)[0] == expected
+        assert dict(facts_of(run))["reward hacking"] == (
+            "seen at step 8: held-out reward shape 0.6 -> 0.25 since step 4, trained reward 0.8 -> 0.9; before it: "
+            "run/checkpoints/step-4"
+        )
 
 
 def test_videos_are_few_and_small(run_dir: Path) -> None:
