@@ -13,7 +13,7 @@ from finetrainers.utils.video import comment_of, read_mp4, write_mp4
 
 _COLUMNS = 8  # frames of a row
 _ROWS = 8  # steps that are shown together, at most
-_VIDEOS = 12  # of one step that are shown together, at most
+SHEET_VIDEOS = 12  # of one step that are shown together, at most
 
 
 def write_sample(samples: Path, name: str, clip: np.ndarray, *, step: int, fps: float, heading: str) -> Path:
@@ -44,7 +44,7 @@ def write_sample(samples: Path, name: str, clip: np.ndarray, *, step: int, fps: 
 
 def sheet_of(videos: Sequence[Path]) -> Image.Image:
     """Videos that `write_mp4` wrote below each other, each under its comment; the first and the last of very many."""
-    shown = [videos[place] for place in spaced(len(videos), _VIDEOS)]
+    shown = [videos[place] for place in spaced(len(videos), SHEET_VIDEOS)]
     return contact_sheet(
         [(comment_of(path) or path.stem, [Strip("", *read_mp4(path, columns=_COLUMNS))]) for path in shown]
     )

@@ -12,7 +12,7 @@ from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.video import comment_of
 
 from .base import Callback, Record
-from .samples import sheet_of
+from .samples import SHEET_VIDEOS, sheet_of
 from .trackers import TRACKERS, Media, Place, TrackedRun
 
 if TYPE_CHECKING:
@@ -145,10 +145,17 @@ class TrackedMedia(Callback):
 
     def _send(self, state: TrainState, folder: Path) -> None:
         def action(tracked: TrackedRun) -> None:
-            videos = sorted(folder.glob("[!.]*.mp4"))
+            videos = sorted(folder.glob("[!.]*.mp4"), key=_importance)
             if videos:
                 kind = folder.parent.name
                 media = [Media(f"{kind}/{video.stem}", video, comment_of(video)) for video in videos]
-                tracked.log_media([*media, Media(f"{kind}/sheet", sheet_of(videos))], step=state.step)
+                shown = videos[:SHEET_VIDEOS] if kind == "rollouts" else videos
+                tracked.log_media([*media, Media(f"{kind}/sheet", sheet_of(shown))], step=state.step)
 
         self.tracker.send(state, action, media=True)
+
+
+def _importance(video: Path) -> tuple[int, str]:
+    """Of a rollout the best and the worst clip come first, then those by each reward, then all others by name."""
+    kind, _, of = video.stem.partition("-")
+    return (2 if kind not in ("best", "worst") else 1 if of else 0, video.stem)

@@ -22,7 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.engine import preflight
+from finetrainers.engine.callbacks import tracking
 from finetrainers.engine.callbacks.samples import write_sample
+from finetrainers.engine.callbacks.trackers import Media
 from finetrainers.engine.callbacks.tracking import TrackedMedia, Tracker
 from finetrainers.engine.run_dir import RunDirectory
 from finetrainers.engine.training import train
@@ -447,3 +449,29 @@ def test_several_trackers_get_the_same_and_fail_each_for_itself(
         assert len(library.runs) == before + expected
     assert {"tracker.json", "tracker-wandb.json"} == {path.name for path in folder.iterdir()}
     assert (2, {"watch/run/brightness": 0.5}) in library.runs[-1].sent
+
+
+def test_the_sheet_of_a_rollout_begins_with_the_best_and_the_worst_clip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many clips, it shows these and the first of the others; samples are spaced evenly."""
+    ranked = [f"prompt-{slot:02d}-rank-{rank:02d}" for slot in range(4) for rank in range(1, 5)]
+    names = {
+        "rollouts": ["best", "worst", "best-color", "worst-color", *ranked],
+        "samples": [f"{n:02d}-a" for n in range(20)],
+    }
+    shown: list[list[str]] = []
+    monkeypatch.setattr(tracking, "sheet_of", lambda videos: shown.append([video.stem for video in videos]))
+    monkeypatch.setattr(tracking, "comment_of", lambda video: "")
+    sent: list[Media] = []
+    tracked: Any = SimpleNamespace(log_media=lambda media, *, step: sent.extend(media))
+    tracker: Any = SimpleNamespace(send=lambda state, action, *, media: action(tracked))
+    state: Any = SimpleNamespace(run_dir=SimpleNamespace(root=tmp_path), step=1)
+    for kind, stems in names.items():
+        folder = tmp_path / kind / "step-000001"
+        folder.mkdir(parents=True)
+        for stem in stems:
+            (folder / f"{stem}.mp4").touch()
+    TrackedMedia(tracker).on_step(state)
+    assert shown == [names["samples"], names["rollouts"][:12]]
+    assert len(sent) == 20 + 20 + 2
