@@ -98,7 +98,9 @@ def passes(spec: ModelSpec, conditions: Conditions, network: Any) -> list[Tensor
 def test_results_are_the_same_bit_for_bit(family: str, stored: ActivationMemory, spec_of: Callable[..., Any]) -> None:
     spec, conditions = spec_of(family)
     expected = passes(spec, conditions, adapted(spec, stored))
-    for number in (3, len(spec.block_modules(spec.transformer_on_meta()))):  # odd and even, some and all
+    numbers = {3, len(spec.block_modules(spec.transformer_on_meta()))}  # odd and even, some and all
+    # Each of them with every family and with every way to store, but not with both.
+    for number in numbers if family == "ltx_video" else sorted(numbers)[stored in ("none", "offload") :][:1]:
         network = adapted(spec, stored)
         swap_blocks(network, spec.block_modules(network), number, CPU)
         found = passes(spec, conditions, network)

@@ -111,7 +111,7 @@ def test_gradients_are_the_same(family: str, tiny_repo: Callable[..., Path], mon
     )
     spec = get_family(family).load(section)
     conditions = conditions_of(spec)
-    for lora, dropout in ((False, 0.0), (True, 0.0), (True, 0.3)):
+    for lora, dropout in ((False, 0.0), (True, 0.3)):
         case = {"lora": lora, "dropout": dropout}
         plain = passes(spec, conditions, **case)
         checkpointed = passes(spec, conditions, stored="checkpoint", **case)

@@ -61,8 +61,16 @@ def counted(spec: ModelSpec, network: nn.Module, latent: tuple[int, ...], clips:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-@pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
-@pytest.mark.parametrize("name", NETWORKS)
+#: The two of CogVideoX differ in their sizes alone.
+CASES = [
+    (name, training_type)
+    for name in NETWORKS
+    for training_type in ("lora", "full-finetune")
+    if (name, training_type) not in (("CogVideoX-2b", "full-finetune"), ("CogVideoX-5b", "lora"))
+]
+
+
+@pytest.mark.parametrize(("name", "training_type"), CASES)
 def test_formula_agrees_with_the_counter(
     name: str, training_type: str, tiny_repo: Callable[..., Path], tmp_path: Path
 ) -> None:

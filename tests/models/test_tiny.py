@@ -17,6 +17,7 @@ from finetrainers.models.registry import families, get_family
 from finetrainers.models.tiny_tokenizers import clip_tokenizer, llama_tokenizer, t5_tokenizer
 
 REPOSITORIES = {"-".join(filter(None, one)): one for one in CHECKPOINTS}
+ONE_OF_EACH = [*dict(reversed(CHECKPOINTS)).items()]
 
 WRITE_ALL = """
 import sys
@@ -75,10 +76,11 @@ def test_prompts_are_told_apart(pipeline):
 
 
 def test_same_bytes_in_another_process(tiny_repo, tmp_path, python):
-    process = python("-c", WRITE_ALL % REPOSITORIES, str(tmp_path))
+    some = {name: one for name, one in REPOSITORIES.items() if one in ONE_OF_EACH}  # versions differ in numbers
+    process = python("-c", WRITE_ALL % some, str(tmp_path))
     assert process.wait() == 0, process.stderr
     assert int(process.stdout.split()[-1]) != hash("a"), "sets have the same order in both"
-    for name, (family, version) in REPOSITORIES.items():
+    for name, (family, version) in some.items():
         here = digest(tiny_repo(family, version))
         assert any(file.endswith(".safetensors") for file in here)
         assert here == digest(tmp_path / name), name

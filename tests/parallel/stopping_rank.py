@@ -57,6 +57,8 @@ def run_job(options: dict[str, Any]) -> dict[str, Any]:
         return value, metrics
 
     SFT.loss = disturbed  # type: ignore[method-assign]
+    gc.collect()
+    gc.freeze()  # runs collect garbage between their loading phases; the libraries' objects never go
     try:
         state = run(preflight(load_config(**options)), handle_signals=True)
     except (NonFiniteError, ConfigError) as error:
@@ -82,7 +84,6 @@ def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # One process group serves all jobs: made a second time over the same store, it would find the first one's addresses.
     Strategy.close = Strategy.barrier  # type: ignore[method-assign]
-    gc.freeze()
     results = {name: run_job(options) for name, options in json.loads(jobs.read_text()).items()}
     torch.distributed.destroy_process_group()
     (out / f"rank{RANK}.json").write_text(json.dumps(results))
