@@ -67,7 +67,7 @@ def _forward(
         out.addcmul_(part, (part_lse - total).exp_().unsqueeze(-1))
         lse = total
         del keys, values, part  # the next ones replace them
-    return out.to(query.dtype), lse
+    return _token_by_token(out.to(query.dtype)), lse.contiguous()
 
 
 def _backward(
@@ -94,8 +94,12 @@ def _backward(
             total += one
         del keys, values, arriving, of_visitor
     sums = funcol.wait_tensor(_passed_on(sums, 2 * key[:, :, own].numel(), rank, size, group))
-    of_query, of_clip = of_query.to(query.dtype), _unpacked(sums.to(key.dtype), shares[rank], key.shape)
-    of_key, of_value = (torch.cat([first, one, last], dim=2) for (first, last), one in zip(texts, of_clip, strict=True))
+    of_query = _token_by_token(of_query.to(query.dtype))
+    of_clip = _unpacked(sums.to(key.dtype), shares[rank], key.shape)
+    of_key, of_value = (
+        torch.cat([part.transpose(1, 2) for part in (first, one, last)], dim=1).transpose(1, 2)  # token by token
+        for (first, last), one in zip(texts, of_clip, strict=True)
+    )
     return of_query, of_key, of_value
 
 
@@ -129,6 +133,11 @@ def _unpacked(packed: Tensor, tokens: int, shape: Sequence[int]) -> tuple[Tensor
     batch, heads, _, width = shape
     key, value = packed.view(2, batch, heads, tokens, width)
     return key, value
+
+
+def _token_by_token(heads_first: Tensor) -> Tensor:
+    """`[B, H, S, D]` with a token's heads next to each other in memory: compiled code relies on strides."""
+    return heads_first.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 # ---- PyTorch's fused attention, with its log-sum-exp --------------------------------------------------------------
@@ -222,13 +231,14 @@ OPERATOR_BODIES: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = {
 @_FORWARD.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype)
+    return _token_by_token(torch.empty_like(query)), query.new_empty(query.shape[:3], dtype=lse_dtype)
 
 
 @_BACKWARD.register_fake
 def _(_: Tensor, saved: Sequence[Any], *_place: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, *_others = saved
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    of_query, of_key, of_value = (_token_by_token(torch.empty_like(one)) for one in (query, key, value))
+    return of_query, of_key, of_value
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -80,10 +80,17 @@ def networks(spec: Any, group: Any, *, adapted: str | None = None, mode: SpMode 
 
 
 @contextmanager
-def compiled(spec: Any, network: nn.Module) -> Iterator[None]:
-    """Compile the blocks of a network on the processes of the first group, without code generation."""
+def compiling_allowed() -> Iterator[None]:
+    """Compile within the block, without code generation."""
     patches = (patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"), patch.object(compiling, "BACKEND", "aot_eager"))
     with patches[0], patches[1], dynamo.patch(disable=False):
+        yield
+
+
+@contextmanager
+def compiled(spec: Any, network: nn.Module) -> Iterator[None]:
+    """Compile the blocks of a network on the processes of the first group."""
+    with compiling_allowed():
         if dist.get_rank() < 2:
             spec.compile_blocks(network)
         yield
@@ -145,7 +152,13 @@ def ring_cases(spec: Any, odd: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def exact_ring(before: int, tokens: int, after: int, *, masked: bool) -> float:
+def attended(*parts: Tensor, **options: Any) -> Tensor:
+    """Ring attention of three heads, side by side as in a block: `[B, S, 30]`."""
+    query, key, value = (one.unflatten(2, (3, -1)) for one in parts)
+    return ring_attention(query, key, value, **options).flatten(2)
+
+
+def exact_ring(before: int, tokens: int, after: int, *, masked: bool, compiled: bool = False) -> float:
     """The largest difference of ring attention in float64 from attention to all tokens, gradients of its inputs included.
 
     Args:
@@ -153,6 +166,7 @@ def exact_ring(before: int, tokens: int, after: int, *, masked: bool) -> float:
         tokens: of the clip.
         after: tokens of the text behind it.
         masked: whether some of these are padding.
+        compiled: whether the first processes compile it.
     """
     generator, bounds = torch.Generator().manual_seed(0), even_bounds(tokens, dist.get_world_size())
     whole = before + tokens + after
@@ -166,17 +180,20 @@ def exact_ring(before: int, tokens: int, after: int, *, masked: bool) -> float:
     heads_first = (one.transpose(1, 2) for one in inputs)
     out = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
     gradients = torch.autograd.grad(out, inputs, upstream)
-    parts = [one[:, own].clone().requires_grad_() for one in (query, key, value)]
+    parts = [one[:, own].flatten(2).requires_grad_() for one in (query, key, value)]
+    attend: Any = attended
+    if compiled and dist.get_rank() < 2:
+        attend = torch.compile(attended, backend="aot_eager", fullgraph=True)
     shares = [last - first for first, last in bounds]
     group = dist.group.WORLD.group_name
-    part = ring_attention(
-        *parts, mask[..., own] if masked else None, before=before, shares=shares, rank=dist.get_rank(), group=group
-    )
+    mask_of_part = mask[..., own] if masked else None
+    part = attend(*parts, mask=mask_of_part, before=before, shares=shares, rank=dist.get_rank(), group=group)
+    part = part.unflatten(2, (3, 10))
     upstream[:, text] /= len(shares)  # every process has these
     different = [part - out[:, own]]
     for one, expected in zip(torch.autograd.grad(part, parts, upstream[:, own]), gradients, strict=True):
         total = torch.zeros_like(expected)
-        total[:, own] = one
+        total[:, own] = one.unflatten(2, (3, 10))
         dist.all_reduce(total)
         different.append(total - expected)
     return max(one.abs().max().item() for one in different)
@@ -192,6 +209,8 @@ if __name__ == "__main__":
         exact_ring(0, 14, 7, masked=True),
         exact_ring(0, 4, 0, masked=False),
     ]
+    with compiling_allowed():
+        found["float64"].append(exact_ring(3, 14, 7, masked=True, compiled=True))
     if dist.get_rank() == 0:
         (out / "cases.json").write_text(json.dumps(found))
     rank.main(jobs, out)

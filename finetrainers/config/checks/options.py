@@ -358,10 +358,6 @@ def _check_sequence_parallel(config: TrainConfig, facts: Facts, found: Findings,
         return
     if processes > 1 and processes % size:
         found.error("sp_size", groups_problem(processes, size))
-    if config.memory.compile != "none" and mode == "ring":
-        found.error(
-            "compile", "regional: blocks that exchange keys and values in a ring run uncompiled; use --sp_mode ulysses"
-        )
     if mode == "ulysses" and facts.heads is not None and facts.heads % size:
         found.error("sp_size", heads_problem(facts.heads, size))
     if mode == "ring" and (problem := ring_problem(config.model.attn_backend)) is not None:
