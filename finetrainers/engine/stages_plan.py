@@ -118,7 +118,9 @@ def _init_problems(standing: Standing, checked: Mapping[str, _Checked]) -> list[
     if source is None or load is None or standing.is_done or not {source.name, standing.name} <= checked.keys():
         return []
     found = unfit(checked[source.name].config, checked[standing.name].config, load)
-    return [Problem("init", f"the {load} of stage {source.name} does not fit: {'; '.join(found)}")] if found else []
+    return (
+        [Problem("init", f"the {_LOADS[load]} stage {source.name} does not fit: {'; '.join(found)}")] if found else []
+    )
 
 
 # ---- in words ------------------------------------------------------------------------------------------------------------------
