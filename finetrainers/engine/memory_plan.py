@@ -66,7 +66,8 @@ class RunMemory:
         spec = checked.family.load(checked.config.model)
         networks = (*spec.facts.networks[:-1], *filter(is_network, spec.facts.companions))
         parts = {part: frozen_bytes(spec, part) for part in networks}
-        bucket, method = checked.plan.heaviest(checked.config)[0], method_spec(checked.config)
+        bucket = checked.plan.heaviest(checked.config)[0]
+        rewards, scoring = self._reward_bytes(checked.config, bucket)
         self._outcomes: dict[str, Outcome | None] = {}  # that were estimated, by configuration
         needs, weights = self.disk(), NetworkWeights(self.transformer, spec)
         self._around = Surroundings(
@@ -74,8 +75,8 @@ class RunMemory:
             encoded=tuple(checked.plan.buckets) if checked.plan.encodes_clips else (),
             sampled=tuple(prompt.size or checked.plan.size for prompt in checked.sampled),
             parts={part: size for part, size in parts.items() if size is not None},
-            rewards=method.reward_bytes(checked.config),
-            scoring=method.scoring_bytes(checked.config, _largest_scored(checked, bucket), fps=checked.frame_rate),
+            rewards=rewards,
+            scoring=scoring,
             checkpoint_bytes=needs.checkpoint,
             total=weights.total,
             trained=weights.trained,
@@ -104,6 +105,10 @@ class RunMemory:
             split=expected_split(config.parallel),
             text_bytes=_text_bytes(config, spec),
         )
+        own = method_spec(config)
+        if own.rewards(config) != own.rewards(self.checked.config):  # they compute elsewhere
+            rewards, scoring = self._reward_bytes(config, around.bucket)
+            around = replace(around, rewards=rewards, scoring=scoring)
 
         def plan(changed: TrainConfig) -> RunPlan:
             own = spec if changed.model == config.model else self.checked.family.load(changed.model)
@@ -119,6 +124,11 @@ class RunMemory:
             decodes=method_spec(config).samples, split=around.split,
         )  # fmt: skip
         return choose_automatic(config, run, machine or self.machine)
+
+    def _reward_bytes(self, config: TrainConfig, bucket: tuple[int, int, int]) -> tuple[float | None, float | None]:
+        """What rewards take on a process's device: their networks, and scoring besides; None: not known."""
+        method, size = method_spec(config), _largest_scored(self.checked, bucket)
+        return method.reward_bytes(config), method.scoring_bytes(config, size, fps=self.checked.frame_rate)
 
     def _assumed(self, gpu_gib: float) -> Machine:
         """A machine of which only the memory is known."""

@@ -103,7 +103,10 @@ SWITCHES: tuple[Switch, ...] = (
         "no clipping; a step with NaN is found after weights have changed", 42,
     ),
     Switch({"zero_offload": True}, "updates on the CPU, PCIe traffic", 100),
-    Switch({"reward_device": "cpu"}, "rewards that are networks compute on the CPU, which is slow", 120),
+    Switch(
+        {"reward_device": "cpu"},
+        "rewards compute on the CPU, which is slow; a GPU of their own (cuda:1) or a server (serve-reward) is not", 120,
+    ),
     Switch({"fsdp_cpu_offload": True}, "weights travel from host memory for every use, updates on the CPU", 150),
 )  # fmt: skip
 
@@ -142,7 +145,6 @@ OTHER_WAYS = (
     "several GPUs: --fsdp full shards weights, gradients and optimizer state; --deepspeed --zero_stage 2 or 3 likewise; "
     "--sp_size 2 splits the activations of each clip",
     "--training_type lora instead of full finetuning",
-    "rewards that are networks on another GPU (--reward_device cuda:1), or on a server (finetrainers serve-reward)",
     "more host memory, in which blocks and activations may wait (estimate --host 64GB plans for it)",
 )
 

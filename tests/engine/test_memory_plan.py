@@ -281,6 +281,11 @@ def test_rewards_at_work(checked: Callable[..., Preflight], monkeypatch: pytest.
     together = RunMemory(checked(family="hunyuan_video", overlap_rewards=True, **options)).plan()
     assert together.phases["rollout"]["activations of rewards"] == scoring
     assert together.peaks["rollout"] == pytest.approx(plan.peaks["rollout"] + scoring)
+    small = {**options, "family": "hunyuan_video", "rollout_size": "17x64x64"}  # scoring takes most
+    least = reserved(RunMemory(checked(reward_device="cpu", **small)).plan().peak) / GIB
+    advice = RunMemory(checked(**small)).advice(1.01 * least)
+    assert advice is not None
+    assert "--reward_device cpu" in [one.switch.flags for one in advice.switches]
     elsewhere = checked(family="hunyuan_video", overlap_rewards=True, reward_device="cuda:1", **options)
     assert "activations of rewards" not in RunMemory(elsewhere).plan().phases["rollout"]
     monkeypatch.setattr(CLIPScore, "working_bytes", classmethod(lambda *args, **kwargs: None))
