@@ -15,6 +15,7 @@ from torch import Tensor
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.engine.checkpoints.find import scan_checkpoints
+from finetrainers.methods.grpo.collect import Collector
 from finetrainers.methods.grpo.gradient_plan import plan_gradients
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.no_replay import NoMemoryForGradients, RolloutGradients
@@ -31,8 +32,8 @@ def reward_run(options: Callable[..., dict], run: Callable[..., Any], tmp_path: 
     def start(family: str, **changes: Any) -> Any:
         values = options(family, **{
             "method": "grpo", "train_steps": 1, "batch_size": 2, "optimizer": "adamw", "prompts": str(prompts),
-            "reward": ["brightness"], "rollout_size": "9x64x64", "prompts_per_step": 2, "num_generations": 4,
-            "sampling_steps": 5, **changes,
+            "reward": ["brightness"], "rollout_size": "9x64x64", "prompts_per_step": 2, "num_generations": 3,
+            "sampling_steps": 4, **changes,
         })  # fmt: skip
         return run(**{k: v for k, v in values.items() if k not in ("data_root", "video_resolution_buckets")})
 
@@ -56,7 +57,10 @@ class Compared:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
-    """A run by replay makes its rollout twice more, without replay: all else is loaded, encoded and saved once."""
+    """A run by replay makes its rollout twice more, without replay: all else is loaded, encoded and saved once.
+
+    What is scored of a clip is the brightness of its latents.
+    """
     found, steps, clip = Compared(), GRPO.update_steps, Strategy.clip_grad_norm
 
     def each_way(self: GRPO, transformer: Any, collected: Any, rollout: int) -> Iterator[Any]:
@@ -74,6 +78,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
         found.replayed |= {w: w.grad.clone() for w in parallel._parameters if w.grad is not None}
         return clip(parallel)
 
+    monkeypatch.setattr(Collector, "decode", lambda _, latents: latents[:, :3].transpose(1, 2).sigmoid())
     monkeypatch.setattr(GRPO, "update_steps", each_way)
     monkeypatch.setattr(Strategy, "clip_grad_norm", watched)
     return found
