@@ -18,7 +18,7 @@ from finetrainers.rewards.reward_set import RewardSet, Scores
 
 from .advantage import Advantages, best_of_n, compute_advantages
 from .dancegrpo_files import DanceGRPOFiles
-from .gradient_plan import learns_in_rollout, plan_gradients
+from .gradient_plan import learns_in_rollout, plan_gradients, waiting_memory
 from .keep_pairs import PairKeeper
 from .keep_rollouts import RolloutKeeper
 from .no_replay import RolloutGradients, Taken
@@ -62,6 +62,7 @@ class Collector:
         panel: what scores clips.
         shown: writes some clips for people.
         learns: whether the rollout has the gradient.
+        waits: what waits for advantages then.
     """
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -84,6 +85,7 @@ class Collector:
         self._stream = torch.cuda.Stream(parts.parallel.device) if overlaps else None
         self._vae_stats = parts.vae_stats
         self._gradients = plan_gradients(config) if learns_in_rollout(config) else None
+        self.waits = waiting_memory(config) if self._gradients is not None else None
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
         self.shown = RolloutKeeper(config, parts.parallel, fps=parts.geometry.fps)

@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from finetrainers.config.grpo import trained_steps
+from finetrainers.config.grpo import step_range, trained_steps
 from finetrainers.config.root import TrainConfig
+from finetrainers.methods.spec import MethodMemory
 from finetrainers.parallel.sharding import with_launcher
+from finetrainers.utils.launch import launched_processes
 
 Stored = Literal["sums", "extremes", "clips"]
 
@@ -139,3 +141,40 @@ def passes(config: TrainConfig) -> tuple[float, float]:
     backward = trained_steps(section) if section.rollout_gradients == "reweight" else trained
     replayed = 0.0 if learns_in_rollout(config) else trained
     return section.sampling_steps + replayed, backward
+
+
+def waiting_memory(config: TrainConfig) -> MethodMemory:
+    """Without replay: gradients or graphs that wait for advantages, and those of the batch that is sampled; clip by clip."""
+    section, batch = config.grpo, config.dataloader.batch_size
+    data_size = config.parallel.data_size(launched_processes())
+    share, plan = sampled_clips(config), plan_gradients(config)
+    branches = 2 if section.rollout_cfg != 1 else 1
+    if plan.retains:
+        steps = steps_with_graphs(config)
+        sampled, backward = plan.clips_with_graphs(share, data_size, batch=batch)
+        calls = sampled * steps - 1, backward * steps - 1
+        before = int(plan.early and share > plan.size)  # of earlier prompts
+        return MethodMemory(
+            0.0, 0.0, batch_size=branches, gradients=before, gradients_in_backward=1 - before, waiting_calls=calls
+        )
+    waiting = min(plan.peak(share, data_size), share - batch)
+    of_batch = batch if trained_steps(section) > 1 else batch - 1  # without the one that is computed
+    on_host = waiting if section.offload_trajectory else 0
+    return MethodMemory(
+        0.0, 0.0, batch_size=branches, gradients=waiting - on_host + of_batch, gradients_on_host=on_host
+    )
+
+
+def steps_with_graphs(config: TrainConfig) -> int:
+    """Steps of a clip that leave graphs: those that are trained, and where processes wait for each other those of any clip."""
+    section, trained = config.grpo, trained_steps(config.grpo)
+    differ = section.window_per_prompt or section.timestep_fraction < 1
+    if differ and with_launcher(config.parallel).fsdp is not None:
+        return min(len(step_range(section)), trained * section.prompts_per_step)
+    return trained
+
+
+def sampled_clips(config: TrainConfig) -> int:
+    """Clips that a process samples in a rollout."""
+    processes = config.parallel.data_size(launched_processes())
+    return math.ceil(config.grpo.prompts_per_step * config.grpo.num_generations / processes)

@@ -127,6 +127,30 @@ class GRPO(RolloutMethod[Collected, Transition | Shared]):
             device=self.sampler.device, look=self.look,
         )  # fmt: skip
 
+    def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Transition | Shared]]]:
+        waits, held = self.collector.waits, list[Tensor]()
+        if waits is None:
+            yield from super().dry_steps(transformer)
+            return
+        collected = self.dummy_rollout()
+
+        def make(part: Part) -> Transition:
+            """With what waits while a clip is sampled, and then what waits while one goes backward."""
+            held.clear()  # after an OOM
+            batch = self.micro_batch(transformer, collected, 0, part)
+            weights = [w for w in transformer.parameters() if w.requires_grad]
+            held.extend(
+                torch.zeros(w.shape, device=batch.before.device) for _ in range(waits.gradients) for w in weights
+            )
+            sampled, backward = waits.waiting_calls
+            graphs = [self._mean(transformer, batch)[0] for _ in range(sampled + 1 if sampled else 0)]
+            held.extend(graphs[:backward])
+            return batch
+
+        part = Part([0], [1.0], repeat=0, update=1, is_first=True)  # clips go through the network one by one
+        yield "a rollout's transition", Step([part], make)
+        held.clear()
+
     def shared(self, taken: Taken) -> Shared:
         """The gradients with those of the other processes, which all call this."""
         return Shared(self.collector.parallel.shared_gradients(taken.weights), taken)

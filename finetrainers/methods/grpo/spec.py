@@ -6,22 +6,22 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.grpo import step_range, trained_steps, why_no_rollout_gradients
+from finetrainers.config.grpo import trained_steps, why_no_rollout_gradients
 from finetrainers.config.hacking import HackingRule, hacking_rule, measures_kl
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.spec import MethodMemory, MethodSpec, Variant, WorkPlan
-from finetrainers.parallel.sharding import Split, with_launcher
-from finetrainers.utils.launch import launched_processes
+from finetrainers.parallel.sharding import Split
 from finetrainers.utils.text import plural
 
-from .gradient_plan import learns_in_rollout, passes, plan_gradients
+from .gradient_plan import learns_in_rollout, passes, sampled_clips, waiting_memory
 from .plan import PromptPlan, image_problems, plan_prompts
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class RewardFinetuning(MethodSpec):
         if config.training.training_type == "full-finetune" and self.uses_reference(config):
             copies += reference
         if self.learns_in_rollout(config):
-            return _gradients(config, copies=copies)
+            return replace(waiting_memory(config), copies=copies)
         elements = sampled_clips(config) * math.prod(latent)
         trajectories = 4.0 * elements
         if not is_nft and not section.offload_trajectory:
@@ -198,40 +198,3 @@ class RewardFinetuning(MethodSpec):
 
 def _is_nft(config: TrainConfig) -> bool:
     return config.training.method == "nft"
-
-
-def _gradients(config: TrainConfig, *, copies: float) -> MethodMemory:
-    """Without replay: gradients or graphs that wait for advantages, and those of the batch that is sampled; clip by clip."""
-    section, batch = config.grpo, config.dataloader.batch_size
-    data_size = config.parallel.data_size(launched_processes())
-    share, plan = sampled_clips(config), plan_gradients(config)
-    branches = 2 if section.rollout_cfg != 1 else 1
-    if plan.retains:
-        steps = steps_with_graphs(config)
-        sampled, backward = plan.clips_with_graphs(share, data_size, batch=batch)
-        calls = sampled * steps - 1, backward * steps - 1
-        before = int(plan.early and share > plan.size)  # of earlier prompts
-        return MethodMemory(
-            copies, 0.0, batch_size=branches, gradients=before, gradients_in_backward=1 - before, waiting_calls=calls
-        )
-    waiting = min(plan.peak(share, data_size), share - batch)
-    of_batch = batch if trained_steps(section) > 1 else batch - 1  # without the one that is computed
-    on_host = waiting if section.offload_trajectory else 0
-    return MethodMemory(
-        copies, 0.0, batch_size=branches, gradients=waiting - on_host + of_batch, gradients_on_host=on_host
-    )
-
-
-def steps_with_graphs(config: TrainConfig) -> int:
-    """Steps of a clip that leave graphs: those that are trained, and where processes wait for each other those of any clip."""
-    section, trained = config.grpo, trained_steps(config.grpo)
-    differ = section.window_per_prompt or section.timestep_fraction < 1
-    if differ and with_launcher(config.parallel).fsdp is not None:
-        return min(len(step_range(section)), trained * section.prompts_per_step)
-    return trained
-
-
-def sampled_clips(config: TrainConfig) -> int:
-    """Clips that a process samples in a rollout."""
-    processes = config.parallel.data_size(launched_processes())
-    return math.ceil(config.grpo.prompts_per_step * config.grpo.num_generations / processes)

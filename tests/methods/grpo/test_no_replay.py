@@ -209,6 +209,28 @@ def test_processes_that_wait_for_each_other_all_go_back_through_a_step() -> None
     assert alone.collector._steps_of(rollout, 0) == set(tables.trained(rollout, 0))
 
 
+@pytest.mark.parametrize(("how", "waiting", "gradients"), [("retain", (15, 7), 0), ("reweight", (0, 0), 8)])
+def test_a_dry_step_has_what_waits_in_a_rollout(how: str, waiting: tuple[int, int], gradients: int) -> None:
+    """Of 8 clips the 4 best and worst, and the batch of 4 that is sampled, with two steps each."""
+    model, calls = network(), [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    model.register_forward_pre_hook(count)
+    method = make_grpo(rollout_gradients=how, best_of_n=4, prompts_per_step=1)
+    waits = method.collector.waits
+    assert waits is not None
+    assert (waits.waiting_calls, waits.gradients) == (waiting, gradients)
+    [(_, step)] = method.dry_steps(model)
+    for batch in step:
+        loss, _ = method.loss(model, batch)
+        assert len(batch.before) == 1  # type: ignore[union-attr]
+        loss.backward()
+    assert calls[0] == (waiting[0] + 1 if waiting[0] else 0) + 1
+    assert any(p.grad is not None for p in model.parameters())
+
+
 # ---- what is stored ------------------------------------------------------------------------------------------------
 
 
