@@ -104,7 +104,7 @@ def count_rollout(spec: ModelSpec, network: nn.Module, config: TrainConfig, late
                 known.append(scores(SCORES[first : first + batch]))
                 taking.scored(known[-1])
         with live:
-            taking.finish(*compare(Scores.joined(known)))
+            taking.finish(*compare(Scores.in_order(list(enumerate(known)))))
     return live.peak - weights
 
 
