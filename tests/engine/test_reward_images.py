@@ -14,8 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from finetrainers.cli.cache import _needed_keys
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.data.cache.store import TensorCache
 from finetrainers.diffusion.policy import transition_mean
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
@@ -175,6 +177,8 @@ def test_clips_of_a_prompt_start_from_its_image(
     assert {(row["prompt"], Path(row["image"]).name) for row in rows} == {
         (f"pattern number {i}", f"{i}.png") for i in range(2)
     }
+    cache = TensorCache(tmp_path / "cache" / "tensors")
+    assert cache.indexed() <= _needed_keys(tmp_path / "cache", [tmp_path / "run" / "config.toml"])
     if family == "ltx_video":  # once encoded, images are in the cache
         check_density_and_samples(state)
         train({**given, "output_dir": str(tmp_path / "again")})

@@ -173,7 +173,9 @@ def test_the_names_of_full_networks_are_those_of_the_golden_file() -> None:
 
 @pytest.mark.parametrize(
     ("family", "version", "part"),
-    [(*one, "transformer") for one in CHECKPOINTS] + [(family, None, "vae") for family in FAMILIES],
+    # The names in a HunyuanVideo that starts from an image are those in the other.
+    [(*one, "transformer") for one in CHECKPOINTS if one != ("hunyuan_video", "i2v")]
+    + [(family, None, "vae") for family in FAMILIES],
 )
 def test_every_layout_is_read_as_the_folder_is(
     family: str, version: str | None, part: str, tiny_repo: Callable[..., Path], tmp_path: Path

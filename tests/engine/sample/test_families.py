@@ -39,7 +39,11 @@ def random_lora(family: str, repository: Path, folder: Path) -> Any:
     return spec
 
 
-@pytest.mark.parametrize(("family", "version"), CHECKPOINTS)
+#: HunyuanVideo from an image is one whose text encoder sees it, too. The other takes its image as CogVideoX does.
+SAMPLED = [(f, "token_replace" if (f, v) == ("hunyuan_video", "i2v") else v) for f, v in CHECKPOINTS]
+
+
+@pytest.mark.parametrize(("family", "version"), SAMPLED)
 def test_samples_are_those_of_the_pipeline(
     family: str, version: str, tiny_repo: Callable[..., Path], sample: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -71,8 +75,8 @@ def test_samples_are_those_of_the_pipeline(
     pipeline = cls.from_pretrained(repository)
     pipeline.set_progress_bar_config(disable=True)
     size = {} if spec.facts.media else {"num_frames": 9}
-    # Attention without masks rounds otherwise, which classifier-free guidance at 6 amplifies.
-    rounding = 1 if (family, version) == ("hunyuan_video", "i2v") else 0
+    # Attention without masks rounds otherwise.
+    rounding = 1 if version == "token_replace" else 0
     for scale in (0.0, 0.5):
         if scale:
             pipeline.load_lora_weights(str(tmp_path / "lora"), adapter_name="mine")
