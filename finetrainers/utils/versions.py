@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
@@ -19,11 +20,19 @@ def version_problem(requirements: Iterable[str] | None = None) -> str | None:
     Args:
         requirements: what is needed; default: what this package's metadata says, nothing where it is not installed.
     """
-    if requirements is None:
-        try:
-            requirements = requires("finetrainers") or []
-        except PackageNotFoundError:
-            return None
+    return _own_problem() if requirements is None else _problem(requirements)
+
+
+@cache
+def _own_problem() -> str | None:
+    """Asked by every check of a run; what is installed does not change under a process."""
+    try:
+        return _problem(requires("finetrainers") or [])
+    except PackageNotFoundError:
+        return None
+
+
+def _problem(requirements: Iterable[str]) -> str | None:
     wrong, wanted = [], []
     for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
