@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from textwrap import fill
-from typing import Any
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
 from .root import TrainConfig, flat_name, sections
 from .shape import choices, escape_cell, is_list, is_switch, kind, value_cell
+from .stages import Load
 
 _INTRO = """# Configuration
 
@@ -72,7 +73,7 @@ def _type_text(field: FieldInfo, schema: dict[str, Any]) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of config files: tables, and every option at the top level."""
+    """JSON schema of config files: tables, and every option at the top level; also of files of stages, each with the same."""
     schema = TrainConfig.model_json_schema()
     for table, section in sections().items():
         options = section.model_json_schema()
@@ -85,4 +86,19 @@ def json_schema() -> dict[str, Any]:
     schema["required"] = []
     schema["$defs"]["ModelSection"]["required"] = []
     schema["title"] = "finetrainers training configuration"
+    text = {"type": "string"}
+    init = {
+        "type": "object",
+        "properties": {"stage": text, "load": {"enum": list(get_args(Load))}},
+        "required": ["stage"],
+        "additionalProperties": False,
+    }
+    stage = {
+        "type": "object",
+        "properties": {**schema["properties"], "name": text, "config": text, "init": init},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    about = "Stages of `finetrainers run`, each from the weights of an earlier one."
+    schema["properties"]["stage"] = {"type": "array", "items": stage, "description": about}
     return schema

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
+from finetrainers.config.document import json_schema
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.given import Given
 from finetrainers.config.stages import Init, Stage, read_stages
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 SHARED = """\
 output_dir = "runs/look"
@@ -89,6 +97,16 @@ def test_a_stage_has_its_options_over_those_of_all(tmp_path: Path) -> None:
     ]  # fmt: skip
     # Of `more`, whose LoRA `whole` takes as a part of all weights, these are written.
     assert [config.run.export_formats for config in found] == [[], [], ["merged"], [], []]
+
+
+def test_the_schema_for_editors_knows_stages() -> None:
+    schema, document = json_schema(), tomllib.loads(GOOD)
+    jsonschema.validate(document, schema)
+    for wrong in ({"rnk": 8}, {"name": 1}, {"init": {"stage": "low", "load": "all"}}):
+        document["stage"][1] = {**document["stage"][1], **wrong}
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(document, schema)
+        document = tomllib.loads(GOOD)
 
 
 def test_flags_override_every_stage(tmp_path: Path) -> None:
