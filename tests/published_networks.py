@@ -126,7 +126,7 @@ def published_model(tiny: Path, directory: Path, network: Network) -> Path:
     put("transformer", network.config, whole=True)
     spec = get_family(network.family).load(ModelSection(pretrained_model_name_or_path=str(tiny)))
     with torch.device("meta"):
-        vae = type(spec).parts["vae"]()  # the classes' defaults are the published VAEs
+        vae = spec.parts["vae"]()  # the classes' defaults are the published VAEs
     put("vae", {n: v for n, v in vae.config.items() if not n.startswith("_")}, whole=True)
     if (directory / "text_encoder_2").exists():
         put("text_encoder", _LLAMA)

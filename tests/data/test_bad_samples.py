@@ -101,7 +101,7 @@ def source_of(clips: list[Clip], parallel: Any) -> Any:
     )()
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3)
     spec: Any = SimpleNamespace(facts=SimpleNamespace(first_frame="none", media=()))
-    texts: Any = SimpleNamespace(encode=lambda prompts: None)
+    texts: Any = SimpleNamespace(encode=lambda prompts: None, keys=SimpleNamespace(texts_see_images=False))
     source = TrainingData(
         plan,
         config,

@@ -63,7 +63,7 @@ def test_the_estimate_is_what_the_published_networks_take(
     """The classes' default configs are the published VAEs; without weights, so that nothing is computed."""
     spec = load(family, tmp_path)
     with torch.device("meta"):
-        vae = type(spec).parts["vae"]().to(torch.bfloat16).eval()
+        vae = spec.parts["vae"]().to(torch.bfloat16).eval()
     video = torch.empty(1, 3, *size, dtype=torch.bfloat16, device="meta")
     moments = vae.encode(video).latent_dist.parameters
     latents = torch.empty(1, moments.shape[1] // 2, *moments.shape[2:], dtype=torch.bfloat16, device="meta")
@@ -79,7 +79,7 @@ def test_the_estimate_of_a_decode_with_its_backward(
 ) -> None:
     spec = load(family, tiny_repo(family), vae_dtype="bf16")
     with torch.device("meta"):
-        vae = type(spec).parts["vae"]().to(torch.bfloat16).eval().requires_grad_(False)
+        vae = spec.parts["vae"]().to(torch.bfloat16).eval().requires_grad_(False)
     shape = spec.facts.geometry.latent_shape(*size)
     latents = torch.empty(1, vae.config.latent_channels, *shape, device="meta")
     stats = VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(1.0))
