@@ -80,7 +80,6 @@ ELSEWHERE = {
     "finetrainers demo reward color": "tests/demo/test_reward_learning.py",
     "finetrainers demo scratch": "tests/demo/test_scratch.py",
     "OMP_NUM_THREADS=1 python benchmarks/checkpoint_kills.py": "tests/test_benchmark_checkpoint_kills.py",
-    "python -m deepspeed.checkpoint.ds_to_universal": "tests/parallel/test_deepspeed.py",
     "finetrainers run ": "tests/cli/test_run.py",
     "finetrainers report runs/look": "tests/cli/test_run.py",
     "finetrainers sync": "tests/engine/test_sync.py",
