@@ -205,15 +205,26 @@ def report(
         print(
             f"| {name} | {reached} of {len(found)} | {' | '.join(cells)} | {_spread([one.updates for one in found.values()])} "
             f"| {median(one.per_update for one in found.values()):.0f} | {median(one.outside for one in found.values()):.0%} "
-            f"| {', '.join(_spread(values, 1) for values in fast.values() if values)} |"
+            f"| {', '.join(_spread(values, 1) for values in fast.values() if values) or '-'} |"
         )
-    print(f"\ntimes as fast as {baseline!r}: in {', in '.join(_UNITS.values())}, seed by seed")
+    print(
+        f"\ntimes as fast as {baseline!r}: in {', in '.join(_UNITS.values())}, seed by seed, where the score was reached"
+    )
+    missed = [str(seed) for seed in seeds if (baseline, seed) in table and not table[baseline, seed].is_reached]
+    if missed:
+        print(
+            f"{baseline!r} did not reach the score with seed {', '.join(missed)}: there they are at least so many times as fast"
+        )
     return ratios
 
 
 def _ratios(table: Mapping[Any, Reached], name: str, found: Iterable[int], unit: str, baseline: str) -> list[float]:
-    """How many times as fast as the baseline, seed by seed; of a baseline that did not reach the score, at least."""
-    pairs = [(table[baseline, seed], table[name, seed]) for seed in found if (baseline, seed) in table]
+    """How many times as fast as the baseline, seed by seed where the score was reached."""
+    pairs = [
+        (table[baseline, seed], table[name, seed])
+        for seed in found
+        if (baseline, seed) in table and table[name, seed].is_reached
+    ]
     return [getattr(theirs.cost, unit) / max(getattr(ours.cost, unit), 1e-9) for theirs, ours in pairs]
 
 
