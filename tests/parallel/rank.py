@@ -143,7 +143,8 @@ def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # One process group serves all jobs: made a second time over the same store, it would find the first one's addresses.
     Strategy.close = Strategy.barrier  # type: ignore[method-assign]
-    if find_spec("deepspeed") is not None and "deepspeed" in jobs.read_text():
+    uses_deepspeed = any(name in jobs.read_text() for name in ("deepspeed", "_zero_stage"))
+    if find_spec("deepspeed") is not None and uses_deepspeed:
         # An extension that speeds up gloo, and takes a minute to compile.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     exchange._BUCKET_BYTES = 1000  # of the tiny networks' gradients, several buckets are on their way
