@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
@@ -20,6 +20,9 @@ from finetrainers.utils.launch import launcher_environment
 from finetrainers.utils.process_state import planning
 
 from .demo import positive_integer
+
+if TYPE_CHECKING:
+    from finetrainers.engine.preflight import Preflight
 
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first.
 No weights are read: config files of the model are enough.
@@ -119,15 +122,18 @@ def _gib(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
+def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
+    """A run that is checked as far as its sizes need it, and whether its data is not on this machine.
+
+    Raises:
+        ConfigError: it cannot be run, or the model's config files are not here.
+    """
     from finetrainers.engine.preflight import preflight
     from finetrainers.engine.sizes_plan import plan_sizes
     from finetrainers.methods.registry import method_names, method_spec, plan_work
 
-    gpu: float | None = own.gpu
     without_data = method_spec(config).without_data(config) if config.training.method in method_names() else None
-    no_data = without_data is not None
-    planner = plan_sizes if no_data else plan_work
+    planner = plan_work if without_data is None else plan_sizes
     checked = preflight(without_data or config, preparing=True, weights=False, planner=planner)
     missing = checked.family.configs_not_here(checked.config.model)
     if missing:
@@ -136,6 +142,12 @@ def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
             f"{checked.config.model.pretrained_model_name_or_path} --include '*.json'"
         )
         raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+    return checked, without_data is not None
+
+
+def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
+    gpu: float | None = own.gpu
+    checked, no_data = checked_sizes(config)
     from finetrainers.engine.memory_lines import as_json, fit_lines, memory_lines
     from finetrainers.engine.memory_plan import RunMemory
     from finetrainers.memory.estimate import GIB

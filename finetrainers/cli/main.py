@@ -29,6 +29,7 @@ from .cache import add_cache
 from .check import add_check, check_command
 from .ckpt import add_ckpt
 from .demo import add_demo, add_demonstration
+from .doctor import add_doctor
 from .estimate import add_estimate, estimate_command
 from .export import add_export
 from .overview import CommandParser, described, unknown_command
@@ -44,6 +45,8 @@ from .watch import add_watch, watch_command
 _TRACEBACK = "FINETRAINERS_TRACEBACK"
 #: Commands with options of a section of their own and of the model.
 _SAMPLING = {"sample": sample_command, "watch": watch_command}
+#: Commands that say themselves which libraries are too old.
+_DIAGNOSES = ("doctor",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is None:
             parser.print_help()
             return 0
-        if _cannot_start(joining=False):
+        if arguments.command not in _DIAGNOSES and _cannot_start(joining=False):
             return exit_codes.CONFIGURATION
         return arguments.run(arguments)
     except ConfigError as error:
@@ -256,6 +259,7 @@ def _parser() -> CommandParser:
     add_run(commands)
     add_check(commands)
     add_estimate(commands)
+    add_doctor(commands)
 
     about = "teach the embedded model a new look with a LoRA, on any CPU, in minutes"
     quickstart = commands.add_parser("quickstart", **described(about, "quickstart"))

@@ -13,7 +13,7 @@ from finetrainers.config.names import names_of
 
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
-    "train": ("check", "estimate", "prepare", "train", "run"),
+    "train": ("doctor", "check", "estimate", "prepare", "train", "run"),
     "look": ("sample", "report", "watch", "plot", "ckpt"),
     "use": ("export", "sync"),
     "tools": ("cache", "serve-reward", "schema", "docs"),
@@ -50,6 +50,7 @@ _INSTEAD = {
     "`report RUN` puts a run on a page, and `plot RUN` draws its curves": "curves log logs summary compare dashboard",
     "`ckpt` lists, verifies and compares checkpoints": "checkpoint checkpoints verify",
     "`demo reward` shows reward finetuning, and `train --method grpo` does it": "reward rewards",
+    "`doctor` says what is wrong with this machine, or differs between several": "env environment diagnose nodes hosts",
     "`finetrainers --help` lists the commands": "help",
     "`finetrainers --version` prints it": "version",
 }  # fmt: skip

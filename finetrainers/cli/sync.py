@@ -38,26 +38,26 @@ def add_sync(commands: Any) -> None:
     sync = commands.add_parser("sync", **described(about, *examples, more=_MORE))
     sync.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
     sync.add_argument("target", metavar="TARGET", help="user@host:folder, or a folder")
-    sync.add_argument("--every", type=_seconds, default=100.0, metavar="SECONDS", help="pause between two looks [100]")
+    sync.add_argument("--every", type=seconds, default=100.0, metavar="SECONDS", help="pause between two looks [100]")
     sync.add_argument("--once", action="store_true", help="copy what is there, and exit")
     sync.add_argument("--prune", action="store_true", help="delete checkpoints at the target that the run has deleted, but for the best")  # fmt: skip
     sync.add_argument("--rsh", metavar="COMMAND", help="what rsync connects with [ssh -o BatchMode=yes ...]")
     sync.set_defaults(run=_sync, check=lambda arguments: _of(arguments).problems())
 
 
-def _seconds(text: str) -> float:
-    """A pause.
+def seconds(text: str) -> float:
+    """A pause, or a limit.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < 1e7:
+        number = math.nan
+    if not 0 < number < 1e7:
         raise argparse.ArgumentTypeError(f"not a number of seconds above 0, got {quoted(text)}")
-    return seconds
+    return number
 
 
 def _of(arguments: argparse.Namespace) -> Sync:

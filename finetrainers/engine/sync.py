@@ -37,9 +37,9 @@ _DAEMON = re.compile(r"^(?:[^/:]+::|rsync://)")
 #: Seconds until a machine that does not answer counts as unreachable.
 _CONNECT_S = 20
 #: Nobody answers questions in the background, and each transfer would ask its own.
-_SSH = f"ssh -o BatchMode=yes -o ConnectTimeout={_CONNECT_S} -o ServerAliveInterval=30"
+SSH = f"ssh -o BatchMode=yes -o ConnectTimeout={_CONNECT_S} -o ServerAliveInterval=30"
 #: What ssh says where it would have to ask for a password, or whether to trust a machine.
-_ASKS = re.compile(r"Permission denied \([a-z,-]+\)|Host key verification failed")
+ASKS = re.compile(r"Permission denied \([a-z,-]+\)|Host key verification failed")
 
 
 class TransferError(ExpectedError):
@@ -103,7 +103,7 @@ class Sync:
         """Arguments for the way to the target."""
         if _DAEMON.match(self.target):
             return [f"--contimeout={_CONNECT_S}"]
-        rsh = self.rsh or (None if os.environ.get("RSYNC_RSH") else _SSH)
+        rsh = self.rsh or (None if os.environ.get("RSYNC_RSH") else SSH)
         return [] if rsh is None or not _REMOTE.match(self.target) else [f"--rsh={rsh}"]
 
     @property
@@ -190,7 +190,7 @@ class Sync:
             # an rsync that ends at the target may close the connection first.
             reasons = [line for line in lines if not line.startswith("rsync error:")] or lines
             said = reasons[0] if reasons else "it says no more"
-            asked = next((line for line in lines if _ASKS.search(line)), None)
+            asked = next((line for line in lines if ASKS.search(line)), None)
             if asked is not None:
                 host = self.target.partition(":")[0]
                 said = f"{asked}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"

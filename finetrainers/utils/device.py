@@ -30,8 +30,12 @@ def likely_device_type() -> str:
     except PackageNotFoundError:
         can_use_cuda = False
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not says_yes("ACCELERATE_USE_CPU")
-    has_driver = any(Path(sign).exists() for sign in _SIGNS_OF_A_DRIVER)
-    return "cuda" if can_use_cuda and visible and has_driver else "cpu"
+    return "cuda" if can_use_cuda and visible and has_nvidia_driver() else "cpu"
+
+
+def has_nvidia_driver() -> bool:
+    """Whether an NVIDIA driver is loaded."""
+    return any(Path(sign).exists() for sign in _SIGNS_OF_A_DRIVER)
 
 
 def use_expandable_segments() -> None:

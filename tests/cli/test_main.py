@@ -207,6 +207,8 @@ MISTAKES = {
     "report nowhere run --videos x --output file": ["--videos: 'x'", "RUN: nowhere does not exist", "--output: file would not be opened"],
     "sync nowhere file --every 0": ["--every: not a number of seconds", "RUN: nowhere", "TARGET: file is a file"],
     "sync --evrey 5 run x": ["--evrey: unknown flag; did you mean --every?"],
+    "doctor none.toml --hosts nowhere --timeout 0 --disk_mib x": ["--timeout: not a number", "--disk_mib: not a whole", "nowhere does not exist"],
+    "doctor --python /usr/bin/python3": ["--python: is for --hosts, which is not given"],
     "ckpt lss run": ["ACTION: unknown value 'lss'; did you mean 'ls'?"],
     "ckpt ls nowhere": ["RUN: nowhere does not exist"],
     "ckpt verify nowhere run": ["PATH: nowhere does not exist", "PATH: run is neither"],

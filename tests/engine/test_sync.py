@@ -173,10 +173,10 @@ def test_a_target_that_does_not_answer_ends_the_transfer(
 ) -> None:
     """Nothing waits for an answer that nobody gives: not for a machine, a password, or a yes."""
     for option in ("BatchMode=yes", "ConnectTimeout=20"):
-        assert f"-o {option} " in syncing._SSH
+        assert f"-o {option} " in syncing.SSH
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        quick = syncing._SSH.replace("ConnectTimeout=20", "ConnectTimeout=1")
-        monkeypatch.setattr(syncing, "_SSH", f"{quick} -p {silent.getsockname()[1]}")
+        quick = syncing.SSH.replace("ConnectTimeout=20", "ConnectTimeout=1")
+        monkeypatch.setattr(syncing, "SSH", f"{quick} -p {silent.getsockname()[1]}")
         monkeypatch.delenv("RSYNC_RSH", raising=False)
         with pytest.raises(TransferError, match="timed out"):
             Sync(run, "me@127.0.0.1:x").transfer()

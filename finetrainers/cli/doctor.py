@@ -1,0 +1,177 @@
+"""`finetrainers doctor`: what is wrong with the machines of a run, or differs between them, before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils import exit_codes
+from finetrainers.utils.process_state import planning
+from finetrainers.utils.text import plural
+
+from .overview import described
+from .sync import seconds
+
+if TYPE_CHECKING:
+    from finetrainers.engine.doctor.findings import Finding, Needs
+    from finetrainers.engine.doctor.hosts import Node
+
+_MORE = """It shows versions, GPUs with load, power and temperature, the speed and room of the disk, limits, shared memory
+and clocks, marks what differs from most machines, and says what to do. With --hosts it asks all machines at once over
+ssh, which has to work without a password; one that does not answer is a row of the table. Nothing is installed or
+changed. A file for the speed of the disk is deleted again. Exit code 1: something is wrong."""
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the subcommand to the parser's."""
+    examples = (
+        "doctor",
+        "doctor run.toml",
+        "doctor run.toml --hosts nodes.txt",
+        'doctor --hosts nodes.txt --output_dir /shared/runs --rsh "ssh -p 2222"',
+    )
+    about = "see what is wrong with this machine, or differs between several"
+    doctor = commands.add_parser("doctor", **described(about, *examples, more=_MORE))
+    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a run's config file: the disk is compared with its checkpoints")  # fmt: skip
+    doctor.add_argument("--hosts", type=Path, metavar="FILE", help="machines to ask over ssh: `host` or `host slots=8` a line")  # fmt: skip
+    doctor.add_argument("--output_dir", type=Path, metavar="DIR", help="whose disk is measured [the config's, or the current folder]")  # fmt: skip
+    doctor.add_argument("--disk_mib", type=_mib, default=256, metavar="N", help="size of the file that is written and read; 0 leaves it out [256]")  # fmt: skip
+    doctor.add_argument("--python", metavar="PATH", help="the interpreter on the other machines [the path of this one]")
+    doctor.add_argument("--rsh", metavar="COMMAND", help="what connects to them [ssh -o BatchMode=yes ...]")
+    doctor.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="for all answers of a machine [120]")  # fmt: skip
+    doctor.add_argument("--json", action="store_true", help="print JSON: every fact of every machine, sizes in bytes")
+    doctor.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
+    doctor.set_defaults(run=_doctor, check=_problems)
+
+
+def _mib(text: str) -> int:
+    """A size.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"not a whole number of MiB, got {text!r}")
+    return int(text)
+
+
+def _problems(arguments: argparse.Namespace) -> list[Problem]:
+    from finetrainers.engine.doctor.hosts import read_hosts
+
+    problems = []
+    if arguments.hosts is None:
+        named = {"--python": arguments.python, "--rsh": arguments.rsh}
+        problems += [Problem(name, "is for --hosts, which is not given") for name, given in named.items() if given]
+    else:
+        if shutil.which("ssh") is None and not arguments.rsh:
+            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
+        read_hosts(arguments.hosts)
+    return problems
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.answer:
+        return _answer(arguments)
+    from finetrainers.engine.doctor.findings import findings
+
+    try:
+        needs, folder = _needs(arguments.config)
+        folder = (arguments.output_dir or folder or Path()).expanduser().absolute()
+        nodes = _nodes(arguments, folder)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return exit_codes.killed_by(signal.SIGINT)
+    found = findings(nodes, needs)
+    if arguments.json:
+        print(json.dumps(_as_json(nodes, found, needs), indent=2))
+    else:
+        from finetrainers.engine.doctor.table import report_lines
+
+        for line in report_lines(nodes, found, needs, width=min(shutil.get_terminal_size().columns, 160)):
+            print(line)
+    return exit_codes.FAILED if any(one.is_problem for one in found) else exit_codes.DONE
+
+
+def _answer(arguments: argparse.Namespace) -> int:
+    """Answer the questions on standard input until the facts are told; this is what runs on the other machines."""
+    from finetrainers.engine.doctor.facts import host_facts
+    from finetrainers.engine.doctor.hosts import ANSWER, CLOCK, FACTS
+
+    for line in sys.stdin:
+        if line.strip() == CLOCK:
+            print(f"{ANSWER}{time.time()!r}", flush=True)
+        elif line.strip() == FACTS:
+            print(ANSWER + json.dumps(host_facts(arguments.output_dir, disk_mib=arguments.disk_mib)), flush=True)
+            break
+    return exit_codes.DONE
+
+
+def _nodes(arguments: argparse.Namespace, folder: Path) -> list[Node]:
+    """The machines with their facts."""
+    from finetrainers.engine.doctor.hosts import Fleet, Node, read_hosts
+
+    if arguments.hosts is None:
+        from finetrainers.engine.doctor.facts import host_facts
+
+        return [Node(socket.gethostname(), facts=host_facts(folder, disk_mib=arguments.disk_mib))]
+    from finetrainers.engine.sync import SSH
+
+    nodes = read_hosts(arguments.hosts)
+    print(f"asking {plural(len(nodes), 'machine')}, for at most {arguments.timeout:g} s", file=sys.stderr, flush=True)
+    asked = ["doctor", "--answer", "--output_dir", str(folder), "--disk_mib", str(arguments.disk_mib)]
+    return Fleet(arguments.rsh or SSH, arguments.python or sys.executable, asked, arguments.timeout).ask(nodes)
+
+
+def _needs(path: Path | None) -> tuple[Needs | None, Path | None]:
+    """What a run writes, and where to; a torch that cannot be imported is told with the facts.
+
+    Raises:
+        ConfigError: the configuration cannot be run.
+    """
+    if path is None:
+        return None, None
+    from finetrainers.config.flags import parse_flags
+
+    with planning(), contextlib.redirect_stdout(sys.stderr):
+        config, _ = parse_flags([str(path)], prog="finetrainers doctor")
+        if config is None:
+            raise ConfigError([Problem("CONFIG", f"{path} is no config file")])
+        try:
+            return _sizes_of(config), config.run.output_dir
+        except (ImportError, OSError) as error:
+            print(f"the size of a checkpoint is not known: {error}", file=sys.stderr)
+            return None, config.run.output_dir
+
+
+def _sizes_of(config: Any) -> Needs:
+    from finetrainers.engine.doctor.findings import Needs
+
+    from .estimate import checked_sizes
+
+    checked, _ = checked_sizes(config)
+    from finetrainers.engine.room import disk_needs
+    from finetrainers.engine.trainable import network_without_weights
+
+    needs = disk_needs(checked, network_without_weights(checked))
+    return Needs(needs.checkpoint, needs.least)
+
+
+def _as_json(nodes: Sequence[Node], found: Sequence[Finding], needs: Needs | None) -> dict[str, Any]:
+    """The report for programs."""
+    return {
+        "machines": [asdict(node) for node in nodes],
+        "problems": [{"host": one.host, "text": one.text} for one in found if one.is_problem],
+        "notes": [{"host": one.host, "text": one.text} for one in found if not one.is_problem],
+        "needs": None if needs is None else asdict(needs),
+    }

@@ -1,0 +1,1 @@
+"""`finetrainers doctor`: what of the machines of a run is wrong, or differs between them. Imports no torch."""

@@ -1,0 +1,64 @@
+"""GPUs of this machine as nvidia-smi reports them: names, memory, load, power, temperature, memory errors. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+from typing import Any
+
+from finetrainers.utils.device import has_nvidia_driver
+
+#: Columns of nvidia-smi that every driver of the last years has, by our names; it refuses the whole query over one that it lacks.
+_QUERY = {
+    "index": "index",
+    "name": "name",
+    "driver": "driver_version",
+    "memory_total_mib": "memory.total",
+    "memory_used_mib": "memory.used",
+    "utilization": "utilization.gpu",
+    "power_w": "power.draw",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+    "memory_errors": "ecc.errors.uncorrected.volatile.total",
+}
+_TEXTS = {"name", "driver"}
+#: Seconds; a GPU that has fallen off the bus makes nvidia-smi wait for minutes.
+_TIMEOUT_S = 30
+
+
+def gpu_facts() -> dict[str, Any]:
+    """`gpus`, a list of what is known of each, and `driver`; or `gpu_error`, why nothing is known. Nothing where there is no GPU."""
+    if shutil.which("nvidia-smi") is None:
+        said = "the NVIDIA driver is loaded, but nvidia-smi is not installed, or not in PATH"
+        return {"gpus": [], **({"gpu_error": said} if has_nvidia_driver() else {})}
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY.values())}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return {"gpus": [], "gpu_error": f"nvidia-smi has not answered in {_TIMEOUT_S} s"}
+    except OSError as error:
+        return {"gpus": [], "gpu_error": f"nvidia-smi cannot be run: {error.strerror}"}
+    if done.returncode:
+        lines = (done.stdout + done.stderr).split("\n")
+        said = next((line.strip() for line in lines if line.strip()), "it says no more")
+        return {"gpus": [], "gpu_error": f"nvidia-smi failed with exit code {done.returncode}: {said}"}
+    gpus = read_gpus(done.stdout)
+    return {"gpus": gpus, **({"driver": gpus[0]["driver"]} if gpus else {})}
+
+
+def read_gpus(text: str) -> list[dict[str, Any]]:
+    """GPUs of nvidia-smi's table, one a line; None for what a card cannot tell (`[N/A]`), as consumer cards their memory errors."""
+    rows = csv.reader(text.splitlines(), skipinitialspace=True)
+    return [
+        {name: value if name in _TEXTS else _number(value) for name, value in zip(_QUERY, row, strict=True)}
+        for row in rows
+        if len(row) == len(_QUERY)
+    ]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
