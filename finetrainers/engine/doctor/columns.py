@@ -50,7 +50,10 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
     """All columns; how long a checkpoint takes to write is one, if its size is known."""
 
     def save(facts: Mapping[str, Any]) -> str:
-        return duration(checkpoint_bytes / facts["disk_write"]) if checkpoint_bytes and facts.get("disk_write") else ""
+        if not checkpoint_bytes or not facts.get("disk_write"):
+            return ""
+        seconds = checkpoint_bytes / facts["disk_write"]
+        return duration(seconds) if seconds >= 0.1 else "< 0.1 s"
 
     def measured(heading: str, text: Callable[[Mapping[str, Any]], str]) -> Column:
         return Column(heading, text, measured=True)
