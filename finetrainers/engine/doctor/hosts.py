@@ -28,6 +28,8 @@ _ROUND_TRIPS = 5
 #: Connections at once; sshd and the local machine have limits.
 _AT_ONCE = 64
 _LINE_BYTES = 1 << 22
+#: Seconds that a connection may take to close; its exit code says what was wrong.
+_END_S = 10.0
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
 
@@ -128,6 +130,7 @@ class Fleet:
             try:
                 return await asyncio.wait_for(_conversation(node, process), self.timeout_s)
             except asyncio.TimeoutError:
+                _kill(process)
                 return Node(node.host, node.slots, error=f"no answer within {self.timeout_s:g} s (--timeout)")
             except (EOFError, ConnectionError, ValueError):
                 code = await _ended(process)
@@ -187,9 +190,14 @@ async def _answer(process: asyncio.subprocess.Process, question: str) -> str:
 
 
 async def _ended(process: asyncio.subprocess.Process) -> int:
-    """The exit code of a process that has ended, or is ended after a second, with those that it has started."""
+    """The exit code of a process that ends by itself, or is killed after a while."""
     with contextlib.suppress(asyncio.TimeoutError):
-        return await asyncio.wait_for(process.wait(), 1.0)
+        return await asyncio.wait_for(process.wait(), _END_S)
+    _kill(process)
+    return await process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a process with those that it has started, as ssh's ProxyCommand."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    return await process.wait()
