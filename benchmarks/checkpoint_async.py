@@ -95,10 +95,10 @@ class Saves:
         blocked = timed(save_checkpoint, self.background, self.saves)
         main = time.thread_time()
         self.blocked["background"].append(blocked + self.step("copying"))
-        self.saves.poll()
+        self.saves.poll(self.saves.is_writing)
         while self.saves.in_flight:
             self.step("beside")
-            self.saves.poll()
+            self.saves.poll(self.saves.is_writing)
         self.written.append(time.perf_counter() - started)
         self.cpu["background"].append(time.process_time() - cpu - (time.thread_time() - main))
 

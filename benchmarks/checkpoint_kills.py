@@ -164,7 +164,7 @@ def save_for_ever(root: Path, *, background: bool) -> None:
         restore(state, newest)
     while True:
         train_to(state, state.step + 1)
-        saves.poll()
+        saves.poll(saves.is_writing)
         saving.save_checkpoint(state, saves)
         if state.step % 3 == 0:
             saving.save_checkpoint(state, saves)

@@ -46,6 +46,7 @@ BASELINE = "DanceGRPO, one update"
 SETTINGS: dict[str, dict[str, Any]] = {
     "DanceGRPO": _DANCEGRPO,
     BASELINE: {**_DANCEGRPO, "updates_per_rollout": 1},
+    "DanceGRPO, one update, 4 steps": {**_DANCEGRPO, "updates_per_rollout": 1, "sampling_steps": 4},
     "window": {},
     "window, reweight": {"rollout_gradients": "reweight"},
     "window, 4 steps": _FEW_STEPS,
@@ -64,7 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 #: Those that are compared with the baseline for the aim: they need nothing of a reward but its score.
-OURS = [name for name in SETTINGS if name not in ("DanceGRPO", BASELINE, "reward gradients")]
+OURS = [name for name in SETTINGS if not name.startswith("DanceGRPO") and name != "reward gradients"]
 
 #: Where most prompts teach nothing: the clips of a caption that names the preferred color alone all show it.
 _SATURATED: dict[str, Any] = {**_FEW_STEPS, "reward": ["preferred_color_shown"]}

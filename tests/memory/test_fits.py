@@ -36,7 +36,7 @@ def test_folders_of_models_are_removed_at_the_end(script: dict[str, Any], monkey
 def test_planned_peaks_of_the_recipes(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     recipes = list(script["recipes"]())
-    assert len(recipes) == 12
+    assert len(recipes) == 13
     for recipe in recipes:
         assert script["with_planned_peak"](recipe) == recipe.read_text(encoding="ascii"), (
             f"{recipe}: run benchmarks/memory_estimate.py --recipes --write"
