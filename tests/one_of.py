@@ -48,5 +48,5 @@ class OneOf:
     def gather_objects(self, items: list[Any]) -> list[Any]:
         return items
 
-    def in_turns(self, what: str, load: Callable[[], Any]) -> Any:
+    def in_turns(self, what: str, load: Callable[[], Any], *, together: bool = False) -> Any:
         return load()

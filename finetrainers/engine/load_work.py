@@ -12,7 +12,7 @@ from finetrainers.data.loading.text_conditioning import TextCache, TextCondition
 from finetrainers.memory.quantized_encoders import load_text_encoders
 from finetrainers.methods.registry import load_source, method_spec
 from finetrainers.methods.spec import WorkPlan, WorkSource
-from finetrainers.models.spec import ModelSpec, Parts, VAEStats
+from finetrainers.models.spec import ModelSpec, Parts, VAEStats, are_mapped
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.phases import ENCODING_CLIPS, ENCODING_TEXT, LOADING, phase
 from finetrainers.utils.process_state import free_memory
@@ -63,7 +63,11 @@ def _conditioned(
         print_line("text encoders are not loaded: every caption is in the cache")
         return recalled, None
     with loading(checked, "text encoder"):
-        encoders = parallel.in_turns("loading the text encoders", lambda: load_text_encoders(spec, parallel.device))
+        encoders = parallel.in_turns(
+            "loading the text encoders",
+            lambda: load_text_encoders(spec, parallel.device),
+            together=are_mapped(config.model, spec.facts.text_parts),
+        )
     watchdog.enter("encoding")
     with phase(ENCODING_TEXT):
         with parallel.raise_on_all_ranks("encoding the prompts"):
@@ -89,6 +93,7 @@ def load_work(
         clip_encoders = parallel.in_turns(
             "loading the VAE",
             lambda: (spec.load_clip_encoders() if encodes else Parts({"vae": spec.load_vae()})).to(parallel.device),
+            together=are_mapped(config.model, spec.facts.clip_parts if encodes else ["vae"]),
         )
     with parallel.raise_on_all_ranks("checking the sizes"):
         vae_stats = spec.vae_stats(clip_encoders["vae"])

@@ -43,11 +43,11 @@ from .saving import remove_full, weight_files
 from .sequence import TokenPlan, check_split, share_clips
 from .sizes import frozen_bytes, vae_working_bytes
 from .tiling import Size, fitted_vae, sliced_for_memory, tiled_alike, tiled_for_memory
-from .weights import network_problems
+from .weights import are_mapped, network_problems
 
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
-    "check_split", "decode_gradient", "even_bounds", "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
+    "are_mapped", "check_split", "decode_gradient", "even_bounds", "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
     "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from diffusers import ModelMixin
 from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.facts import is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.launch import launched_local_rank
@@ -22,6 +23,7 @@ from finetrainers.utils.text import plural
 from .files import (
     cast_to_float8,
     component_file,
+    dtype_of,
     folder_on_disk,
     option_of,
     part_config,
@@ -34,6 +36,26 @@ from .files import (
 from .single_file import match_network
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+#: How the format calls the dtypes of options; integers, such as positions, do not count.
+_STORED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+
+
+def are_mapped(config: ModelSection, parts: Iterable[str]) -> bool:
+    """Whether loading these frozen parts maps their files, so that no process holds a copy until it is on its GPU.
+
+    It does if they are in diffusers layout and on this disk, with one dtype, which is the one that they are loaded in.
+    """
+    for part in filter(is_network, parts):
+        folder = None if single_file(config, part) is not None else folder_on_disk(config, part)
+        if folder is None:
+            return False
+        header, problems = stored_header(folder, part, None if replacement_of(config, part) else config.variant)
+        stored = {dtype for dtype in header.dtypes.values() if not dtype.startswith(("I", "U", "BOOL"))}
+        if problems or stored != {_STORED.get(dtype_of(config, part))}:
+            return False
+    return True
 
 
 def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:

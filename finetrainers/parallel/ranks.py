@@ -212,18 +212,19 @@ class Ranks:
         Args:
             what: names it in errors.
             load: what each process does.
-            together: whether all may do it at once: what they load is mapped from files, whose pages they share.
+            together: whether all may do it at once: what they load is mapped from files, whose pages they share. They do if
+                all say so, since machines may have different files.
 
         Raises:
             RuntimeError: it failed on another rank; on the rank where it fails, the error itself.
         """
-        if together:
-            with self.raise_on_all_ranks(what):
-                return load()
         mine = launched_local_rank()
         with self.raise_on_all_ranks(what):
+            said = self.gather_objects([(mine, together)])
+            if all(mapped for _, mapped in said):
+                return load()
             error: Exception | None = None
-            for turn in range(max(self.gather_objects([mine])) + 1):
+            for turn in range(max(place for place, _ in said) + 1):
                 if turn == mine:
                     try:
                         loaded = load()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.sections import ModelSection
 from finetrainers.models import files
 from finetrainers.models.registry import get_family
-from finetrainers.models.weights import compare
+from finetrainers.models.weights import are_mapped, compare
 from finetrainers.utils.video import write_mp4
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
@@ -340,3 +342,27 @@ def test_fp8_weights_without_scales_are_numbers(repo: Path) -> None:
     found = network.get_parameter(name)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, before[name].to(torch.float8_e4m3fn).to(torch.bfloat16))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_frozen_parts_of_the_dtype_of_their_files_are_mapped(repo: Path) -> None:
+    """Processes that map a file share its pages; what is converted is a copy of each process."""
+
+    def mapped(dtype: str) -> tuple[bool, bool]:
+        config = section(repo, text_encoder_dtype=dtype, vae_dtype=dtype)
+        spec = get_family("ltx_video").load(config)
+        loaded = [*spec.load_text_encoders().modules.values(), spec.load_vae()]
+        maps = Path("/proc/self/maps").read_text()
+        del loaded
+        gc.collect()
+        return are_mapped(config, ["tokenizer", "text_encoder", "vae"]), str(repo / ENCODER) in maps
+
+    assert mapped("fp32") == (True, True)
+    assert mapped("bf16") == (False, False)
+    config = section(repo, text_encoder_dtype="fp32", vae_dtype="bf16")
+    assert are_mapped(config, ["text_encoder"])
+    assert not are_mapped(config, ["text_encoder", "vae"])
+    single = section(repo, vae_dtype="fp32", vae_id=str(repo / "vae" / "diffusion_pytorch_model.safetensors"))
+    assert not are_mapped(single, ["vae"])
+    (repo / ENCODER).unlink()
+    assert not are_mapped(config, ["text_encoder"])

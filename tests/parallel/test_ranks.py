@@ -40,7 +40,9 @@ slow(None)
 parallel.barrier()
 with parallel.raise_on_all_ranks("saving"):
     slow(None)
-found["turns"] = parallel.gather_objects([parallel.in_turns("loading", load)])
+found["turns"] = parallel.gather_objects([parallel.in_turns("loading", load, together=parallel.is_main)])
+together = lambda: parallel.gather_objects([parallel.rank])
+found["together"] = parallel.in_turns("loading", together, together=True)
 
 def fail_on_rank_0():
     if parallel.is_main:
@@ -71,6 +73,7 @@ def test_idle_ranks_wait_longer_than_a_step_may_take(python: Python, tmp_path: P
         assert found["objects"] == [0, 1]
         assert found["same"] == 0
         assert found["agreed"] == [1]
+        assert found["together"] == [0, 1]
         (_, end), (begin, _) = sorted(found["turns"])
         assert begin >= end  # one at a time
     assert first["failed"] == "KeyError('no such part')"

@@ -16,7 +16,7 @@ from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.quantized_encoders import load_text_encoders
 from finetrainers.models.registry import Family
-from finetrainers.models.spec import DTYPES
+from finetrainers.models.spec import DTYPES, are_mapped
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.process_state import free_memory
 
@@ -53,7 +53,8 @@ class Sampler:
     ) -> EncodedPrompts:
         """Encode prompts, with the text encoders loaded for it; see `encode_prompts`."""
         load = lambda: load_text_encoders(self.spec, self.parallel.device)  # noqa: E731
-        encoders = self.parallel.in_turns("loading the text encoders", load)
+        mapped = are_mapped(self.config.model, self.spec.facts.text_parts)
+        encoders = self.parallel.in_turns("loading the text encoders", load, together=mapped)
         encoded = encode_prompts(self.spec, encoders, prompts, None, negative=negative, failed=failed)
         del encoders
         free_memory()
