@@ -187,6 +187,15 @@ def test_folder_with_sidecars(tmp_path: Path) -> None:
     ]
 
 
+def test_a_table_in_place_of_a_folder_is_named_with_its_option(tmp_path: Path) -> None:
+    table = tmp_path / "captions.jsonl"
+    table.touch()
+    with pytest.raises(
+        DataError, match=rf"is not a folder but a file; .* give --dataset_file '{re.escape(str(table))}'"
+    ):
+        read_dataset(DataSection(data_root=table))
+
+
 def test_what_is_left_alone_in_a_folder_is_said(tmp_path: Path) -> None:
     for name in (
         "a.MP4",

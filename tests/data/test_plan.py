@@ -139,6 +139,17 @@ def test_unreadable_files_carry_their_reason(root: Path) -> None:
         plan(root, **BUCKETS)
 
 
+def test_a_table_in_the_folder_is_named_where_captions_are_missing(tmp_path: Path, make_image) -> None:
+    make_image(tmp_path / "still.png")
+    with pytest.raises(DataError, match=r"1 of 1 file cannot be used; repair them; .* skip leaves such files out\n"):
+        plan(tmp_path, **BUCKETS)
+    (tmp_path / "captions.jsonl").touch()
+    with pytest.raises(
+        DataError, match=r"; if captions\.jsonl has the captions, give --dataset_file '.*captions\.jsonl'\n"
+    ):
+        plan(tmp_path, **BUCKETS)
+
+
 def test_default_buckets_are_noted_and_reject_nothing(root: Path) -> None:
     made = plan(root)
     assert len(made.clips) == 4

@@ -7,20 +7,21 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 from finetrainers.config.facts import MEDIA
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.process_state import gc_paused
-from finetrainers.utils.text import plural
+from finetrainers.utils.text import plural, quoted
 
 from ..buckets.bucket_choice import named_buckets
 from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
 from ..buckets.windows import apart, item_of
 from ..reading.datasets import Dataset, media_dir, read_all, read_datasets, repeats_of
-from ..reading.items import DataError, Item, Reading
+from ..reading.items import TABLES, DataError, Item, Reading
 from ..reading.sources.rows import counted, shown
 from .assign_buckets import Part, assign_buckets
 from .batch_counts import count_batches
@@ -144,6 +145,8 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
             way_out += (
                 "; --caption_missing empty trains without captions where there are none, and skip leaves such files out"
             )
+            if (table := _table_in(data)) is not None:
+                way_out += f"; if {table.name} has the captions, give --dataset_file {quoted(str(table))}"
         return DataError(f"{len(rejected)} of {plural(len(items), 'file')} cannot be used{way_out}", rejected)
     if 0 < data.eval_num_items >= usable:
         left = f"leaves nothing to train on: there are {plural(usable, 'usable item')}"
@@ -155,6 +158,13 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
             "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end drop"
         )
     return None
+
+
+def _table_in(data: DataSection) -> Path | None:
+    """A file in the folder of clips that may list them, and is not read because nobody names it."""
+    if data.dataset_file is not None or data.data_root is None or not data.data_root.is_dir():
+        return None
+    return next((one for one in sorted(data.data_root.iterdir()) if one.suffix in TABLES and one.is_file()), None)
 
 
 def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[int]) -> None:

@@ -28,7 +28,7 @@ from .status import Unusable, UnusableError
 
 Kind = Literal["video", "image"]
 
-_TABLES = (".csv", ".json", ".jsonl")
+TABLES = (".csv", ".json", ".jsonl")
 _IMAGES = tuple(IMAGE_SUFFIXES)
 
 
@@ -154,6 +154,11 @@ def _items(
 
 def _root(data: DataSection) -> Root:
     if data.data_root is not None and not data.data_root.is_dir():
+        if data.data_root.suffix in TABLES and data.data_root.is_file() and data.dataset_file is None:
+            place = quoted(str(data.data_root))
+            raise DataError(
+                f"data_root {place} is not a folder but a file; if it lists clips, give --dataset_file {place}"
+            )
         raise DataError(f"data_root {quoted(str(data.data_root))} {not_there(data.data_root, folder=True)}")
     if data.data_root is not None:
         folder = data.data_root
@@ -173,7 +178,7 @@ def _rows(data: DataSection, root: Root, media_dir: Path | None, found: Findings
     file = data.dataset_file
     if file is None and data.hf_dataset is None:
         return folder.read_folder(root, data, found)
-    if file is not None and file.suffix.lower() in _TABLES:
+    if file is not None and file.suffix.lower() in TABLES:
         return tables.read_table(file, data, found)
     is_tar = file is not None and file.name.lower().endswith(tars.SUFFIXES)
     if not is_tar and file is not None and file.suffix.lower() != ".parquet":
