@@ -83,7 +83,7 @@ ELSEWHERE = {
     "finetrainers run ": "tests/cli/test_run.py",
     "finetrainers report runs/look": "tests/cli/test_run.py",
     "finetrainers sync": "tests/engine/test_sync.py",
-    "finetrainers doctor": "tests/cli/test_doctor.py and tests/engine/doctor",
+    "finetrainers doctor": "tests/cli/test_doctor.py",
     "ruff check .": "tests/test_lint.py",
 }
 NOT_RUN = {
