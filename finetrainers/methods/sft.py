@@ -62,6 +62,7 @@ class Noised:
         frame_t: that of each frame, where frames differ.
         trained: 1 for frames that the loss counts, 0 for given ones; None: all count.
         meta: see `VideoMeta`.
+        mask: weight of each latent in its sample's loss, `[B, 1, T, H, W]`; None: 1.
     """
 
     x0: Tensor
@@ -71,6 +72,7 @@ class Noised:
     frame_t: Tensor
     trained: Tensor | None
     meta: VideoMeta
+    mask: Tensor | None = None
 
 
 class SFT:
@@ -126,12 +128,16 @@ class SFT:
         # What would multiply by 1 is left out: a step of a small network feels each operation.
         loss = (per_sample if weight is None else weight * per_sample).mean()
         loss = loss if batch.weight == 1.0 else loss * batch.weight
-        return loss, {"loss": loss.detach()}
+        metrics = {"loss": loss.detach()}
+        if batch.mask is not None:  # an error of exactly 0 is that of a sample of which the mask leaves nothing
+            metrics["masked_out"] = (per_sample.detach() == 0).float().mean() * batch.weight
+        return loss, metrics
 
     def _prior_loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         """Mean squared difference between the predictions of the network and of the reference model, with prior prompts.
 
-        The noisy latents are those of the clips' own loss. The metric is the difference without its weight.
+        The noisy latents are those of the clips' own loss. Masks do not weigh it: what a clip does not teach is preserved, too.
+        The metric is the difference without its weight.
         """
         assert self.reference is not None, "prior preservation needs a reference model"
         assert batch.prior is not None, "prior preservation needs prior prompts"
@@ -141,7 +147,7 @@ class SFT:
             teacher = self.spec.predict(network, noised.x_t, noised.frame_t, batch.prior, noised.meta).float()
         student = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.prior, noised.meta)
         error = F.mse_loss(student.float(), teacher, reduction="none")
-        difference = _per_sample(error, noised)[0].mean() * batch.weight
+        difference = _per_sample(error, replace(noised, mask=None))[0].mean() * batch.weight
         return self.prior_weight * difference, {"prior_loss": difference.detach()}
 
     def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
@@ -154,6 +160,7 @@ class SFT:
         """Mean squared error of the prediction per sample `[B]`, over the latents that are not given, and its loss weight `[B]`.
 
         A weight of None is 1 for all. Where latent frames have noise levels of their own, each frame's error is weighted already.
+        With masks the mean is weighted, sum(w error) / sum(w); it is 0 where nothing is left.
 
         Args:
             transformer: the network, or another one of the same model.
@@ -180,7 +187,13 @@ class SFT:
         if context:
             meta = replace(meta, extra={**meta.extra, **context})
         frame_t = t if trained is None else t.view(len(x0), -1) * trained
-        return Noised(x0, eps, self.process.add_noise(x0, eps, frame_t), t, self._told(frame_t, x0), trained, meta)
+        mask = None if batch.mask is None else self.spec.padded(batch.mask)
+        assert mask is None or mask.shape[2:] == x0.shape[2:], (
+            "who predicts a section of clips must cut their masks, too"
+        )
+        return Noised(
+            x0, eps, self.process.add_noise(x0, eps, frame_t), t, self._told(frame_t, x0), trained, meta, mask
+        )
 
     def _times(self, generators: Sequence[torch.Generator], x0: Tensor, quantile: float | None) -> Tensor:
         """Process time of each sample `[B]`, or of each of its latent frames `[B, T]`; `quantile` is the same for all."""
@@ -231,12 +244,15 @@ class SFT:
 
 def _per_sample(error: Tensor, noised: Noised, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Means `[B]` of an error over latents that are not given, and the loss weight that is left to multiply them."""
-    trained = noised.trained
-    if trained is None and noised.t.ndim == 1:
+    trained, mask = noised.trained, noised.mask
+    if trained is None and mask is None and noised.t.ndim == 1:
         return error.flatten(1).mean(1), weight
     # A given frame is an input, not something to predict: it leaves the loss and the mean.
-    per_frame = error.mean(dim=(1, 3, 4))
-    trained = torch.ones_like(noised.frame_t) if trained is None else trained
+    per_frame = (error if mask is None else error * mask).mean(dim=(1, 3, 4))
+    trained = torch.ones_like(per_frame) if trained is None else trained
     if weight is not None and weight.ndim == 2:
         per_frame, weight = per_frame * weight, None
-    return (per_frame * trained).sum(1) / trained.sum(1), weight
+    if mask is None:
+        return (per_frame * trained).sum(1) / trained.sum(1), weight
+    total = (mask.mean(dim=(1, 3, 4)) * trained).sum(1)
+    return (per_frame * trained).sum(1) / torch.where(total > 0, total, 1.0), weight

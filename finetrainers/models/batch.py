@@ -151,6 +151,7 @@ class Batch:
         clip: what else `ModelSpec.encode_clip` made of the clips, by name, batch first.
         weight: this micro-batch's share of the optimizer step, so that the step's losses sum to its mean.
         prior: text conditioning of the samples' prior prompts, where there are any.
+        mask: weight of each latent in its sample's loss, from 0 to 1, `[B, 1, T, H, W]`; None: no clip of the run has a mask.
     """
 
     moments: Tensor
@@ -160,6 +161,7 @@ class Batch:
     clip: Mapping[str, Tensor] = field(default_factory=dict)
     weight: float = 1.0
     prior: Conditions | None = None
+    mask: Tensor | None = None
 
     def __len__(self) -> int:
         return self.moments.shape[0]
@@ -181,6 +183,7 @@ class Batch:
             clip={name: tensor[rows] for name, tensor in self.clip.items()},
             weight=weight,
             prior=None if self.prior is None else self.prior.rows(rows),
+            mask=None if self.mask is None else self.mask[rows],
         )
 
     def split(self, pieces: int) -> list[Batch]:
