@@ -301,12 +301,13 @@ def _parser() -> CommandParser:
 def _models(_: argparse.Namespace | None) -> int:
     from finetrainers.models.registry import families
 
-    print(f"{'name':<16}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}first frame")
+    print(f"{'name':<16}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}given frames")
     for name, family in families().items():
         facts, g = family.facts, family.facts.geometry
         process = "flow matching" if facts.is_flow else "v-prediction"
-        first = {"none": "no", "tokens": "yes"}.get(facts.first_frame, "with I2V weights")
-        print(f"{name:<16}{f'{g.temporal}k+1':<10}{g.size_multiple:<15}{g.fps:<6g}{process:<16}{first}")
+        first = {"none": "none", "tokens": "the first"}.get(facts.first_frame, "the first, with I2V weights")
+        given = "any" if facts.any_frame else first
+        print(f"{name:<16}{f'{g.temporal}k+1':<10}{g.size_multiple:<15}{g.fps:<6g}{process:<16}{given}")
     return 0
 
 

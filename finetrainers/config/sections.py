@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
 from .attention import AttnBackendName, backend_name
 from .base import Section
+from .frame_conditioning import FrameKinds
 from .option import option
 from .rewards import Reward
 from .values import (
@@ -186,6 +187,9 @@ class DataSection(Section):
     sliding_window_stride: int = option(1, "Frames between the starts of neighboring windows. A larger stride gives "
         "fewer windows.", resume="data", needs="sliding_window_size", scope="dataset",
         former_name="framepack_window_stride", ge=1)
+    window_context: int = option(0, "Latent frames at the beginning of every sliding window but a clip's first that are "
+        "given clean, as what comes before, so that the model learns to continue clips.", resume="free",
+        needs="sliding_window_size", ge=0)
     sliding_window_latents: Literal["encode", "slice"] = option("encode", "Encode each window by itself, or slice its "
         "latents from those of the whole clip. Slicing is cheaper with `precompute_conditions`, but the first latent "
         "of a window then holds several frames instead of one.", resume="data", needs="sliding_window_size",
@@ -207,6 +211,9 @@ class DataSection(Section):
         "takes on extra channels, as in its pretraining.", resume="free")
     first_frame_conditioning_p: float | None = option(None, "Probability, per sample, that the first frame is given "
         "(image-to-video). The default depends on the model.", resume="free", ge=0, le=1)
+    frame_conditioning: FrameKinds | None = option(None, "Clean frames that samples are given, and the probability of "
+        "each kind, per sample: first=0.1,last=0.05,prefix:9=0.05. Kinds: first, last, first+last, prefix[:F], "
+        "suffix[:F], prefix+suffix, frame, span, interpolate, random.", resume="free")
     max_bad_samples: int = option(0, "Maximum number of unusable files before training starts. Each is named and left "
         "out; more are an error.", resume="free", ge=0)
     max_bad_share: float = option(0.01, "Maximum fraction of files that may fail to decode during training; one file "

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from finetrainers.config.frame_conditioning import FrameConditioning, chosen_kinds
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
@@ -63,8 +64,9 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     method_spec(config).check(plan, config, spec=spec)
     check_number_of_blocks(config, spec)
     scheduler = spec.load_scheduler()
-    first_frame_p = first_frame_probability(config, spec)
-    _print_notes(checked, spec, first_frame_p)
+    data = config.data
+    frame_conditioning = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
+    _print_notes(checked, spec, frame_conditioning)
 
     # Phases 1 and 2: text encoders, then the VAE.
     texts, encoded = load_texts(checked, spec, parallel, watchdog, samples_in=_sampling_dtype(config, parallel))
@@ -83,7 +85,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     method = load_method(config.training.method)(
         MethodParts(
             config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler, geometry=spec.facts.geometry,
-            vae_stats=vae_stats, first_frame_p=first_frame_p, source=source, parallel=parallel, network=network,
+            vae_stats=vae_stats, frame_conditioning=frame_conditioning, source=source, parallel=parallel, network=network,
             weights_dtype=trainable_dtype(config),
         )
     )  # fmt: skip
@@ -106,10 +108,11 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
 
 
-def _print_notes(checked: Preflight, spec: ModelSpec, first_frame_p: float) -> None:
+def _print_notes(checked: Preflight, spec: ModelSpec, kinds: FrameConditioning) -> None:
     """Defaults that the model's own files have decided."""
-    if first_frame_p > 0 and checked.config.data.first_frame_conditioning_p is None and checked.plan.encodes_clips:
-        print_line(f"note: {first_frame_p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
+    data = checked.config.data
+    if kinds and data.first_frame_conditioning_p is data.frame_conditioning is None and checked.plan.encodes_clips:
+        print_line(f"note: {kinds[0].p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
     tiled = dict.fromkeys("x".join(map(str, size)) for size in checked.sizes if spec.tiles_by_size(size))
     if tiled:
         print_line(f"note: the VAE works on tiles of {', '.join(tiled)}, to take less than 24 GiB (--no-enable_tiling)")
@@ -227,12 +230,6 @@ def _start_records(state: TrainState, checked: Preflight) -> None:
         state.run_dir.event("origin", step=state.step, **parts)
     if state.parallel.is_main:
         checked.plan.write(state.run_dir.root / "manifest.jsonl")
-
-
-def first_frame_probability(config: TrainConfig, spec: ModelSpec) -> float:
-    """How often training shows the clean first frame: as asked, else as the model was trained."""
-    asked = config.data.first_frame_conditioning_p
-    return spec.facts.first_frame_p if asked is None or spec.facts.first_frame == "none" else asked
 
 
 def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from finetrainers.config.frame_conditioning import FrameConditioning
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.process import Process
@@ -36,7 +37,7 @@ class MethodParts(Generic[Source]):
     Attributes:
         config: the resolved configuration.
         spec, process, scheduler, geometry, vae_stats: the loaded checkpoint's description.
-        first_frame_p: probability, per sample, of conditioning on the clean first frame.
+        frame_conditioning: kinds of clean frames that samples are given, with the probability of each.
         source: what feeds the method; see `MethodSpec.source`.
         parallel: the processes of the run.
         network: the trained network below its wrappers, for what concerns its adapters.
@@ -49,7 +50,7 @@ class MethodParts(Generic[Source]):
     scheduler: Any
     geometry: Geometry
     vae_stats: VAEStats
-    first_frame_p: float
+    frame_conditioning: FrameConditioning
     source: Source
     parallel: Any
     network: nn.Module

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from finetrainers.config.frame_conditioning import draw_frames
+from finetrainers.data.buckets.windows import is_first
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.models.spec import Batch, VideoMeta
@@ -94,11 +96,11 @@ class SFT:
         )
         #: Transformer tokens per latent cell, for resolution-dependent shifts.
         self.tokens_per_latent = 1 / (geometry.patch_t * geometry.patch**2)
-        self.first_frame_p = parts.first_frame_p
-        #: A first frame that is given in some steps changes the shape of noise levels, and compiled blocks need a graph for each.
-        self.one_shape = (
-            config.memory.compile != "none" and parts.spec.facts.first_frame == "tokens" and parts.first_frame_p > 0
-        )
+        self.given_kinds, self.window_context = parts.frame_conditioning, config.data.window_context
+        self.temporal = geometry.temporal
+        #: Frames that are given in some steps change the shape of noise levels, and compiled blocks need a graph for each.
+        gives_tokens = parts.spec.facts.first_frame == "tokens" and (self.given_kinds or self.window_context)
+        self.one_shape = config.memory.compile != "none" and bool(gives_tokens)
         self.seed = config.training.seed
         self.batches = parts.source
         self.prior_weight = config.sft.prior_preservation_weight
@@ -183,7 +185,7 @@ class SFT:
         eps = standard_normal(generators, x0.shape[1:], device)
         t = self._times(generators, x0, quantile)
 
-        meta, trained = self.spec.condition(batch, x0, self._given_first_frame(batch, purpose), self.vae_stats)
+        meta, trained = self.spec.condition(batch, x0, self._given_frames(batch, x0.shape[2], purpose), self.vae_stats)
         if context:
             meta = replace(meta, extra={**meta.extra, **context})
         frame_t = t if trained is None else t.view(len(x0), -1) * trained
@@ -211,14 +213,21 @@ class SFT:
         frames = x0.shape[2]
         return t[:, None].expand(-1, frames) if self.one_shape and t.ndim == 1 and frames > 1 else t
 
-    def _given_first_frame(self, batch: Batch, purpose: str) -> list[bool]:
-        """Which samples see their clean first frame; a coin per sample, on the host, so that nothing waits."""
-        if self.first_frame_p == 0.0:
-            return [False] * len(batch)
-        return [
-            random.Random(derive_seed(self.seed, purpose, "first_frame", *key)).random() < self.first_frame_p
-            for key in batch.sample_keys
-        ]
+    def _given_frames(self, batch: Batch, frames: int, purpose: str) -> list[Collection[int]]:
+        """Which of so many latent frames each sample is given clean; drawn on the host, so that nothing waits.
+
+        Windows from within a clip are given their context, and all other samples what is drawn for them.
+        """
+
+        def drawn(key: tuple[int, int]) -> Collection[int]:
+            if self.window_context and not is_first(key[1]):
+                return range(self.window_context)
+            if not self.given_kinds:
+                return ()
+            rng = random.Random(derive_seed(self.seed, purpose, "first_frame", *key))
+            return draw_frames(self.given_kinds, frames, self.temporal, rng)
+
+        return [drawn(key) for key in batch.sample_keys]
 
     @property
     def evaluates(self) -> bool:

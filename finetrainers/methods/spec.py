@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from finetrainers.config.checks.frames import length_problems
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
@@ -272,6 +273,8 @@ class MethodSpec:
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
         """What a checkpoint cannot do with the plan. It is asked about checkpoints whose configs are known."""
         yield from rewards_without_images(self.rewards(config))
+        for option, reason in length_problems(config.data, facts, plan.buckets) if plan.encodes_clips else ():
+            yield Problem(f"--{option}", reason)
 
     def rewards(self, config: TrainConfig) -> list[RewardEntry]:
         """All rewards that a run loads."""

@@ -30,6 +30,7 @@ def ltx_video(configs: Configs) -> Facts:
             pixels=32,
         ),
         first_frame="tokens",
+        any_frame=True,
         first_frame_p=0.1,
         heads=transformer.get("num_attention_heads", 32),
         least_steps=2,  # its schedule is stretched to end at a level of its own, which one step leaves undefined

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -395,7 +395,7 @@ class ModelSpec(ABC):
         return self.padded(latents_BCTHW), {}
 
     def condition(
-        self, batch: Batch, x0: Tensor, given: Sequence[bool], vae_stats: VAEStats
+        self, batch: Batch, x0: Tensor, given: Sequence[Collection[int]], vae_stats: VAEStats
     ) -> tuple[VideoMeta, Tensor | None]:
         """How given frames and further media reach the network, and which latent frames are noised and trained.
 
@@ -404,7 +404,7 @@ class ModelSpec(ABC):
         Args:
             batch: what was encoded of the clips.
             x0: what `section` gives of its clean latents, `[B, C, T, H, W]`.
-            given: which samples see their first frame.
+            given: indexes of the latent frames that each sample is given: the first or none, unless `Facts.any_frame`.
             vae_stats: normalization constants of the VAE.
 
         Returns:
@@ -418,11 +418,12 @@ class ModelSpec(ABC):
         if kind == "channels":
             assert FIRST_FRAME in batch.clip, "this model takes a first frame; the loader must encode it"
             latents = self.latents(batch.clip[FIRST_FRAME], None, vae_stats)
-            shown = torch.tensor(given, device=latents.device).view(-1, 1, 1, 1, 1)
+            shown = torch.tensor([*map(bool, given)], device=latents.device).view(-1, 1, 1, 1, 1)
             return replace(meta, extra={**meta.extra, "first_frame": latents * shown}), None
         if kind == "tokens" and any(given) and x0.shape[2] > 1:  # an image has nothing left to predict
             trained = torch.ones(len(batch), x0.shape[2])  # on the host, since a list as an index waits for the device
-            trained[list(given), 0] = 0.0
+            for row, frames in enumerate(given):
+                trained[row, list(frames)] = 0.0
             return meta, trained.to(x0.device)
         return meta, None
 

@@ -73,7 +73,7 @@ def test_other_derived_sets_are_what_they_were():
     assert those(section="data", scope="run") == {
         "dataset", "bucket_keep_prob", "bucket_fall_shorter", "sliding_window_latents", "probe_dir", "caption_dropout_p",
         "caption_dropout_technique", "precompute_conditions", "precompute_dir", "precompute_batch_size",
-        "first_frame_conditioning_p", "first_frame_noise", "max_bad_samples", "max_bad_share", "eval_num_items",
+        "first_frame_conditioning_p", "frame_conditioning", "window_context", "first_frame_noise", "max_bad_samples", "max_bad_share", "eval_num_items",
     }  # fmt: skip
     assert those(scope="dataset") <= those(section="data")
     assert those(place="model") == {"pretrained_model_name_or_path", "part", *MODEL_PARTS}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetrainers.config.frame_conditioning import read_frame_conditioning
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DiffusionSection, ModelSection
 from finetrainers.methods.base import MethodParts
@@ -29,7 +30,8 @@ class Setting:
         repository: Path,
         family: str,
         *,
-        first_frame_p: float = 0.0,
+        given: str = "",
+        window_context: int = 0,
         prior_preservation_weight: float = 0.0,
         **diffusion: Any,
     ) -> None:
@@ -46,22 +48,24 @@ class Setting:
         self.process = self.spec.process(self.scheduler)
         self.parts: Any = MethodParts(
             config=TrainConfig(
-                model=self.spec.config, diffusion=DiffusionSection(**diffusion), training={"seed": SEED},  # type: ignore[arg-type]
+                model=self.spec.config, diffusion=DiffusionSection(**diffusion), data={"window_context": window_context}, training={"seed": SEED},  # type: ignore[arg-type]
                 sft={"prior_preservation_weight": prior_preservation_weight},  # type: ignore[arg-type]
             ),
             spec=self.spec, process=self.process, scheduler=self.scheduler, geometry=self.spec.facts.geometry,
-            vae_stats=self.spec.vae_stats(self.vae), first_frame_p=first_frame_p, source=None, parallel=None,
+            vae_stats=self.spec.vae_stats(self.vae), frame_conditioning=read_frame_conditioning(given), source=None, parallel=None,
             network=torch.nn.Identity(), weights_dtype=torch.float32,
         )  # fmt: skip
         self.method = SFT(self.parts)
         self.method.tokens_per_latent = 0.25
         self.seen: list[tuple[Tensor, Tensor, Conditions, VideoMeta]] = []
+        self.answers: list[Tensor] = []
         self.spec.predict = self._predict  # type: ignore[method-assign]
 
     def _predict(self, transformer: Any, x: Tensor, t: Tensor, conditions: Conditions, meta: VideoMeta) -> Tensor:
         self.seen.append((x.clone(), t.clone(), conditions, meta))
         answers = [torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(i)) for i in range(len(x))]
-        return torch.stack(answers).requires_grad_()
+        self.answers.append(torch.stack(answers).requires_grad_())
+        return self.answers[-1]
 
 
 def make_batch(

@@ -16,6 +16,7 @@ from derived import KEYS, SEED, Setting, derive, make_batch, normalize
 from every_family import FAMILIES
 from torch import Tensor
 
+from finetrainers.config.frame_conditioning import KINDS, draw_frames
 from finetrainers.methods.base import standard_normal
 from finetrainers.models.spec import Conditions
 from finetrainers.utils.seeding import derive_seed
@@ -162,7 +163,7 @@ def test_resolution_shift_counts_tokens(tiny_repo: Callable[..., Path]) -> None:
 
 
 def test_a_first_frame_given_as_tokens_is_clean_and_leaves_the_loss(tiny_repo: Callable[..., Path]) -> None:
-    setting = Setting(tiny_repo("ltx_video"), "ltx_video", first_frame_p=0.5)
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", given="first=0.5")
     keys = [(0, item) for item in range(6)]
     batch = make_batch(setting, keys=keys)
     loss, _ = setting.method.loss(torch.nn.Identity(), batch)
@@ -185,8 +186,46 @@ def test_a_first_frame_given_as_tokens_is_clean_and_leaves_the_loss(tiny_repo: C
     close(loss, sum(errors) / 6)
 
 
+#: Latent frames that each kind gives of five; the others draw theirs.
+GIVEN = {
+    "first": {0}, "last": {4}, "first+last": {0, 4}, "prefix:5": {0, 1, 2}, "suffix:4": {3, 4}, "prefix": {0},
+    "suffix": {4}, "prefix+suffix": {0, 4}, "frame": None, "span": None, "interpolate": None, "random": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_frames_of_every_kind_are_clean_and_leave_the_loss(kind: str, tiny_repo: Callable[..., Path]) -> None:
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", given=f"{kind}=1", window_context=2)
+    assert set(GIVEN) == set(KINDS) - {"prefix", "suffix"} | {"prefix", "prefix:5", "suffix", "suffix:4"}
+    setting.method.temporal = 2
+    within = (1, 4 + (3 << 32))  # the fourth window of item 4
+    batch = make_batch(setting, frames=5, keys=[(0, 0), (0, 1), (0, 2), (3, 0), within])
+    loss, _ = setting.method.loss(torch.nn.Identity(), batch)
+    loss.backward()
+    ((x, t, _, meta),), (answers,) = setting.seen, setting.answers
+    assert not meta.extra
+    assert t.shape == (5, 5)
+    errors = []
+    for row, expected in enumerate(derive(setting, "ltx_video", batch, "train", uniform)):
+        given = {frame for frame in range(5) if t[row, frame] == 0.0}
+        if batch.sample_keys[row] == within:
+            assert given == {0, 1}  # its context, whatever else is drawn
+        elif GIVEN[kind] is not None:
+            assert given == GIVEN[kind]
+        else:
+            rng = random.Random(derive_seed(SEED, "train", "first_frame", *batch.sample_keys[row]))
+            assert given == set(draw_frames(setting.method.given_kinds, 5, 2, rng))
+        rest = [frame for frame in range(5) if frame not in given]
+        for frame in range(5):
+            close(x[row, :, frame], expected["x0" if frame in given else "x"][:, frame])
+            assert bool(answers.grad[row, :, frame].any()) == (frame in rest)
+        close(t[row, rest], [expected["t"]] * len(rest))
+        errors.append(((answer(row, expected["x"].shape) - expected["target"]) ** 2)[:, rest].mean())
+    close(loss, sum(errors) / 5)
+
+
 def test_an_image_has_no_first_frame_to_give(tiny_repo: Callable[..., Path]) -> None:
-    setting = Setting(tiny_repo("ltx_video"), "ltx_video", first_frame_p=1.0)
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", given="first=1")
     batch = make_batch(setting, frames=1)
     loss, _ = setting.method.loss(torch.nn.Identity(), batch)
     expected = derive(setting, "ltx_video", batch, "train", uniform)
@@ -200,7 +239,7 @@ def test_every_latent_frame_has_a_noise_level_of_its_own(
 ) -> None:
     """Diffusion forcing: each frame is noised, weighted and averaged by itself; a given one is clean and leaves the loss."""
     scheme = "cosmap" if family == "ltx_video" else "none"
-    setting = Setting(tiny_repo(family), family, first_frame_p=first_frame_p, flow_weighting_scheme=scheme)
+    setting = Setting(tiny_repo(family), family, given=f"first={first_frame_p}", flow_weighting_scheme=scheme)
     setting.spec.noise_per = "frame"
     batch = make_batch(setting)
     loss, _ = setting.method.loss(torch.nn.Identity(), batch)
@@ -281,7 +320,7 @@ def test_a_section_of_the_clip_is_predicted_and_the_rest_given(tiny_repo: Callab
 
 @pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
 def test_a_first_frame_given_as_channels_is_clean_or_zero(probability: float, tiny_repo: Callable[..., Path]) -> None:
-    setting = Setting(tiny_repo("cogvideox", version="i2v"), "cogvideox", first_frame_p=probability)
+    setting = Setting(tiny_repo("cogvideox", version="i2v"), "cogvideox", given=f"first={probability}")
     keys = [(1, item) for item in range(6)]
     batch = make_batch(setting, keys=keys)
     loss, _ = setting.method.loss(torch.nn.Identity(), batch)
@@ -312,7 +351,7 @@ def test_randomness_belongs_to_the_sample_not_to_its_place(tiny_repo: Callable[.
 
 
 def test_inputs_are_not_changed(tiny_repo: Callable[..., Path]) -> None:
-    setting = Setting(tiny_repo("ltx_video"), "ltx_video", first_frame_p=1.0)
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", given="first=1")
     batch = make_batch(setting)
     copy = replace(batch, moments=batch.moments.clone())
     setting.method.loss(torch.nn.Identity(), batch)

@@ -245,7 +245,7 @@ def encoded_control(checkpoint: Checkpoint, control: torch.Tensor) -> VideoMeta:
     encoders = spec.load_clip_encoders()
     clip = spec.encode_clip(encoders, torch.zeros_like(control), None, {"control_video": control})
     batch = Batch(clip.pop("moments"), checkpoint.conditions.rows([0]), META, [(0, 0)], clip)
-    return spec.condition(batch, latents(), [False], spec.vae_stats(encoders["vae"]))[0]
+    return spec.condition(batch, latents(), [()], spec.vae_stats(encoders["vae"]))[0]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from ..facts import Facts
 from ..root import TrainConfig, fields
 from ..sections import DataSection
 from .findings import Findings
-from .windows import slice_problem, window_warnings
+from .frames import check_frames
+from .windows import window_warnings
 
 _TABLES = (".csv", ".json", ".jsonl", ".parquet")
 
@@ -20,15 +21,13 @@ def check_data(config: TrainConfig, facts: Facts, found: Findings) -> None:
     given = [name for name in type(data).model_fields if config.changed(name)]
     check_dataset(data, given=given, found=found)
     found.warnings += window_warnings(config)
-    if (problem := slice_problem(data, first_frame=facts.first_frame)) is not None:
-        found.error(*problem)
     others = [name for name, _ in data.extra_columns if name not in facts.media]
     if others and facts.first_frame != "unknown":
         takes = " and ".join(facts.media) or "nothing but clips"
         found.warnings.append(f"--extra_columns {' '.join(others)} has no effect: this checkpoint takes {takes}")
     _check_precomputation(config, found)
     _check_batch_sizes(config, found)
-    _check_first_frame(config, facts, found)
+    check_frames(config, facts, found)
     if config.validation.eval_steps and not data.eval_num_items and not config.validation.eval_reward:
         message = "the evaluation loss needs held-out items; set --eval_num_items, or score samples with --eval_reward"
         found.error("eval_steps", message)
@@ -62,15 +61,6 @@ def _check_batch_sizes(config: TrainConfig, found: Findings) -> None:
         buckets = [bucket for bucket, _ in entries]
         for bucket in sorted({bucket for bucket in buckets if buckets.count(bucket) > 1}):
             found.error(option, f"{'x'.join(map(str, bucket))} is named twice")
-
-
-def _check_first_frame(config: TrainConfig, facts: Facts, found: Findings) -> None:
-    if facts.first_frame in ("none", "tokens") and config.changed("first_frame_noise"):
-        found.warnings.append(
-            f"--first_frame_noise has no effect: this {config.model.model_name} takes no first frame on extra channels"
-        )
-    if facts.first_frame == "none" and config.data.first_frame_conditioning_p:
-        found.error("first_frame_conditioning_p", f"this {config.model.model_name} takes no first frame; remove it")
 
 
 def check_dataset(data: DataSection, *, given: Collection[str], found: Findings) -> None:

@@ -80,6 +80,8 @@ def _check_image_text(config: TrainConfig, facts: Facts, found: Findings) -> Non
     why = "the text encoder of this checkpoint sees the image"
     if config.data.first_frame_conditioning_p not in (None, 1.0):
         found.error("first_frame_conditioning_p", f"{why}, so every clip is given its first frame; remove it")
+    if config.data.frame_conditioning is not None:
+        found.error("frame_conditioning", f"{why}, so every clip is given its first frame; remove it")
     if config.sft.prior_preservation_weight > 0:
         found.error("prior_preservation_weight", f"{why}, with which prior prompts are not encoded; set it to 0")
     if config.grpo.rollout_cfg != 1.0:

@@ -36,22 +36,3 @@ def window_warnings(config: TrainConfig) -> list[str]:
         f"every bucket of videos cuts clips to {data.sliding_window_size} frames, which is one window of "
         "--sliding_window_size; give the buckets the length of the clips"
     ]
-
-
-def slice_problem(data: DataSection, *, first_frame: str) -> tuple[str, str] | None:
-    """Why latents cannot be sliced for a model with this kind of first frame, as (option, reason); or None."""
-    has_windows = data.sliding_window_size is not None or data.dataset is not None
-    if not has_windows or data.sliding_window_latents == "encode":
-        return None
-    if first_frame == "channels":
-        return (
-            "sliding_window_latents",
-            "this checkpoint is given each window's first frame, which must be encoded alone; use encode",
-        )
-    if first_frame == "tokens" and data.first_frame_conditioning_p != 0:
-        return (
-            "first_frame_conditioning_p",
-            "with --sliding_window_latents slice, a window's first latent stands for several frames, so it cannot be "
-            "given as the first frame; set it to 0",
-        )
-    return None

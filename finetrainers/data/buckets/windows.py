@@ -50,6 +50,11 @@ def item_of(index: int) -> int:
     return index & ((1 << _ITEM_BITS) - 1)
 
 
+def is_first(index: int) -> bool:
+    """Whether an example is the first window of its item, or no window."""
+    return index >> _ITEM_BITS == 0
+
+
 def with_window_buckets(data: DataSection) -> DataSection:
     """The options as those of a clip that is a window: buckets of videos have its length, those of images stay."""
     size = data.sliding_window_size

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetrainers.config.checks.windows import slice_problem
+from finetrainers.config.checks.frames import frame_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import Batch, ModelSpec, Parts, tiled_for_memory
@@ -256,9 +256,8 @@ def _check_options(config: TrainConfig, spec: ModelSpec) -> None:
     Raises:
         ConfigError: they do not go together.
     """
-    problems = []
-    if (problem := slice_problem(config.data, first_frame=spec.facts.first_frame)) is not None:
-        problems.append(Problem(f"--{problem[0]}", problem[1]))
+    found = frame_problems(config.data, spec.facts, model=spec.name)
+    problems = [Problem(f"--{option}", reason) for option, reason in found]
     if sorted(takes := spec.facts.media) != sorted(dict(config.data.extra_columns)):
         message = f"this checkpoint takes {' and '.join(takes) or 'nothing'} with each clip; name the columns"
         problems.append(Problem("--extra_columns", message))

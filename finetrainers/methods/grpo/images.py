@@ -62,7 +62,7 @@ class ImageConditioning:
         given = Batch(moments, Conditions({}), VideoMeta(fps=torch.ones(1)), [(0, 0)], rest)
         latents = self.spec.latents(moments, None, self.vae_stats)
         clip = torch.zeros(1, latents.shape[1], *self.frames)
-        meta, trained = self.spec.condition(given, clip, [True], self.vae_stats)
+        meta, trained = self.spec.condition(given, clip, [(0,)], self.vae_stats)
         return meta.extra, None if trained is None else latents
 
 

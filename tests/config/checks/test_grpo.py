@@ -230,7 +230,7 @@ OF_CLIPS = {
     "frame_selection": "middle", "video_backend": "pyav", "sliding_window_size": 17, "sliding_window_stride": 4,
     "sliding_window_latents": "slice", "target_fps": 8, "caption_dropout_p": 0.5, "caption_dropout_technique": "zero",
     "remove_common_llm_caption_prefixes": True, "precompute_conditions": True, "precompute_batch_size": 2, "first_frame_conditioning_p": 0.5,
-    "first_frame_noise": False,
+    "first_frame_noise": False, "frame_conditioning": "last=0.1", "window_context": 1,
     "max_bad_samples": 1, "max_pixels": 10**9, "probe_dir": "x", "max_bad_share": 0.5, "eval_num_items": 1, "flow_resolution_shifting": True, "flow_base_seq_len": 10,
     "flow_max_seq_len": 20, "flow_base_shift": 0.1, "flow_max_shift": 0.2, "flow_shift": 2.0,
     "flow_weighting_scheme": "mode", "flow_logit_mean": 0.1, "flow_logit_std": 2.0, "flow_mode_scale": 1.0,

@@ -15,7 +15,7 @@ GEOMETRY = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24)
 def findings(first_frame: str = "none", **options: object) -> Findings:
     data = {} if "dataset" in options else {"data_root": "x"}
     config = load_config(model_name="m", pretrained_model_name_or_path="repo", **data, **options)
-    facts = Facts(GEOMETRY, first_frame=first_frame)
+    facts = Facts(GEOMETRY, first_frame=first_frame, any_frame=first_frame == "tokens")
     return check_config(config, facts=facts, prompts=[], world_size=1)
 
 

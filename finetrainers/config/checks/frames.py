@@ -1,0 +1,67 @@
+"""Rules of clean frames that samples are given: what a model takes, and what leaves something to train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..facts import Facts
+from ..frame_conditioning import FrameConditioning, chosen_kinds
+from ..root import TrainConfig
+from ..sections import DataSection
+from .findings import Findings
+
+Problems = Iterator[tuple[str, str]]
+
+
+def check_frames(config: TrainConfig, facts: Facts, found: Findings) -> None:
+    """Check the options of given frames against what the model takes."""
+    data, model = config.data, config.model.model_name
+    if facts.first_frame in ("none", "tokens") and config.changed("first_frame_noise"):
+        found.warnings.append(f"--first_frame_noise has no effect: this {model} takes no first frame on extra channels")
+    if data.frame_conditioning is not None and data.first_frame_conditioning_p is not None:
+        found.error("frame_conditioning", "says how often the first frame is given, too; give one of the two options")
+    if facts.first_frame == "none" and data.first_frame_conditioning_p:
+        found.error("first_frame_conditioning_p", f"this {model} takes no first frame; remove it")
+    for problem in frame_problems(data, facts, model=model):
+        found.error(*problem)
+
+
+def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Problems:
+    """Kinds of given frames that a model or the windows of a dataset cannot give, as (option, reason)."""
+    kinds = data.frame_conditioning or ()
+    others = [kind.label for kind in kinds if kind.name != "first"]
+    at_start = [kind.label for kind in kinds if kind.name not in ("last", "suffix")]
+    way_out = "--list_models says which models take any"
+    if facts.first_frame == "none" and kinds:
+        yield "frame_conditioning", f"this {model} takes no given frames; {way_out}"
+    elif others and not facts.any_frame:
+        yield "frame_conditioning", f"this {model} takes the first frame alone, not {', '.join(others)}; {way_out}"
+    if data.window_context and not facts.any_frame:
+        yield "window_context", f"this {model} cannot be given frames before a window; {way_out}"
+    has_windows = data.sliding_window_size is not None or data.dataset is not None
+    if not has_windows or data.sliding_window_latents == "encode":
+        return
+    if facts.first_frame == "channels":
+        yield (
+            "sliding_window_latents",
+            "this checkpoint is given each window's first frame, which must be encoded alone; use encode",
+        )
+    elif facts.first_frame == "tokens":
+        why = "a window's first latent stands for several frames, so it cannot be given as the first frame"
+        if data.frame_conditioning is None and data.first_frame_conditioning_p != 0:
+            yield "first_frame_conditioning_p", f"with --sliding_window_latents slice, {why}; set it to 0"
+        for label in at_start:
+            yield "frame_conditioning", f"{label}: with --sliding_window_latents slice, {why}; remove it"
+
+
+def length_problems(data: DataSection, facts: Facts, buckets: Iterable[tuple[int, int, int]]) -> Problems:
+    """Kinds that buckets, in frames x height x width, are too short for, as (option, reason); images are given none of them."""
+    kinds: FrameConditioning = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, facts)
+    lengths = sorted({frames for frames, _, _ in buckets if frames > 1})
+    for kind in kinds if facts.any_frame else ():
+        reasons = [reason for frames in lengths if (reason := kind.problem(frames, facts.geometry.temporal))]
+        if reasons:
+            yield "frame_conditioning", reasons[0]
+    shortest = facts.geometry.latent_shape(lengths[0], 0, 0)[0] if lengths else 1
+    if 1 < shortest <= data.window_context:
+        yield "window_context", f"leaves nothing to train of windows of {shortest} latent frames; give fewer"

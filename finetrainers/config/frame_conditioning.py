@@ -1,0 +1,199 @@
+"""Clean-frame conditioning: which latent frames of a clip training gives to the network, and how often. Imports no torch.
+
+The kinds are the masks that Open-Sora trains with (`MaskGenerator` in its 1.2), whose names are read, too. A latent frame
+that is given is clean, has noise level 0 and leaves the loss.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+from finetrainers.utils.text import nearest, quoted, shortened
+
+from .facts import Facts
+
+#: Every kind, and what it gives, for `--help` and the documentation. A quarter is that of the latent frames, one at least.
+KINDS = {
+    "first": "the first frame",
+    "last": "the last latent frame",
+    "first+last": "both",
+    "prefix": "the beginning, up to a quarter; `prefix:F` its first F frames",
+    "suffix": "the end, up to a quarter; `suffix:F` its last F frames",
+    "prefix+suffix": "as much of the beginning as of the end, each up to a quarter",
+    "frame": "one latent frame anywhere",
+    "span": "latent frames in a row anywhere, up to a quarter",
+    "interpolate": "every other latent frame",
+    "random": "each latent frame with a probability that is drawn from 0.1 to 0.9",
+}
+#: The names of Open-Sora's masks, its misspelling among them.
+ALIASES = {
+    "image_head": "first",
+    "image_tail": "last",
+    "image_head_tail": "first+last",
+    "image_random": "frame",
+    "quarter_head": "prefix",
+    "quarter_tail": "suffix",
+    "quarter_head_tail": "prefix+suffix",
+    "quarter_random": "span",
+    "intepolate": "interpolate",
+    "identity": "none",
+    "mask_no": "none",
+}
+_OF_LENGTH = ("prefix", "suffix")
+_EXAMPLE = "first=0.1,last=0.05,prefix:9=0.05"
+
+
+@dataclass(frozen=True)
+class FrameKind:
+    """One kind of given frames.
+
+    Attributes:
+        name: in `KINDS`.
+        p: probability, per sample.
+        frames: length of a prefix or suffix in frames of the clip; None: it is drawn.
+    """
+
+    name: str
+    p: float
+    frames: int | None = None
+
+    @property
+    def label(self) -> str:
+        """As it is written, without its probability."""
+        return self.name if self.frames is None else f"{self.name}:{self.frames}"
+
+    def draw(self, latent_frames: int, temporal: int, rng: random.Random) -> Collection[int]:
+        """Indexes of the latent frames that are given, of so many, each of which stands for `temporal` frames."""
+        everything = range(latent_frames)
+        if self.name == "first":
+            return (0,)
+        if latent_frames == 1:  # an image
+            return ()
+        if self.frames is not None:
+            length = -(-(self.frames - 1) // temporal) + 1 if self.name == "prefix" else -(-self.frames // temporal)
+            return everything[:length] if self.name == "prefix" else everything[-length:]
+        if self.name == "interpolate":
+            return everything[rng.randint(0, 1) :: 2]
+        if self.name == "random":
+            p = rng.uniform(0.1, 0.9)
+            given = [k for k in everything if rng.random() < p]
+            return given[:-1] if len(given) == latent_frames else given
+        length = 1 if self.name in ("last", "first+last", "frame") else rng.randint(1, max(1, latent_frames // 4))
+        if self.name in ("frame", "span"):
+            start = rng.randint(0, latent_frames - length)
+            return everything[start : start + length]
+        head = everything[:length] if self.name != "last" and self.name != "suffix" else ()
+        tail = everything[-length:] if self.name != "prefix" else ()
+        return (*head, *tail)
+
+    def problem(self, frames: int, temporal: int) -> str | None:
+        """Why clips of so many frames, not images, cannot be given frames of this kind; None: they can."""
+        latent_frames = (frames - 1) // temporal + 1
+        if self.frames is not None and (self.frames - (self.name == "prefix")) % temporal:
+            wanted = f"1 + a multiple of {temporal}" if self.name == "prefix" else f"a multiple of {temporal}"
+            return f"{self.label} must have {wanted} frames, as latent frames stand for {temporal}"
+        if len(set(self.draw(latent_frames, temporal, random.Random(0)))) >= latent_frames:
+            return f"{self.label} would give all of {frames} frames, and leave nothing to train; use longer clips"
+        return None
+
+
+FrameConditioning = tuple[FrameKind, ...]
+
+
+def draw_frames(kinds: FrameConditioning, latent_frames: int, temporal: int, rng: random.Random) -> Collection[int]:
+    """Latent frames that one sample is given: the first number of `rng` picks one of the kinds, in their order, or none."""
+    coin, reached = rng.random(), 0.0
+    for kind in kinds:
+        reached += kind.p
+        if coin < reached:
+            return kind.draw(latent_frames, temporal, rng)
+    return ()
+
+
+def read_frame_conditioning(value: Any) -> Any:
+    """The kinds of `"first=0.1,prefix:9=0.05"`, of a table, or of a list of such texts; kinds pass through.
+
+    Raises:
+        ValueError: everything that is wrong with them.
+    """
+    if isinstance(value, Mapping):
+        pairs = [(str(name), share) for name, share in value.items()]
+    elif isinstance(value, str) or (isinstance(value, Sequence) and all(isinstance(one, str) for one in value)):
+        text = value if isinstance(value, str) else ",".join(value)
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        pairs = [(name.strip(), share.strip()) for name, _, share in (part.partition("=") for part in parts)]
+    else:
+        return value
+    kinds, problems = [], []
+    for name, share in pairs:
+        try:
+            kinds.append(_kind(name, share))
+        except ValueError as error:
+            problems.append(str(error))
+    labels = [kind.label for kind in kinds if kind is not None]
+    problems += [f"{label} is there twice" for label in sorted({one for one in labels if labels.count(one) > 1})]
+    found = tuple(kind for kind in kinds if kind is not None and kind.p > 0)
+    if (total := sum(kind.p for kind in found)) > 1 + 1e-9:
+        problems.append(f"the probabilities add up to {total:g}, which is more than 1")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return found
+
+
+def _kind(text: str, share: Any) -> FrameKind | None:
+    """One kind; None for Open-Sora's names of giving nothing."""
+    name, colon, length = text.partition(":")
+    name = ALIASES.get(name, name)
+    try:
+        p = float(share)
+    except (TypeError, ValueError):
+        p = -1.0
+    if not 0 <= p <= 1:
+        raise ValueError(f"{shortened(quoted(text))} needs a probability from 0 to 1, for example {_EXAMPLE}")
+    if name == "none":
+        return None
+    if name not in KINDS:
+        raise ValueError(
+            f"{shortened(quoted(name))} is no kind of given frames{nearest(name, [*KINDS, *ALIASES])}; kinds: {', '.join(KINDS)}"
+        )
+    if not colon:
+        return FrameKind(name, p)
+    if name not in _OF_LENGTH or not re.fullmatch(r"[1-9][0-9]{0,5}", length):
+        raise ValueError(
+            f"{shortened(quoted(text))} is not KIND or prefix:FRAMES or suffix:FRAMES, for example prefix:9"
+        )
+    return FrameKind(name, p, int(length))
+
+
+def written(kinds: FrameConditioning) -> str:
+    """As users write them."""
+    return ",".join(f"{kind.label}={kind.p!r}" for kind in kinds)
+
+
+def chosen_kinds(asked: FrameConditioning | None, first_p: float | None, facts: Facts) -> FrameConditioning:
+    """The kinds that training draws from: as asked, else the first frame alone, as often as asked or as the model was trained.
+
+    Args:
+        asked: `--frame_conditioning`.
+        first_p: `--first_frame_conditioning_p`.
+        facts: of the model.
+    """
+    if facts.first_frame == "none":
+        return ()
+    p = facts.first_frame_p if first_p is None else first_p
+    return ((FrameKind("first", p),) if p else ()) if asked is None else asked
+
+
+#: The option's type. A table of kinds and probabilities is read, too.
+FrameKinds = Annotated[
+    FrameConditioning,
+    BeforeValidator(read_frame_conditioning),
+    PlainSerializer(written, return_type=str),
+    WithJsonSchema({"type": ["string", "object"]}),
+]

@@ -1,0 +1,72 @@
+"""Rules of clean frames that samples are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetrainers.config.checks.frames import length_problems
+from finetrainers.config.checks.options import Findings, check_config
+from finetrainers.config.facts import Facts
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.load import load_config
+from finetrainers.config.root import TrainConfig
+
+GEOMETRY = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25)
+
+
+def configured(**options: object) -> TrainConfig:
+    return load_config(model_name="m", pretrained_model_name_or_path="repo", data_root="x", **options)
+
+
+def findings(first_frame: str = "tokens", *, any_frame: bool = True, **options: object) -> Findings:
+    facts = Facts(GEOMETRY, first_frame=first_frame, any_frame=any_frame, text_sees_image=options.pop("sees", False))
+    return check_config(configured(**options), facts=facts, prompts=[], world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("first_frame", "any_frame", "options", "expected"),
+    [
+        ("none", False, {"frame_conditioning": "first=0.1"}, "--frame_conditioning: this m takes no given frames; --list_models says which models take any"),
+        ("channels", False, {"frame_conditioning": "first=0.1,last=0.1,prefix:9=0.1"},
+         "--frame_conditioning: this m takes the first frame alone, not last, prefix:9; --list_models says which models "
+         "take any"),
+        ("tokens", False, {"frame_conditioning": "random=0.1"}, "--frame_conditioning: this m takes the first frame alone"),
+        ("channels", False, {"window_context": 1, "sliding_window_size": 33}, "--window_context: this m cannot be given frames"),
+        ("tokens", True, {"frame_conditioning": "last=0.1", "first_frame_conditioning_p": 0.1},
+         "--frame_conditioning: says how often the first frame is given, too; give one of the two options"),
+        ("tokens", True, {"frame_conditioning": "prefix=0.1", "sliding_window_size": 33, "sliding_window_latents": "slice"},
+         "--frame_conditioning: prefix: with --sliding_window_latents slice, a window's first latent stands for several"),
+        ("tokens", False, {"frame_conditioning": "first=0.5", "sees": True},
+         "--frame_conditioning: the text encoder of this checkpoint sees the image, so every clip is given its first frame"),
+    ],
+)  # fmt: skip
+def test_what_a_model_cannot_be_given(first_frame: str, any_frame: bool, options: dict, expected: str) -> None:
+    [problem] = findings(first_frame, any_frame=any_frame, **options).errors
+    assert str(problem).startswith(expected)
+
+
+def test_what_works() -> None:
+    every = "first=0.1,last=0.1,prefix:9=0.1,interpolate=0.1,random=0.1"
+    sliced = {"sliding_window_size": 33, "sliding_window_latents": "slice"}
+    assert findings(frame_conditioning=every).errors == []
+    assert findings("channels", any_frame=False, frame_conditioning="first=0.5").errors == []
+    assert findings(frame_conditioning="last=0.1,suffix:8=0.1", **sliced).errors == []
+    assert findings(frame_conditioning="", window_context=2, **sliced).errors == []
+    assert findings(frame_conditioning=every, window_context=2).warnings == [
+        "--window_context has no effect without --sliding_window_size"
+    ]
+
+
+def test_buckets_are_long_enough() -> None:
+    facts, buckets = Facts(GEOMETRY, first_frame="tokens", any_frame=True), [(1, 64, 64), (17, 64, 64), (33, 64, 64)]
+
+    def problems(**options: object) -> list[tuple[str, str]]:
+        return [*length_problems(configured(**options).data, facts, buckets)]
+
+    assert problems(frame_conditioning="prefix:9=0.1,suffix:8=0.1,random=0.1") == []
+    assert problems(frame_conditioning="prefix:17=0.1,suffix:20=0.1", sliding_window_size=17, window_context=3) == [
+        ("frame_conditioning", "prefix:17 would give all of 17 frames, and leave nothing to train; use longer clips"),
+        ("frame_conditioning", "suffix:20 must have a multiple of 8 frames, as latent frames stand for 8"),
+        ("window_context", "leaves nothing to train of windows of 3 latent frames; give fewer"),
+    ]
+    assert problems(sliding_window_size=17, window_context=2) == []
