@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -27,6 +28,7 @@ from .checkpoints.save import reserve_memory, save_checkpoint
 from .guards.memory import Attempt, memory_advice
 from .guards.memory_probe import probe_memory, wants_memory_probe
 from .guards.rollback import roll_back
+from .hardware import hardware_monitor
 from .state import TrainState
 from .throughput import peak_flops, rates
 
@@ -61,6 +63,7 @@ class Trainer:
         self.activations = activations
         self.saving = BackgroundSave(parallel=state.parallel, watchdog=state.watchdog)
         self._peak_flops = peak_flops(state.parallel.device)
+        self._hardware = hardware_monitor(state.parallel)
         self._expects_save = True  # no step and no save yet
         self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
@@ -68,7 +71,8 @@ class Trainer:
         """Train from the current step to the last, then save; a stop request ends the run earlier, with a checkpoint."""
         self.state.transformer.train()
         try:
-            with self.state.requests.watched(), self.saving.running(), phase(TRAINING_STEP):
+            watching = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
+            with self.state.requests.watched(), self.saving.running(), watching, phase(TRAINING_STEP):
                 self._run()
         finally:
             for callback in self.callbacks:
@@ -276,7 +280,8 @@ class Trainer:
             record["checkpoint_s"] = self._blocked_s
             self._blocked_s = 0.0
         waiting = self.state.guards.straggler.look(self.state.step, steps=len(records), step_s=record["step_s"])
-        self._log({**record, **waiting, **self.state.memory.record()})
+        hardware = {} if self._hardware is None else self._hardware.record()
+        self._log({**record, **waiting, **hardware, **self.state.memory.record()})
 
     def _log(self, record: Record | None) -> None:
         """Pass numbers of the current step, if there are any, to all callbacks; the names are the same on every rank."""

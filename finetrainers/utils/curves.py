@@ -27,6 +27,12 @@ _SECONDS = {
     "step_s": "step", "seconds/data": "waiting for data", "waiting_s": "waiting for the slowest rank",
     "checkpoint_s": "blocked by a checkpoint",
 }  # fmt: skip
+_TRAFFIC = {
+    f"network_mib_per_s/{kind.lower()}_{what}{most}": f"{kind} {what}{', most' if most else ''}"
+    for kind in ("Ethernet", "InfiniBand") for what in ("sent", "received") for most in ("", "_max")
+}  # fmt: skip
+#: What ends the names of numbers that one process has, before its rank.
+OF_A_RANK = "/rank_"
 #: The scores of rollouts: a run that has them is judged by these, and by its loss last.
 _REWARD, _EVAL_REWARD, _SPREAD = "reward/", "eval_reward/", "group_std/"
 
@@ -218,6 +224,10 @@ def panels_of(names: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, Panel
         ("speed", Panel("Time per step", ("step_s", "seconds/", "waiting_s", "checkpoint_s"), unit="s", labels=_SECONDS)),
         ("speed", Panel("Throughput", ("tokens_per_s",), unit="tokens/s")),
         ("speed", Panel("Model FLOPs utilization (MFU)", ("mfu",), unit="share of peak")),
+        ("hardware", Panel("GPU power", ("gpu_power_w", f"gpu_power_w{OF_A_RANK}"), unit="W", labels={"gpu_power_w": "mean"})),
+        ("hardware", Panel("GPU temperature", ("gpu_temperature_c", f"gpu_temperature_c{OF_A_RANK}"), unit="C", labels={"gpu_temperature_c": "hottest"})),
+        ("hardware", Panel("GPU utilization", ("gpu_utilization_percent", f"gpu_utilization_percent{OF_A_RANK}"), unit="%", labels={"gpu_utilization_percent": "mean"})),
+        ("hardware", Panel("Network traffic of a machine", ("network_mib_per_s/",), unit="MiB/s", labels=_TRAFFIC)),
     ]  # fmt: skip
     if matching(names, (_REWARD,)):
         return [*rewards, *rest, loss]

@@ -27,12 +27,17 @@ _TEXTS = {"name", "driver"}
 _TIMEOUT_S = 30
 
 
-def gpu_facts() -> dict[str, Any]:
-    """`gpus`, a list of what is known of each, and `driver`; or `gpu_error`, why nothing is known. Nothing where there is no GPU."""
+def gpu_facts(only: str | None = None) -> dict[str, Any]:
+    """`gpus`, a list of what is known of each, and `driver`; or `gpu_error`, why nothing is known. Nothing where there is no GPU.
+
+    Args:
+        only: the one to ask about, by its UUID.
+    """
     if shutil.which("nvidia-smi") is None:
         said = "the NVIDIA driver is loaded, but nvidia-smi is not installed, or not in PATH"
         return {"gpus": [], **({"gpu_error": said} if has_nvidia_driver() else {})}
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY.values())}", "--format=csv,noheader,nounits"]
+    command += [] if only is None else [f"--id={only}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -7,13 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetrainers.utils.curves import Panel, Points, is_number, matching, panels_of, spread_of
+from finetrainers.utils.curves import OF_A_RANK, Panel, Points, is_number, matching, panels_of, spread_of
 from finetrainers.utils.svg_chart import COLORS, Chart, Mark, Series, wants_log
 
 from .run_records import Event, RunRecords, hacking_of
 from .watched import Watched
 
-_TITLES = {"loss": "Loss", "rewards": "Rewards", "optimization": "Optimization", "speed": "Speed"}
+_TITLES = {
+    "loss": "Loss",
+    "rewards": "Rewards",
+    "optimization": "Optimization",
+    "speed": "Speed",
+    "hardware": "Hardware",
+}
 _WATCHED = "Watched checkpoints"
 
 
@@ -48,7 +54,9 @@ def chart_groups(runs: Sequence[RunRecords]) -> list[ChartGroup]:
             # A reward of held-out prompts that stays the same is seen next to that of rollouts.
             charts.append(_of_one(runs[0], panel, recorded if panel.style == "band" else varying))
         elif panel.x == "step":
-            charts += [_of_several(runs, panel, name, alone=len(recorded) == 1) for name in varying]
+            # Rank 3 of one run is not rank 3 of another.
+            shared = [name for name in varying if OF_A_RANK not in name]
+            charts += [_of_several(runs, panel, name, alone=len(recorded) == 1) for name in shared]
     return [
         ChartGroup(_TITLES[group], charts, ", ".join(dict.fromkeys(constant)))
         for group, (charts, constant) in found.items()

@@ -102,7 +102,7 @@ class Figure:
 
 def figures_of(run: RunRecords) -> list[Figure]:
     """The numbers that say most of a run."""
-    return [*_progress(run), *_speed(run), *_memory_figure(run)]
+    return [*_progress(run), *_speed(run), *_memory_figure(run), *_power_figure(run)]
 
 
 def _progress(run: RunRecords) -> Iterator[Figure]:
@@ -158,6 +158,20 @@ def _memory_figure(run: RunRecords) -> Iterator[Figure]:
             most = max(peaks, key=lambda phase: peaks[phase])
             yield Figure(called, f"{peaks[most]:.3g} GiB", label(most))
             return
+
+
+def _power_figure(run: RunRecords) -> Iterator[Figure]:
+    """Power of all GPUs, and what the hottest had."""
+    of_all = run.values("gpu_power_w/sum")
+    watts = of_all or run.values("gpu_power_w")
+    if not watts:
+        return
+    notes = ["median of all" if of_all else "median"]
+    if degrees := run.values("gpu_temperature_c"):
+        notes.append(f"hottest {max(degrees):.0f} C")
+    if shares := run.values("gpu_utilization_percent"):
+        notes.append(f"utilization {median(shares):.0f} %")
+    yield Figure("GPU power", f"{median(watts):.0f} W", ", ".join(notes))
 
 
 def compared(runs: Sequence[RunRecords]) -> list[tuple[str, list[Figure | None]]]:

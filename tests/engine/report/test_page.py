@@ -456,6 +456,35 @@ def test_rollouts_of_each_reward_are_shown(run_dir: Path) -> None:
     assert found == [[None, "best-b.mp4"], [None, "worst.mp4"]]  # of the first step only two clips were kept
 
 
+def test_hardware_of_each_process_is_drawn_for_one_run(tmp_path: Path) -> None:
+    """Of several runs, only what all processes have together: rank 1 of one is not rank 1 of the other."""
+    for name in ("a", "b"):
+        records = [
+            {"step": k, "gpu_power_w": 450.0 + k, "gpu_power_w/sum": 900.0 + 2 * k, "gpu_power_w/rank_0": 500.0 + k,
+             "gpu_power_w/rank_1": 400.0 + k, "gpu_temperature_c": 60.0, "gpu_utilization_percent": 97.0,
+             "network_mib_per_s/ethernet_sent": 1.5 * k, "network_mib_per_s/infiniband_received_max": 20.0 * k}
+            for k in (1, 2, 3)
+        ]  # fmt: skip
+        write_lines(tmp_path / name / "metrics.jsonl", records)
+    runs = [read_run(tmp_path / name, name=name) for name in ("a", "b")]
+    [one] = chart_groups(runs[:1])
+    assert [(chart.title, [s.label for s in chart.series]) for chart in one.charts] == [
+        ("GPU power (W)", ["mean", "rank_0", "rank_1"]),
+        ("Network traffic of a machine (MiB/s)", ["Ethernet sent", "InfiniBand received, most"]),
+    ]
+    assert (one.title, one.constant) == ("Hardware", "GPU temperature (C) 60, GPU utilization (%) 97")
+    [both] = chart_groups(runs)
+    assert [(chart.title, [s.label for s in chart.series]) for chart in both.charts] == [
+        ("GPU power (W)", ["a", "b"]),
+        ("Network traffic of a machine: Ethernet sent (MiB/s)", ["a", "b"]),
+        ("Network traffic of a machine: InfiniBand received, most (MiB/s)", ["a", "b"]),
+    ]
+    [power] = figures_of(runs[0])
+    assert (power.name, power.value, power.note) == (
+        "GPU power", "904 W", "median of all, hottest 60 C, utilization 97 %",
+    )  # fmt: skip
+
+
 def test_a_long_run_has_a_small_page_in_a_moment(tmp_path: Path) -> None:
     """Curves are thinned, and no spike is lost."""
     records = [

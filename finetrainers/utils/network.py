@@ -1,0 +1,92 @@
+"""Network traffic of this machine: bytes that its Ethernet interfaces and InfiniBand ports have sent and received. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+#: What a machine sends and receives.
+DIRECTIONS = ("ethernet_sent", "ethernet_received", "infiniband_sent", "infiniband_received")
+_SYS = Path("/sys/class")
+#: Linux's numbers of kinds of interfaces (`if_arp.h`).
+_INFINIBAND, _LOOPBACK = "32", "772"
+#: Counters of an InfiniBand port count words of so many bytes.
+_WORD = 4
+_COUNTERS = {"infiniband_sent": "port_xmit_data", "infiniband_received": "port_rcv_data"}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes since the machine was started.
+
+    Attributes:
+        counted: by direction (see `DIRECTIONS`) and interface or port.
+        problem: why a part cannot be read; empty if all can.
+    """
+
+    counted: Mapping[tuple[str, str], int]
+    problem: str = ""
+
+
+def read_traffic(sys: Path = _SYS) -> Traffic:
+    """What has been counted until now. It is that of the whole machine, whichever program sends and receives.
+
+    Args:
+        sys: where `net` and `infiniband` are.
+    """
+    counted: dict[tuple[str, str], int] = {}
+    ports, missing = sorted(sys.glob("infiniband/*/ports/*")), []
+    for port in ports:
+        name = f"{port.parts[-3]}:{port.name}"
+        for direction, counter in _COUNTERS.items():
+            try:
+                words = int((port / "counters" / counter).read_text(encoding="ascii"))
+            except (OSError, ValueError):
+                missing.append(name)
+                continue
+            counted[direction, name] = _WORD * words
+    interfaces = psutil.net_io_counters(pernic=True)
+    for name in ethernet(interfaces, sys):
+        counted["ethernet_sent", name] = interfaces[name].bytes_sent
+        counted["ethernet_received", name] = interfaces[name].bytes_recv
+    problem = f"counters of InfiniBand ports cannot be read: {', '.join(dict.fromkeys(missing))}" if missing else ""
+    return Traffic(counted, problem)
+
+
+def ethernet(names: Iterable[str], sys: Path = _SYS) -> list[str]:
+    """The interfaces that count: those of hardware, so that what passes a bridge or a bond counts once.
+
+    In a container none may be hardware; then all count. Loopback does not, nor does IP over InfiniBand, which the port counts.
+    """
+    found = [name for name in names if not _is_loopback(name, sys) and _kind(name, sys) != _INFINIBAND]
+    return [name for name in found if (sys / "net" / name / "device").exists()] or found
+
+
+def bytes_per_s(before: Traffic, now: Traffic, seconds: float) -> dict[str, float]:
+    """Bytes a second, by direction, for those that both readings have.
+
+    Args:
+        before: what was counted then. A counter that has been reset since counts nothing.
+        now: what is counted now.
+        seconds: between the two.
+    """
+    found: dict[str, float] = {}
+    for key, count in now.counted.items():
+        if key in before.counted:
+            found[key[0]] = found.get(key[0], 0.0) + max(0, count - before.counted[key]) / seconds
+    return found
+
+
+def _kind(name: str, sys: Path) -> str:
+    try:
+        return (sys / "net" / name / "type").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""  # no Linux
+
+
+def _is_loopback(name: str, sys: Path) -> bool:
+    kind = _kind(name, sys)
+    return kind == _LOOPBACK if kind else name.lower().startswith("lo")
