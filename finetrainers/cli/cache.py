@@ -179,7 +179,10 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         pictures = {one for _, one in shown if isinstance(one, Picture)}
         vaes = recall_models(directory, config.model, "vae") if clips or pictures else []
         complete = bool(texts and (vaes or not clips))
-        digests.learn({path for clip in clips for path in clip.files} | {one.path for one in pictures})
+        masked = [clip for clip in clips if clip.mask is not None]
+        of_masks = {clip.mask.path for clip in masked if clip.mask is not None}
+        digests.learn({path for clip in clips for path in clip.files} | of_masks | {one.path for one in pictures})
+        keys.update(replace(CacheKeys.of(directory, config), digests=digests).mask(clip) for clip in masked)
         for vae in vaes:
             tiled = checked.family.load(config.model).tiles_by_size
             names = replace(CacheKeys.of(directory, config), digests=digests, vae=vae, tiled=tiled)

@@ -39,6 +39,7 @@ _SAME = {
     "hf_dataset": "dataset_name",
     "hf_subset": "dataset_config_name",
     "id_token": "trigger_word trigger",
+    "unmasked_weight": "mask_min_value",
     "prior_preservation_weight": "prior_loss_weight diff_output_preservation_multiplier",
     "caption_dropout_p": "caption_dropout_rate caption_dropout caption_dropout_probability",
     "precompute_conditions": "enable_precomputation",
@@ -162,7 +163,10 @@ _INSTEAD = {
         "min_timestep max_timestep timestep_boundaries",
     "the loss is the squared error, weighted by --flow_weighting_scheme; leave it out":
         "loss_type huber_c pseudo_huber_c huber_schedule min_snr_gamma snr_gamma noise_offset multires_noise_iterations"
-        " ip_noise_gamma masked_loss",
+        " ip_noise_gamma",
+    "masks are files beside the clips, NAME.mask.png or .mp4, or in the folder or column that --mask_column names; the loss "
+    "is always the mean over what they leave, see docs/how-to/masks.md":
+        "masked_loss masked_training alpha_mask mask_path mask_directory conditioning_data_dir normalize_masked_area_loss",
     "it is counted in optimizer steps here: --checkpointing_steps":
         "save_every_n_epochs save_every_n_minutes checkpoint_epoch_interval",
     "--checkpointing_limit N keeps the newest N checkpoints": "save_last_n_steps save_last_n_epochs",

@@ -139,6 +139,12 @@ class DataSection(Section):
     extra_columns: list[MediaColumn] = option([], "Columns of further media that the checkpoint takes with each clip, "
         "as `control_video=COLUMN`. By default a column has its medium's name. In a folder it names a text file with "
         "one path per line, or a folder with files of the clips' names.", resume="free", scope="dataset")
+    mask_column: str | None = option(None, "Column with the path of a clip's mask, an image or a video that weighs the "
+        "loss per pixel: white counts, black does not. By default, the column `mask` of a table, and `NAME.mask.png` or "
+        "`NAME.mask.mp4` beside a clip. In a folder it names a folder with masks of the clips' names, or a text file with "
+        "one path per line. An empty name reads no masks.", resume="free", scope="dataset", max_length=1000)
+    unmasked_weight: float = option(0.0, "Loss weight of pixels where a mask is black; grey is between that and 1.",
+        resume="free", scope="dataset", ge=0, le=1)
     caption_column: str = option("text", "Column with the caption. In a folder it may name a text file with one "
         "caption per line.", resume="free", scope="dataset", min_length=1, max_length=200)
     caption_columns: list[str] = option([], "Several columns with captions, instead of `caption_column`. One caption "

@@ -204,7 +204,6 @@ def test_everything_that_is_wrong_is_told_at_once(place: Path) -> None:
             '[[dataset]]\ndata_root="x"\nresolutions=[9]\nvideo_resolution_buckets=["9x8x8"]',
             "names every size and length already",
         ),
-        ('[[directory]]\npath="x"\nmask_path="m"', r"\[\[directory\]\] 1: mask_path: losses are not masked"),
         ('cache_shuffle_num = 5\n[[directory]]\npath="x"', "at the top: cache_shuffle_num: tags are not shuffled"),
         ('[[directory]]\npath="x"\nresolutions = "512"', "resolutions: must be sides of squares"),
         ('[[directory]]\npath="x"\nnum_repeat = 5', "did you mean 'num_repeats'"),

@@ -159,15 +159,21 @@ def test_bad_pairs_are_refused_together_before_anything_is_loaded(folder: Path) 
 
 def test_options_that_pairs_have_no_use_for(folder: Path) -> None:
     row = {"prompt": "fine", "chosen": "a.mp4", "rejected": "b.mp4"}
-    given: dict[str, Any] = {"video_column": "clip", "sliding_window_size": 3, "frame_selection": "chunk"}
+    given: dict[str, Any] = {
+        "video_column": "clip", "sliding_window_size": 3, "frame_selection": "chunk", "unmasked_weight": 0.5,
+    }  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         preflight(configured(folder, [row], **given))
     for name in (
         "--video_column: the columns of pairs are",
         "--sliding_window_size: both clips",
         "--frame_selection chunk",
+        "--unmasked_weight: pairs are compared as whole clips",
     ):
         assert name in str(caught.value)
+    plan: Any = preflight(configured(folder, [{**row, "mask": "a.png"}])).plan
+    assert plan.notes.count("the column 'mask' is not read, so no loss is masked") == 1
+    assert all(clip.mask is None for clip in plan.encoded_clips())
     with pytest.raises(ConfigError, match=r"sft has no use for --dpo.beta; add --method dpo"):
         preflight(load_config(model_name="ltx_video", pretrained_model_name_or_path="demo://ltx", dpo={"beta": 3.0}))
 

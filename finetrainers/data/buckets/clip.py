@@ -30,6 +30,24 @@ class Further(NamedTuple):
     backend: str = "pyav"
 
 
+class Mask(NamedTuple):
+    """A mask of a clip, which weighs its loss per pixel, and per latent by the mean over the pixels that the latent stands for.
+
+    Attributes:
+        path: the file.
+        kind: a video has a frame for each of the clip's source; an image is that of all frames.
+        grid: frames, and pixels of each side, that a latent of the VAE stands for.
+        lowest: weight of black pixels; white ones have 1.
+        backend: what decodes it.
+    """
+
+    path: Path
+    kind: Kind
+    grid: tuple[int, int]
+    lowest: float = 0.0
+    backend: str = "pyav"
+
+
 @dataclass(slots=True, unsafe_hash=True)  # slots: sliding windows make many of one file
 class Clip:
     """A training example, cut from one item; with sliding windows, one of several of its item.
@@ -60,6 +78,7 @@ class Clip:
         backend: what decodes it.
         captions: all of its captions, if it has several; one is drawn each time that it is trained on.
         further: its further media, in order of their names.
+        mask: its mask; None: the whole picture counts.
     """
 
     index: int
@@ -83,10 +102,11 @@ class Clip:
     backend: str = "pyav"
     captions: tuple[str, ...] = ()
     further: tuple[Further, ...] = ()
+    mask: Mask | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that it is cut from."""
+        """The files that it is cut from; its mask is none of them."""
         return self.path, *(one.path for one in self.further)
 
     @property

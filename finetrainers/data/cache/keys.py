@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from finetrainers.config.root import TrainConfig, fields
@@ -19,6 +20,7 @@ from ..buckets.buckets import Bucket
 from ..buckets.clip import Clip, Picture, Shown
 from ..inspect.file_facts import FileFacts
 from ..video.decode import load_clip, read_covering
+from ..video.masks import load_mask
 from .store import TensorCache
 
 #: Raise when decoding, resizing or cropping changes, so that old entries are no longer found.
@@ -122,6 +124,22 @@ class CacheKeys:
             **self.cut(clip),
         )
 
+    def mask(self, clip: Clip) -> str:
+        """Key of a clip's pooled mask. That of its moments does not depend on the mask, so they are not encoded again for one."""
+        assert clip.mask is not None, "the clip has no mask"
+        is_random = "random" in (clip.frame_selection, clip.reshape_mode)
+        return self.cache.key(
+            kind="mask",
+            file=self.digests.digest(clip.mask.path),
+            mask=clip.mask.kind,
+            grid=clip.mask.grid,
+            # What decides which of its pixels are those of the clip.
+            source=(clip.num_frames, clip.source_fps, clip.height, clip.width),
+            times=self.digests.digest(clip.path) if clip.is_variable or is_random else None,
+            version=PIXELS_VERSION,
+            **self.cut(clip),
+        )
+
     def image(self, one: Picture) -> str:
         """Key of the moments of an image that clips start from; of its content, not its name."""
         return self.cache.key(
@@ -150,9 +168,14 @@ class CacheKeys:
 
     def pixels(self, clip: Clip) -> Tensor:
         """The clip `[C, T, H, W]` uint8 as `load_clip` gives it, with its one random start and crop drawn from seed and file content."""
-        return load_clip(
-            clip, generator=generator("cpu", self.seed, "precomputed clip", self.digests.digest(clip.path))
-        )
+        return load_clip(clip, generator=self._generator(clip))
+
+    def pooled(self, clip: Clip) -> Tensor:
+        """The clip's mask as `load_mask` gives it, cut as `pixels` are."""
+        return load_mask(clip, generator=self._generator(clip))
+
+    def _generator(self, clip: Clip) -> torch.Generator:
+        return generator("cpu", self.seed, "precomputed clip", self.digests.digest(clip.path))
 
     def about_text(self, caption: str) -> dict[str, str]:
         """What a caption's entry is, for people."""
@@ -164,6 +187,12 @@ class CacheKeys:
         words = self.vae_words + (", tiled" if self.tiled(clip.bucket) else "")
         words += ", tiled after an OOM" if self.tiled_late(clip.bucket) else ""
         about = self._about("video", Path(clip.path).name, words, self.vae.identity)
+        return {**about, "bucket": "x".join(map(str, clip.bucket))}
+
+    def about_mask(self, clip: Clip) -> dict[str, str]:
+        """What a mask's entry is, for people."""
+        assert clip.mask is not None, "the clip has no mask"
+        about = self._about("mask", clip.mask.path.name, "", "")
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 
     def about_image(self, one: Picture) -> dict[str, str]:

@@ -15,7 +15,7 @@ from finetrainers.utils.text import plural
 
 from ..buckets.bucket_choice import Choice, choose_buckets
 from ..buckets.buckets import Bucket, choose_bucket, cover_size, filled_resolution, legal_length, lower_buckets
-from ..buckets.clip import Clip, Further
+from ..buckets.clip import Clip, Further, Mask
 from ..buckets.frames import SAME_RATE, num_available, playback_fps, select_frames
 from ..buckets.windows import cut_windows, describe_windows, with_window_buckets
 from ..reading.datasets import Dataset
@@ -26,6 +26,7 @@ from ..reading.status import Unusable
 from ..video.backends import backend_of, reason_against
 from .file_facts import FileFacts, default_directory
 from .item_report import DISTORTED, ItemReport
+from .masks import probe_masks
 from .probe import Probe
 from .probe_all import ProbedItem, ProbeOptions, probe_items
 
@@ -81,8 +82,9 @@ def assign_buckets(
     usable = [entry for entry in probed if entry.unusable is None]
     backend = backend_of(data.video_backend)
     for entry in usable:
-        for one in (entry, *dict(entry.further).values()):
-            _set_rate(one, data=data, target_fps=target_fps, backend=backend)
+        for one in (entry, *dict(entry.further).values(), entry.mask):
+            if one is not None:
+                _set_rate(one, data=data, target_fps=target_fps, backend=backend)
     of_window = with_window_buckets(data)
     sizes: dict[Kind, list[Bucket]] = {"video": [], "image": []}
     for entry in usable:
@@ -118,6 +120,9 @@ def _probe(reading: Reading, data: DataSection, options: ProbeOptions) -> list[P
         for entry, other in zip(probed, others, strict=True):
             entry.further += ((name, other),)
             entry.unusable = entry.unusable or _mismatch(entry, name, other)
+    probe_masks(
+        probed, reading.masks, facts=facts, max_pixels=data.max_pixels, options=options, lowest=data.unmasked_weight
+    )
     return probed
 
 
@@ -209,7 +214,15 @@ def _clip(
         backend=entry.backend,
         captions=item.captions if len(item.captions) > 1 else (),
         further=tuple(Further(name, other.item.path, other.backend) for name, other in entry.further),
+        mask=_mask(entry, data, geometry),
     )
+
+
+def _mask(entry: ProbedItem, data: DataSection, geometry: Geometry) -> Mask | None:
+    if (mask := entry.mask) is None:
+        return None
+    grid = geometry.temporal, geometry.spatial
+    return Mask(mask.item.path, mask.item.kind, grid, data.unmasked_weight, mask.backend)
 
 
 def _too_narrow(found: Probe, bucket: Bucket, data: DataSection) -> Unusable | None:

@@ -54,11 +54,13 @@ class Facts(NamedTuple):
         header: what its header says, or why it cannot be used.
         full: what decoding all of it has shown: why it cannot be used, or its marks (maybe none); None: not done.
         digest: SHA-256 of its content, in hexadecimal.
+        white: what decoding it as a mask has shown: its mean brightness from 0 to 1, or why it is no mask; None: not done.
     """
 
     header: Probe | Unusable | None = None
     full: Unusable | tuple[Mark, ...] | None = None
     digest: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
+    white: float | Unusable | None = None
 
 
 _JSON = TypeAdapter(Facts)
@@ -247,4 +249,6 @@ def _name(path: str, size: int, mtime_ns: int, ctime_ns: int) -> bytes:
 
 
 def _line(name: bytes, facts: Facts) -> str:
-    return f"{name.hex()} {json.dumps(_JSON.dump_python(facts), separators=(',', ':'))}"
+    return (
+        f"{name.hex()} {json.dumps(_JSON.dump_python(facts)[: 3 if facts.white is None else 4], separators=(',', ':'))}"
+    )

@@ -6,13 +6,14 @@ import base64
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from markupsafe import Markup, escape
 
 from finetrainers.utils.page import render_page
 from finetrainers.utils.progress import StageProgress
 
+from ..reading.items import kind_of
 from ..reading.sources.captions import LONG_CAPTION
 from ..reading.status import MEANINGS, STATUSES
 from .decode_worker import GAP, Lost, thumbnail_task
@@ -28,17 +29,25 @@ _ORDER = {"rejected": 0, "skipped": 1}  # items that need attention come first
 
 
 def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgress) -> str:
-    """The page of a report, with the first, middle and last picture of each item that can be decoded.
+    """The page of a report, with the first, middle and last picture of each item that can be decoded, and of its mask.
 
     Args:
         report: of `make_report`.
         jobs: processes that make pictures; None: one for each processor.
         progress: called as work proceeds.
     """
-    pictures = _pictures(report["items"], jobs=jobs, progress=progress)
+    pictures, masks = _pictures(report["items"], jobs=jobs, progress=progress)
     shown = ("index", "name", "caption", "use", "status", "reason", "bucket", "fps", "kind", "where", "frames",
              "source_fps", "width", "height", "crop", "marks", "same_as", "size_bytes")  # fmt: skip
-    items = [{key: item[key] for key in shown} | {"picture": pictures.get(item["index"])} for item in report["items"]]
+    items = [
+        {key: item[key] for key in shown}
+        | {
+            "picture": pictures.get(item["index"]),
+            "mask": masks.get(item["index"]),
+            "mask_white": item.get("mask_white"),
+        }
+        for item in report["items"]
+    ]
     items.sort(key=lambda item: _ORDER.get(item["use"], 2))
     captions = [
         text for item in report["items"] if item["bucket"] for text in item.get("captions") or [item["caption"]]
@@ -57,17 +66,24 @@ def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgre
     )
 
 
-def _pictures(items: list[dict[str, Any]], *, jobs: int | None, progress: StageProgress) -> dict[int, dict[str, Any]]:
-    """By index, pictures as base64 and their sizes. Made by processes that may crash, like any decoding."""
+Pictures: TypeAlias = dict[int, dict[str, Any]]
+
+
+def _pictures(items: list[dict[str, Any]], *, jobs: int | None, progress: StageProgress) -> tuple[Pictures, Pictures]:
+    """By index, pictures as base64 and their sizes, and those of masks. Made by processes that may crash, like any decoding."""
     wanted = [item for item in items if item["width"] and item["status"] not in _NOT_SHOWN][:MOST_PICTURES]
     height = next(height for most, height in _HEIGHTS if len(wanted) <= most)
-    calls = [(item["path"], item["kind"], (item["height"], item["width"]), height) for item in wanted]
-    made: dict[int, dict[str, Any]] = {}
+    masked = [item for item in wanted if item.get("mask_white") is not None]
+    of_masks = [(item["mask"], kind_of(item["mask"]), (item["height"], item["width"]), height) for item in masked]
+    calls = [(item["path"], item["kind"], (item["height"], item["width"]), height) for item in wanted] + of_masks
+    made: tuple[Pictures, Pictures] = ({}, {})
     results = isolated(thumbnail_task, calls, limits_s=[_PATIENCE_S] * len(calls), jobs=jobs)
     for done, (place, picture) in enumerate(results, start=1):
         if picture is not None and not isinstance(picture, Lost):
             data = base64.b64encode(picture.content).decode("ascii")
-            made[wanted[place]["index"]] = {**picture._asdict(), "content": data}
+            is_mask = place >= len(wanted)
+            item = masked[place - len(wanted)] if is_mask else wanted[place]
+            made[is_mask][item["index"]] = {**picture._asdict(), "content": data}
         progress("made pictures", done, len(calls))
     return made
 

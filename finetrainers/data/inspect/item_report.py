@@ -54,15 +54,19 @@ class ItemReport:
     dataset: str
     extra: Mapping[str, Any]
     further: Mapping[str, str]
+    mask: str
+    mask_white: float | None
 
     def record(self) -> dict[str, object]:
         """The report as plain values, a line of `manifest.jsonl`; captions, dataset and columns only if given."""
         values: dict[str, Any] = dict(zip(_NAMES, _values(self), strict=True))
         values["path"] = str(self.path)
         values["bucket"] = bucket_text(self.bucket) if self.bucket else None
-        for name in ("captions", "dataset", "extra", "further"):
+        for name in ("captions", "dataset", "extra", "further", "mask"):
             if not values[name]:
                 del values[name]
+        if self.mask_white is None:
+            del values["mask_white"]
         return values
 
 
@@ -113,6 +117,8 @@ def report_item(
         dataset=dataset,
         extra=item.extra,
         further={name: str(other.item.path) for name, other in entry.further},
+        mask=str(entry.mask.item.path) if entry.mask else "",
+        mask_white=None if entry.white is None else round(entry.white, 4),
     )
 
 

@@ -63,6 +63,8 @@ class ProbedItem:
         backend: what decodes it.
         against: why that is not the backend that was asked for.
         further: its further media, by name.
+        mask: its mask.
+        white: mean brightness of the mask's pixels, from 0 to 1.
         clip: what is cut from it; with sliding windows or chunks the first.
     """
 
@@ -76,6 +78,8 @@ class ProbedItem:
     backend: str = "pyav"
     against: str | None = None
     further: tuple[tuple[str, ProbedItem], ...] = ()
+    mask: ProbedItem | None = None
+    white: float | None = None
     clip: Clip | None = None
 
     def learn(self, found: Probe | Unusable | tuple[Mark, ...] | None) -> None:
@@ -108,7 +112,7 @@ def probe_items(items: Sequence[Item], *, facts: FileFacts, max_pixels: int, opt
         for entry, found in zip(probed, known, strict=True):
             entry.learn(_bounded(found.header, max_pixels))
         unknown = [e for e, found in zip(probed, known, strict=True) if e.unusable is None and found.header is None]
-        for entry, answer in _in_threads(lambda e: _header(e.item, facts), unknown, "read headers", options.progress):
+        for entry, answer in in_threads(lambda e: _header(e.item, facts), unknown, "read headers", options.progress):
             entry.learn(_bounded(answer, max_pixels))
         same = _compare(probed, facts, options.progress) if options.duplicates else {}
         for entry, found in zip(probed, known, strict=True):
@@ -120,7 +124,7 @@ def probe_items(items: Sequence[Item], *, facts: FileFacts, max_pixels: int, opt
     return probed
 
 
-def _in_threads(
+def in_threads(
     function: Callable[[ProbedItem], R], entries: Sequence[ProbedItem], stage: str, progress: StageProgress
 ) -> Iterator[tuple[ProbedItem, R]]:
     """Each entry and its result, in order."""
@@ -184,7 +188,7 @@ def _compare(entries: Sequence[ProbedItem], facts: FileFacts, progress: StagePro
 
     firsts: dict[str, Item] = {}
     same: dict[Path, Item] = {}
-    for entry, made in _in_threads(digest, alike, "compared files", progress):
+    for entry, made in in_threads(digest, alike, "compared files", progress):
         if made is not None and (first := firsts.setdefault(made, entry.item)) is not entry.item:
             same[entry.item.path] = first
     return same

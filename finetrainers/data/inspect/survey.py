@@ -22,10 +22,12 @@ from ..buckets.clip import Clip, cut_to
 from ..buckets.windows import apart, item_of
 from ..reading.datasets import Dataset, media_dir, read_all, read_datasets, repeats_of
 from ..reading.items import TABLES, DataError, Item, Reading
+from ..reading.sources.masks import MASK
 from ..reading.sources.rows import counted, shown
 from .assign_buckets import Part, assign_buckets
 from .batch_counts import count_batches
 from .item_report import ItemReport, report_item
+from .masks import describe_masks
 from .plan import CRITICAL, DatasetPlan
 from .probe_all import ProbeOptions
 
@@ -76,7 +78,7 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
         clips=tuple(clips),
         eval_clips=tuple(evaluated),
         buckets=buckets,
-        notes=(*told(attrgetter("notes")), *told(_unused), *told(_not_read), *batches.notes),
+        notes=(*told(attrgetter("notes")), *told(_masks), *told(_unused), *told(_not_read), *batches.notes),
         remarks=remarks,
         warnings=(*remarks, *told(_oddities)),
         batches=batches,
@@ -186,6 +188,11 @@ def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[in
             seen.add(path)
 
 
+def _masks(part: Part) -> Iterator[str]:
+    """A note on masks."""
+    return describe_masks(part.reports, part.dataset.data.unmasked_weight)
+
+
 def _unused(part: Part) -> Iterator[str]:
     """A note on listed buckets that no clip is in."""
     data = part.dataset.data
@@ -203,6 +210,9 @@ def _not_read(part: Part) -> Iterator[str]:
     found = {column for item in part.reading.items for column in item.extra}
     for column in found.intersection(MEDIA):
         yield f"the column {column!r} is not read, since this checkpoint takes no {column}"
+    if MASK in found:
+        hint = f"; --mask_column {MASK} reads masks of archives" if part.dataset.data.mask_column is None else ""
+        yield f"the column {MASK!r} is not read, so no loss is masked{hint}"
 
 
 def _fingerprint(
@@ -222,6 +232,9 @@ def _fingerprint(
     further = [[(name, one.item.name, one.size_bytes) for name, one in entry.further] for entry in entries]
     if any(further):
         add(further)
+    masks = [(clip.index, clip.mask.lowest) for clip in clips if clip.mask is not None]
+    if masks:
+        add(masks, [one.mask and (one.mask.item.name, one.mask.size_bytes) for part in parts for one in part.probed])
     for dataset, times in zip((part.dataset for part in parts), repeats, strict=True):
         if dataset.name:  # one that has options of its own, which the run's cannot tell
             add(dataset.name, times, *(getattr(dataset.data, option) for option in CRITICAL))

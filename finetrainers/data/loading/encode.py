@@ -57,6 +57,7 @@ class Encoder:
         device: torch.device | str = "cpu",
         prior: PriorPrompts | None = None,
         shows_frames: bool = False,
+        is_masked: bool = False,
     ) -> None:
         """Args:
         encode_text, encode_clip: the model's encoders; None if everything is in the cache.
@@ -65,8 +66,10 @@ class Encoder:
         device: where batches go.
         prior: see `DatasetPlan`.
         shows_frames: whether text encoders see the first frame of the clip.
+        is_masked: whether any clip of the run has a mask; then all batches have one.
         """
         self.shows_frames = shows_frames
+        self.is_masked = is_masked
         self.encode_text = encode_text
         self.encode_clip = encode_clip
         self.data = data
@@ -90,8 +93,9 @@ class Encoder:
         if not to_empty and any(drop):
             conditions = _replace_rows(conditions, conditions.zeroed(), drop)
         moved = {name: to_device(tensor, self.device) for name, tensor in clip.items()}
+        moments = moved.pop(MOMENTS)
         return Batch(
-            moments=moved.pop(MOMENTS),
+            moments=moments,
             conditions=conditions.trimmed().to(self.device),
             meta=VideoMeta(
                 fps=to_device(torch.tensor([clip.fps for clip in raw.clips], dtype=torch.float32), self.device)
@@ -100,7 +104,16 @@ class Encoder:
             clip=moved,
             weight=raw.weight,
             prior=None if self.prior is None else self._prior(raw, self.prior).trimmed().to(self.device),
+            mask=self._mask(raw, moments) if self.is_masked else None,
         )
+
+    def _mask(self, raw: RawBatch, moments: Tensor) -> Tensor:
+        """The weights of the clips' latents, 1 for clips without a mask."""
+        shape = (1, 1, *moments.shape[2:])
+        masks = [torch.ones(shape) if mask is None else mask for mask in raw.masks]
+        wrong = [clip for clip, mask in zip(raw.clips, masks, strict=True) if mask.shape != shape]
+        assert not wrong, f"the mask of {wrong} is not of the size of its latents"
+        return to_device(torch.cat(masks), self.device)
 
     def _prior(self, raw: RawBatch, prior: PriorPrompts) -> Conditions:
         if not raw.pixels:

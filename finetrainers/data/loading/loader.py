@@ -11,9 +11,10 @@ from torch import Tensor
 from finetrainers.utils.seeding import generator
 
 from ..buckets.clip import Clip
-from ..buckets.windows import encoded_clip
+from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..video.decode import load_clip
+from ..video.masks import load_mask, weights_of
 from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips, twice
 from .batch_sampler import BatchSampler, MicroBatch
 from .prefetch import prefetch
@@ -31,6 +32,7 @@ class RawBatch:
         pixels: of each clip as `load_clip` gives it, or of the segment whose latents its own are cut from; empty if cached.
         cached: tensors from the cache, batch first; else empty.
         bad: clips that could not be loaded, others in whose place are among `clips`.
+        masks: of each clip, the weights of its latents `[1, 1, T, H, W]`; None: it has no mask.
     """
 
     clips: tuple[Clip, ...]
@@ -39,6 +41,7 @@ class RawBatch:
     pixels: tuple[Tensor, ...] = ()
     cached: Mapping[str, Tensor] = field(default_factory=dict)
     bad: tuple[BadSample, ...] = ()
+    masks: tuple[Tensor | None, ...] = ()
 
     def pin_memory(self) -> RawBatch:
         """The same batch in page-locked memory; called by the data loader."""
@@ -46,6 +49,7 @@ class RawBatch:
             self,
             pixels=tuple(pixels.pin_memory() for pixels in self.pixels),
             cached={name: tensor.pin_memory() for name, tensor in self.cached.items()},
+            masks=tuple(None if mask is None else mask.pin_memory() for mask in self.masks),
         )
 
 
@@ -62,28 +66,39 @@ class DecodeFetch:
     substitutes: Substitutes | None = None
 
     def __call__(self, batch: MicroBatch) -> RawBatch:
-        clips, pixels, bad = load_clips(batch, self._load, substitutes=self.substitutes)
-        return RawBatch(clips, batch.sample_keys, batch.weight, pixels=tuple(pixels), bad=bad)
+        clips, loaded, bad = load_clips(batch, self._load, substitutes=self.substitutes)
+        pixels, masks = zip(*loaded, strict=True)
+        return RawBatch(clips, batch.sample_keys, batch.weight, pixels=pixels, bad=bad, masks=masks)
 
-    def _load(self, clip: Clip, key: tuple[int, int]) -> Tensor:
-        return load_clip(encoded_clip(clip), generator=generator("cpu", self.seed, "clip", *key))
+    def _load(self, clip: Clip, key: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+        encoded = encoded_clip(clip)
+        # First, since its file is the smaller one: if it cannot be used, nothing else need be decoded.
+        mask = self._mask(clip, encoded, key)
+        return load_clip(encoded, generator=generator("cpu", self.seed, "clip", *key)), mask
+
+    def _mask(self, clip: Clip, encoded: Clip, key: tuple[int, int]) -> Tensor | None:
+        if clip.mask is None:
+            return None
+        whole = load_mask(encoded, generator=generator("cpu", self.seed, "clip", *key))
+        return weights_of(clip, cut_latents(whole, clip))
 
 
 @dataclass(frozen=True)
 class PixelFetch:
-    """Decodes one clip for the cache; of an optional one gives the reason if it cannot be.
+    """Decodes one clip, or its mask, for the cache; of an optional one gives the reason if it cannot be.
 
     It is defined here and not with the encoders: a worker that is not forked imports this module alone, without diffusers.
     """
 
     keys: CacheKeys
     optional: Collection[int]
+    load: Callable[[Clip], Tensor]
 
     def __call__(self, batch: MicroBatch) -> Tensor | str:
         [clip] = batch.clips
         note_reading(clip)
         try:
-            return twice(self.keys.pixels, clip)
+            return twice(self.load, clip)
         except PROBLEMS as error:
             if clip.index not in self.optional:
                 raise

@@ -30,6 +30,7 @@ from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..cache.store import CacheError, TensorCache, is_finite
 from ..reading.prior_prompts import PriorPrompts
+from ..video.masks import weights_of
 from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips
 from .batch_sampler import MicroBatch
 from .encode import EMPTY, PRIOR, TEXT, EncodeClip, EncodeText, stacked
@@ -39,6 +40,8 @@ from .workers import Workers
 
 #: Captions that are encoded at a time.
 _TEXTS = 8
+#: The tensor of an entry of a mask.
+_MASK = "mask"
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,8 @@ def precompute_video(
     distinct = {repr((clip.files, keys.cut(clip))): clip for clip in clips}
     mine = sorted(distinct.values(), key=_largest_first)[parallel.rank :: parallel.world_size]
     with _progress("clips", parallel) as progress, freed_memory_is_reused():
-        by_key, bad = _by_key(mine, keys, optional)
+        keys.digests.learn(path for clip in mine for path in clip.files)
+        by_key, bad = _by_key(mine, keys, optional, key_of=keys.video)
         todo = [(key, by_key[key]) for key in keys.cache.missing(by_key)]
         done = encoded = size = 0
         left = sum(math.prod(clip.bucket) for _, clip in todo)  # pixels times frames, as an entry's size
@@ -183,16 +187,50 @@ def precompute_video(
     return everything
 
 
+def precompute_masks(
+    clips: Iterable[Clip], keys: CacheKeys, parallel: Ranks, *, threads: int, optional: Collection[int] = ()
+) -> Encoded:
+    """Pool the masks of those clips that have one to their latents, by each rank a share; the counts of all.
+
+    Args:
+        clips: all clips.
+        keys: names of entries.
+        parallel: the processes of the run.
+        threads: that decode.
+        optional: indices of clips that may be left out if their mask cannot be decoded.
+    """
+    masked = {repr((clip.mask, clip.path, keys.cut(clip))): clip for clip in clips if clip.mask is not None}
+    if not masked:
+        return Encoded()
+    mine = [masked[name] for name in sorted(masked)][parallel.rank :: parallel.world_size]
+    with _progress("masks", parallel) as progress:
+        keys.digests.learn(path for clip in mine for path in (clip.path, clip.mask.path if clip.mask else clip.path))
+        by_key, bad = _by_key(mine, keys, optional, key_of=keys.mask)
+        todo = [(key, by_key[key]) for key in keys.cache.missing(by_key)]
+        size = 0
+        order = [MicroBatch(0, (clip,)) for _, clip in todo]
+        pooled = prefetch(order, PixelFetch(keys, optional, keys.pooled), threads=threads, ahead=AHEAD)
+        for done, ((key, clip), mask) in enumerate(zip(todo, pooled, strict=True), start=1):
+            if isinstance(mask, str):
+                bad.append(BadSample(clip, mask))
+            else:
+                size += keys.cache.put(key, {_MASK: mask}, keys.about_mask(clip))
+            progress(done, len(todo))
+        share = Encoded(len(todo), len(by_key) - len(todo), tuple(bad), size)
+    everything = sum(parallel.gather_objects([share]), Encoded())
+    keys.digests.refresh()
+    return everything
+
+
 def _by_key(
-    clips: Sequence[Clip], keys: CacheKeys, optional: Collection[int]
+    clips: Sequence[Clip], keys: CacheKeys, optional: Collection[int], *, key_of: Callable[[Clip], str]
 ) -> tuple[dict[str, Clip], list[BadSample]]:
     """Clips by the key of their entry, and those whose file cannot be read."""
-    keys.digests.learn(path for clip in clips for path in clip.files)
     by_key: dict[str, Clip] = {}
     bad: list[BadSample] = []
     for clip in clips:
         try:
-            by_key.setdefault(keys.video(clip), clip)
+            by_key.setdefault(key_of(clip), clip)
         except OSError as error:
             if clip.index not in optional:
                 raise
@@ -205,7 +243,7 @@ def _decoded(
 ) -> Iterator[Tensor | str]:
     """The pixels of each clip, or why an optional one has none; a whole batch is decoded while the VAE encodes the one before."""
     order = [MicroBatch(0, (clip,)) for clip in clips]
-    fetch = PixelFetch(keys, optional)
+    fetch = PixelFetch(keys, optional, keys.pixels)
     count, timeout_s = loading.dataloader_num_workers, loading.dataloader_timeout
     ahead = max(AHEAD, math.ceil(keys.data.precompute_batch_size / max(1, count)))
     if not count or not clips:
@@ -273,13 +311,23 @@ class CacheFetch:
         Raises:
             CacheError: an entry is missing or damaged, and nothing may take its place.
         """
-        clips, entries, bad = load_clips(batch, self._load, substitutes=self.substitutes)
+        clips, loaded, bad = load_clips(batch, self._load, substitutes=self.substitutes)
+        entries, masks = zip(*loaded, strict=True)
         cached = {name: torch.cat([entry[name] for entry in entries]) for name in entries[0]}
         if self._drops_to_empty and not self.keys.texts_see_images:
             cached.update(self._text("", EMPTY))
-        return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad)
+        return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad, masks=masks)
 
-    def _load(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
+    def _load(self, clip: Clip, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
+        return self._tensors(clip, key), self._mask(clip)
+
+    def _mask(self, clip: Clip) -> Tensor | None:
+        if clip.mask is None:
+            return None
+        pooled = self._read(self.keys.mask(encoded_clip(clip)), f"the mask {clip.mask.path}")[_MASK]
+        return weights_of(clip, cut_latents(pooled, clip))
+
+    def _tensors(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
         moments = self._read(self.keys.video(encoded_clip(clip)), str(clip.path))
         # Copied, so that a window does not keep its whole segment in memory.
         moments = {name: cut_latents(tensor, clip).clone() for name, tensor in moments.items()}

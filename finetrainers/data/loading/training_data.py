@@ -30,7 +30,7 @@ from .batch_sampler import MicroBatch, fixed_batches, sampler_for
 from .encode import Encoder
 from .loader import DecodeFetch, RawBatch, StepSampler, iterate_steps
 from .position import DataPosition
-from .precompute import CacheFetch, Encoded, precompute_video
+from .precompute import CacheFetch, Encoded, precompute_masks, precompute_video
 from .text_conditioning import TextConditioning, cache_directory
 
 
@@ -87,6 +87,7 @@ class TrainingData:
         self._encoder = Encoder(
             texts.encode, encode_clip, data=config.data, seed=seed, device=parallel.device, prior=plan.prior,
             shows_frames=texts.keys.texts_see_images,
+            is_masked=any(clip.mask is not None for clip in (*plan.clips, *plan.eval_clips)),
         )  # fmt: skip
         # Only training clips have substitutes. Those of a held-out one would change what the evaluation loss is of.
         self._substitutes = Substitutes(all_cuts(plan.clips)) if config.data.max_bad_share else None
@@ -108,18 +109,19 @@ class TrainingData:
         identity = model_fingerprint(clip_encoders.modules, tiling=bool(self.config.model.enable_tiling))
         vae = EncoderEntry(identity, self.spec.clip_version, self.spec.facts.first_frame_noise)
         keys = replace(keys, vae=vae, tiled=self.spec.tiles_by_size, tiled_late=partial(tiled_for_memory, self.spec))
+        clips, loading = self.plan.encoded_clips(), self.config.dataloader
+        optional = {clip.index for clip in self.plan.clips} if self.config.data.max_bad_share else ()
         encoded = precompute_video(
-            self.plan.encoded_clips(),
-            partial(self._encode_clip, clip_encoders),
-            keys,
-            self.parallel,
-            loading=self.config.dataloader,
-            optional={clip.index for clip in self.plan.clips} if self.config.data.max_bad_share else (),
+            clips, partial(self._encode_clip, clip_encoders), keys, self.parallel, loading=loading, optional=optional
         )
         self.precomputed["clips"] = encoded
+        threads = max(1, loading.dataloader_num_workers)
+        masks = precompute_masks(clips, keys, self.parallel, threads=threads, optional=optional)
+        if masks != Encoded():
+            self.precomputed["masks"] = masks
         if self.parallel.rank == 0:
             remember_model(cache_directory(self.config), self.config.model, "vae", vae)
-        self._bad_samples.agree(encoded.bad, None)
+        self._bad_samples.agree((*encoded.bad, *masks.bad), None)
         return keys
 
     def steps(self, start: int) -> Iterator[Sequence[Batch]]:

@@ -166,7 +166,12 @@ def _dataset(
     if isinstance(table.get("name"), str):
         where += f" ({table['name']})"
     given = {**top, **table}
-    made = translate(given) if where.startswith("[[directory]]") else Translated(dict(given))
+    is_theirs = where.startswith("[[directory]]")
+    made = translate(given) if is_theirs else Translated(dict(given))
+    if is_theirs and isinstance(
+        folder := made.options.get("mask_column"), str
+    ):  # beside the file there, below the clips here
+        made.options["mask_column"] = str(((data.dataset or Path()).parent / folder).absolute())
 
     def located(key: str, message: str) -> str:
         return f"{'at the top' if key in top and key not in table else where}: {key}: {message}"

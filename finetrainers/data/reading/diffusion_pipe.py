@@ -12,7 +12,6 @@ from typing import Any
 
 #: What cannot be had: key -> the way out.
 _REFUSED = {
-    "mask_path": "losses are not masked here; remove it, and the masked clips if they need it",
     "control_path": "control clips are for image editing models, which are not trained here; remove it",
     "shuffle_tags": "tags are not shuffled; write several captions, one a line of the .txt file, and set caption_lines",
     "cache_shuffle_num": "tags are not shuffled; write several captions, one a line of the .txt file, and set caption_lines",
@@ -22,7 +21,7 @@ _WITHOUT_EFFECT = {
     "cache_shuffle_delimiter": "has no effect, since tags are not shuffled",
     "round_side": "has no effect: sizes are multiples of what the model takes",
 }
-_RENAMED = {"path": "data_root", "caption_prefix": "id_token"}
+_RENAMED = {"path": "data_root", "caption_prefix": "id_token", "mask_path": "mask_column"}
 
 
 @dataclass

@@ -21,8 +21,18 @@ from finetrainers.utils.text import plural, quoted
 from .media import require_content, require_file
 from .sources import folder, hub, tables, tars
 from .sources.captions import LONG_CAPTION, clean_caption
+from .sources.masks import masks_root
 from .sources.paths import Root
-from .sources.rows import IMAGE_SUFFIXES, MAX_CAPTION_BYTES, NO_EXTRA, DataError, Findings, Row, shown
+from .sources.rows import (
+    IMAGE_SUFFIXES,
+    MAX_CAPTION_BYTES,
+    NO_EXTRA,
+    DataError,
+    Findings,
+    Row,
+    is_absent,
+    shown,
+)
 from .sources.unpacked import MediaFolder
 from .status import Unusable, UnusableError
 
@@ -65,11 +75,18 @@ class Item:
 
 
 class Reading(NamedTuple):
-    """The items of a dataset, what is odd about it, each with a count, and every item's further media by name, as items."""
+    """The items of a dataset, what is odd about it, each with a count, and what belongs to items, as items.
+
+    Attributes:
+        items, warnings: see above.
+        further: every item's further media, by name.
+        masks: the masks of items that have one, by the item's index.
+    """
 
     items: list[Item]
     warnings: list[str]
     further: Mapping[str, list[Item]] = MappingProxyType({})
+    masks: Mapping[int, Item] = MappingProxyType({})
 
 
 def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int = 0, prefix: str = "") -> Reading:
@@ -101,13 +118,26 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         except DataError as error:
             raise DataError(f"--extra_columns {name}={column}: {error}") from error
         further[name] = _items(theirs, data, root, Findings(), first=first)
+    masks = _masks(rows, data, root, media_dir, found, first=first)
     source = data.hf_dataset or str(data.dataset_file or data.data_root)
     if found.problems:
         raise DataError(f"{source}: {plural(len(found.problems), 'problem')}", found.problems)
     if all(item.unusable is not None and item.unusable.status == "skipped" for item in items):
         why = f" ({'; '.join(found.warnings)})" if found.warnings else ""
         raise DataError(f"{source}: no items found{why}")
-    return Reading(items, found.warnings, further)
+    return Reading(items, found.warnings, further, masks)
+
+
+def kind_of(path: str) -> Kind:
+    """What a media file is by its name."""
+    return "image" if path.lower().endswith(_IMAGES) else "video"
+
+
+def is_packed(data: DataSection) -> bool:
+    """Whether the media of a dataset are in archives, parquet files or on the hub."""
+    return data.hf_dataset is not None or (
+        data.dataset_file is not None and data.dataset_file.suffix.lower() not in TABLES
+    )
 
 
 def _further_rows(
@@ -128,6 +158,24 @@ def _further_rows(
     return theirs
 
 
+def _masks(
+    rows: Sequence[Row], data: DataSection, root: Root, media_dir: Path | None, found: Findings, *, first: int
+) -> dict[int, Item]:
+    """The masks of items that have one, by the item's index. Of containers they are read where a column is named."""
+    if is_packed(data):
+        theirs = _further_rows(rows, data.mask_column, data, root, media_dir, found) if data.mask_column else rows
+        masks = [one if data.mask_column and not is_absent(one) else None for one in theirs]
+    else:
+        masks = [Row(row.where, row.mask) if row.mask else None for row in rows]
+        if folder.lacks_lists(data):
+            root = masks_root(data, root)
+    there = [(first + place, row._replace(captions=("",))) for place, row in enumerate(masks) if row is not None]
+    items = _items(
+        [row for _, row in there], data.model_copy(update={"caption_missing": None}), root, Findings(), first=0
+    )
+    return {index: item for (index, _), item in zip(there, items, strict=True)}
+
+
 def _items(
     rows: Sequence[Row], data: DataSection, root: Root, found: Findings, *, first: int, prefix: str = ""
 ) -> list[Item]:
@@ -146,9 +194,10 @@ def _items(
             state = looked
         text = str(path)
         name = row.media if row.stored is not None else text.removeprefix(below)
-        kind: Kind = "image" if text.lower().endswith(_IMAGES) else "video"
         index = first + len(items)
-        items.append(Item(index, path, captions, kind, f"{prefix}{name}", row.where, unusable, state, row.extra))
+        items.append(
+            Item(index, path, captions, kind_of(text), f"{prefix}{name}", row.where, unusable, state, row.extra)
+        )
     return items
 
 

@@ -37,7 +37,8 @@ MEANINGS: Mapping[Status | Mark, str] = {
     "cut_off": "it has fewer frames than it declares",
     "damaged": "decoding fails, or gives damaged frames",
     "decoder_failed": "the decoder crashed, hung, or allocated too much memory",
-    "mismatch": "its control video, or another further medium, has not a frame of the same shape for each of its frames",
+    "mismatch": "its control video or another further medium has not a frame of the same shape for each of its frames, or its mask does not "
+    "fit it, has colors, or is black",
     "resampled": "frames are dropped to reach the target rate",
     "slower": "slower than the target rate; trained at its own rate",
     "cropped": "part of each frame is cropped",

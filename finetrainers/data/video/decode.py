@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ def read_frames(
             for number, pixels in _one_ahead(video.frames(wanted)):
                 frame = resize(torch.from_numpy(np.ascontiguousarray(pixels)), height, width)
                 for place in places[number]:
-                    frames[place].copy_(_crop(frame, box))
+                    frames[place].copy_(crop(frame, box))
                 done += 1
     except UnusableError as error:
         if not done:
@@ -118,7 +118,7 @@ def read_covering(path: Path, *, height: int, width: int) -> Tensor:
     picture = _upright(path)
     full = cover_size(picture.shape[0], picture.shape[1], height, width)
     box = (full[0] - height) // 2, (full[1] - width) // 2, height, width
-    return _crop(resize(picture, *full), box).permute(2, 0, 1).contiguous()
+    return crop(resize(picture, *full), box).permute(2, 0, 1).contiguous()
 
 
 def _upright(path: Path) -> Tensor:
@@ -151,6 +151,34 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
     Raises:
         UnusableError: the file cannot be decoded.
     """
+    (height, width), box, indices = cut_of(clip, generator)
+    if clip.kind == "image":
+        media = [crop(read_image(path, height=height, width=width)[0], box)[None] for path in clip.files]
+        return torch.cat(media, dim=3).permute(3, 0, 1, 2).contiguous()
+    backends = (clip.backend, *(one.backend for one in clip.further))
+    frames = torch.empty(3 * len(backends), len(indices), *box[2:], dtype=torch.uint8)
+    for path, backend, channels in zip(clip.files, backends, frames.split(3), strict=True):
+        out = channels.permute(1, 2, 3, 0)
+        read_frames(path, indices, height=height, width=width, box=box, backend=backend, out=out)
+    return frames
+
+
+class Cut(NamedTuple):
+    """What is cut from every file of a clip.
+
+    Attributes:
+        full: height and width in pixels that frames are resized to.
+        box: the part that is kept of each.
+        indices: numbers of the frames, ascending; 0 of an image.
+    """
+
+    full: tuple[int, int]
+    box: Box
+    indices: Sequence[int]
+
+
+def cut_of(clip: Clip, generator: torch.Generator) -> Cut:
+    """Where a clip is cut; see `load_clip`."""
     length, height, width = clip.bucket
     draw, down, right = torch.randint(2**31, (3,), generator=generator).tolist()
     full = (height, width) if clip.reshape_mode == "none" else cover_size(clip.height, clip.width, height, width)
@@ -160,8 +188,7 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
     else:
         box = spare_down // 2, spare_right // 2, height, width
     if clip.kind == "image":
-        media = [_crop(read_image(path, height=full[0], width=full[1])[0], box)[None] for path in clip.files]
-        return torch.cat(media, dim=3).permute(3, 0, 1, 2).contiguous()
+        return Cut(full, box, [0])
     indices, _ = select_frames(
         clip.num_frames,
         source_fps=clip.source_fps,
@@ -173,15 +200,10 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
         start=clip.start,
         times=_times(clip) if clip.is_variable else None,
     )
-    backends = (clip.backend, *(one.backend for one in clip.further))
-    frames = torch.empty(3 * len(backends), len(indices), height, width, dtype=torch.uint8)
-    for path, backend, channels in zip(clip.files, backends, frames.split(3), strict=True):
-        out = channels.permute(1, 2, 3, 0)
-        read_frames(path, indices, height=full[0], width=full[1], box=box, backend=backend, out=out)
-    return frames
+    return Cut(full, box, indices)
 
 
-def _crop(frame_HWC: Tensor, box: Box) -> Tensor:
+def crop(frame_HWC: Tensor, box: Box) -> Tensor:
     """A part of a picture."""
     top, left, height, width = box
     return frame_HWC[top : top + height, left : left + width]

@@ -94,7 +94,9 @@ def of_column(config: TrainConfig, column: str, buckets: Sequence[Bucket] = ()) 
         buckets: where its clips go; default: as configured.
     """
     # Every unusable file is reported with its pair; what is held out is chosen by the preferred clips.
-    changes: dict[str, object] = {"video_column": column, "caption_column": PROMPT, "max_bad_samples": 10**9}
+    changes: dict[str, object] = {
+        "video_column": column, "caption_column": PROMPT, "mask_column": "", "max_bad_samples": 10**9,
+    }  # fmt: skip
     if column == REJECTED:
         changes["eval_num_items"] = 0
     if buckets:

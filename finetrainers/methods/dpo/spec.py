@@ -24,6 +24,9 @@ _NOT_OF_PAIRS = {
         f"the columns of pairs are `{PROMPT}`, `{CHOSEN}` and `{REJECTED}`; remove it",
     ),
     **dict.fromkeys(
+        ("mask_column", "unmasked_weight"), "pairs are compared as whole clips, so no loss is masked; remove it"
+    ),
+    **dict.fromkeys(
         ("bucket_keep_prob", "bucket_fall_shorter", "sliding_window_size"),
         "both clips of a pair are cut to one bucket, and whole; remove it",
     ),

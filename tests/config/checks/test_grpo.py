@@ -237,7 +237,7 @@ OF_CLIPS = {
     "loss_weight_max": 2.0, "resolutions": [512], "frame_buckets": [17], "min_ar": 0.6, "max_ar": 3.0, "num_ar_buckets": 3,
     "bucket_keep_prob": ["17x64x64=0.5"], "bucket_fall_shorter": True, "dataset": "x", "hf_dataset": "x", "hf_subset": "x", "hf_split": "x",
     "hf_revision": "x", "hf_streaming": True, "max_items": 1, "allow_outside": True, "caption_columns": ["x"], "extra_columns": ["control_video=x"],
-    "caption_lines": True, "caption_missing": "skip",
+    "caption_lines": True, "caption_missing": "skip", "mask_column": "x", "unmasked_weight": 0.5,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from finetrainers.utils.text import nearest, plural, quoted
 
 from ..status import Unusable, UnusableError
 from .captions import captions_of_text
+from .masks import is_beside, listed_masks, masks_inside, masks_root, match_masks
 from .paths import Root
 from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, read_lines, shown
 
@@ -40,8 +41,13 @@ def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
     media_list, caption_list = root.folder / data.video_column, root.folder / data.caption_column
     if media_list.is_file() and caption_list.is_file():
         rows = _read_two_files(_listed(root, data.video_column), _listed(root, data.caption_column), found)
+        if data.mask_column:
+            path = _listed(root, data.mask_column)
+            masks = listed_masks(path, len(read_lines(media_list)), read_lines(path))
+            rows = [row._replace(mask=masks[int(row.where.rpartition(" ")[2]) - 1]) for row in rows]
         further = [root.folder / column for _, column in data.extra_columns]
         theirs = [name for path in further if path.is_file() for name in read_lines(path)]
+        theirs += [row.mask for row in rows if row.mask]
         _note_unlisted([*(row.media for row in rows), *theirs], root, media_list.name, found)
         return rows
     given = [name for name in LISTS if getattr(data, name) != DataSection.model_fields[name].default]
@@ -121,9 +127,11 @@ def _note_unlisted(names: Sequence[str], root: Root, listed_in: str, found: Find
 def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
     """Every media file below the root, in order of its path, with its caption in a text file of the same name."""
     others: list[str] = []
-    of_further = tuple(os.path.normpath(column) + os.sep for _, column in data.extra_columns)
-    walked = (name for name in _media_files(root, others, found) if not name.startswith(of_further))
-    names = sorted(walked, key=lambda name: name.split(os.sep))
+    columns = [*(column for _, column in data.extra_columns), masks_inside(data, root)]
+    of_further = tuple(os.path.normpath(column) + os.sep for column in columns if column is not None)
+    walked = [name for name in _media_files(root, others, found) if not name.startswith(of_further)]
+    names = sorted((name for name in walked if not is_beside(name)), key=lambda name: name.split(os.sep))
+    masks = _masks(names, [name for name in walked if is_beside(name)], root, data, found)
     sharing: dict[str, list[str]] = {}
     rows = []
     for name in names:
@@ -138,12 +146,26 @@ def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
             rows.append(Row("", name, None, unusable=unusable))
         else:
             rows.append(Row("", name, captions))
+        rows[-1] = rows[-1]._replace(mask=masks.get(name, ""))
     for name in sorted(name for name in others if name not in sharing):
         found.note("in the folder, neither media nor a caption of one", shown(name))
     for sidecar, both in sharing.items():
         if len(both) > 1:
             found.note("sharing a caption file", f"{' and '.join(map(shown, both))} ({shown(sidecar)})")
     return rows
+
+
+def _masks(
+    names: Sequence[str], beside: Sequence[str], root: Root, data: DataSection, found: Findings
+) -> dict[str, str]:
+    """The mask of each clip that has one: of those beside clips, or of the folder that is named."""
+    if data.mask_column is None:
+        return match_masks(names, beside, found, beside=True)
+    for name in beside:
+        found.note("beside a clip and named as its mask, not read because of --mask_column", shown(name))
+    if not data.mask_column:
+        return {}
+    return match_masks(names, _media_files(masks_root(data, root), [], found), found, beside=False)
 
 
 def _read_caption(root: Root, name: str) -> str:

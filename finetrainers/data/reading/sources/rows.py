@@ -52,6 +52,7 @@ class Row(NamedTuple):
         refused: why a container's sample is none, if it is none.
         expected: where a caption was looked for.
         unusable: why it cannot be used.
+        mask: the path of its mask as written; empty: it has none.
     """
 
     where: str
@@ -63,6 +64,12 @@ class Row(NamedTuple):
     refused: str | None = None
     expected: str = ""
     unusable: Unusable | None = None
+    mask: str = ""
+
+
+def is_absent(row: Row) -> bool:
+    """Whether a container's sample is refused because nothing is there, which is no mistake of a medium that need not be."""
+    return row.unusable is not None and row.unusable.reason.endswith(("has no media file", "holds no media"))
 
 
 @dataclass

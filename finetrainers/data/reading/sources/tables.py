@@ -13,6 +13,7 @@ from finetrainers.config.sections import DataSection
 from finetrainers.utils.files import not_there
 from finetrainers.utils.text import nearest, quoted
 
+from .masks import MASK
 from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, read_lines, read_text
 
 Records = Iterator[tuple[str, Any]]
@@ -30,13 +31,17 @@ def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
     suffix = path.suffix.lower()
     columns = Columns(data)
     rows = []
+    is_masked = False
     for where, record in readers[suffix](path, found):
+        is_masked = is_masked or (isinstance(record, dict) and columns.mask in record)
         if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # every row would say the same
             raise DataError(f"{path.name} line 1: {missing}")
         try:
             rows.append(columns.row(where, record))
         except ValueError as error:
             found.problems.append(f"{where}: {error}")
+    if rows and data.mask_column and not is_masked:
+        raise DataError(f"{path.name}: no column {data.mask_column!r} (set by `mask_column`)")
     return rows
 
 
@@ -46,11 +51,13 @@ class Columns:
     Attributes:
         media: the column of the clips, or of a further medium of each of them.
         is_further: which of the two.
+        mask: the column of masks, which tables need not have; empty: none is read.
     """
 
     def __init__(self, data: DataSection) -> None:
         self.media = data.video_column
-        further = {column for _, column in data.extra_columns}
+        self.mask = MASK if data.mask_column is None else data.mask_column
+        further = {column for _, column in data.extra_columns} | ({data.mask_column} if data.mask_column else set())
         self.is_further = self.media in further
         self.captions = tuple(data.caption_columns) or (data.caption_column,)
         self.option = "caption_columns" if data.caption_columns else "caption_column"
@@ -90,7 +97,16 @@ class Columns:
         media = record[self.media]
         if not isinstance(media, str) or not media.strip():
             raise ValueError(f"column {self.media!r} must be a path, got {media!r}")
-        return Row(where, media.strip(), self.captions_of(record), self.extra(record))
+        mask = record.get(self.mask) if self.mask and not self.is_further else None
+        if mask is not None and not isinstance(mask, str):
+            raise ValueError(
+                f"column {self.mask!r} must be the path of a mask, or null where there is none, got {mask!r}; if it is something "
+                'else, name another with `mask_column`, or none with ""'
+            )
+        extra = self.extra(record)
+        if self.mask and self.mask in extra:
+            extra = {name: value for name, value in extra.items() if name != self.mask}
+        return Row(where, media.strip(), self.captions_of(record), extra, mask=(mask or "").strip())
 
     def captions_of(self, record: Mapping[str, Any]) -> tuple[str, ...] | None:
         """The captions of a record; None where there is none, not even an empty one.
