@@ -56,9 +56,9 @@ def _own_options() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--gpu", type=_gib, metavar="24GB", help="say whether it fits this GPU, and if not, what makes it fit"
+        "--gpu", type=gib, metavar="24GB", help="say whether it fits this GPU, and if not, what makes it fit"
     )
-    parser.add_argument("--host", type=_gib, metavar="64GB", help="host memory of the machine to plan for [this one]")
+    parser.add_argument("--host", type=gib, metavar="64GB", help="host memory of the machine to plan for [this one]")
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     parser.add_argument(
         "--num_processes", type=positive_integer, help="processes on all machines [1, or as the file says]"
@@ -110,7 +110,7 @@ def planned_environment(own: argparse.Namespace) -> Mapping[str, str]:
     return found
 
 
-def _gib(text: str) -> float:
+def gib(text: str) -> float:
     """GiB.
 
     Raises:

@@ -37,6 +37,7 @@ from .plot import add_plot
 from .report import add_report
 from .run import add_run, run_command
 from .sample import add_sample, sample_command
+from .search_batch import add_search_batch, search_batch_command
 from .serve_reward import add_serve_reward
 from .sync import add_sync
 from .watch import add_watch, watch_command
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     yield_idle_threads()
     with_options_of_a_run = {
         "train": train_command, "check": check_command, "prepare": prepare_command, "estimate": estimate_command,
-        "run": _run_stages,
+        "run": _run_stages, "search-batch": _search_batch_sizes,
     }  # fmt: skip
     if argv and argv[0] in _SAMPLING:
         return _run_sampling(argv[0], argv[1:])
@@ -127,6 +128,19 @@ def _run_stages(argv: Sequence[str]) -> int:
         return exit_codes.CONFIGURATION
     try:
         return run_command(argv, train_command)
+    except Exception as error:
+        if not _say_failure(error):
+            raise
+        return exit_codes.FAILED
+
+
+def _search_batch_sizes(argv: Sequence[str]) -> int:
+    """Find the batch sizes of a run; returns an exit code."""
+    use_expandable_segments()
+    if _cannot_start():
+        return exit_codes.CONFIGURATION
+    try:
+        return search_batch_command(argv)
     except Exception as error:
         if not _say_failure(error):
             raise
@@ -259,6 +273,7 @@ def _parser() -> CommandParser:
     add_run(commands)
     add_check(commands)
     add_estimate(commands)
+    add_search_batch(commands)
     add_doctor(commands)
 
     about = "teach the embedded model a new look with a LoRA, on any CPU, in minutes"

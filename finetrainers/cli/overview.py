@@ -13,7 +13,7 @@ from finetrainers.config.names import names_of
 
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
-    "train": ("doctor", "check", "estimate", "prepare", "train", "run"),
+    "train": ("doctor", "check", "estimate", "search-batch", "prepare", "train", "run"),
     "look": ("sample", "report", "watch", "plot", "ckpt"),
     "use": ("export", "sync"),
     "tools": ("cache", "serve-reward", "schema", "docs"),
@@ -45,6 +45,7 @@ _INSTEAD = {
     "`check` says what happens to every clip, and `prepare` encodes clips and captions before training":
         "precompute preprocess encode data dataset inspect validate",
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
+    "`search-batch` finds the batch size of each bucket that fits the GPU": "search_batch search-bs batch-size batchsize autobatch",
     "examples/ holds whole files for --config, and `schema` describes them to editors": "init config configure new",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
     "`report RUN` puts a run on a page, and `plot RUN` draws its curves": "curves log logs summary compare dashboard",

@@ -59,7 +59,7 @@ class RunMemory:
         self.checked = checked
         host = room().total if host_gib is None else GIB * host_gib
         self._host = HOST_SHARE * host / local_world_size()
-        gpu_gib = gpu_gib or checked.config.memory.memory_budget or _gpu_gib()
+        gpu_gib = gpu_gib or checked.config.memory.memory_budget or gib_of_this_gpu()
         #: What is planned for; None: no GPU is known.
         self.machine = None if gpu_gib is None else self._assumed(gpu_gib)
         self.transformer = network_without_weights(checked) if transformer is None else transformer
@@ -89,21 +89,30 @@ class RunMemory:
         """The memory of each phase; `config`: with other options that save memory."""
         return self.choose(config).plan
 
-    def choose(self, config: TrainConfig | None = None, *, machine: Machine | None = None) -> Automatic:
+    def choose(
+        self, config: TrainConfig | None = None, *, machine: Machine | None = None,
+        batch: tuple[tuple[int, int, int], int] | None = None,
+    ) -> Automatic:  # fmt: skip
         """What a run on this machine chooses where its options leave that open, and the memory of each phase.
 
         Args:
             config: with other options that save memory.
             machine: another one.
+            batch: the bucket and the number of clips of a micro-batch; default: those of the heaviest one.
         """
         config = config or self.checked.config
         spec, geometry = self.checked.family.load(config.model), self.checked.geometry
+        bucket, clips = batch or (self._around.bucket, self.checked.plan.heaviest(config)[1])
+        # Clips that are encoded beforehand are those of all buckets; otherwise those of the micro-batch.
+        alone = batch is not None and self._around.encoded and not config.data.precompute_conditions
         around = replace(
             self._around,
+            bucket=bucket,
+            encoded=(bucket,) if alone else self._around.encoded,
             parts={part: size - encoder_bytes_saved(spec, part) for part, size in self._around.parts.items()},
-            clips=self.checked.plan.heaviest(config)[1],
+            clips=clips,
             split=expected_split(config.parallel),
-            text_bytes=_text_bytes(config, spec),
+            text_bytes=_text_bytes(config, spec, clips if batch else config.dataloader.batch_size),
         )
         own = method_spec(config)
         if own.rewards(config) != own.rewards(self.checked.config):  # they compute elsewhere
@@ -208,8 +217,8 @@ def _largest_scored(checked: Preflight, bucket: tuple[int, int, int]) -> tuple[i
     return max(sizes, key=math.prod, default=bucket)
 
 
-def _gpu_gib() -> float | None:
-    """Memory of this machine's GPU; None: there is none."""
+def gib_of_this_gpu() -> float | None:
+    """GiB of this machine's GPU; None: there is none."""
     if likely_device_type() != "cuda":
         return None
     import torch
@@ -217,9 +226,9 @@ def _gpu_gib() -> float | None:
     return torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else None
 
 
-def _text_bytes(config: TrainConfig, spec: ModelSpec) -> float:
-    """Activations of encoding a batch of texts, of the encoder that takes most."""
-    batch = TEXTS_AT_ONCE if method_spec(config).caches_texts(config) else config.dataloader.batch_size
+def _text_bytes(config: TrainConfig, spec: ModelSpec, clips: int) -> float:
+    """Activations of encoding the texts of so many clips, of the encoder that takes most."""
+    batch = TEXTS_AT_ONCE if method_spec(config).caches_texts(config) else clips
     working = (
         text_working_bytes(spec, part, batch=batch) + largest_layer_bytes(spec, part) for part in spec.facts.text_parts
     )

@@ -117,6 +117,11 @@ class SFT:
             for prior in self._priors([batch]):
                 yield f"{name}, prior preservation", Step([prior])
 
+    def trial_steps(self, bucket: tuple[int, int, int], clips: int, *, micro_batches: int) -> Iterator[Step[Batch]]:
+        """Steps without end, each of so many micro-batches of so many clips of one bucket; see `TrainingData.trial_batches`."""
+        for batches in self.batches.trial_batches(bucket, clips, micro_batches=micro_batches):
+            yield Step([*batches, *self._priors(batches)])
+
     def _priors(self, batches: Sequence[Batch]) -> list[Prior]:
         return [Prior(batch) for batch in batches] if self.reference is not None else []
 

@@ -175,6 +175,13 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
                 yield group, files[0], files[1], files[2]
 
 
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system, so that the next peak is not that of what was there before (glibc)."""
+    library: Any = ctypes.CDLL(None) if os.name == "posix" else None
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(ctypes.c_size_t(0))
+
+
 @contextlib.contextmanager
 def freed_memory_is_reused() -> Iterator[None]:
     """Within the block, memory that this process frees serves its next tensors; afterwards what is free goes back to the system.
@@ -197,4 +204,4 @@ def freed_memory_is_reused() -> Iterator[None]:
     finally:
         for option, value in _NOT_REUSED.items():
             library.mallopt(option, value)
-        library.malloc_trim(ctypes.c_size_t(0))
+        return_freed_memory()

@@ -17,6 +17,7 @@ from finetrainers.cli.check import own_options
 from finetrainers.cli.estimate import _own_options as estimate_options
 from finetrainers.cli.main import _parser
 from finetrainers.cli.run import _own_options as run_options
+from finetrainers.cli.search_batch import _own_options as search_batch_options
 from finetrainers.config.dialects.aliases import FOREIGN
 from finetrainers.config.document import configuration_page
 from finetrainers.config.flags import flat_flag, parse_flags, read_flags
@@ -107,8 +108,9 @@ def train_flags(words: list[str]) -> list[str] | None:
     if words[:2] == ["finetrainers", "check"]:
         rest = own_options().parse_known_args(words[2:])[1]
         return rest if rest[0].startswith("-") else ["--config", *rest]
-    if words[:2] == ["finetrainers", "estimate"]:
-        rest = estimate_options().parse_known_args(words[2:])[1]
+    if words[:2] in (["finetrainers", "estimate"], ["finetrainers", "search-batch"]):
+        own = estimate_options() if words[1] == "estimate" else search_batch_options()
+        rest = own.parse_known_args(words[2:])[1]
         return rest if rest[0].startswith("-") else ["--config", *rest]
     if words[:2] == ["python", "train.py"]:
         return words[2:]

@@ -84,6 +84,7 @@ ELSEWHERE = {
     "finetrainers report runs/look": "tests/cli/test_run.py",
     "finetrainers sync": "tests/engine/test_sync.py",
     "finetrainers doctor": "tests/cli/test_doctor.py",
+    "finetrainers search-batch": "tests/engine/batch_search/test_measure.py",
     "ruff check .": "tests/test_lint.py",
 }
 NOT_RUN = {

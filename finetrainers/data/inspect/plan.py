@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,10 @@ class DatasetPlan:
     def fetch_with(self, fetch: Any) -> Any:
         """What fetches a micro-batch: `fetch`, or around it what adds the clips that belong to those of the batch."""
         return fetch
+
+    def of_clips(self, clips: Sequence[Clip]) -> DatasetPlan:
+        """The plan of these of its training clips alone, with nothing held out."""
+        return replace(self, clips=tuple(clips), eval_clips=())
 
     def encoded_clips(self) -> list[Clip]:
         """All clips that the VAE may encode: in every bucket, and each segment that windows share once."""

@@ -52,6 +52,17 @@ class RawBatch:
             masks=tuple(None if mask is None else mask.pin_memory() for mask in self.masks),
         )
 
+    def repeated(self, times: int, *, weight: float) -> RawBatch:
+        """The same clips so many times, each time with sample keys of their own, as a batch of that weight."""
+        return replace(
+            self,
+            clips=self.clips * times,
+            sample_keys=tuple((epoch + k, item) for k in range(times) for epoch, item in self.sample_keys),
+            weight=weight,
+            pixels=self.pixels * times,
+            cached={name: tensor.repeat(times, *[1] * (tensor.ndim - 1)) for name, tensor in self.cached.items()},
+        )
+
 
 @dataclass(frozen=True)
 class DecodeFetch:

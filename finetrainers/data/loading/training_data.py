@@ -20,7 +20,8 @@ from finetrainers.models.spec import Batch, ModelSpec, Parts, tiled_for_memory
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.phases import ENCODING_CLIPS, phase
 
-from ..buckets.clip import all_cuts
+from ..buckets.buckets import Bucket, bucket_text
+from ..buckets.clip import Clip, all_cuts
 from ..cache.encoder_index import remember_model
 from ..cache.keys import CacheKeys, EncoderEntry
 from ..cache.model_fingerprint import model_fingerprint
@@ -216,13 +217,20 @@ class TrainingData:
 
     def dry_batches(self) -> Iterator[tuple[str, Batch]]:
         """A batch of each bucket, largest first, of the clips with the longest captions; the same on every rank."""
-        cuts = all_cuts(self.plan.clips)
-        for bucket in sorted({clip.bucket for clip in cuts}, key=math.prod, reverse=True):
-            clips = [clip for clip in cuts if clip.bucket == bucket]
-            clips.sort(key=lambda clip: (-len(clip.caption), clip.index))
+        for bucket, clips in longest_captions(self.plan.clips).items():
             wanted = MicroBatch(0, tuple(clips[: self.sampler.segment.size_of(bucket)]))
             [batch] = self._together([wanted], self._fetch, what="loading a dry batch")
-            yield "x".join(map(str, bucket)), batch
+            yield bucket_text(bucket), batch
+
+    def trial_batches(self, bucket: Bucket, clips: int, *, micro_batches: int) -> Iterator[list[Batch]]:
+        """The micro-batches of one step after another, without end: the clip of a bucket that has the longest caption, so many times.
+
+        They are encoded anew for each step, as in training. The clip is decoded once, before the first step.
+        """
+        [longest, *_] = longest_captions(self.plan.clips)[bucket]
+        raw = self._fetch(MicroBatch(0, (longest,))).repeated(clips, weight=1 / micro_batches)
+        while True:
+            yield [self._encoder(raw, dropout=False) for _ in range(micro_batches)]
 
     def steps_for_epochs(self, epochs: int) -> int:
         """Optimizer steps that see every clip at least `epochs` times."""
@@ -250,6 +258,13 @@ class TrainingData:
         with self.parallel.raise_on_all_ranks(what):
             batches = [self._encoder(fetch(one), dropout=False) for one in wanted]
         return batches
+
+
+def longest_captions(clips: Sequence[Clip]) -> dict[Bucket, list[Clip]]:
+    """The clips of each bucket that they may come in, those with the longest captions first; the largest bucket first."""
+    cuts = sorted(all_cuts(clips), key=lambda clip: (-len(clip.caption), clip.index))
+    buckets = sorted({clip.bucket for clip in cuts}, key=math.prod, reverse=True)
+    return {bucket: [clip for clip in cuts if clip.bucket == bucket] for bucket in buckets}
 
 
 def _check_options(config: TrainConfig, spec: ModelSpec) -> None:

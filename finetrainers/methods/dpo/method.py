@@ -87,6 +87,11 @@ class DPO:
         for name, step in self.sft.dry_steps(transformer):
             yield name, Step([Pairs(batch) for batch in step])
 
+    def trial_steps(self, bucket: tuple[int, int, int], clips: int, *, micro_batches: int) -> Iterator[Step[Pairs]]:
+        """Steps without end, each of so many micro-batches of so many pairs of one bucket."""
+        for step in self.sft.trial_steps(bucket, clips, micro_batches=micro_batches):
+            yield Step([Pairs(batch) for batch in step])
+
     def can_stop_after(self, step: int) -> bool:
         return True
 

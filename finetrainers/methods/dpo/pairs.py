@@ -47,6 +47,11 @@ class PairPlan(DatasetPlan):
         """Fetch the rejected clips with the preferred ones."""
         return PairFetch(fetch, self.rejected)
 
+    def of_clips(self, clips: Sequence[Clip]) -> PairPlan:
+        """The plan of the pairs that have these preferred clips."""
+        theirs = {clip.index: self.rejected[clip.index] for clip in clips}
+        return replace(self, clips=tuple(clips), eval_clips=(), rejected=theirs)
+
     def encoded_clips(self) -> list[Clip]:
         """All that the VAE may be given: both clips of every pair."""
         return [*self.clips, *self.eval_clips, *self.rejected.values()]

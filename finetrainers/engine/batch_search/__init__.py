@@ -1,0 +1,1 @@
+"""The search for the batch size of each bucket: by the estimate, then by measured training steps."""
