@@ -45,6 +45,32 @@ class Geometry:
         t, h, w = self.denoised_shape(frames, height, width)
         return t // self.patch_t * (h // self.patch) * (w // self.patch)
 
+    def prefix_frames(self, frames: int | None, available: int) -> int:
+        """How many frames of a video, those at its end, a sample begins with: as many as wanted, or all that fill latent frames."""
+        return (available - 1) // self.temporal * self.temporal + 1 if frames is None else frames
+
+    def prefix_problem(self, frames: int | None, available: int, sampled: int, *, ending: bool) -> str | None:
+        """Why a sample cannot begin with so many frames of a video, as the end of a sentence on what the video has.
+
+        Args:
+            frames: that are wanted; None: all.
+            available: that the video has.
+            sampled: of the sample.
+            ending: whether its last latent frame is given, too.
+        """
+        most = sampled - self.temporal * (2 if ending else 1)
+        most = (most - 1) // self.temporal * self.temporal + 1
+        if most < 1:
+            return f", and nothing of {sampled} frames is left to sample; sample more"
+        taken = self.prefix_frames(frames, available)
+        if (taken - 1) % self.temporal:
+            return f", and its last {taken} are not {self.temporal}*k+1; give FILE:{self.prefix_frames(None, taken)}"
+        if taken > available:
+            return f", not {taken}; give FILE:{self.prefix_frames(None, available)}, or leave the number out"
+        if taken > most:
+            return f", of which a sample of {sampled} frames can begin with {most}; give FILE:{most}, or sample more"
+        return None
+
     def problems(self, frames: int, height: int, width: int) -> list[str]:
         """Reasons why a size is not legal, each with a legal one; empty if it is."""
         found = self._wrong(frames, height, width)

@@ -30,12 +30,33 @@ class ValidationPrompt(Section):
         size: `(frames, height, width)`, or None for the first training bucket.
         image: path or URL of a first-frame image.
         video: path of a video whose first frame conditions, or which is the control video.
+        last_image: path or URL of a last-frame image.
+        video_prefix: path of a video that the sample begins with; behind `:F`, its last F frames.
     """
 
     prompt: str
     size: VideoBucket | None = None
     image: Place | None = None
     video: Place | None = None
+    last_image: Place | None = None
+    video_prefix: Place | None = None
+
+    @property
+    def prefix(self) -> tuple[Path, int | None] | None:
+        """The file of the video that the sample begins with, and how many of its last frames; None: all that fit."""
+        if self.video_prefix is None:
+            return None
+        place, colon, frames = self.video_prefix.rpartition(":")
+        if colon and frames.isdecimal() and not Path(self.video_prefix).exists():
+            return Path(place), int(frames)
+        return Path(self.video_prefix), None
+
+
+#: Which option of a run gives each of the media of its prompts.
+MEDIA_OPTIONS = {
+    "image": "validation_images", "video": "validation_videos", "last_image": "validation_last_images",
+    "video_prefix": "validation_video_prefixes",
+}  # fmt: skip
 
 
 def parse_validation_prompts(section: ValidationSection) -> list[ValidationPrompt]:
@@ -50,7 +71,7 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
     text = section.validation_prompts
     separator = section.validation_separator
     if text is None:
-        given = [n for n in ("validation_images", "validation_videos") if getattr(section, n) is not None]
+        given = [n for n in MEDIA_OPTIONS.values() if getattr(section, n) is not None]
         if given:
             raise ConfigError([Problem(f"--{given[0]}", "needs --validation_prompts, one prompt per entry")])
         return []
@@ -58,12 +79,13 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
         prompts = _from_file(Path(text))
     else:
         prompts = [_from_entry(entry) for entry in text.split(separator)]
-    images = _media(section.validation_images, "validation_images", separator, len(prompts))
-    videos = _media(section.validation_videos, "validation_videos", separator, len(prompts))
-    return [
-        prompt.model_copy(update={"image": image or prompt.image, "video": video or prompt.video})
-        for prompt, image, video in zip(prompts, images, videos, strict=True)
-    ]
+    for medium, name in MEDIA_OPTIONS.items():
+        places = _media(getattr(section, name), name, separator, len(prompts))
+        prompts = [
+            prompt if place is None else prompt.model_copy(update={medium: place})
+            for prompt, place in zip(prompts, places, strict=True)
+        ]
+    return prompts
 
 
 def parse_eval_prompts(section: ValidationSection) -> list[ValidationPrompt]:

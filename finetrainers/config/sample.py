@@ -18,6 +18,8 @@ VALIDATION_NAMES = {
     "validation_prompts": "prompts",
     "validation_images": "image",
     "validation_videos": "video",
+    "validation_last_images": "last_image",
+    "validation_video_prefixes": "video_prefix",
     "num_validation_videos": "num",
     "validation_inference_steps": "num_inference_steps",
     "validation_guidance_scale": "guidance_scale",
@@ -44,6 +46,10 @@ class SampleSection(Section):
         description="first frame, a path or URL (image-to-video): one for all prompts, or one for each, joined by :::",
     )
     video: str | None = Field(None, description="likewise, a video whose first frame is given, or the control video")
+    last_image: str | None = Field(None, description="last frame, likewise, for models that can be given any frames")
+    video_prefix: str | None = Field(
+        None, description="likewise, a video that the sample continues: all of it, or the last F frames of FILE:F"
+    )
     negative_prompt: str = Field("", description="what samples should not show, for classifier-free guidance")
     seed: int | None = Field(None, ge=0, description="first seed [the run's]")
     num: int = Field(1, ge=1, le=1000, description="seeds for each prompt, from the first one on [1]")

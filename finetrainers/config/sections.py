@@ -462,6 +462,10 @@ class ValidationSection(Section):
     validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`. "
         "Its first frame is given (image-to-video); a checkpoint that takes a control video is given all of it.",
         resume="free")
+    validation_last_images: str | None = option(None, "Last frame of each prompt, likewise, for models that can be "
+        "given any frames (`--list_models`).", resume="free")
+    validation_video_prefixes: str | None = option(None, "Local video that the sample of each prompt begins with, "
+        "likewise: as many of its last frames as the model's latents stand for, or those of FILE:FRAMES.", resume="free")
     validation_separator: str = option(":::", "Separator of validation prompts, images and videos.", resume="free",
         min_length=1)
     num_validation_videos: int = option(1, "Videos sampled per prompt.", resume="free", ge=1, le=1000)

@@ -56,6 +56,8 @@ class WatchSection(Section):
     )
     image: str | None = Field(None, description="first frames, as there")
     video: str | None = Field(None, description="control videos, as there")
+    last_image: str | None = Field(None, description="last frames, as there")
+    video_prefix: str | None = Field(None, description="videos that samples continue, as there")
     negative_prompt: str = Field("", description="as there")
     seed: int | None = Field(None, ge=0, description="first seed [the run's]")
     num: int = Field(1, ge=1, le=1000, description="seeds for each prompt, from the first one on [1]")

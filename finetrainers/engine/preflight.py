@@ -16,7 +16,7 @@ from finetrainers.config.checks.options import check_config, check_shared_sizes,
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.prompts import ValidationPrompt, parse_eval_prompts, parse_validation_prompts
+from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_eval_prompts, parse_validation_prompts
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO
 from finetrainers.config.values import split_part
@@ -130,7 +130,7 @@ def preflight(
     plan = None if method is None else _find_work(config, facts, method, planner, found)
     if plan is not None:
         config = _with_frame_rate(config, sampling_fps(plan.rates, facts.geometry.fps), facts)
-        check_control_videos(config, facts, [*prompts, *scored], plan.size, found)
+        check_prompt_videos(config, facts, [*prompts, *scored], plan.size, found)
         sizes = _sizes(plan, [*prompts, *scored])
         check_shared_sizes(config, facts, sizes, found, processes=launched_processes())
         if method is not None and facts.first_frame != "unknown":
@@ -275,24 +275,27 @@ def read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]
 
 def _media_problems(prompt: ValidationPrompt) -> dict[str, str]:
     """Why the files of a prompt cannot be read, by option. Images may also be URLs, which are read when they are needed."""
+    prefix = str(prompt.prefix[0]) if prompt.prefix else None
+    images = {"image": prompt.image, "last_image": prompt.last_image}
+    videos = {"video": prompt.video, "video_prefix": prefix}
     found = {}
-    image, video = prompt.image, prompt.video
-    if image and not image.startswith(("http://", "https://")):
-        try:
-            if not Path(image).is_file():
-                found["validation_images"] = f"no such file: {image}"
-            else:
+    for medium, image in images.items():
+        if image and not image.startswith(("http://", "https://")):
+            try:
+                if not Path(image).is_file():
+                    raise UnusableError(f"no such file: {image}")
                 with decoding(Path(image)), open_image(image) as picture:
                     picture.load()  # all of it: one that is cut short has a whole header
-        except UnusableError as error:
-            found["validation_images"] = str(error)
-    if video and not Path(video).is_file():
-        found["validation_videos"] = f"no such file: {video}; give a local video"
-    elif video:
-        try:
-            probe(Path(video))
-        except UnusableError as error:
-            found["validation_videos"] = f"{video}: {error}"
+            except UnusableError as error:
+                found[MEDIA_OPTIONS[medium]] = str(error)
+    for medium, video in videos.items():
+        if video and not Path(video).is_file():
+            found[MEDIA_OPTIONS[medium]] = f"no such file: {video}; give a local video"
+        elif video:
+            try:
+                probe(Path(video))
+            except UnusableError as error:
+                found[MEDIA_OPTIONS[medium]] = f"{video}: {error}"
     return found
 
 
@@ -419,25 +422,40 @@ def _with_frame_rate(config: TrainConfig, rate: float, facts: Facts) -> TrainCon
     return config.model_copy(update={"validation": section})
 
 
-def check_control_videos(
+def check_prompt_videos(
     config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], size: tuple[int, int, int], found: Findings
 ) -> None:
-    """Control videos of prompts that cannot be read, or are shorter than the sample; `size` is that of prompts without one."""
-    if not facts.media:
-        return
+    """Control videos of prompts that are shorter than the sample, and videos that it is to begin with that are too long or short.
+
+    `size` is that of prompts without one.
+    """
+    rate = config.validation.validation_frame_rate or facts.geometry.fps
     for prompt in prompts:
-        if prompt.video is None or not Path(prompt.video).is_file():
-            continue  # said already
-        try:
-            video = probe(Path(prompt.video))
-        except UnusableError:
-            continue  # said already
         needed = (prompt.size or size)[0]
-        fps = playback_fps(video.fps, config.validation.validation_frame_rate or facts.geometry.fps)
-        available = num_available(video.frames, source_fps=video.fps, fps=fps)
-        if available < needed:
-            has = f"{prompt.video} gives {plural(available, 'frame')} at {fps:.4g} fps"
+        if facts.media and prompt.video and (there := _frames_of(Path(prompt.video), rate)) and there[0] < needed:
+            has = f"{prompt.video} gives {there[1]}"
             found.error("validation_videos", f"{has}, and {needed} are sampled; give a longer one")
+        if facts.any_frame and prompt.prefix and (there := _frames_of(prompt.prefix[0], rate)):
+            path, frames = prompt.prefix
+            if problem := facts.geometry.prefix_problem(frames, there[0], needed, ending=prompt.last_image is not None):
+                found.error("validation_video_prefixes", f"{path} gives {there[1]}{problem}")
+        given = sum(1 for one in (prompt.image or prompt.video, prompt.last_image) if one)
+        if prompt.last_image and facts.geometry.latent_shape(needed, 0, 0)[0] <= given:
+            what = "first and last frame" if given > 1 else "last frame"
+            found.error("validation_last_images", f"the {what} are all of {needed} frames; sample more")
+
+
+def _frames_of(path: Path, rate: float) -> tuple[int, str] | None:
+    """How many frames a video gives at a frame rate, and that in words; None: that it cannot be read was said already."""
+    try:
+        video = probe(path) if path.is_file() else None
+    except UnusableError:
+        return None
+    if video is None:
+        return None
+    fps = playback_fps(video.fps, rate)
+    available = num_available(video.frames, source_fps=video.fps, fps=fps)
+    return available, f"{plural(available, 'frame')} at {fps:.4g} fps"
 
 
 def check_tracker(config: TrainConfig, found: Findings) -> None:

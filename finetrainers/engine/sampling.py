@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.data.buckets.clip import Clip
-from finetrainers.data.buckets.frames import playback_fps
+from finetrainers.data.buckets.frames import num_available, playback_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.video.decode import load_clip, read_frames
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest, fitted_vae, to_unit_range
@@ -165,15 +165,18 @@ def prompt_request(
     """
     prompt = encoded.prompts[index]
     media = {
-        name: control_video(Path(prompt.video), size, frame_rate=settings.frame_rate)
+        name: given_video(Path(prompt.video), size, frame_rate=settings.frame_rate)
         for name in spec.facts.media
         if prompt.video is not None  # checked at the start
     }
+    if (prompt.last_image or prompt.prefix) and not spec.facts.any_frame:
+        raise ValueError(f"{spec.name} takes no frames but the first; remove last_image and video_prefix")
     frames, height, width = size
     request = SampleRequest(
         num_frames=frames, height=height, width=width, frame_rate=settings.frame_rate,
         num_inference_steps=settings.num_inference_steps, guidance_scale=settings.guidance_scale,
-        image=encoded.images[index], media=media, extra=settings.extra,
+        image=encoded.images[index], last_image=None if prompt.last_image is None else load_image(prompt.last_image),
+        prefix=_prefix(spec, prompt, size, frame_rate=settings.frame_rate), media=media, extra=settings.extra,
     )  # fmt: skip
     noise = torch.Generator("cpu").manual_seed(sample_seed(seed, prompt.prompt))
     return PromptRequest(encoded.conditions[index], encoded.negative, request, noise)
@@ -190,18 +193,33 @@ def _first_frame(prompt: ValidationPrompt) -> Any:
     return Image.fromarray(read_frames(path, [0], height=found.height, width=found.width)[0].numpy())
 
 
-def control_video(path: Path, size: tuple[int, int, int], *, frame_rate: float) -> Tensor:
-    """The beginning of a video as the clips of a dataset are cut, `[1, 3, T, H, W]` in [-1, 1].
+def _prefix(
+    spec: ModelSpec, prompt: ValidationPrompt, size: tuple[int, int, int], *, frame_rate: float
+) -> Tensor | None:
+    """The frames that a prompt's clip begins with, the last ones of its video, `[1, 3, F, H, W]` in [-1, 1]; or None."""
+    if prompt.prefix is None:
+        return None
+    path, wanted = prompt.prefix
+    found = probe(path)
+    fps = playback_fps(found.fps, frame_rate)
+    available = num_available(found.frames, source_fps=found.fps, fps=fps)
+    frames = spec.facts.geometry.prefix_frames(wanted, available)
+    return given_video(path, (frames, *size[1:]), frame_rate=frame_rate, start=available - frames)
+
+
+def given_video(path: Path, size: tuple[int, int, int], *, frame_rate: float, start: int | None = None) -> Tensor:
+    """A part of a video as the clips of a dataset are cut, `[1, 3, T, H, W]` in [-1, 1].
 
     Args:
         path: of the video.
         size: frames, height and width that it is cut to.
         frame_rate: of the sample.
+        start: its first frame, counted at that rate; None: the beginning.
     """
     found = probe(path)
     clip = Clip(
         index=0, path=path, caption="", kind="video", bucket=size, fps=playback_fps(found.fps, frame_rate),
-        num_frames=found.frames, source_fps=found.fps, width=found.width, height=found.height,
+        num_frames=found.frames, source_fps=found.fps, width=found.width, height=found.height, start=start,
         is_variable=found.is_variable,
     )  # fmt: skip
     return to_unit_range(load_clip(clip, generator=torch.Generator())[None])
@@ -210,7 +228,7 @@ def control_video(path: Path, size: tuple[int, int, int], *, frame_rate: float) 
 @torch.no_grad()
 def sample_prompts(spec: ModelSpec, parts: SamplingParts, requests: Iterable[PromptRequest]) -> Iterator[np.ndarray]:
     """Yield the clip of each request, frames `[T, H, W, 3]` uint8."""
-    for image_to_video, group in groupby(requests, key=lambda wanted: wanted.request.image is not None):
+    for image_to_video, group in groupby(requests, key=lambda wanted: wanted.request.starts_from_image):
         with _pipeline(spec, parts, image_to_video=image_to_video) as pipeline:
             for wanted in group:
                 request = wanted.request

@@ -227,9 +227,13 @@ def noised(frame_BC1HW: Tensor, noise: tuple[float, float], generators: Sequence
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One validation sample: size in pixels and frames, how to denoise, and the first frame or further media to begin with.
+    """One validation sample: size in pixels and frames, how to denoise, and the frames or further media that are given.
 
-    Media are of the sample's size, `[1, 3, T, H, W]` in [-1, 1], by the names of `Facts.media`.
+    Attributes:
+        image: first frame, PIL's image or a tensor.
+        last_image: last frame, likewise.
+        prefix: frames that the sample begins with, `[1, 3, F, H, W]` in [-1, 1].
+        media: of the sample's size, `[1, 3, T, H, W]` in [-1, 1], by the names of `Facts.media`.
     """
 
     num_frames: int
@@ -239,8 +243,15 @@ class SampleRequest:
     num_inference_steps: int
     guidance_scale: float | None = None
     image: Any = None
+    last_image: Any = None
+    prefix: Tensor | None = None
     media: Mapping[str, Tensor] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def starts_from_image(self) -> bool:
+        """Whether a first frame is all that is given, so that the image-to-video pipeline samples it."""
+        return self.image is not None and self.last_image is None and self.prefix is None
 
 
 @dataclass(frozen=True)

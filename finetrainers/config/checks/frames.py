@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..facts import Facts
 from ..frame_conditioning import FrameConditioning, chosen_kinds
+from ..prompts import ValidationPrompt
 from ..root import TrainConfig
 from ..sections import DataSection
 from .findings import Findings
@@ -52,6 +53,16 @@ def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Problems:
             yield "first_frame_conditioning_p", f"with --sliding_window_latents slice, {why}; set it to 0"
         for label in at_start:
             yield "frame_conditioning", f"{label}: with --sliding_window_latents slice, {why}; remove it"
+
+
+def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Problems:
+    """What a model cannot be given with a prompt, as (medium, reason); each once."""
+    media = [name for name in ("last_image", "video_prefix") if any(getattr(prompt, name) for prompt in prompts)]
+    if not facts.any_frame:
+        for name in media:
+            yield name, f"this {model} can be given no frame but the first; --list_models says which models take any"
+    elif any(prompt.video_prefix and (prompt.image or prompt.video) for prompt in prompts):
+        yield "video_prefix", "is what the sample begins with, and so is an image or a video; give a prompt one of them"
 
 
 def length_problems(data: DataSection, facts: Facts, buckets: Iterable[tuple[int, int, int]]) -> Problems:

@@ -13,12 +13,13 @@ from ..facts import Facts, is_network
 from ..geometry import Geometry
 from ..grpo import REWARD_METHODS
 from ..parallel import groups_problem, heads_problem, ring_problem
-from ..prompts import ValidationPrompt
+from ..prompts import MEDIA_OPTIONS, ValidationPrompt
 from ..root import TrainConfig, fields, sections
 from ..sections import MemorySection, ModelSection
 from ..values import check_hub_id, split_part
 from .data import check_data
 from .findings import Findings
+from .frames import prompt_problems
 from .grpo import check_grpo, check_rewards
 from .windows import window_problems
 
@@ -416,6 +417,8 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
         found.error(
             "validation_images", f"this {config.model.model_name} takes no first frame; remove the images and videos"
         )
+    for medium, problem in prompt_problems(prompts, facts, model=config.model.model_name):
+        found.error(MEDIA_OPTIONS[medium], problem)
 
 
 def _check_scored(
@@ -440,6 +443,8 @@ def _check_scored(
         found.error("eval_prompts", "this checkpoint animates an image; use a .jsonl file with `image` for each prompt")
     if facts.first_frame == "none" and any(p.image or (p.video and not facts.media) for p in scored):
         found.error("eval_prompts", f"this {config.model.model_name} takes no first frame; remove images and videos")
+    for medium, problem in prompt_problems(scored, facts, model=config.model.model_name):
+        found.error("eval_prompts", f"{medium}: {problem}")
 
 
 def _check_eval_reward(config: TrainConfig, found: Findings) -> None:

@@ -18,7 +18,7 @@ from finetrainers.config.facts import Facts
 from finetrainers.config.given import Given
 from finetrainers.config.load import build_config
 from finetrainers.config.parallel import ParallelSection
-from finetrainers.config.prompts import ValidationPrompt, parse_validation_prompts
+from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_validation_prompts
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_of_runs
 from finetrainers.memory.estimate import computed_bytes
@@ -29,7 +29,7 @@ from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
 from finetrainers.utils.video import slug
 
-from ..preflight import check_control_videos, check_paths, read_prompts, resolve_family
+from ..preflight import check_paths, check_prompt_videos, read_prompts, resolve_family
 from .weights import BASE, Target, Weights, find_target, in_order, named_apart, under
 
 Size = tuple[int, int, int]
@@ -292,7 +292,7 @@ def _prompts(
     if options.guidance_scale is not None:
         values["validation_guidance_scale"] = options.guidance_scale
     if not own:
-        values |= {"validation_prompts": options.prompts, "validation_images": None, "validation_videos": None}
+        values |= {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
     section = section.model_copy(update=values)
     if section.validation_prompts is None:
         found.error(
@@ -304,8 +304,8 @@ def _prompts(
     except ConfigError as error:
         found.errors += error.problems
         return _with(config, section), []
-    for name, media in (("validation_images", options.image), ("validation_videos", options.video)):
-        if media is not None:
+    for medium, name in MEDIA_OPTIONS.items():
+        if (media := getattr(options, medium)) is not None:
             separator = section.validation_separator
             one_for_all = separator not in media
             value = separator.join([media] * count) if one_for_all else media
@@ -345,7 +345,7 @@ def _check(
     kernels = kernel_problems(config, device_type=device, dtype_bytes=computed_bytes(config))
     found.errors += [*rules.errors, *kernels.errors, *quantization_problems(config, device_type=device)]
     if prompts and prompts[0].size is not None:
-        check_control_videos(config, facts, prompts, prompts[0].size, found)
+        check_prompt_videos(config, facts, prompts, prompts[0].size, found)
     scale = config.validation.validation_guidance_scale
     if options.negative_prompt and (facts.guidance is not None or (scale is not None and scale <= 1)):
         why = (
@@ -400,8 +400,17 @@ def _warnings(config: TrainConfig, prompts: Sequence[ValidationPrompt]) -> Itera
 
 def _content(prompt: ValidationPrompt) -> list[str]:
     """What names the images and videos that a prompt brings: their content, or the address."""
-    media = [one for one in (prompt.image, prompt.video) if one]
-    return [file_sha256(Path(one)) if Path(one).is_file() else one for one in media]
+
+    def content(place: str | Path) -> str:
+        return file_sha256(Path(place)) if Path(place).is_file() else str(place)
+
+    found = [content(one) for one in (prompt.image, prompt.video) if one]
+    if prompt.last_image:
+        found.append(f"last {content(prompt.last_image)}")
+    if prompt.prefix:
+        path, frames = prompt.prefix
+        found.append(f"prefix {frames} {content(path)}")
+    return found
 
 
 def _renamed(problems: Sequence[Problem]) -> list[Problem]:

@@ -11,7 +11,7 @@ from finetrainers.config.checks.findings import Findings
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.given import Given
 from finetrainers.config.load import build_config
-from finetrainers.config.prompts import parse_validation_prompts
+from finetrainers.config.prompts import MEDIA_OPTIONS, parse_validation_prompts
 from finetrainers.config.rewards import RewardEntry, parse_reward
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import SampleSection
@@ -37,7 +37,7 @@ from ..sample.plan import SamplePlan, plan_targets, size_of_run
 from ..sample.weights import BASE, Target, run_source
 from .scores import recorded_labels
 
-_TAKEN = ("prompts", "image", "video", "negative_prompt", "seed", "num", "frame_rate", "no_ema")
+_TAKEN = ("prompts", *MEDIA_OPTIONS, "negative_prompt", "seed", "num", "frame_rate", "no_ema")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
     size = size_of_run(config, target)
     section = config.validation
     if options.prompts is not None:
-        section = section.model_copy(update={"validation_prompts": options.prompts, "validation_images": None, "validation_videos": None})  # fmt: skip
+        update = {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
+        section = section.model_copy(update=update)
     sizes = (
         [prompt.size for prompt in parse_validation_prompts(section) if prompt.size is not None] if size is None else []
     )

@@ -14,7 +14,7 @@ from every_family import CHECKPOINTS
 from PIL import Image
 
 from finetrainers.config.sections import ModelSection, TrainingSection
-from finetrainers.engine.sampling import control_video, sample_seed
+from finetrainers.engine.sampling import given_video, sample_seed
 from finetrainers.engine.trainable import attach
 from finetrainers.models.registry import get_family
 from finetrainers.utils.video import write_mp4
@@ -62,7 +62,7 @@ def test_samples_are_those_of_the_pipeline(
         clip = np.random.default_rng(0).integers(0, 255, (20, 64, 64, 3), dtype=np.uint8)
         write_mp4(tmp_path / "control.mp4", clip, fps=spec.facts.geometry.fps)
         flags += ["--video", tmp_path / "control.mp4"]
-        video = control_video(tmp_path / "control.mp4", (9, 64, 64), frame_rate=spec.facts.geometry.fps)
+        video = given_video(tmp_path / "control.mp4", (9, 64, 64), frame_rate=spec.facts.geometry.fps)
         given["control_video"] = (video / 2 + 0.5).transpose(1, 2)
     code, frames = sample(
         tmp_path / "lora", "--model_name", family, "--pretrained_model_name_or_path", repository, "--prompts", PROMPT,
