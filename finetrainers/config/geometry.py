@@ -61,7 +61,7 @@ class Geometry:
         most = sampled - self.temporal * (2 if ending else 1)
         most = (most - 1) // self.temporal * self.temporal + 1
         if most < 1:
-            return f", and nothing of {sampled} frames is left to sample; sample more"
+            return ", which leaves nothing to sample; sample more frames"
         taken = self.prefix_frames(frames, available)
         if (taken - 1) % self.temporal:
             return f", and its last {taken} are not {self.temporal}*k+1; give FILE:{self.prefix_frames(None, taken)}"

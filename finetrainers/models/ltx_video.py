@@ -212,10 +212,13 @@ class LTXVideoSpec(ModelSpec):
         def tell_times(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return args, {**kwargs, "timestep": kwargs["timestep"][:, None] * ~is_given[..., 0]}
 
-        def keep_given(pipeline: Any, step: int, t: Any, kwargs: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {"latents": torch.where(is_given, clean, kwargs["latents"])}
-
         call = self.pipeline_call(conditions, negative, replace(request, image=None))
+        after_step = call.pop("callback_on_step_end", None)
+
+        def keep_given(pipeline: Any, step: int, t: Any, kwargs: dict[str, Tensor]) -> dict[str, Tensor]:
+            found = after_step(pipeline, step, t, kwargs) if after_step is not None else {}
+            return {**found, "latents": torch.where(is_given, clean, found.get("latents", kwargs["latents"]))}
+
         hook = pipeline.transformer.register_forward_pre_hook(tell_times, with_kwargs=True, prepend=True)
         try:
             return pipeline(

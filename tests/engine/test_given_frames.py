@@ -1,0 +1,135 @@
+"""Runs whose samples are given frames: in training, as the context of windows, in validation and by `finetrainers sample`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from finetrainers.cli.sample import sample_command
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
+from finetrainers.engine.preflight import preflight
+from finetrainers.engine.sampling import sample_prompts
+from finetrainers.models.ltx_video import LTXVideoSpec
+from finetrainers.utils.video import write_mp4
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures, and a video whose frames get brighter by 10."""
+    folder = tmp_path_factory.mktemp("media")
+    for name, shade in (("first", 30), ("last", 220)):
+        Image.new("RGB", (64, 64), (shade, shade, shade)).save(folder / f"{name}.png")
+    frames = np.arange(20, dtype=np.uint8)[:, None, None, None] * np.full((1, 64, 64, 3), 10, dtype=np.uint8)
+    write_mp4(folder / "clip.mp4", frames, fps=25)
+    return folder
+
+
+def refusal(**values: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        preflight(load_config(**values))
+    return str(error.value)
+
+
+def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
+    options: Callable[..., dict], run: Callable[..., Any], make_clips: Callable[..., Path], media: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    prompts = [
+        {"prompt": "a", "size": "33x64x64", "video_prefix": f"{media / 'clip.mp4'}:17", "last_image": str(media / "last.png")},
+        {"prompt": "b", "size": "17x64x64", "image": str(media / "first.png"), "last_image": str(media / "last.png")},
+    ]  # fmt: skip
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    given, requests = [], []
+    condition = LTXVideoSpec.condition
+
+    def record(spec: Any, batch: Any, x0: Any, frames: Any, stats: Any) -> Any:
+        given.extend((index >> 32, tuple(row)) for (_, index), row in zip(batch.sample_keys, frames, strict=True))
+        return condition(spec, batch, x0, frames, stats)
+
+    def recorded(spec: Any, parts: Any, wanted: Any) -> Any:
+        asked = [*wanted]
+        requests.extend(one.request for one in asked)
+        return sample_prompts(spec, parts, asked)
+
+    monkeypatch.setattr(LTXVideoSpec, "condition", record)
+    monkeypatch.setattr("finetrainers.engine.callbacks.validation.sample_prompts", recorded)
+    values = options(
+        "ltx_video", data_root=str(make_clips(2, frames=33)), video_resolution_buckets=["33x64x64"], sliding_window_size=17,
+        sliding_window_stride=8, frame_conditioning="last=0.5,first+last=0.5", window_context=1, train_steps=6, batch_size=2,
+        checkpointing_steps=3, validation_frame_rate=25.0, validation_prompts=str(tmp_path / "prompts.jsonl"), validation_steps=6, validation_inference_steps=2,
+    )  # fmt: skip
+    whole = run(**values)
+    # Of each clip the first window is given what is drawn, and the two others their context.
+    assert {frames for number, frames in given if number > 0} == {(0,)}
+    drawn = {frames for number, frames in given if number == 0}
+    assert drawn
+    assert drawn <= {(2,), (0, 2)}
+    assert "4 windows from within clips are given 1 frame of context (--window_context 1)" in capsys.readouterr().out
+    first, second = requests
+    shades = (first.prefix.mean((0, 1, 3, 4)) / 2 + 0.5) * 255
+    torch.testing.assert_close(shades, 10.0 * torch.arange(3, 20), rtol=0, atol=3.0)  # the last 17 frames
+    assert [one.last_image.getpixel((0, 0))[0] for one in requests] == [220, 220]
+    assert second.image.getpixel((0, 0))[0] == 30
+    assert len([*(whole.root / "samples" / "step-000006").glob("*.mp4")]) == 2
+
+    again = {**values, "output_dir": str(tmp_path / "again")}
+    run(**{**again, "train_steps": 3, "validation_steps": None})
+    resumed = run(**again, resume_from_checkpoint="latest")
+    assert resumed.curve("loss", "grad_norm") == whole.curve("loss", "grad_norm")
+    assert all(torch.equal(tensor, whole.weights[name]) for name, tensor in resumed.weights.items())
+
+    # The same frames are given by the command, and a clip with other ones is another clip.
+    out, place = tmp_path / "out", str(whole.root)
+    assert sample_command([place, "--output_dir", str(out)]) == 0
+    other = [
+        "--prompts",
+        "b",
+        "--image",
+        str(media / "first.png"),
+        "--last_image",
+        str(media / "first.png"),
+        "--size",
+        "17x64x64",
+    ]
+    assert sample_command([place, *other, "--output_dir", str(out)]) == 0
+    assert sample_command([place, *other, "--output_dir", str(out)]) == 0
+    ledger = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+    assert [len(entry["given"]) for entry in ledger] == [2, 2, 2]
+    assert ledger[0]["given"][1].startswith("prefix 17 ")
+    assert len({entry["key"] for entry in ledger}) == 3
+
+
+def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict], media: Path) -> None:
+    clip, last, first = (str(media / name) for name in ("clip.mp4", "last.png", "first.png"))
+
+    def said(size: str = "33x64x64", family: str = "ltx_video", **more: str) -> str:
+        sampled = {"validation_prompts": f"a@@@{size}", "validation_steps": 1, "validation_frame_rate": 25.0}
+        return refusal(**options(family, **sampled, **more))
+
+    other = said(family="cogvideox", validation_last_images=last, validation_video_prefixes=clip)
+    assert "--validation_last_images: this cogvideox can be given no frame but the first; --list_models says" in other
+    assert "--validation_video_prefixes: this cogvideox can be given no frame but the first" in other
+    assert "is what the sample begins with, and so is an image" in said(
+        validation_images=first, validation_video_prefixes=clip
+    )
+    missing = said(validation_last_images="no.png", validation_video_prefixes="no.mp4:9")
+    assert "--validation_last_images: no such file: no.png" in missing
+    assert "--validation_video_prefixes: no such file: no.mp4; give a local video" in missing
+    for place, size, expected in (
+        (clip, "17x64x64", "gives 20 frames at 25 fps, of which a sample of 17 frames can begin with 9; give FILE:9"),
+        (f"{clip}:8", "33x64x64", "and its last 8 are not 8*k+1; give FILE:1"),
+        (f"{clip}:25", "65x64x64", "not 25; give FILE:17, or leave the number out"),
+        (clip, "1x64x64", "which leaves nothing to sample; sample more frames"),
+    ):
+        assert expected in said(size, validation_video_prefixes=place)
+    both = {"validation_images": first, "validation_last_images": last}
+    assert "the first and last frame are all of 9 frames; sample more" in said("9x64x64", **both)
+    assert "prefix:17 would give all of 9 frames" in refusal(**options("ltx_video", frame_conditioning="prefix:17=0.1"))
