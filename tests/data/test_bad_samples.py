@@ -100,7 +100,7 @@ def source_of(clips: list[Clip], parallel: Any) -> Any:
         "Plan", (), {"clips": tuple(clips), "eval_clips": (), "prior": None, "fetch_with": lambda _, fetch: fetch}
     )()
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", batch_size=2, max_bad_share=0.3)
-    spec: Any = SimpleNamespace(facts=SimpleNamespace(first_frame="none", media=()))
+    spec: Any = SimpleNamespace(name="x", facts=SimpleNamespace(first_frame="none", media=()))
     texts: Any = SimpleNamespace(encode=lambda prompts: None, keys=SimpleNamespace(texts_see_images=False))
     source = TrainingData(
         plan,

@@ -15,7 +15,8 @@ from derived import SEED, Setting, derive, make_batch
 from every_family import FAMILIES
 from torch import Tensor
 
-from finetrainers.models.spec import Batch, Conditions
+from finetrainers.models.spec import Batch, Conditions, VideoMeta
+from finetrainers.utils.packaged import model_path
 from finetrainers.utils.seeding import derive_seed
 
 
@@ -71,7 +72,7 @@ def test_the_loss_is_the_weighted_mean_over_latents(family: str, tiny_repo: Call
 def test_given_frames_and_masks_both_leave_the_loss_and_what_nothing_is_left_of_counts_as_zero(
     tiny_repo: Callable[..., Path],
 ) -> None:
-    setting = Setting(tiny_repo("ltx_video"), "ltx_video", first_frame_p=0.5)
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", given="first=0.5")
     keys = [(0, item) for item in range(6)]
     batch = masked(make_batch(setting, keys=keys, weight=0.5))
     assert batch.mask is not None
@@ -161,3 +162,46 @@ def test_prior_preservation_is_not_masked(tiny_repo: Callable[..., Path]) -> Non
     loss, ours = (setting.method.loss("b", one)[0] for one in (whole, half))  # type: ignore[arg-type]
     assert loss > 0
     assert torch.equal(ours, loss)
+
+
+def test_what_a_mask_hides_is_not_learned() -> None:
+    """The embedded model on a split screen, red beside blue: with a mask of the red half, it learns that half alone."""
+    setting = Setting(Path(model_path("demo://ltx")), "ltx_video")
+    del setting.spec.predict  # its own again
+    spec = setting.spec
+    screen = torch.full((1, 3, 1, 48, 64), -1.0)
+    screen[:, 0, ..., :32] = screen[:, 2, ..., 32:] = 1.0
+    with torch.no_grad():
+        text = spec.encode_text(spec.load_text_encoders(), ["a split screen"]).cut(16)
+        moments = spec.encode_video(setting.vae, screen)
+    red = torch.zeros(1, 1, *moments.shape[2:])
+    red[..., : red.shape[-1] // 2] = 1.0
+
+    def batch(epoch: int, mask: Tensor | None) -> Batch:
+        keys = [(epoch, item) for item in range(4)]
+        rows = [0] * len(keys)
+        fps = torch.full((len(keys),), 24.0)
+        return Batch(moments[rows], text.rows(rows), VideoMeta(fps), keys, mask=None if mask is None else mask[rows])
+
+    def trained(mask: Tensor | None) -> list[float]:
+        """What is left of the loss of each half, at noise that is not trained on."""
+        torch.manual_seed(0)
+        network = spec.load_transformer(torch.float32)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=3e-4)
+
+        def losses() -> Tensor:
+            with torch.no_grad():
+                halves = (setting.method.eval_loss(network, batch(99, half), 0.7).mean() for half in (red, 1 - red))
+                return torch.stack(list(halves))
+
+        before = losses()
+        for step in range(15):
+            optimizer.zero_grad()
+            setting.method.loss(network, batch(step, mask))[0].backward()
+            optimizer.step()
+        return (losses() / before).tolist()
+
+    whole_red, whole_blue = trained(None)
+    masked_red, masked_blue = trained(red)
+    assert max(whole_red, whole_blue, masked_red) < 0.3, (whole_red, whole_blue, masked_red)
+    assert masked_blue > 0.7, masked_blue

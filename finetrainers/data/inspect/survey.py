@@ -232,9 +232,9 @@ def _fingerprint(
     further = [[(name, one.item.name, one.size_bytes) for name, one in entry.further] for entry in entries]
     if any(further):
         add(further)
-    masks = [(clip.index, clip.mask.lowest) for clip in clips if clip.mask is not None]
-    if masks:
-        add(masks, [one.mask and (one.mask.item.name, one.mask.size_bytes) for part in parts for one in part.probed])
+    masks = [one.mask and (one.mask.item.name, one.mask.size_bytes) for part in parts for one in part.probed]
+    if any(masks):
+        add("masks", masks)
     for dataset, times in zip((part.dataset for part in parts), repeats, strict=True):
         if dataset.name:  # one that has options of its own, which the run's cannot tell
             add(dataset.name, times, *(getattr(dataset.data, option) for option in CRITICAL))

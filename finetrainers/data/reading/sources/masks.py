@@ -35,7 +35,11 @@ def masks_root(data: DataSection, root: Root) -> Root:
     if not data.mask_column:
         return root
     path = root.folder / data.mask_column
-    if not path.is_dir():
+    try:
+        is_there = path.is_dir()
+    except OSError as error:  # a name that is too long
+        raise DataError(f"mask_column {quoted(str(path))}: {error.strerror}") from error
+    if not is_there:
         raise DataError(
             f"mask_column {quoted(str(path))} {not_there(path, folder=True)}; it names the folder of masks where clips have "
             "text files of their own"
