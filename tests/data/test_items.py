@@ -194,6 +194,9 @@ def test_a_table_in_place_of_a_folder_is_named_with_its_option(tmp_path: Path) -
         DataError, match=rf"is not a folder but a file; .* give --dataset_file '{re.escape(str(table))}'"
     ):
         read_dataset(DataSection(data_root=table))
+    table.unlink()
+    with pytest.raises(DataError, match=r"captions\.jsonl' does not exist"):
+        read_dataset(DataSection(data_root=table))
 
 
 def test_what_is_left_alone_in_a_folder_is_said(tmp_path: Path) -> None:

@@ -148,6 +148,11 @@ def test_a_table_in_the_folder_is_named_where_captions_are_missing(tmp_path: Pat
         DataError, match=r"; if captions\.jsonl has the captions, give --dataset_file '.*captions\.jsonl'\n"
     ):
         plan(tmp_path, **BUCKETS)
+    make_image(tmp_path / "other.png")
+    rows = [{"video": "other.png", "text": "a caption"}, {"video": "still.png", "text": None}]
+    (tmp_path / "list.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(DataError, match=r"skip leaves such files out\n"):  # one is named
+        plan(tmp_path, **BUCKETS, dataset_file=str(tmp_path / "list.jsonl"))
 
 
 def test_default_buckets_are_noted_and_reject_nothing(root: Path) -> None:

@@ -70,6 +70,11 @@ def test_results_on_disk_give_the_frames_of_the_last_validation(
     assert [clip.shape for clip in clips] == [(9, 64, 64, 3)] * 2
     assert [np.array_equal(ours, theirs) for ours, theirs in zip(clips, written, strict=True)] == [True, True]
     assert not np.array_equal(*clips)
+    # The VAE is told the size of the clips that it decodes.
+    assert not parts.vae.use_tiling
+    monkeypatch.setattr("finetrainers.models.spec.VAE_BUDGET", 0.9 * spec.vae_bytes((9, 64, 64)))
+    next(sample_prompts(spec, parts, requests))
+    assert parts.vae.use_tiling
 
 
 class GuidedPipeline(LTXPipeline):

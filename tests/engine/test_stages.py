@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,6 +118,7 @@ def test_what_stages_are_started_with() -> None:
 def test_options_that_have_changed_since() -> None:
     finish(PARTS)
     text = TEXT.replace("lr = 1e-5", "lr = 2e-5\nvalidation_steps = 7\ndataloader_num_workers = 3\nblocks_to_swap = 4")
+    text = text.replace("rank = 8", "rank = 8\noverlap_gradient_exchange = false")
     (problem,) = outdated(look_at(stages(text)))
     assert str(problem) == (
         "stage low: is finished, and its options have changed since: lr 1e-05 -> 2e-05; mid, more, whole and on began from "
@@ -138,7 +141,38 @@ def test_weights_that_are_others_now() -> None:
     assert "stage mid: has begun from low, which is not finished now" in str(outdated(look_at(stages()))[0])
 
 
-def test_training_again_from_a_stage() -> None:
+def test_weights_that_are_alike_of_another_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight files are told apart by their ends, which may be the same."""
+    seals = dict.fromkeys((Path(f"runs/{name}/checkpoints/step-3").resolve() for name in PARTS), "a")
+    monkeypatch.setattr("finetrainers.engine.lineage.seal_of", seals.get)
+    finish(PARTS)
+    assert outdated(look_at(stages())) == []
+    seals[Path("runs/low/checkpoints/step-3").resolve()] = "b"
+    (problem,) = outdated(look_at(stages()))
+    assert str(problem).startswith("stage mid: has begun from low, whose result is another one now")
+
+
+def test_a_whole_training_state_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the newest whole checkpoint of the stage before; later the stage resumes from its own."""
+    finish(list(PARTS)[:-1])
+    saved = [
+        SimpleNamespace(path=Path(f"runs/whole/step-{n}"), step=n, damage="cut off" if n == 3 else None)
+        for n in (1, 2, 3)
+    ]
+    monkeypatch.setattr(
+        "finetrainers.engine.stages.scan_checkpoints", lambda root: saved if root.name == "whole" else []
+    )
+    one = standing("on")
+    assert (one.load, one.step) == ("state", 0)
+    assert resume_flags(one) == {"--resume_from_checkpoint": "runs/whole/step-2", "--reset": "step"}
+    assert resume_flags(replace(one, step=1)) == {"--resume_from_checkpoint": "auto"}
+
+
+def test_training_again_from_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        saved = [SimpleNamespace(step=3, damage=None)]
+        patch.setattr("finetrainers.engine.stages.scan_checkpoints", lambda root: saved)
+        assert [one.step for one in look_at(stages(), again_from="mid")] == [3, 0, 0, 0, 0]
     finish(["low"])
     assert missing_before(look_at(stages(), again_from="mid"), "mid") == []
     assert "stage mid, from which a later one begins, is not finished" in str(

@@ -22,8 +22,10 @@ FACTS = {"torch": "2.9.1", "torch_gpus": 1, "gpus": [GPU], "driver": "570", "ope
          "shm": 16 * GIB, "disk_path": "/runs", "disk_free": 100 * GIB, "disk_write": 2.0 * GIB}  # fmt: skip
 
 
-def node(host: str = "a", *, slots: int | None = None, skew: float | None = None, **facts: Any) -> Node:
-    return Node(host, slots, {**FACTS, **facts}, clock_skew_s=skew, round_trip_s=0.01)
+def node(
+    host: str = "a", *, slots: int | None = None, skew: float | None = None, trip: float = 0.01, **facts: Any
+) -> Node:
+    return Node(host, slots, {**FACTS, **facts}, clock_skew_s=skew, round_trip_s=trip)
 
 
 def told(*nodes: Node, needs: Needs | None = None) -> list[tuple[str, str, bool]]:
@@ -66,6 +68,7 @@ def test_what_is_in_order_is_not_told() -> None:
     needs = Needs(10 * GIB, 20 * GIB)
     assert told(node(slots=1, skew=0.5), node("b", memlock=-1, open_files=-1), needs=needs) == []
     assert told(node(memlock=1 << 20)) == []  # without InfiniBand
+    assert told(node(skew=1.5, trip=2.0)) == []  # it may be 0.5 s
 
 
 def test_the_minority_differs_and_is_marked() -> None:

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
-from finetrainers.engine.doctor.hosts import read_hosts
+from finetrainers.engine.doctor.hosts import Fleet, Node, read_hosts
 
 #: A small torch, so that each machine's costs nothing: with another version on one, broken on another, an hour ahead on a third.
 TORCH = """
@@ -161,6 +162,21 @@ def test_what_ssh_and_the_interpreter_say(cluster: tuple[list[str], Path], capsy
     (folder / "hosts").write_text("gpu-01\n")
     rsh = command[command.index("--rsh") + 1].replace("/user ", "/host ")
     assert re.search(r"Permission denied \(publickey.*let `ssh gpu-01` work without a question", problem(rsh=rsh))
+
+
+def test_a_machine_without_an_answer_leaves_no_process(tmp_path: Path) -> None:
+    """ssh may have started others, as its ProxyCommand, which would hold the connection."""
+    connect, started = tmp_path / "connect", tmp_path / "pid"
+    connect.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {started}\nwait\n")
+    connect.chmod(0o755)
+    fleet = Fleet(str(connect), "python", ["doctor"], timeout_s=1.0)
+    (found,) = fleet.ask([Node("a", 8)])
+    assert found == Node("a", 8, error="no answer within 1 s (--timeout)")
+    left = [psutil.Process(pid) for pid in [int(started.read_text())] if psutil.pid_exists(pid)]
+    running = psutil.wait_procs([one for one in left if one.status() != psutil.STATUS_ZOMBIE], timeout=10)[1]
+    for one in running:
+        one.kill()
+    assert running == []
 
 
 def test_hosts_files(tmp_path: Path) -> None:

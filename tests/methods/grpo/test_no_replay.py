@@ -71,6 +71,7 @@ def test_the_gradient_is_that_of_replay(
     def watched(self: RolloutGradients, *arguments: Any) -> None:
         groups = [*(self._retained if self.plan.retains else self._stored).values()]
         stored.append(sum(len(group.stored) for group in groups) + len(self._total) * (not self.plan.retains))
+        assert (self._keep_on == torch.device("cpu")) == options.get("offload_trajectory", False)
         scored(self, *arguments)
 
     monkeypatch.setattr(RolloutGradients, "_sum_up", watched)
@@ -113,12 +114,13 @@ def test_clips_that_failed_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None
         return type(found)(found.heads, found.failed | lost)
 
     monkeypatch.setattr(RewardSet, "score", failing)
-    for options in ({}, {"best_of_n": 4}):
-        replayed, *others = (
-            gradient(rollout_gradients=how, reward_on_error="mask", **options)[0]
+    for options, trained in (({}, 24), ({"best_of_n": 4}, 16)):
+        (replayed, metrics, _), *others = (
+            gradient(rollout_gradients=how, reward_on_error="mask", **options)
             for how in ("replay", "reweight", "retain")
         )
-        for taken in others:
+        assert metrics["clips_trained"] == trained  # of 32, of which 8 are lost
+        for taken, *_ in others:
             assert_equal(taken, replayed)
 
 

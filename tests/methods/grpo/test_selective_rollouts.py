@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from policies import make_collector, network
+from torch import Tensor
 
 from finetrainers.methods.grpo.prompts import PromptOrder
 from finetrainers.methods.grpo.selective_rollouts import SelectiveRollouts
+from finetrainers.rewards.reward_set import RewardSet
 
 #: Prompts whose clips all score alike.
 DULL = {1, 2, 5, 7}
@@ -120,3 +123,23 @@ def test_a_rollout_says_which_of_its_prompts_teach(changes: dict[str, Any], dull
     assert [prompts[i].text for i in range(4) if walk.streaks[i]] == sorted(dull, key=lambda text: text[-1])
     assert stats["prompts_skipped"] == 0
     assert torch.equal(walk.streaks.clamp(max=1), walk.streaks)
+
+
+def test_what_no_clip_has_a_score_of_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt whose clips were all lost may teach: it is no less likely to be sampled than before."""
+    score = RewardSet.score
+
+    def losing(self: RewardSet, videos: Tensor, prompts: Sequence[str], **options: Any) -> Any:
+        found = score(self, videos, prompts, **options)
+        lost = torch.tensor([text == "dark 1" for text in prompts])
+        for head in found.heads.values():
+            head.normalized.masked_fill_(lost, float("nan"))
+        return type(found)(found.heads, found.failed | lost)
+
+    monkeypatch.setattr(RewardSet, "score", losing)
+    collector = make_collector(reward=["policies:bright_only"], reward_on_error="mask", selective_rollouts=0.5)
+    walk = SelectiveRollouts(collector.source.order, probability=0.5, begun=BEGUN)
+    collector.source.selection, collector.source.skipped = walk, walk.observe
+    collector.collect(network(), 0)
+    prompts = collector.source.prompts
+    assert [prompts[i].text for i in range(4) if walk.streaks[i]] == ["dark 3"]

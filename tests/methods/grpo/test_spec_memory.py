@@ -9,6 +9,7 @@ import pytest
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.estimate import GIB, bytes_of_copy, estimate_for
+from finetrainers.methods.grpo.gradient_plan import plan_gradients
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import MethodMemory
 from finetrainers.parallel.sharding import Split
@@ -104,6 +105,16 @@ def test_gradients_taken_while_sampling(options: dict[str, Any], on_device: int,
     assert found.batch_size == 2  # a clip at a time, with both branches
     config = configured(rollout_gradients="reweight", **options)
     assert not method_spec(config).accumulates(config)
+
+
+def test_processes_that_gather_weights_go_backward_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others sum up what waits of a prompt as soon as it is done; so do these where gradients wait, and not graphs."""
+    early = {how: plan_gradients(configured(rollout_gradients=how)).early for how in ("reweight", "retain")}
+    assert early == {"reweight": True, "retain": True}
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    early = {how: plan_gradients(configured(rollout_gradients=how)).early for how in ("reweight", "retain")}
+    assert early == {"reweight": True, "retain": False}
 
 
 def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
