@@ -60,6 +60,7 @@ class RawBatch:
             sample_keys=tuple((epoch + k, item) for k in range(times) for epoch, item in self.sample_keys),
             weight=weight,
             pixels=self.pixels * times,
+            masks=self.masks * times,
             cached={name: tensor.repeat(times, *[1] * (tensor.ndim - 1)) for name, tensor in self.cached.items()},
         )
 

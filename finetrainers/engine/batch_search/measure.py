@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.buckets.clip import cut_to
+from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.loading.training_data import longest_captions
 from finetrainers.memory.estimate import GIB
 from finetrainers.utils.failures import is_out_of_memory
@@ -50,8 +52,7 @@ def loaded_bench(checked: Preflight) -> Iterator[Bench]:
     """
     with tempfile.TemporaryDirectory(prefix="finetrainers-search-batch-") as folder, restored():
         config = _measured_config(checked.config, Path(folder))
-        clips = [clips[0] for clips in longest_captions(checked.plan.clips).values()]  # type: ignore[attr-defined]
-        plan = checked.plan.of_clips(clips)  # type: ignore[attr-defined]
+        plan = _one_of_each_bucket(checked.plan)  # type: ignore[arg-type]
         checked = replace(checked, config=config, plan=plan, prompts=[], scored=[])
         with contextlib.closing(make_strategy(config)) as parallel:
             watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
@@ -63,6 +64,14 @@ def loaded_bench(checked: Preflight) -> Iterator[Bench]:
                     trainer = assemble(checked, parallel, watchdog, memory)
                 trainer.state.transformer.train()
                 yield Bench(trainer)
+
+
+def _one_of_each_bucket(plan: DatasetPlan) -> DatasetPlan:
+    """The plan of the clip of each bucket that has the longest caption; with one that has a mask, if any has: then all batches have."""
+    clips = [clips[0] for clips in longest_captions(plan.clips).values()]
+    if not any(clip.mask for clip in clips):
+        clips += [cut_to(clip, clip.bucket) for clip in plan.clips if clip.mask is not None][:1]
+    return plan.of_clips(clips)
 
 
 def _measured_config(config: TrainConfig, folder: Path) -> TrainConfig:

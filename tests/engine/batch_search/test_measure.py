@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,19 @@ def test_pairs_and_priors_from_the_cache(
             assert [len(one) for one in next(made)] == ([3] if clips == 2 else [3, 3])
 
 
+@pytest.mark.parametrize("precompute", [False, True])
+def test_masks_of_a_run_are_in_every_batch(
+    precompute: bool, options: Callable[..., dict], make_clips: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The clip with the longest caption has none, and another one has."""
+    folder = shutil.copytree(make_clips(3), tmp_path / "clips")
+    Image.new("L", (64, 64), 255).save(folder / "0.mask.png")
+    with bench(options(data_root=str(folder), precompute_conditions=precompute)) as loaded:
+        [batch] = next(loaded.trainer.state.method.trial_steps(BUCKET, 3, micro_batches=1))
+        assert batch.mask.shape == (3, 1, *batch.moments.shape[2:])
+        assert loaded.measure(BUCKET, 3, steps=1, limit=inf).fits
+
+
 def test_the_limit_leaves_the_margin_besides_what_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**30
     one = object.__new__(Bench)
@@ -225,11 +239,15 @@ def test_the_limit_leaves_the_margin_besides_what_others_have(monkeypatch: pytes
 def test_a_repeated_batch_has_keys_of_its_own() -> None:
     from finetrainers.data.loading.loader import RawBatch
 
-    raw = RawBatch(("a", "b"), ((0, 7), (0, 7)), 1.0, cached={"x": torch.tensor([[1, 2], [3, 4]])})  # type: ignore[arg-type]
+    raw = RawBatch(
+        ("a", "b"), ((0, 7), (0, 7)), 1.0, masks=(None, torch.ones(1)), cached={"x": torch.tensor([[1, 2], [3, 4]])}
+    )  # type: ignore[arg-type]
     found = raw.repeated(3, weight=0.5)
     assert found.clips == ("a", "b") * 3
+    assert [mask is None for mask in found.masks] == [True, False] * 3
     assert found.sample_keys == ((0, 7), (0, 7), (1, 7), (1, 7), (2, 7), (2, 7))  # a pair has one key
     assert torch.equal(found.cached["x"], torch.tensor([[1, 2], [3, 4]] * 3))
-    assert replace(found, clips=raw.clips, sample_keys=raw.sample_keys, cached={}, weight=1.0) == replace(
-        raw, cached={}
-    )
+    # What a clip has, each of its copies has: fields that are added later, too.
+    per_clip = [one.name for one in fields(RawBatch) if isinstance(one.default, tuple) or "tuple" in str(one.type)]
+    assert set(per_clip) - {"bad"} == {"clips", "sample_keys", "pixels", "masks"}
+    assert found.weight == 0.5
