@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from faulty import MARKUP, OPTIONS, make_faulty
 from markupsafe import escape
+from PIL import Image
 
 from finetrainers.cli import check
 from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
 from finetrainers.data.inspect import html_report, probe_all
+from finetrainers.data.inspect.probe import probe
 from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.reading.status import MARKS, STATUSES
 from finetrainers.models.registry import get_family
@@ -122,6 +127,37 @@ def test_reports_that_cannot_be_written_are_refused_before_anything_is_looked_at
     ):
         assert main(["check", str(config), option, str(place)]) == exit_codes.CONFIGURATION
         assert f"{option}: " in capsys.readouterr().err
+
+
+def test_masks_are_counted_and_shown_below_their_clips(
+    data: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    for name in ("film", "plain", "still"):
+        shutil.copy(data[0] / "a good clip.mp4", clips / f"{name}.mp4")
+        (clips / f"{name}.txt").write_text(name)
+    shutil.copy(data[0] / "a good clip.mp4", clips / "film.mask.mp4")
+    header = probe(clips / "film.mp4")
+    mask = Image.new("L", (header.width, header.height))
+    mask.paste(255, (0, 0, header.width // 4, header.height))
+    mask.save(clips / "still.mask.png")
+    config = write_config(tmp_path, clips)
+    arguments = ["check", str(config), "--json", str(tmp_path / "check.json"), "--html", str(tmp_path / "check.html")]
+    main([*arguments, "--max_bad_samples", "1"])
+    out = capsys.readouterr().out
+    assert "film.mp4: its mask film.mask.mp4: it has colors; a mask is grey: white counts, black does not" in out
+    assert "note: 1 of 2 clips has a mask, which on average leaves 25 % of the picture's loss weight" in out
+    text = (tmp_path / "check.html").read_text()
+    items = {item["name"]: item for item in json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])}
+    assert set(items) == {"film.mp4", "plain.mp4", "still.mp4"}
+    assert items["still.mp4"]["mask_white"] == 0.25
+    picture = items["still.mp4"]["mask"]
+    assert (picture["number"], picture["height"]) == (1, items["still.mp4"]["picture"]["height"])
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(picture["content"]))).convert("L"))
+    assert shown[:, : shown.shape[1] // 5].mean() > 240
+    assert shown[:, shown.shape[1] // 3 :].mean() < 15
+    assert items["plain.mp4"]["mask"] is items["plain.mp4"]["mask_white"] is None
 
 
 def check_page(text: str, report: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from one_of import OneOf
 from PIL import Image
 
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection
 from finetrainers.data.buckets.clip import Clip, Mask
@@ -30,12 +32,16 @@ from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.loading.batch_sampler import MicroBatch
 from finetrainers.data.loading.encode import Encoder
 from finetrainers.data.loading.loader import DecodeFetch
+from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.precompute import CacheFetch, precompute_masks, precompute_text, precompute_video
+from finetrainers.data.loading.text_conditioning import TextCache
+from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.data.reading.datasets import read_datasets
 from finetrainers.data.reading.items import DataError, Reading, read_dataset
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.decode import load_clip
 from finetrainers.data.video.masks import load_mask, weights_of
+from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Conditions
 
 GEOMETRY = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=8)
@@ -369,3 +375,41 @@ def test_a_mask_that_breaks_before_it_is_cached_is_a_bad_sample(grey: Path, tmp_
     assert "broken.png" in found.reason
     with pytest.raises(UnusableError, match=r"broken\.png"):
         precompute_masks([bad], keys, OneOf(), threads=1)
+
+
+def test_training_has_masks_on_the_fly_and_from_the_cache(grey: Path, tmp_path: Path, tiny_repo: MakeFile) -> None:
+    """A run in which one of two clips has a mask: all its batches have weights, the same both ways."""
+    shutil.copy(grey / "g.mp4", grey / "plain.mp4")
+    (grey / "plain.txt").write_text("plain")
+    half = np.zeros((64, 96), np.uint8)
+    half[:, 48:] = 255
+    Image.fromarray(half).save(grey / "g.mask.png")
+    weights: list[dict[int, torch.Tensor]] = []
+    for precompute in (False, True):
+        config = load_config(
+            model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")), data_root=str(grey),
+            video_resolution_buckets=["9x64x96"], precompute_conditions=precompute, target_fps=8, batch_size=2,
+            output_dir=str(tmp_path / "run"), vae_dtype="fp32", text_encoder_dtype="fp32", seed=3, unmasked_weight=0.25,
+        )  # fmt: skip
+        family = get_family("ltx_video")
+        spec = family.load(config.model)
+        plan = survey_dataset(config, family.facts_of(config.model).geometry).checked()
+        assert [clip.mask is not None for clip in plan.clips] == [True, False]
+        parallel: Any = OneOf()
+        texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel)
+        encoders = spec.load_text_encoders()
+        data = TrainingData(
+            plan, config, spec=spec, parallel=parallel,
+            texts=texts.encode(encoders) if precompute else texts.live(encoders),
+            clip_encoders=spec.load_clip_encoders(), data_position=DataPosition.begin(config, data_size=1),
+        )  # fmt: skip
+        [batch] = next(data.steps(0))
+        assert batch.mask is not None
+        weights.append({item: row for (_, item), row in zip(batch.sample_keys, batch.mask, strict=True)})
+        assert (data.precomputed["masks"].encoded if precompute else 1) == 1
+    masked, plain = weights[0][0], weights[0][1]
+    assert torch.equal(
+        masked, torch.tensor([0.25, 0.625, 1.0]).expand_as(masked)
+    )  # the edge is within the second column
+    assert torch.equal(plain, torch.ones_like(plain))
+    assert all(torch.equal(weights[1][item], weights[0][item]) for item in (0, 1))

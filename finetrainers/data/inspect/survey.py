@@ -210,7 +210,7 @@ def _not_read(part: Part) -> Iterator[str]:
     found = {column for item in part.reading.items for column in item.extra}
     for column in found.intersection(MEDIA):
         yield f"the column {column!r} is not read, since this checkpoint takes no {column}"
-    if MASK in found:
+    if MASK in found and part.dataset.data.mask_column != MASK:  # journals of containers have it whatever is read
         hint = f"; --mask_column {MASK} reads masks of archives" if part.dataset.data.mask_column is None else ""
         yield f"the column {MASK!r} is not read, so no loss is masked{hint}"
 
