@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from finetrainers.config.frame_conditioning import FrameConditioning, chosen_kinds
+from finetrainers.config.frame_conditioning import chosen_kinds
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
@@ -64,9 +64,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     method_spec(config).check(plan, config, spec=spec)
     check_number_of_blocks(config, spec)
     scheduler = spec.load_scheduler()
-    data = config.data
-    frame_conditioning = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
-    _print_notes(checked, spec, frame_conditioning)
+    _print_notes(checked, spec)
 
     # Phases 1 and 2: text encoders, then the VAE.
     texts, encoded = load_texts(checked, spec, parallel, watchdog, samples_in=_sampling_dtype(config, parallel))
@@ -85,8 +83,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     method = load_method(config.training.method)(
         MethodParts(
             config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler, geometry=spec.facts.geometry,
-            vae_stats=vae_stats, frame_conditioning=frame_conditioning, source=source, parallel=parallel, network=network,
-            weights_dtype=trainable_dtype(config),
+            vae_stats=vae_stats, source=source, parallel=parallel, network=network, weights_dtype=trainable_dtype(config),
         )
     )  # fmt: skip
     fields = parallel.same_on_all(start.checkpoint_fields(config) if parallel.is_main else {})
@@ -108,9 +105,10 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
 
 
-def _print_notes(checked: Preflight, spec: ModelSpec, kinds: FrameConditioning) -> None:
+def _print_notes(checked: Preflight, spec: ModelSpec) -> None:
     """Defaults that the model's own files have decided."""
     data = checked.config.data
+    kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
     if kinds and data.first_frame_conditioning_p is data.frame_conditioning is None and checked.plan.encodes_clips:
         print_line(f"note: {kinds[0].p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
     tiled = dict.fromkeys("x".join(map(str, size)) for size in checked.sizes if spec.tiles_by_size(size))

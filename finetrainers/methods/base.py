@@ -10,7 +10,6 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from finetrainers.config.frame_conditioning import FrameConditioning
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.process import Process
@@ -37,7 +36,6 @@ class MethodParts(Generic[Source]):
     Attributes:
         config: the resolved configuration.
         spec, process, scheduler, geometry, vae_stats: the loaded checkpoint's description.
-        frame_conditioning: kinds of clean frames that samples are given, with the probability of each.
         source: what feeds the method; see `MethodSpec.source`.
         parallel: the processes of the run.
         network: the trained network below its wrappers, for what concerns its adapters.
@@ -50,7 +48,6 @@ class MethodParts(Generic[Source]):
     scheduler: Any
     geometry: Geometry
     vae_stats: VAEStats
-    frame_conditioning: FrameConditioning
     source: Source
     parallel: Any
     network: nn.Module

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetrainers.config.frame_conditioning import draw_frames
+from finetrainers.config.frame_conditioning import chosen_kinds, draw_frames
 from finetrainers.data.buckets.windows import is_first
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.diffusion.timesteps import NoiseLevels
@@ -96,7 +96,9 @@ class SFT:
         )
         #: Transformer tokens per latent cell, for resolution-dependent shifts.
         self.tokens_per_latent = 1 / (geometry.patch_t * geometry.patch**2)
-        self.given_kinds, self.window_context = parts.frame_conditioning, config.data.window_context
+        data = config.data
+        self.given_kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, parts.spec.facts)
+        self.window_context = data.window_context
         self.temporal = geometry.temporal
         #: Frames that are given in some steps change the shape of noise levels, and compiled blocks need a graph for each.
         gives_tokens = parts.spec.facts.first_frame == "tokens" and (self.given_kinds or self.window_context)

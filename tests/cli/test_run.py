@@ -117,11 +117,11 @@ def load_optimizer(run: Path) -> dict[int, dict[str, float]]:
 def test_the_recipe_goes_with_families(
     family: str, clips: Path, tiny_repo: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Its sizes are those of both; only the first frame is not given to each. What it sets has an effect."""
+    """Its sizes are those of both; only frames are not given to each. What it sets has an effect."""
     flags = {"data_root": str(clips), "output_dir": str(tmp_path), "model_name": family, "dataloader_num_workers": "0"}
     flags["pretrained_model_name_or_path"] = str(tiny_repo(family))
     if family != "ltx_video":
-        flags["first_frame_conditioning_p"] = "0"
+        flags["frame_conditioning"] = ""
     stages = read_stages(RECIPE, Given(dict(flags), {name: f"--{name}" for name in flags}))
     assert [stage.name for stage in stages] == STAGES
     for stage in stages:

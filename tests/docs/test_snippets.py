@@ -42,6 +42,7 @@ INSTEAD = {
     '.to("cuda")': '.to("cpu")',
     "49x512x768": "9x32x64",
     "49x768x512": "9x64x32",
+    "65x512x768": "25x32x64",
     "num_frames=49, height=512, width=768)": "num_frames=9, height=32, width=64, num_inference_steps=2)",
     "resolutions = [512] ": "resolutions = [64] ",
     "frame_buckets = [17, 49] ": "frame_buckets = [9, 17] ",
@@ -126,8 +127,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_repo: Callable[..., Pat
         file.write_text(small(file.read_text(), repo))
     for folder in ("clips", "path/to/clips", "my_clips", "phone clips"):
         write_clips(root / folder)
-    for name in ("boat.png", "street.png"):
+    for name in ("boat.png", "harbor.png", "street.png"):
         Image.new("RGB", (64, 32), (90, 120, 200)).save(root / name)
+    write_mp4(root / "boat.mp4", np.full((20, 32, 64, 3), 90, dtype=np.uint8), fps=8)
     names = ("beach", "market", "garden")
     pairs = [
         {"prompt": a, "chosen": f"my_clips/{a}.mp4", "rejected": f"my_clips/{b}.mp4"} for a, b in permutations(names, 2)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetrainers.config.frame_conditioning import read_frame_conditioning
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import DiffusionSection, ModelSection
 from finetrainers.methods.base import MethodParts
@@ -48,11 +47,11 @@ class Setting:
         self.process = self.spec.process(self.scheduler)
         self.parts: Any = MethodParts(
             config=TrainConfig(
-                model=self.spec.config, diffusion=DiffusionSection(**diffusion), data={"window_context": window_context}, training={"seed": SEED},  # type: ignore[arg-type]
+                model=self.spec.config, diffusion=DiffusionSection(**diffusion), data={"window_context": window_context, "frame_conditioning": given}, training={"seed": SEED},  # type: ignore[arg-type]
                 sft={"prior_preservation_weight": prior_preservation_weight},  # type: ignore[arg-type]
             ),
             spec=self.spec, process=self.process, scheduler=self.scheduler, geometry=self.spec.facts.geometry,
-            vae_stats=self.spec.vae_stats(self.vae), frame_conditioning=read_frame_conditioning(given), source=None, parallel=None,
+            vae_stats=self.spec.vae_stats(self.vae), source=None, parallel=None,
             network=torch.nn.Identity(), weights_dtype=torch.float32,
         )  # fmt: skip
         self.method = SFT(self.parts)

@@ -190,7 +190,7 @@ def make_parts(
     return MethodParts(
         config=config, spec=spec or Spec(times), process=process, scheduler=scheduler,
         geometry=Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0), vae_stats=SimpleNamespace(),  # type: ignore[arg-type]
-        frame_conditioning=(), source=Source(section.prompts_per_step, cfg=section.rollout_cfg), parallel=parallel or OneOf(),
+        source=Source(section.prompts_per_step, cfg=section.rollout_cfg), parallel=parallel or OneOf(),
         network=model or network(), weights_dtype=torch.float32,
     )  # fmt: skip
 
