@@ -13,6 +13,7 @@ from torch import nn
 
 from finetrainers.engine import load_work
 from finetrainers.engine.load_work import load_texts
+from finetrainers.engine.sample import sampler
 from finetrainers.engine.trainer import Trainer
 from finetrainers.models import common
 
@@ -56,6 +57,11 @@ def test_parts_load_on_all_processes_at_once_where_each_of_them_is_mapped(
     with pytest.raises(Asked) as asked:
         load_work._conditioned(checked, spec, Asking(), watchdog, texts=None, samples_in=None)  # type: ignore[arg-type]
     assert asked.value.args == ("loading the text encoders", ("m", "tokenizer", "text_encoder"))
+    monkeypatch.setattr(sampler, "are_mapped", load_work.are_mapped)
+    sampling: Any = SimpleNamespace(config=checked.config, spec=spec, parallel=Asking())
+    with pytest.raises(Asked) as again:
+        sampler.Sampler.encode(sampling, [])
+    assert again.value.args == asked.value.args
 
 
 def test_encoders_are_gone_while_encoded_clips_are_trained(

@@ -12,7 +12,7 @@ import pytest
 
 from finetrainers.config.given import Given
 from finetrainers.config.stages import Stage, read_stages
-from finetrainers.engine.lineage import ancestors, began_from
+from finetrainers.engine.lineage import ancestors, began_from, lineage_of
 from finetrainers.engine.stages import (
     Standing,
     look_at,
@@ -22,6 +22,7 @@ from finetrainers.engine.stages import (
     set_aside,
     start_flags,
     unfit,
+    used_elsewhere,
 )
 
 TEXT = """
@@ -166,6 +167,36 @@ def test_a_whole_training_state_is_taken_once(monkeypatch: pytest.MonkeyPatch) -
     assert (one.load, one.step) == ("state", 0)
     assert resume_flags(one) == {"--resume_from_checkpoint": "runs/whole/step-2", "--reset": "step"}
     assert resume_flags(replace(one, step=1)) == {"--resume_from_checkpoint": "auto"}
+
+
+def test_a_lora_begins_from_another_one_of_the_same_base() -> None:
+    """A stage that itself begins from a LoRA of the user's trained no weights below it."""
+    write_weights(Path("mine"), "1", lora=True)
+    text = TEXT.replace('name = "mid"\ninit = { stage = "low" }', 'name = "mid"\ninit_from = "mine"')
+    one = standing("more", text)
+    assert (one.load, one.config.model.transformer_id) == ("lora", None)
+
+
+def test_a_stage_that_another_process_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish(["low"])
+    monkeypatch.setattr("finetrainers.engine.stages.in_use", lambda root: root.name in ("low", "mid"))
+    (problem,) = used_elsewhere(look_at(stages()))
+    assert str(problem) == "stage mid: runs/mid is in use by another run; wait for it, or stop it"
+
+
+def test_what_a_run_says_that_it_began_from(tmp_path: Path) -> None:
+    """Its own checkpoints are no origin, and a new run in its directory has its own."""
+    root, other = tmp_path / "run", tmp_path / "other"
+    own = SimpleNamespace(checkpoint=root / "checkpoints" / "step-3", initial=None)
+    assert lineage_of(own, root) is None  # type: ignore[arg-type]
+    found = lineage_of(own, other)  # type: ignore[arg-type]
+    assert found is not None
+    assert (found["load"], found["path"]) == ("state", str(root / "checkpoints" / "step-3"))
+    root.mkdir()
+    events = [{"event": "start", "step": 0}, {"event": "began_from", "run": "x"}, {"event": "start", "step": 2}]
+    for more, origin in (([], "x"), ([{"event": "start", "step": 0}], None)):
+        (root / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*events, *more]))
+        assert (began_from(root) or {}).get("run") == origin
 
 
 def test_training_again_from_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:

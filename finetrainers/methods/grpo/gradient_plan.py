@@ -51,7 +51,7 @@ class GradientPlan:
         return min(clips, self.most)
 
     def peak(self, share: int, data_size: int) -> int:
-        """Gradients that a process stores at most.
+        """Gradients that a process stores at most, where it stores no graphs.
 
         Args:
             share: clips that each process samples.
@@ -66,7 +66,7 @@ class GradientPlan:
             stored += self.of_group(len(group))
             most = max(most, stored)
             if self.early and len(group) == self.size:
-                stored -= self.of_group(len(group)) - (not summed and not self.retains)
+                stored -= self.of_group(len(group)) - (not summed)
                 summed = True
         return most
 

@@ -179,6 +179,17 @@ def test_a_machine_without_an_answer_leaves_no_process(tmp_path: Path) -> None:
     assert running == []
 
 
+def test_a_connection_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has said nothing that could be read, and will say nothing more."""
+    monkeypatch.setattr("finetrainers.engine.doctor.hosts._END_S", 0.2)
+    connect = tmp_path / "connect"
+    connect.write_text("#!/bin/sh\necho broken >&2; exec >&-; sleep 600\n")
+    connect.chmod(0o755)
+    (found,) = Fleet(str(connect), "python", ["doctor"], timeout_s=300.0).ask([Node("a")])
+    assert found.facts is None
+    assert found.error == "`python -m finetrainers doctor` failed there with exit code -9: broken"
+
+
 def test_hosts_files(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a slots=8 max_slots=8\n#b\n\nme@c # slots=2\n")

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from finetrainers.config.grpo import step_range
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.estimate import GIB, bytes_of_copy, estimate_for
-from finetrainers.methods.grpo.gradient_plan import plan_gradients
+from finetrainers.methods.grpo.gradient_plan import passes, plan_gradients, steps_with_graphs
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import MethodMemory
 from finetrainers.parallel.sharding import Split
@@ -115,6 +116,28 @@ def test_processes_that_gather_weights_go_backward_at_the_end(monkeypatch: pytes
     monkeypatch.setenv("FSDP_VERSION", "2")
     early = {how: plan_gradients(configured(rollout_gradients=how)).early for how in ("reweight", "retain")}
     assert early == {"reweight": True, "retain": False}
+
+
+def test_steps_that_leave_graphs_where_processes_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clip's own, or those of any of the prompts, whose windows may lie apart; there are ten steps in all."""
+    windows = {"rollout_gradients": "retain", "window_per_prompt": True, "window_size": 2, "sampling_steps": 10}
+    configs = [configured(**windows, prompts_per_step=prompts) for prompts in (2, 4, 8)]
+    assert [steps_with_graphs(config) for config in configs] == [2, 2, 2]
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    found = [steps_with_graphs(config) for config in configs]
+    assert found == [4, min(8, len(step_range(configs[1].grpo))), len(step_range(configs[2].grpo))]
+    windows["window_per_prompt"] = False
+    assert steps_with_graphs(configured(**windows, prompts_per_step=4)) == 2
+
+
+def test_passes_of_a_clip() -> None:
+    """Ten steps are sampled and two trained, of half of the clips; replay calls the network for these once more."""
+    found = {
+        how: passes(configured(rollout_gradients=how, sampling_steps=10, window_size=2, best_of_n=4))
+        for how in ("replay", "reweight", "retain")
+    }
+    assert found == {"replay": (11, 1), "reweight": (10, 2), "retain": (10, 1)}
 
 
 def test_they_are_part_of_the_estimate(tiny_repo: Any) -> None:
