@@ -51,6 +51,15 @@ class ValidationPrompt(Section):
             return Path(place), int(frames)
         return Path(self.video_prefix), None
 
+    @property
+    def given(self) -> str:
+        """What is given with the text, in words, with the names of files."""
+        path, frames = self.prefix or (None, None)
+        count = "" if frames is None else f"the last {frames} frames of "
+        media = {"first frame ": self.image, "video ": self.video, "last frame ": self.last_image}
+        found = [f"continues {count}{path.name}"] if path is not None else []
+        return ", ".join([*found, *(what + place.rpartition("/")[2] for what, place in media.items() if place)])
+
 
 #: Which option of a run gives each of the media of its prompts.
 MEDIA_OPTIONS = {

@@ -15,6 +15,7 @@ from PIL import Image
 from finetrainers.cli.sample import sample_command
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.sampling import sample_prompts
 from finetrainers.models.ltx_video import LTXVideoSpec
@@ -105,6 +106,10 @@ def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
     assert [len(entry["given"]) for entry in ledger] == [2, 2, 2]
     assert ledger[0]["given"][1].startswith("prefix 17 ")
     assert len({entry["key"] for entry in ledger}) == 3
+    assert "17 frames of 64 x 64, first frame first.png, last frame first.png" in (out / "index.html").read_text()
+    assert ValidationPrompt(prompt="a", video_prefix="x/clip.mp4:17", last_image="y/last.png").given == (
+        "continues the last 17 frames of clip.mp4, last frame last.png"
+    )
 
 
 def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict], media: Path) -> None:

@@ -324,7 +324,8 @@ def _grid(plan: SamplePlan, drawn: Drawn, told: Mapping[str, Mapping[str, str]])
             rows = [Row(label.format(s), [cell(variant, index, s) for variant in plan.variants]) for s in plan.seeds]
         frames, height, width = prompt.size or (0, 0, 0)
         seeds = "" if len(plan.variants) == 1 or len(plan.seeds) > 1 else f", seed {plan.seeds[0]}"
-        groups.append(Group(prompt.prompt, rows, f"{frames} frames of {height} x {width}{seeds}"))
+        given = f", {prompt.given}" if prompt.given else ""
+        groups.append(Group(prompt.prompt, rows, f"{frames} frames of {height} x {width}{seeds}{given}"))
     one = len(plan.variants) == 1
     columns = [f"seed {seed}" for seed in plan.seeds] if one else [variant.label for variant in plan.variants]
     return Grid(columns, groups)
