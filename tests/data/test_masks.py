@@ -134,6 +134,14 @@ def test_a_column_of_a_table(tmp_path: Path) -> None:
     sheet = tmp_path / "t.csv"
     sheet.write_text("video,text,matte\na.mp4,one,x.png\nb.mp4,two,\n")
     assert masks(read_dataset(DataSection(dataset_file=sheet, mask_column="matte"))) == {"a.mp4": "x.png"}
+    # Masks beside its clips are another way to say it, which a table without the column is not taken for.
+    touch(tmp_path, "a.mask.png", "d.mask.png")
+    unread = read_dataset(DataSection(dataset_file=sheet))
+    assert not unread.masks
+    assert unread.warnings == [
+        "1 item named as the mask of a clip beside it and not read, since the table has no column `mask`: a.mask.png"
+    ]
+    assert read_dataset(DataSection(dataset_file=sheet, mask_column="")).warnings == []
 
 
 def test_a_list_beside_the_two_text_files_and_members_of_a_tar(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from finetrainers.utils.text import plural, quoted
 from .media import require_content, require_file
 from .sources import folder, hub, tables, tars
 from .sources.captions import LONG_CAPTION, clean_caption
-from .sources.masks import masks_root
+from .sources.masks import masks_root, note_unread_masks
 from .sources.paths import Root
 from .sources.rows import (
     IMAGE_SUFFIXES,
@@ -169,6 +169,8 @@ def _masks(
         masks = [Row(row.where, row.mask) if row.mask else None for row in rows]
         if folder.lacks_lists(data):
             root = masks_root(data, root)
+        elif data.dataset_file is not None and data.mask_column is None and not any(masks):
+            note_unread_masks((row.media for row in rows), root.folder, found)
     there = [(first + place, row._replace(captions=("",))) for place, row in enumerate(masks) if row is not None]
     items = _items(
         [row for _, row in there], data.model_copy(update={"caption_missing": None}), root, Findings(), first=0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from finetrainers.config.sections import DataSection
@@ -19,6 +20,8 @@ from .rows import DataError, Findings, shown
 
 #: The column of a table that has masks, and what stands before the suffix of those beside clips.
 MASK = "mask"
+#: Folders of a table's clips that are looked into for masks.
+_FOLDERS = 100
 
 
 def is_beside(name: str) -> bool:
@@ -77,6 +80,26 @@ def match_masks(names: Sequence[str], masks: Iterable[str], found: Findings, *, 
         if stem not in clips:
             found.note("named as a mask, but there is no clip of its name", shown(mask))
     return {name: of_stem[stem][0] for name, stem in stems.items() if stem in of_stem}
+
+
+def note_unread_masks(names: Iterable[str], folder: Path, found: Findings) -> None:
+    """Note masks beside the clips of a table, which names masks in a column and has none; the first folders are looked into.
+
+    Args:
+        names: paths of the clips, relative to the folder.
+        folder: of the dataset.
+        found: gets the note.
+    """
+    stems = {os.path.splitext(name)[0] for name in names}
+    for below in sorted({os.path.dirname(stem) for stem in stems})[:_FOLDERS]:
+        with suppress(OSError), os.scandir(os.path.join(folder, below)) as entries:
+            for name in sorted(entry.name for entry in entries if is_beside(entry.name)):
+                stem = os.path.splitext(name)[0][: -len(f".{MASK}")]
+                if os.path.join(below, stem) in stems:
+                    found.note(
+                        "named as the mask of a clip beside it and not read, since the table has no column `mask`",
+                        shown(name),
+                    )
 
 
 def listed_masks(path: Path, count: int, lines: list[str]) -> list[str]:
