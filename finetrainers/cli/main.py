@@ -320,8 +320,9 @@ def _models(_: argparse.Namespace | None) -> int:
     for name, family in families().items():
         facts, g = family.facts, family.facts.geometry
         process = "flow matching" if facts.is_flow else "v-prediction"
-        first = {"none": "none", "tokens": "the first"}.get(facts.first_frame, "the first, with I2V weights")
-        given = "any" if facts.any_frame else first
+        given = "any" if facts.any_frame else "none" if facts.first_frame == "none" else "the first"
+        if facts.first_frame == "unknown":
+            given = f"up to {given}, with I2V weights" if facts.any_frame else f"{given}, with I2V weights"
         print(f"{name:<16}{f'{g.temporal}k+1':<10}{g.size_multiple:<15}{g.fps:<6g}{process:<16}{given}")
     return 0
 

@@ -53,7 +53,8 @@ class Facts:
         is_flow: whether it is a flow-matching model, so that the flow options mean something.
         first_frame: how a given first frame reaches the network: "none", as clean "tokens" with noise level 0, on extra
             "channels", or "unknown" where that depends on a config that is not on this disk.
-        any_frame: whether any latent frames can be given clean, since the network takes a noise level for each.
+        any_frame: whether any latent frames can be given, since the network takes a noise level for each, or each on channels;
+            where that depends on a config that is not on this disk: whether they can with some.
         first_frame_p: probability with which training conditions on the first frame when the user does not say.
         first_frame_noise: mean and standard deviation of log s, where noise of s was added to the pixels of a first
             frame on channels in training; None: none was.

@@ -228,7 +228,8 @@ def given_video(path: Path, size: tuple[int, int, int], *, frame_rate: float, st
 @torch.no_grad()
 def sample_prompts(spec: ModelSpec, parts: SamplingParts, requests: Iterable[PromptRequest]) -> Iterator[np.ndarray]:
     """Yield the clip of each request, frames `[T, H, W, 3]` uint8."""
-    for image_to_video, group in groupby(requests, key=lambda wanted: wanted.request.starts_from_image):
+    needs_image = spec.facts.needs_image  # then no other pipeline samples it
+    for image_to_video, group in groupby(requests, key=lambda one: needs_image or one.request.starts_from_image):
         with _pipeline(spec, parts, image_to_video=image_to_video) as pipeline:
             for wanted in group:
                 request = wanted.request

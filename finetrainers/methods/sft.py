@@ -192,7 +192,10 @@ class SFT:
         eps = standard_normal(generators, x0.shape[1:], device)
         t = self._times(generators, x0, quantile)
 
-        meta, trained = self.spec.condition(batch, x0, self._given_frames(batch, x0.shape[2], purpose), self.vae_stats)
+        frames = min(
+            x0.shape[2], batch.latent_size[0]
+        )  # a section may have fewer; frames that `padded` adds are not given
+        meta, trained = self.spec.condition(batch, x0, self._given_frames(batch, frames, purpose), self.vae_stats)
         if context:
             meta = replace(meta, extra={**meta.extra, **context})
         frame_t = t if trained is None else t.view(len(x0), -1) * trained

@@ -129,8 +129,10 @@ class VideoMeta:
 
     Attributes:
         fps: frame rate of each clip, `[B]`, in frames per second.
-        extra: further inputs of the network by name, batch first, as `ModelSpec.condition` makes them; such as `first_frame`
-            for "channels" models, normalized latents `[B, C, 1, H, W]`, which are zero in rows that are not conditioned.
+        extra: further inputs of the network by name, batch first, as `ModelSpec.condition` makes them; such as those of
+            "channels" models: `first_frame`, normalized latents `[B, C, 1, H, W]`, which are zero in rows that are not given it;
+            and if a row is given others, `further_frames`, `[B, C, T, H, W]`, zero where they are not, at the first, and where
+            `padded` adds frames.
         guidance: scale for networks that take guidance as an input; None: what they are trained at.
     """
 
@@ -247,6 +249,11 @@ class SampleRequest:
     prefix: Tensor | None = None
     media: Mapping[str, Tensor] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def first_image(self) -> Any:
+        """The first frame: the image, or that of the prefix, `[1, 3, H, W]` in [0, 1]; None: none is given."""
+        return self.image if self.prefix is None else self.prefix[:, :, 0] / 2 + 0.5
 
     @property
     def starts_from_image(self) -> bool:

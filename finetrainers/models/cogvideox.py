@@ -204,7 +204,8 @@ class CogVideoXSpec(ModelSpec):
         hidden_states = x_BTCHW
         first_frame = meta.extra.get("first_frame")
         if self.facts.first_frame == "channels":
-            hidden_states = torch.cat([x_BTCHW, self._image_channels(x_BTCHW, first_frame)], dim=2)
+            channels = self._image_channels(x_BTCHW, first_frame, meta.extra.get("further_frames"))
+            hidden_states = torch.cat([x_BTCHW, channels], dim=2)
         elif first_frame is not None:
             raise ValueError("this is a text-to-video checkpoint of cogvideox: it takes no first frame")
         for name in self.facts.media:
@@ -229,16 +230,21 @@ class CogVideoXSpec(ModelSpec):
             self._last_positions = (made_for, _rotary(config, x_BTCHW))
         return self._last_positions[1]
 
-    def _image_channels(self, x_BTCHW: Tensor, first_frame_BC1HW: Tensor | None) -> Tensor:
-        """The channels that tell the first frame: it at time 0, zeros elsewhere, and in rows without one."""
-        if first_frame_BC1HW is None:
-            return torch.zeros_like(x_BTCHW)
-        first = first_frame_BC1HW.transpose(1, 2).float()
-        vae = self.configs["vae"]
+    def as_channels(self, latents_BCTHW: Tensor) -> Tensor:
+        """Normalized latents of images as its pipeline has them, `[B, T, C, H, W]` in fp32."""
+        latents_BTCHW, vae = latents_BCTHW.transpose(1, 2).float(), self.configs["vae"]
         if vae.get("invert_scale_latents", False):
             # Such checkpoints were trained with images divided by the scaling factor; normalizing multiplied by it.
-            first = first / vae["scaling_factor"] ** 2
-        return torch.cat([first.to(x_BTCHW.dtype), torch.zeros_like(x_BTCHW[:, 1:])], dim=1)
+            return latents_BTCHW / vae["scaling_factor"] ** 2
+        return latents_BTCHW
+
+    def _image_channels(self, x_BTCHW: Tensor, first_BC1HW: Tensor | None, further_BCTHW: Tensor | None) -> Tensor:
+        """The channels that tell the given frames: the first at time 0, others in their places, zeros elsewhere."""
+        if first_BC1HW is None:
+            return torch.zeros_like(x_BTCHW)
+        first = self.as_channels(first_BC1HW).to(x_BTCHW.dtype)
+        channels = torch.cat([first, torch.zeros_like(x_BTCHW[:, 1:])], dim=1)
+        return channels if further_BCTHW is None else channels + self.as_channels(further_BCTHW).to(x_BTCHW.dtype)
 
 
 def _check_size(config: Any, frames: int, height: int, width: int, *, spatial: int) -> None:

@@ -80,6 +80,8 @@ def hunyuan_video(configs: Configs) -> Facts:
         # The default of the pipeline's `guidance_scale`: SkyReels' has classifier-free guidance instead.
         guidance=(1.0 if animates or sees else 6.0) if takes_guidance else None,
         first_frame=first_frame if "transformer" in configs else "unknown",
+        # HunyuanVideo-I2V's text encoder always sees the first frame, which its pipeline leaves out of samples.
+        any_frame=animates or "transformer" not in configs,
         first_frame_p=1.0 if animates or sees else 0.0,
         text_sees_image=sees,
     )
@@ -120,6 +122,7 @@ def cogvideox(configs: Configs) -> Facts:
         is_flow=False,
         heads=transformer.get("num_attention_heads"),  # 30 or 48
         first_frame=kind if "transformer" in configs else "unknown",
+        any_frame=animates or "transformer" not in configs,
         first_frame_p=1.0 if animates else 0.0,
         first_frame_noise=(-3.0, 0.5)
         if animates

@@ -270,10 +270,10 @@ class HunyuanVideoSpec(ModelSpec):
             guidance = torch.full_like(t, scale * EMBEDDING_SCALE, dtype=dtype)
         x_BCTHW, first_frame = x_BCTHW.to(dtype), meta.extra.get("first_frame")
         if self.facts.first_frame == "channels":
-            further = [_first_frame_channels(x_BCTHW, first_frame)]
+            channels = [_image_channels(x_BCTHW, first_frame, meta.extra.get("further_frames"))]
             if self._kind == "latent_concat":
-                further.append(_first_frame_channels(x_BCTHW[:, :1], torch.ones_like(x_BCTHW[:, :1, :1])))
-            x_BCTHW = torch.cat([x_BCTHW, *further], dim=1)
+                channels.append(_image_channels(x_BCTHW[:, :1], torch.ones_like(x_BCTHW[:, :1, :1])))
+            x_BCTHW = torch.cat([x_BCTHW, *channels], dim=1)
         elif first_frame is not None:
             raise ValueError("this is a text-to-video checkpoint of hunyuan_video: it takes no first frame")
         return transformer(
@@ -289,9 +289,9 @@ class HunyuanVideoSpec(ModelSpec):
         )[0]
 
 
-def _first_frame_channels(x_BCTHW: Tensor, first_frame_BC1HW: Tensor | None) -> Tensor:
-    """The channels that tell the first frame: it at time 0, zeros elsewhere, and in rows without one."""
-    channels = torch.zeros_like(x_BCTHW)
+def _image_channels(x_BCTHW: Tensor, first_frame_BC1HW: Tensor | None, further_BCTHW: Tensor | None = None) -> Tensor:
+    """The channels that tell the given frames: the first at time 0, others in their places, zeros elsewhere."""
+    channels = torch.zeros_like(x_BCTHW) if further_BCTHW is None else further_BCTHW.to(x_BCTHW.dtype, copy=True)
     if first_frame_BC1HW is not None:
         channels[:, :, :1] = first_frame_BC1HW.to(x_BCTHW.dtype)
     return channels

@@ -25,6 +25,7 @@ from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
 from .flops import Attends, Tokens
+from .given_frames import given_latents
 from .sequence import TokenPlan
 from .spec import ModelSpec
 
@@ -204,7 +205,7 @@ class LTXVideoSpec(ModelSpec):
         """
         if request.starts_from_image or (request.last_image is None and request.prefix is None):
             return super().sample(pipeline, conditions, negative, request, generator)
-        latents, given = self._given_latents(pipeline, request, generator)
+        latents, given = given_latents(self, pipeline, request, generator)
         noise = randn_tensor(latents.shape, generator=generator, device=latents.device, dtype=torch.float32)
         clean, start = (pipeline._pack_latents(one) for one in (latents, torch.where(given, latents, noise)))
         is_given = given.expand(1, 1, *latents.shape[2:]).flatten(2).transpose(1, 2)  # [1, tokens, 1]
@@ -226,34 +227,6 @@ class LTXVideoSpec(ModelSpec):
             ).frames[0]
         finally:
             hook.remove()
-
-    def _given_latents(
-        self, pipeline: Any, request: SampleRequest, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """Normalized latents `[1, C, T, H, W]` of the frames that a sample is given, zeros elsewhere, and `[1, 1, T, 1, 1]`, which.
-
-        The last latent frame stands for several frames, which all show the last image: it is encoded as the end of a still clip.
-        """
-        vae, geometry, device = pipeline.vae, self.facts.geometry, pipeline._execution_device
-        shape = geometry.latent_shape(request.num_frames, request.height, request.width)
-        latents = torch.zeros(1, pipeline.transformer.config.in_channels, *shape, device=device)
-        given = torch.zeros(1, 1, shape[0], 1, 1, dtype=torch.bool, device=device)
-
-        def still(image: Any, frames: int) -> Tensor:
-            pixels = pipeline.video_processor.preprocess(image, request.height, request.width)
-            return pixels.unsqueeze(2).expand(-1, -1, frames, -1, -1)
-
-        def encoded(pixels: Tensor) -> Tensor:
-            found = vae.encode(pixels.to(device, vae.dtype)).latent_dist.sample(generator)
-            return self.vae_stats(vae).normalize(found)
-
-        if request.image is not None or request.prefix is not None:
-            head = encoded(still(request.image, 1) if request.prefix is None else request.prefix)
-            latents[:, :, : head.shape[2]], given[:, :, : head.shape[2]] = head, True
-        if request.last_image is not None:
-            latents[:, :, -1:] = encoded(still(request.last_image, 1 + geometry.temporal))[:, :, -1:]
-            given[:, :, -1:] = True
-        return latents, given
 
     def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
         return {"frame_rate": request.frame_rate} | super().pipeline_call(conditions, negative, request)

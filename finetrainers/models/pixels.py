@@ -10,6 +10,9 @@ from torch import Tensor
 #: Frames that are converted at a time.
 _FRAMES_AT_ONCE = 8
 
+#: Tensors of an encoded clip: the VAE's moments of all frames, and of the first one alone.
+MOMENTS, FIRST_FRAME = "moments", "first_frame_moments"
+
 
 def to_unit_range(
     video_BCTHW: Tensor, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32

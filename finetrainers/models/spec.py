@@ -28,7 +28,7 @@ from finetrainers.diffusion.process import FlowMatching, Process
 from finetrainers.diffusion.schedule import sampling_times
 from finetrainers.utils.hashed_files import Written
 
-from . import common, saving
+from . import common, given_frames, saving
 from .attention import Attend, check_attention, set_processors
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
 from .common import DTYPES, fix_input_dtype, input_dtype, unwrap
@@ -37,7 +37,7 @@ from .decoding import decode_gradient, decoded
 from .files import MODEL_INDEX, part_folder, read_configs, single_file
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
 from .lora_formats import Lora
-from .pixels import moments_of, to_unit_range
+from .pixels import FIRST_FRAME, MOMENTS, moments_of, to_unit_range
 from .ring import OPERATOR_BODIES
 from .saving import remove_full, weight_files
 from .sequence import TokenPlan, check_split, share_clips
@@ -54,8 +54,6 @@ __all__ = [
 #: Bytes above which the VAE works on one clip at a time, and above which on tiles of a clip. It is what an 80 GB GPU has left
 #: next to the largest model's LoRA training with its text encoders. It does not depend on the GPU, since tiling changes latents.
 VAE_BUDGET = 24 * 2**30
-#: Tensors of an encoded clip: the VAE's moments of all frames, and of the first one alone.
-MOMENTS, FIRST_FRAME = "moments", "first_frame_moments"
 
 
 class ModelSpec(ABC):
@@ -404,28 +402,19 @@ class ModelSpec(ABC):
         Args:
             batch: what was encoded of the clips.
             x0: what `section` gives of its clean latents, `[B, C, T, H, W]`.
-            given: indexes of the latent frames that each sample is given: the first or none, unless `Facts.any_frame`.
+            given: indexes of the latent frames that each sample is given, of its clip's own, without those that `padded` adds: the
+                first or none, unless `Facts.any_frame`.
             vae_stats: normalization constants of the VAE.
 
         Returns:
             What `predict` is told; and `[B, T]`, 1 for frames that are noised and trained, 0 for those that are given clean,
-            with noise level 0, and leave the loss. None: all are trained.
+            with noise level 0, and leave the loss. None: all are trained, as they always are where frames are given on channels.
         """
-        kind, meta = self.facts.first_frame, batch.meta
-        for name in self.facts.media:
-            latents = self.padded(self.latents(batch.clip[f"{name}_{MOMENTS}"], None, vae_stats))
-            meta = replace(meta, extra={**meta.extra, name: latents})
-        if kind == "channels":
-            assert FIRST_FRAME in batch.clip, "this model takes a first frame; the loader must encode it"
-            latents = self.latents(batch.clip[FIRST_FRAME], None, vae_stats)
-            shown = torch.tensor([*map(bool, given)], device=latents.device).view(-1, 1, 1, 1, 1)
-            return replace(meta, extra={**meta.extra, "first_frame": latents * shown}), None
-        if kind == "tokens" and any(given) and x0.shape[2] > 1:  # an image has nothing left to predict
-            trained = torch.ones(len(batch), x0.shape[2])  # on the host, since a list as an index waits for the device
-            for row, frames in enumerate(given):
-                trained[row, list(frames)] = 0.0
-            return meta, trained.to(x0.device)
-        return meta, None
+        return given_frames.conditioned(self, batch, x0, given, vae_stats)
+
+    def as_channels(self, latents_BCTHW: Tensor) -> Tensor:
+        """Normalized and `padded` latents of given frames as the image-to-video pipeline has them on channels, for "channels"."""
+        return latents_BCTHW
 
     @abstractmethod
     def vae_stats(self, vae: nn.Module) -> VAEStats:
@@ -500,8 +489,9 @@ class ModelSpec(ABC):
             request: what is sampled, and how.
             generator: of the initial noise.
         """
-        call = self.pipeline_call(conditions, negative, request)
-        return pipeline(**call, generator=generator, output_type="np").frames[0]
+        call = self.pipeline_call(conditions, negative, replace(request, image=request.first_image))
+        with given_frames.further_frames(self, pipeline, request):
+            return pipeline(**call, generator=generator, output_type="np").frames[0]
 
     def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call for one prompt (B = 1) given as encoded conditions.

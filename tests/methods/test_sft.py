@@ -337,6 +337,45 @@ def test_a_first_frame_given_as_channels_is_clean_or_zero(probability: float, ti
     close(loss, sum(((answer(i, e["x"].shape) - e["target"]) ** 2).mean() for i, e in enumerate(expected)) / 6)
 
 
+@pytest.mark.parametrize("family", ["cogvideox", "hunyuan_video"])
+def test_frames_of_every_kind_are_told_on_channels_and_stay_in_the_loss(
+    family: str, tiny_repo: Callable[..., Path]
+) -> None:
+    """The first frame as it was encoded alone, every other one as the mean of the clip's moments."""
+    repository, within = tiny_repo(family, version="i2v"), (1, 4 + (3 << 32))  # the fourth window of item 4
+    keys = [(0, 0), (0, 1), (2, 3), within]
+    for kind, known in GIVEN.items():
+        setting = Setting(repository, family, given=f"{kind}=1", window_context=2)
+        setting.method.temporal = 2
+        batch = make_batch(setting, frames=5, keys=keys)
+        loss, _ = setting.method.loss(torch.nn.Identity(), batch)
+        ((x, t, _, meta),) = setting.seen
+        errors = []
+        for row, expected in enumerate(derive(setting, family, batch, "train", uniform)):
+            rng = random.Random(derive_seed(SEED, "train", "first_frame", *keys[row]))
+            drawn = set(draw_frames(setting.method.given_kinds, 5, 2, rng)) if known is None else known
+            given = {0, 1} if keys[row] == within else drawn
+            mean, alone = (m[row].double().chunk(2)[0] for m in (batch.moments, batch.clip["first_frame_moments"]))
+            shown = [frame in given and frame > 0 for frame in range(5)]
+            further = setting.vae.config.scaling_factor * mean * torch.tensor(shown)[:, None, None]
+            close(meta.extra["further_frames"][row], further)
+            close(meta.extra["first_frame"][row], setting.vae.config.scaling_factor * alone * (0 in given))
+            close(x[row], expected["x"])
+            close(t[row], expected["t"])
+            errors.append(((answer(row, expected["x"].shape) - expected["target"]) ** 2).mean())
+        close(loss, sum(errors) / 4)
+
+
+def test_frames_that_make_patches_whole_are_not_given(tiny_repo: Callable[..., Path]) -> None:
+    """CogVideoX 1.5 denoises a frame before the three of these clips: the last one is the third all the same."""
+    setting, seen = Setting(tiny_repo("cogvideox", version="1.5"), "cogvideox", given="last=1"), []
+    setting.spec.condition = lambda batch, x0, given, _: seen.append((x0.shape[2], given)) or (batch.meta, None)  # type: ignore[method-assign]
+    setting.method.loss(torch.nn.Identity(), make_batch(setting))
+    [(denoised, given)] = seen
+    assert denoised == 4
+    assert [tuple(frames) for frames in given] == [(2,)] * 3
+
+
 def test_randomness_belongs_to_the_sample_not_to_its_place(tiny_repo: Callable[..., Path]) -> None:
     setting = Setting(tiny_repo("ltx_video"), "ltx_video")
     setting.method.loss(torch.nn.Identity(), make_batch(setting))

@@ -411,7 +411,7 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
     if facts.media and any(p.video is None for p in prompts):
         takes = " and ".join(facts.media)
         found.error("validation_videos", f"this checkpoint takes {takes}; give one for each validation prompt")
-    if facts.needs_image and any(not (p.image or p.video) for p in prompts):
+    if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in prompts):
         found.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
     if facts.first_frame == "none" and conditioned:
         found.error(
@@ -439,7 +439,7 @@ def _check_scored(
     if facts.media and any(p.video is None for p in scored):
         takes = " and ".join(facts.media)
         found.error("eval_prompts", f"this checkpoint takes {takes}; use a .jsonl file with `video` for each prompt")
-    if facts.needs_image and any(not (p.image or p.video) for p in scored):
+    if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in scored):
         found.error("eval_prompts", "this checkpoint animates an image; use a .jsonl file with `image` for each prompt")
     if facts.first_frame == "none" and any(p.image or (p.video and not facts.media) for p in scored):
         found.error("eval_prompts", f"this {config.model.model_name} takes no first frame; remove images and videos")

@@ -9,6 +9,7 @@ from finetrainers.config.checks.options import Findings, check_config
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
+from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
 
 GEOMETRY = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25)
@@ -31,6 +32,8 @@ def findings(first_frame: str = "tokens", *, any_frame: bool = True, **options: 
          "--frame_conditioning: this m takes the first frame alone, not last, prefix:9; --list_models says which models "
          "take any"),
         ("tokens", False, {"frame_conditioning": "random=0.1"}, "--frame_conditioning: this m takes the first frame alone"),
+        ("channels", True, {"frame_conditioning": "last=0.1", "sliding_window_size": 33, "sliding_window_latents": "slice"},
+         "--sliding_window_latents: this checkpoint is given each window's first frame"),
         ("channels", False, {"window_context": 1, "sliding_window_size": 33}, "--window_context: this m cannot be given frames"),
         ("tokens", True, {"frame_conditioning": "last=0.1", "first_frame_conditioning_p": 0.1},
          "--frame_conditioning: says how often the first frame is given, too; give one of the two options"),
@@ -50,11 +53,25 @@ def test_what_works() -> None:
     sliced = {"sliding_window_size": 33, "sliding_window_latents": "slice"}
     assert findings(frame_conditioning=every).errors == []
     assert findings("channels", any_frame=False, frame_conditioning="first=0.5").errors == []
+    assert findings("channels", frame_conditioning=every, window_context=2, sliding_window_size=33).errors == []
     assert findings(frame_conditioning="last=0.1,suffix:8=0.1", **sliced).errors == []
     assert findings(frame_conditioning="", window_context=2, **sliced).errors == []
     assert findings(frame_conditioning=every, window_context=2).warnings == [
         "--window_context has no effect without --sliding_window_size"
     ]
+
+
+def test_samples_on_channels_begin_with_an_image_or_a_video() -> None:
+    facts = Facts(GEOMETRY, first_frame="channels", any_frame=True)
+
+    def problems(**given: str) -> list[str]:
+        prompts = [ValidationPrompt(prompt="a", **given)]
+        found = check_config(configured(), facts=facts, prompts=prompts, scored=prompts, world_size=1)
+        return [problem.where for problem in found.errors]
+
+    assert problems(image="a.png", last_image="b.png") == problems(video_prefix="a.mp4", last_image="b.png") == []
+    assert problems(last_image="b.png") == ["--validation_images", "--eval_prompts"]
+    assert problems(image="a.png", video_prefix="a.mp4") == ["--validation_video_prefixes", "--eval_prompts"]
 
 
 def test_buckets_are_long_enough() -> None:
