@@ -192,9 +192,8 @@ class SFT:
         eps = standard_normal(generators, x0.shape[1:], device)
         t = self._times(generators, x0, quantile)
 
-        frames = min(
-            x0.shape[2], batch.latent_size[0]
-        )  # a section may have fewer; frames that `padded` adds are not given
+        # A section may have fewer than its clip; frames that `padded` adds are not given.
+        frames = min(x0.shape[2], batch.latent_size[0])
         meta, trained = self.spec.condition(batch, x0, self._given_frames(batch, frames, purpose), self.vae_stats)
         if context:
             meta = replace(meta, extra={**meta.extra, **context})

@@ -16,9 +16,11 @@ from finetrainers.cli.sample import sample_command
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import ValidationPrompt
+from finetrainers.config.sections import ModelSection
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.sampling import sample_prompts
 from finetrainers.models.ltx_video import LTXVideoSpec
+from finetrainers.models.registry import get_family
 from finetrainers.utils.video import write_mp4
 
 
@@ -110,6 +112,56 @@ def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
     assert ValidationPrompt(prompt="a", video_prefix="x/clip.mp4:17", last_image="y/last.png").given == (
         "continues the last 17 frames of clip.mp4, last frame last.png"
     )
+
+
+@pytest.mark.parametrize("family", ["cogvideox", "hunyuan_video"])
+def test_image_to_video_weights_are_given_frames_on_their_channels(
+    family: str, options: Callable[..., dict], run: Callable[..., Any], make_clips: Callable[..., Path], media: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    image, last, clip = (str(media / name) for name in ("first.png", "last.png", "clip.mp4"))
+    prompts = [
+        {"prompt": "a", "size": "9x64x64", "image": image, "last_image": last},
+        {"prompt": "b", "size": "9x64x64", "video_prefix": f"{clip}:5"},
+        {"prompt": "c", "size": "9x64x64", "image": image},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    cls, told = type(get_family(family).load(ModelSection(model_name=family, pretrained_model_name_or_path="x"))), []
+    predict = cls.predict
+
+    def record(self: Any, network: Any, x: Any, t: Any, conditions: Any, meta: Any) -> Any:
+        further = meta.extra.get("further_frames")
+        frames = [] if further is None else further[0].flatten(2).abs().amax((0, 2)).nonzero().flatten().tolist()
+        told.append([0] * bool(meta.extra["first_frame"].any()) + frames)
+        return predict(self, network, x, t, conditions, meta)
+
+    monkeypatch.setattr(cls, "predict", record)
+    done = run(**options(
+        family, version="i2v", data_root=str(make_clips(1, frames=33)), video_resolution_buckets=["33x64x64"],
+        sliding_window_size=9, sliding_window_stride=8, frame_conditioning="first+last=1", window_context=2, train_steps=4, validation_prompts=str(tmp_path / "prompts.jsonl"),
+        validation_steps=4, validation_inference_steps=2, validation_frame_rate=25.0,
+    ))  # fmt: skip
+    assert sorted(told) == [[0, 1], [0, 1], [0, 1], [0, 2]]  # of four windows the first is given what is drawn
+    assert len([*(done.root / "samples" / "step-000004").glob("*.mp4")]) == 3
+
+
+def test_what_channels_leave_no_choice_in(options: Callable[..., dict], media: Path) -> None:
+    last, sampled = str(media / "last.png"), {"validation_prompts": "a@@@9x64x64", "validation_steps": 1}
+
+    def said(family: str = "cogvideox", version: str = "i2v", **values: Any) -> str:
+        return refusal(**options(family, version=version, **values))
+
+    assert "--validation_images: this checkpoint animates an image" in said(**sampled, validation_last_images=last)
+    slices = {"sliding_window_size": 9, "sliding_window_latents": "slice"}
+    assert "which must be encoded alone; use encode" in said(frame_conditioning="last=1", **slices)
+    assert "prefix:9 would give all of 9 frames" in said(frame_conditioning="prefix:9=0.1")
+    for family, version, expected in (
+        ("hunyuan_video", "latent_concat", "this hunyuan_video takes the first frame alone, not last"),
+        ("hunyuan_video", "token_replace", "this hunyuan_video takes the first frame alone, not last"),
+        ("hunyuan_video", "t2v", "this hunyuan_video takes no given frames"),
+        ("cogvideox", "5b", "this cogvideox takes no given frames"),
+    ):
+        assert f"--frame_conditioning: {expected}" in said(family, version, frame_conditioning="last=1")
 
 
 def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict], media: Path) -> None:

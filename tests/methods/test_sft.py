@@ -16,7 +16,7 @@ from derived import KEYS, SEED, Setting, derive, make_batch, normalize
 from every_family import FAMILIES
 from torch import Tensor
 
-from finetrainers.config.frame_conditioning import KINDS, draw_frames
+from finetrainers.config.frame_conditioning import KINDS, draw_frames, read_frame_conditioning
 from finetrainers.methods.base import standard_normal
 from finetrainers.models.spec import Conditions
 from finetrainers.utils.seeding import derive_seed
@@ -368,7 +368,8 @@ def test_frames_of_every_kind_are_told_on_channels_and_stay_in_the_loss(
 
 def test_frames_that_make_patches_whole_are_not_given(tiny_repo: Callable[..., Path]) -> None:
     """CogVideoX 1.5 denoises a frame before the three of these clips: the last one is the third all the same."""
-    setting, seen = Setting(tiny_repo("cogvideox", version="1.5"), "cogvideox", given="last=1"), []
+    setting, seen = Setting(tiny_repo("cogvideox", version="1.5"), "cogvideox"), []
+    setting.method.given_kinds = read_frame_conditioning("last=1")
     setting.spec.condition = lambda batch, x0, given, _: seen.append((x0.shape[2], given)) or (batch.meta, None)  # type: ignore[method-assign]
     setting.method.loss(torch.nn.Identity(), make_batch(setting))
     [(denoised, given)] = seen
