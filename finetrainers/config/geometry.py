@@ -64,7 +64,7 @@ class Geometry:
             return ", which leaves nothing to sample; sample more frames"
         taken = self.prefix_frames(frames, available)
         if (taken - 1) % self.temporal:
-            return f", and its last {taken} are not {self.temporal}*k+1; give FILE:{self.prefix_frames(None, taken)}"
+            return f", and its last {taken} are not {self.temporal}*k+1; give FILE:{self.prefix_frames(None, max(taken, 1))}"
         if taken > available:
             return f", not {taken}; give FILE:{self.prefix_frames(None, available)}, or leave the number out"
         if taken > most:

@@ -98,7 +98,8 @@ class SFT:
         self.tokens_per_latent = 1 / (geometry.patch_t * geometry.patch**2)
         data = config.data
         self.given_kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, parts.spec.facts)
-        self.window_context = data.window_context
+        has_windows = data.sliding_window_size is not None or data.dataset is not None  # chunks have none
+        self.window_context = data.window_context if has_windows else 0
         self.temporal = geometry.temporal
         #: Frames that are given in some steps change the shape of noise levels, and compiled blocks need a graph for each.
         gives_tokens = parts.spec.facts.first_frame == "tokens" and (self.given_kinds or self.window_context)

@@ -183,6 +183,7 @@ def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict],
     for place, size, expected in (
         (clip, "17x64x64", "gives 20 frames at 25 fps, of which a sample of 17 frames can begin with 9; give FILE:9"),
         (f"{clip}:8", "33x64x64", "and its last 8 are not 8*k+1; give FILE:1"),
+        (f"{clip}:0", "33x64x64", "and its last 0 are not 8*k+1; give FILE:1"),
         (f"{clip}:25", "65x64x64", "not 25; give FILE:17, or leave the number out"),
         (clip, "1x64x64", "which leaves nothing to sample; sample more frames"),
     ):

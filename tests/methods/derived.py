@@ -31,6 +31,7 @@ class Setting:
         *,
         given: str = "",
         window_context: int = 0,
+        window: int | None = None,
         prior_preservation_weight: float = 0.0,
         **diffusion: Any,
     ) -> None:
@@ -47,7 +48,7 @@ class Setting:
         self.process = self.spec.process(self.scheduler)
         self.parts: Any = MethodParts(
             config=TrainConfig(
-                model=self.spec.config, diffusion=DiffusionSection(**diffusion), data={"window_context": window_context, "frame_conditioning": given}, training={"seed": SEED},  # type: ignore[arg-type]
+                model=self.spec.config, diffusion=DiffusionSection(**diffusion), data={"window_context": window_context, "sliding_window_size": window, "frame_conditioning": given}, training={"seed": SEED},  # type: ignore[arg-type]
                 sft={"prior_preservation_weight": prior_preservation_weight},  # type: ignore[arg-type]
             ),
             spec=self.spec, process=self.process, scheduler=self.scheduler, geometry=self.spec.facts.geometry,

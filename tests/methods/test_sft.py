@@ -195,7 +195,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("kind", GIVEN)
 def test_frames_of_every_kind_are_clean_and_leave_the_loss(kind: str, tiny_repo: Callable[..., Path]) -> None:
-    setting = Setting(tiny_repo("ltx_video"), "ltx_video", given=f"{kind}=1", window_context=2)
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", given=f"{kind}=1", window_context=2, window=9)
     assert set(GIVEN) == set(KINDS) - {"prefix", "suffix"} | {"prefix", "prefix:5", "suffix", "suffix:4"}
     setting.method.temporal = 2
     within = (1, 4 + (3 << 32))  # the fourth window of item 4
@@ -222,6 +222,17 @@ def test_frames_of_every_kind_are_clean_and_leave_the_loss(kind: str, tiny_repo:
         close(t[row, rest], [expected["t"]] * len(rest))
         errors.append(((answer(row, expected["x"].shape) - expected["target"]) ** 2)[:, rest].mean())
     close(loss, sum(errors) / 5)
+
+
+def test_chunks_have_no_context_and_evaluation_draws_frames_of_its_own(tiny_repo: Callable[..., Path]) -> None:
+    keys = [(0, item + (1 << 32)) for item in range(12)]
+    setting = Setting(tiny_repo("ltx_video"), "ltx_video", given="first=0.5", window_context=2)
+    batch = make_batch(setting, frames=5, keys=keys)
+    setting.method.loss(torch.nn.Identity(), batch)
+    setting.method.eval_loss(torch.nn.Identity(), batch, 0.5)
+    for (_, t, _, _), purpose in zip(setting.seen, ("train", "eval"), strict=True):
+        coins = [random.Random(derive_seed(SEED, purpose, "first_frame", *key)).random() for key in keys]
+        assert ((t == 0).nonzero() == torch.tensor([[k, 0] for k, coin in enumerate(coins) if coin < 0.5])).all()
 
 
 def test_an_image_has_no_first_frame_to_give(tiny_repo: Callable[..., Path]) -> None:

@@ -74,5 +74,6 @@ def length_problems(data: DataSection, facts: Facts, buckets: Iterable[tuple[int
         if reasons:
             yield "frame_conditioning", reasons[0]
     shortest = facts.geometry.latent_shape(lengths[0], 0, 0)[0] if lengths else 1
-    if 1 < shortest <= data.window_context:
+    has_windows = data.sliding_window_size is not None or data.dataset is not None
+    if has_windows and 1 < shortest <= data.window_context:
         yield "window_context", f"leaves nothing to train of windows of {shortest} latent frames; give fewer"

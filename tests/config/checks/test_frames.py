@@ -87,3 +87,4 @@ def test_buckets_are_long_enough() -> None:
         ("window_context", "leaves nothing to train of windows of 3 latent frames; give fewer"),
     ]
     assert problems(sliding_window_size=17, window_context=2) == []
+    assert problems(frame_selection="chunk", window_context=3) == []  # chunks have no context
