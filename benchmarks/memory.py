@@ -196,7 +196,7 @@ class Bench:
         method = SFT(
             MethodParts(
                 config=config, spec=spec, process=spec.process(scheduler), scheduler=scheduler, geometry=self.geometry,
-                vae_stats=VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(1.0)), first_frame_p=0.0, source=None,
+                vae_stats=VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(1.0)), source=None,
                 parallel=parallel, network=network, weights_dtype=dtype,
             )
         )  # fmt: skip
@@ -251,7 +251,7 @@ def _config(network: Network, repo: Path, size: tuple[int, int, int], options: M
     values: dict[str, Any] = {
         "model_name": network.family, "pretrained_model_name_or_path": str(repo), "data_root": str(repo),
         "output_dir": str(repo / "run"), "video_resolution_buckets": ["x".join(map(str, size))],
-        "gradient_checkpointing": True, "train_steps": STEPS, "lr": 1e-3,
+        "gradient_checkpointing": True, "train_steps": STEPS, "lr": 1e-3, "frame_conditioning": "",
     }  # fmt: skip
     return load_config(**values | dict(options))
 
