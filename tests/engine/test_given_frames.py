@@ -174,9 +174,10 @@ def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict],
     other = said(family="cogvideox", validation_last_images=last, validation_video_prefixes=clip)
     assert "--validation_last_images: this cogvideox can be given no frame but the first; --list_models says" in other
     assert "--validation_video_prefixes: this cogvideox can be given no frame but the first" in other
-    assert "is what the sample begins with, and so is an image" in said(
-        validation_images=first, validation_video_prefixes=clip
-    )
+    for medium, place in (("validation_images", first), ("validation_videos", clip)):
+        assert "is what the sample begins with, and so is an image or a video" in said(
+            validation_video_prefixes=clip, **{medium: place}
+        )
     missing = said(validation_last_images="no.png", validation_video_prefixes="no.mp4:9")
     assert "--validation_last_images: no such file: no.png" in missing
     assert "--validation_video_prefixes: no such file: no.mp4; give a local video" in missing
@@ -188,6 +189,8 @@ def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict],
         (clip, "1x64x64", "which leaves nothing to sample; sample more frames"),
     ):
         assert expected in said(size, validation_video_prefixes=place)
+    ending = said("25x64x64", validation_video_prefixes=f"{clip}:17", validation_last_images=last)
+    assert "of which a sample of 25 frames can begin with 9; give FILE:9" in ending
     both = {"validation_images": first, "validation_last_images": last}
     assert "the first and last frame are all of 9 frames; sample more" in said("9x64x64", **both)
     assert "prefix:17 would give all of 9 frames" in refusal(**options("ltx_video", frame_conditioning="prefix:17=0.1"))
