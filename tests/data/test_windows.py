@@ -332,6 +332,11 @@ def test_latents_are_not_cut_for_models_that_need_the_first_frame(
             "ltx_video", tiny_repo("ltx_video"), clips, tmp_path, precompute=True, sliding_window_size=9,
             sliding_window_latents="slice",
         )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"prefix:9 would give all of 9 frames"):
+        source(
+            "ltx_video", tiny_repo("ltx_video"), clips, tmp_path, precompute=True, sliding_window_size=9,
+            frame_conditioning="prefix:9=1",
+        )  # fmt: skip
 
 
 def test_a_broken_file_counts_once_whatever_its_windows(

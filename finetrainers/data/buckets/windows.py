@@ -131,9 +131,9 @@ def describe_windows(
             f"{plural(len(windows), 'sliding window')} of {data.sliding_window_size} frames, {plural(stride, 'frame')} apart, "
             f"from {plural(len({item_of(clip.index) for clip in windows}), 'clip')}; each is an example of its own"
         )
-        if data.window_context:
+        inside = sum(not is_first(clip.index) for clip in windows)
+        if data.window_context and inside:
             frames = (data.window_context - 1) * geometry.temporal + 1
-            inside = sum(not is_first(clip.index) for clip in windows)
             yield (
                 f"{plural(inside, 'window')} from within clips {'is' if inside == 1 else 'are'} given "
                 f"{plural(frames, 'frame')} of context (--window_context {data.window_context})"

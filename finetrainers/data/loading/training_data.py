@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetrainers.config.checks.frames import frame_problems
+from finetrainers.config.checks.frames import frame_problems, length_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import Batch, ModelSpec, Parts, tiled_for_memory
@@ -76,7 +76,7 @@ class TrainingData:
         self._epoch = -1  # the one that was counted last
         self._eval: list[tuple[Batch, bool]] | None = None
         self.precomputed: dict[str, Encoded] = {}
-        _check_options(config, spec)
+        _check_options(config, spec, plan.buckets)
         seed, encode_clip = config.training.seed, None
         strict: CacheFetch | DecodeFetch
         if texts.encode is None:
@@ -267,13 +267,16 @@ def longest_captions(clips: Sequence[Clip]) -> dict[Bucket, list[Clip]]:
     return {bucket: [clip for clip in cuts if clip.bucket == bucket] for bucket in buckets}
 
 
-def _check_options(config: TrainConfig, spec: ModelSpec) -> None:
+def _check_options(config: TrainConfig, spec: ModelSpec, buckets: Iterable[Bucket]) -> None:
     """Compare options with the loaded model. They were before, but not where the checkpoint's config was not on disk.
 
     Raises:
         ConfigError: they do not go together.
     """
-    found = frame_problems(config.data, spec.facts, model=spec.name)
+    found = [
+        *frame_problems(config.data, spec.facts, model=spec.name),
+        *length_problems(config.data, spec.facts, buckets),
+    ]
     problems = [Problem(f"--{option}", reason) for option, reason in found]
     if sorted(takes := spec.facts.media) != sorted(dict(config.data.extra_columns)):
         message = f"this checkpoint takes {' and '.join(takes) or 'nothing'} with each clip; name the columns"
