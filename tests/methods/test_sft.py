@@ -356,7 +356,7 @@ def test_frames_of_every_kind_are_told_on_channels_and_stay_in_the_loss(
     repository, within = tiny_repo(family, version="i2v"), (1, 4 + (3 << 32))  # the fourth window of item 4
     keys = [(0, 0), (0, 1), (2, 3), within]
     for kind, known in GIVEN.items():
-        setting = Setting(repository, family, given=f"{kind}=1", window_context=2)
+        setting = Setting(repository, family, given=f"{kind}=1", window_context=2, window=9)
         setting.method.temporal = 2
         batch = make_batch(setting, frames=5, keys=keys)
         loss, _ = setting.method.loss(torch.nn.Identity(), batch)
