@@ -273,8 +273,10 @@ class MethodSpec:
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
         """What a checkpoint cannot do with the plan. It is asked about checkpoints whose configs are known."""
         yield from rewards_without_images(self.rewards(config))
-        for option, reason in length_problems(config.data, facts, plan.buckets) if plan.encodes_clips else ():
-            yield Problem(f"--{option}", reason)
+        if plan.encodes_clips:
+            windows = {clip.bucket for clip in getattr(plan, "clips", ()) if clip.start is not None}
+            for option, reason in length_problems(config.data, facts, plan.buckets, windows):
+                yield Problem(f"--{option}", reason)
 
     def rewards(self, config: TrainConfig) -> list[RewardEntry]:
         """All rewards that a run loads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..facts import Facts
@@ -12,6 +13,7 @@ from ..sections import DataSection
 from .findings import Findings
 
 Problems = Iterator[tuple[str, str]]
+Bucket = tuple[int, int, int]
 
 
 def check_frames(config: TrainConfig, facts: Facts, found: Findings) -> None:
@@ -65,15 +67,22 @@ def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model:
         yield "video_prefix", "is what the sample begins with, and so is an image or a video; give a prompt one of them"
 
 
-def length_problems(data: DataSection, facts: Facts, buckets: Iterable[tuple[int, int, int]]) -> Problems:
-    """Kinds that buckets, in frames x height x width, are too short for, as (option, reason); images are given none of them."""
+def length_problems(data: DataSection, facts: Facts, buckets: Iterable[Bucket], windows: Iterable[Bucket]) -> Problems:
+    """Kinds that clips are too short for, as (option, reason); images are given none of them.
+
+    Args:
+        data: the options.
+        facts: of the model.
+        buckets: of all clips.
+        windows: of those that are windows of longer ones.
+    """
     kinds: FrameConditioning = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, facts)
     lengths = sorted({frames for frames, _, _ in buckets if frames > 1})
     for kind in kinds if facts.any_frame else ():
         reasons = [reason for frames in lengths if (reason := kind.problem(frames, facts.geometry.temporal))]
         if reasons:
             yield "frame_conditioning", reasons[0]
-    shortest = facts.geometry.latent_shape(lengths[0], 0, 0)[0] if lengths else 1
     has_windows = data.sliding_window_size is not None or data.dataset is not None
-    if has_windows and 1 < shortest <= data.window_context:
+    shortest = min((facts.geometry.latent_shape(*bucket)[0] for bucket in windows if has_windows), default=math.inf)
+    if shortest <= data.window_context:
         yield "window_context", f"leaves nothing to train of windows of {shortest} latent frames; give fewer"

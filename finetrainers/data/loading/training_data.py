@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -76,7 +76,7 @@ class TrainingData:
         self._epoch = -1  # the one that was counted last
         self._eval: list[tuple[Batch, bool]] | None = None
         self.precomputed: dict[str, Encoded] = {}
-        _check_options(config, spec, plan.buckets)
+        _check_options(config, spec, plan)
         seed, encode_clip = config.training.seed, None
         strict: CacheFetch | DecodeFetch
         if texts.encode is None:
@@ -267,15 +267,16 @@ def longest_captions(clips: Sequence[Clip]) -> dict[Bucket, list[Clip]]:
     return {bucket: [clip for clip in cuts if clip.bucket == bucket] for bucket in buckets}
 
 
-def _check_options(config: TrainConfig, spec: ModelSpec, buckets: Iterable[Bucket]) -> None:
+def _check_options(config: TrainConfig, spec: ModelSpec, plan: DatasetPlan) -> None:
     """Compare options with the loaded model. They were before, but not where the checkpoint's config was not on disk.
 
     Raises:
         ConfigError: they do not go together.
     """
+    windows = {clip.bucket for clip in plan.clips if clip.start is not None}
     found = [
         *frame_problems(config.data, spec.facts, model=spec.name),
-        *length_problems(config.data, spec.facts, buckets),
+        *length_problems(config.data, spec.facts, plan.buckets, windows),
     ]
     problems = [Problem(f"--{option}", reason) for option, reason in found]
     if sorted(takes := spec.facts.media) != sorted(dict(config.data.extra_columns)):

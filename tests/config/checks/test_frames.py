@@ -77,8 +77,10 @@ def test_samples_on_channels_begin_with_an_image_or_a_video() -> None:
 def test_buckets_are_long_enough() -> None:
     facts, buckets = Facts(GEOMETRY, first_frame="tokens", any_frame=True), [(1, 64, 64), (17, 64, 64), (33, 64, 64)]
 
+    windows = [(17, 64, 64), (33, 64, 64)]
+
     def problems(**options: object) -> list[tuple[str, str]]:
-        return [*length_problems(configured(**options).data, facts, buckets)]
+        return [*length_problems(configured(**options).data, facts, buckets, windows)]
 
     assert problems(frame_conditioning="prefix:9=0.1,suffix:8=0.1,random=0.1") == []
     assert problems(frame_conditioning="prefix:17=0.1,suffix:20=0.1", sliding_window_size=17, window_context=3) == [
@@ -87,4 +89,6 @@ def test_buckets_are_long_enough() -> None:
         ("window_context", "leaves nothing to train of windows of 3 latent frames; give fewer"),
     ]
     assert problems(sliding_window_size=17, window_context=2) == []
+    windows = []  # of another dataset, say; clips that are no windows have no context
+    assert problems(sliding_window_size=33, window_context=4) == []
     assert problems(frame_selection="chunk", window_context=3) == []  # chunks have no context
