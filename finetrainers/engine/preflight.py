@@ -130,7 +130,8 @@ def preflight(
     plan = None if method is None else _find_work(config, facts, method, planner, found)
     if plan is not None:
         config = _with_frame_rate(config, sampling_fps(plan.rates, facts.geometry.fps), facts)
-        check_prompt_videos(config, facts, [*prompts, *scored], plan.size, found)
+        check_prompt_videos(config, facts, prompts, plan.size, found)
+        check_prompt_videos(config, facts, scored, plan.size, found, option="eval_prompts")
         sizes = _sizes(plan, [*prompts, *scored])
         check_shared_sizes(config, facts, sizes, found, processes=launched_processes())
         if method is not None and facts.first_frame != "unknown":
@@ -423,26 +424,34 @@ def _with_frame_rate(config: TrainConfig, rate: float, facts: Facts) -> TrainCon
 
 
 def check_prompt_videos(
-    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], size: tuple[int, int, int], found: Findings
-) -> None:
-    """Control videos of prompts that are shorter than the sample, and videos that it is to begin with that are too long or short.
+    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], size: tuple[int, int, int], found: Findings, *,
+    option: str | None = None,
+) -> None:  # fmt: skip
+    """Control videos of prompts that are shorter than the sample, and given frames that leave nothing to sample.
 
-    `size` is that of prompts without one.
+    Args:
+        config: the run.
+        facts: of the model.
+        prompts: to sample.
+        size: of prompts without one.
+        found: gets the errors.
+        option: that gave the prompts; None: each medium has its own.
     """
     rate = config.validation.validation_frame_rate or facts.geometry.fps
     for prompt in prompts:
         needed = (prompt.size or size)[0]
         if facts.media and prompt.video and (there := _frames_of(Path(prompt.video), rate)) and there[0] < needed:
             has = f"{prompt.video} gives {there[1]}"
-            found.error("validation_videos", f"{has}, and {needed} are sampled; give a longer one")
+            found.error(option or "validation_videos", f"{has}, and {needed} are sampled; give a longer one")
         if facts.any_frame and prompt.prefix and (there := _frames_of(prompt.prefix[0], rate)):
             path, frames = prompt.prefix
             if problem := facts.geometry.prefix_problem(frames, there[0], needed, ending=prompt.last_image is not None):
-                found.error("validation_video_prefixes", f"{path} gives {there[1]}{problem}")
+                found.error(option or "validation_video_prefixes", f"{path} gives {there[1]}{problem}")
         given = sum(1 for one in (prompt.image or prompt.video, prompt.last_image) if one)
         if prompt.last_image and facts.geometry.latent_shape(needed, 0, 0)[0] <= given:
-            what = "first and last frame" if given > 1 else "last frame"
-            found.error("validation_last_images", f"the {what} are all of {needed} frames; sample more")
+            what = "the first and the last frame are" if given > 1 else "the last frame is"
+            message = f"{what} all that a sample of {needed} frames has; sample more"
+            found.error(option or "validation_last_images", message)
 
 
 def _frames_of(path: Path, rate: float) -> tuple[int, str] | None:

@@ -32,18 +32,21 @@ class EncodedPrompts:
         prompts: as they were given.
         conditions: of each prompt.
         images: first frame of each clip; None where it is sampled from text alone.
+        last_images: last frame, likewise.
         negative: conditions of the negative prompt, by default the empty one, for guidance.
     """
 
     prompts: Sequence[ValidationPrompt]
     conditions: Sequence[Conditions]
     images: Sequence[Any]
+    last_images: Sequence[Any]
     negative: Conditions
 
     def part(self, start: int, stop: int) -> EncodedPrompts:
         """Some of the prompts."""
+        rows = slice(start, stop)
         return EncodedPrompts(
-            self.prompts[start:stop], self.conditions[start:stop], self.images[start:stop], self.negative
+            self.prompts[rows], self.conditions[rows], self.images[rows], self.last_images[rows], self.negative
         )
 
 
@@ -108,7 +111,7 @@ def encode_prompts(
     negative: str = "",
     failed: dict[int, Exception] | None = None,
 ) -> EncodedPrompts:
-    """Encode prompts and the negative prompt, and read the images or videos whose first frame conditions a clip.
+    """Encode prompts and the negative prompt, and read the images that are given with them, or the first frame of their videos.
 
     Args:
         spec, encoders: the model and its text encoders.
@@ -119,10 +122,12 @@ def encode_prompts(
     """
     conditions: list[Conditions] = []
     images: list[Any] = []
+    last_images: list[Any] = []
     for index, prompt in enumerate(prompts):
-        found, image = Conditions({}), None
+        found, image, last = Conditions({}), None, None
         try:
             image = None if spec.facts.media else _first_frame(prompt)
+            last = None if prompt.last_image is None else load_image(prompt.last_image)
             if spec.facts.text_sees_image:
                 found = spec.encode_with_images(encoders, [prompt.prompt], [image]).to("cpu", dtype)
             else:
@@ -133,7 +138,9 @@ def encode_prompts(
             failed[index] = error
         conditions.append(found)
         images.append(image)
-    return EncodedPrompts(prompts, conditions, images, spec.encode_text(encoders, [negative]).to("cpu", dtype))
+        last_images.append(last)
+    negatives = spec.encode_text(encoders, [negative]).to("cpu", dtype)
+    return EncodedPrompts(prompts, conditions, images, last_images, negatives)
 
 
 def sample_seed(seed: int, prompt: str) -> int:
@@ -175,7 +182,7 @@ def prompt_request(
     request = SampleRequest(
         num_frames=frames, height=height, width=width, frame_rate=settings.frame_rate,
         num_inference_steps=settings.num_inference_steps, guidance_scale=settings.guidance_scale,
-        image=encoded.images[index], last_image=None if prompt.last_image is None else load_image(prompt.last_image),
+        image=encoded.images[index], last_image=encoded.last_images[index],
         prefix=_prefix(spec, prompt, size, frame_rate=settings.frame_rate), media=media, extra=settings.extra,
     )  # fmt: skip
     noise = torch.Generator("cpu").manual_seed(sample_seed(seed, prompt.prompt))

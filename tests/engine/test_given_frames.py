@@ -21,7 +21,7 @@ from finetrainers.engine.preflight import preflight
 from finetrainers.engine.sampling import sample_prompts
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
-from finetrainers.utils.video import write_mp4
+from finetrainers.utils.video import comment_of, write_mp4
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,10 @@ def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
     torch.testing.assert_close(shades, 10.0 * torch.arange(3, 20), rtol=0, atol=3.0)  # the last 17 frames
     assert [one.last_image.getpixel((0, 0))[0] for one in requests] == [220, 220]
     assert second.image.getpixel((0, 0))[0] == 30
-    assert len([*(whole.root / "samples" / "step-000006").glob("*.mp4")]) == 2
+    videos = sorted((whole.root / "samples" / "step-000006").glob("*.mp4"))
+    assert [comment_of(video).rpartition(" | ")[2] for video in videos] == [
+        "continues the last 17 frames of clip.mp4, last frame last.png", "first frame first.png, last frame last.png",
+    ]  # fmt: skip
 
     again = {**values, "output_dir": str(tmp_path / "again")}
     run(**{**again, "train_steps": 3, "validation_steps": None})
@@ -192,5 +195,16 @@ def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict],
     ending = said("25x64x64", validation_video_prefixes=f"{clip}:17", validation_last_images=last)
     assert "of which a sample of 25 frames can begin with 9; give FILE:9" in ending
     both = {"validation_images": first, "validation_last_images": last}
-    assert "the first and last frame are all of 9 frames; sample more" in said("9x64x64", **both)
+    assert "the first and the last frame are all that a sample of 9 frames has; sample more" in said("9x64x64", **both)
+    scored = media.parent / "scored.jsonl"  # its prompts are named by their own option
+    scored.write_text(json.dumps({"prompt": "a", "size": "9x64x64", "image": first, "last_image": last}))
+    rewarded = {"eval_prompts": str(scored), "eval_reward": ["brightness"], "eval_steps": 1}
+    assert "--eval_prompts: the first and the last frame are all that" in refusal(**options("ltx_video", **rewarded))
+    assert "--eval_prompts: last_image: this cogvideox can be given no frame" in refusal(
+        **options("cogvideox", **rewarded)
+    )
+    colon = media / "clip:5"  # a file of this name is not one of another name with a number of frames
+    assert ValidationPrompt(prompt="a", video_prefix=str(colon)).prefix == (media / "clip", 5)
+    colon.touch()
+    assert ValidationPrompt(prompt="a", video_prefix=str(colon)).prefix == (colon, None)
     assert "prefix:17 would give all of 9 frames" in refusal(**options("ltx_video", frame_conditioning="prefix:17=0.1"))

@@ -73,8 +73,11 @@ def image(seed: int) -> torch.Tensor:
 def test_a_prefix_of_one_frame_is_what_the_image_to_video_pipeline_samples(parts: Parts) -> None:
     first = clip(1)
     expected = parts.built(LTXImageToVideoPipeline)(**parts.call(replace(REQUEST, image=(first[:, :, 0] + 1) / 2)))
-    found = parts.sample(replace(REQUEST, prefix=first))
+    steps: list[int] = []
+    count = {"callback_on_step_end": lambda pipeline, step, t, values: steps.append(step) or {}}
+    found = parts.sample(replace(REQUEST, prefix=first, extra=count))
     np.testing.assert_allclose(found, expected.frames[0], atol=1e-5)
+    assert steps == [*range(STEPS)]  # whoever counts steps is told
 
 
 def test_a_longer_prefix_is_what_the_condition_pipeline_samples(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +152,7 @@ def test_other_families_are_given_no_frames_but_the_first(tiny_repo: Callable[..
 
     section = ModelSection(model_name="cogvideox", pretrained_model_name_or_path=str(tiny_repo("cogvideox")))
     encoded = EncodedPrompts(
-        [ValidationPrompt(prompt="a", last_image="x.png")], [Conditions({})], [None], Conditions({})
+        [ValidationPrompt(prompt="a", last_image="x.png")], [Conditions({})], [None], [None], Conditions({})
     )
     with pytest.raises(ValueError, match="cogvideox takes no frames but the first; remove last_image and video_prefix"):
         prompt_request(

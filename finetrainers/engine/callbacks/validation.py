@@ -132,6 +132,7 @@ class Validation(Callback):
             f"{frames} x {height} x {width} at {self.settings.frame_rate:g} fps",
             f"{self.section.validation_inference_steps} denoising steps",
             *([] if guidance is None else [f"guidance {guidance:g}"]),
+            *filter(None, [self.encoded.prompts[prompt].given]),
         ]
         return " | ".join(parts)
 
