@@ -64,9 +64,13 @@ class Geometry:
             return ", which leaves nothing to sample; sample more frames"
         taken = self.prefix_frames(frames, available)
         if (taken - 1) % self.temporal:
-            return f", and its last {taken} are not {self.temporal}*k+1; give FILE:{self.prefix_frames(None, max(taken, 1))}"
+            fitting = max(1, min(self.prefix_frames(None, min(taken, available)), most))
+            return f", and its last {taken} are not {self.temporal}*k+1; give FILE:{fitting}"
         if taken > available:
-            return f", not {taken}; give FILE:{self.prefix_frames(None, available)}, or leave the number out"
+            fitting = self.prefix_frames(None, available)
+            if fitting > most:
+                return f", not {taken}; give FILE:{most}"
+            return f", not {taken}; give FILE:{fitting}, or leave the number out"
         if taken > most:
             return f", of which a sample of {sampled} frames can begin with {most}; give FILE:{most}, or sample more"
         return None

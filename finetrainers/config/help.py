@@ -24,7 +24,7 @@ _END = """more help:
 Defaults are in brackets. Switches have a --no- form, which overrides a file.
 All options are also listed in docs/reference/configuration.md."""
 _WIDE = 40  # characters of choices from which on they are not shown after the flag
-_METAVARS = {"integer": "N", "number": "X", "path": "PATH", "size": "SIZE", "reward": "REWARD"}
+_METAVARS = {"integer": "N", "number": "X", "path": "PATH", "size": "SIZE", "reward": "REWARD", "kinds": "KIND=P,..."}
 
 
 @dataclass(frozen=True)

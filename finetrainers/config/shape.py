@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from .frame_conditioning import FrameKind
 from .rewards import RewardEntry
 
 
@@ -39,7 +40,7 @@ def kind(annotation: Any) -> str:
     while get_origin(annotation) in (list, Union, UnionType, Annotated):
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is tuple:
-        return "text" if get_args(annotation)[0] is str else "size"
+        return {str: "text", FrameKind: "kinds"}.get(get_args(annotation)[0], "size")
     return {int: "integer", float: "number", Path: "path", RewardEntry: "reward"}.get(annotation, "text")
 
 

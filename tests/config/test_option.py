@@ -163,6 +163,7 @@ def test_former_names_are_read_and_said_once(tmp_path, caplog):
         "names of earlier versions are accepted: --framepack_window_stride as --sliding_window_stride",
     ]
     assert by_current_names({"bucket_keep": 1, "rank": 2}) == {"bucket_keep_prob": 1, "rank": 2}
+    assert "--frame_conditioning KIND=P,..." in help_text("train", "frame_conditioning")  # not a SIZE
     assert "Also accepted: --framepack_window_size" in " ".join(help_text("train", "sliding_window_size").split())
 
 

@@ -189,6 +189,9 @@ def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict],
         (f"{clip}:8", "33x64x64", "and its last 8 are not 8*k+1; give FILE:1"),
         (f"{clip}:0", "33x64x64", "and its last 0 are not 8*k+1; give FILE:1"),
         (f"{clip}:25", "65x64x64", "not 25; give FILE:17, or leave the number out"),
+        (f"{clip}:25", "17x64x64", "not 25; give FILE:9"),
+        (f"{clip}:50", "65x64x64", "and its last 50 are not 8*k+1; give FILE:17"),  # no more than the video has
+        (f"{clip}:50", "17x64x64", "and its last 50 are not 8*k+1; give FILE:9"),  # or than the sample has room for
         (clip, "1x64x64", "which leaves nothing to sample; sample more frames"),
     ):
         assert expected in said(size, validation_video_prefixes=place)
