@@ -6,9 +6,11 @@ that is given is clean, has noise level 0 and leaves the loss.
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -117,11 +119,14 @@ def draw_frames(kinds: FrameConditioning, latent_frames: int, temporal: int, rng
 
 
 def read_frame_conditioning(value: Any) -> Any:
-    """The kinds of `"first=0.1,prefix:9=0.05"`, of a table, or of a list of such texts; kinds pass through.
+    """The kinds of `"first=0.1,prefix:9=0.05"`, of a table, of its text, or of a list of texts; kinds pass through.
 
     Raises:
         ValueError: everything that is wrong with them.
     """
+    if isinstance(value, str) and value.strip().startswith("{"):
+        with suppress(ValueError, SyntaxError):  # a dict as a configuration in Python or JSON has it
+            value = ast.literal_eval(value.strip())
     if isinstance(value, Mapping):
         pairs = [(str(name), share) for name, share in value.items()]
     elif isinstance(value, str) or (isinstance(value, Sequence) and all(isinstance(one, str) for one in value)):
@@ -155,7 +160,8 @@ def _kind(text: str, share: Any) -> FrameKind | None:
     except (TypeError, ValueError):
         p = -1.0
     if not 0 <= p <= 1:
-        raise ValueError(f"{shortened(quoted(text))} needs a probability from 0 to 1, for example {_EXAMPLE}")
+        got = f", not {shortened(quoted(str(share)))}" if str(share) else ""
+        raise ValueError(f"{shortened(quoted(text))} needs a probability from 0 to 1{got}; for example {_EXAMPLE}")
     if name == "none":
         return None
     if name not in KINDS:

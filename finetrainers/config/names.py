@@ -40,6 +40,7 @@ _SAME = {
     "hf_subset": "dataset_config_name",
     "id_token": "trigger_word trigger",
     "unmasked_weight": "mask_min_value",
+    "frame_conditioning": "mask_ratios",
     "prior_preservation_weight": "prior_loss_weight diff_output_preservation_multiplier",
     "caption_dropout_p": "caption_dropout_rate caption_dropout caption_dropout_probability",
     "precompute_conditions": "enable_precomputation",

@@ -106,11 +106,15 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
 
 
 def _print_notes(checked: Preflight, spec: ModelSpec) -> None:
-    """Defaults that the model's own files have decided."""
+    """What the model's own files have decided, and which frames samples are given."""
     data = checked.config.data
     kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
-    if kinds and data.first_frame_conditioning_p is data.frame_conditioning is None and checked.plan.encodes_clips:
-        print_line(f"note: {kinds[0].p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
+    if kinds and checked.plan.encodes_clips:
+        if data.frame_conditioning is not None:
+            shares = ", ".join(f"{kind.label} {kind.p:.3g}" for kind in kinds)
+            print_line(f"note: samples are given clean frames, in shares of: {shares}")
+        elif data.first_frame_conditioning_p is None:
+            print_line(f"note: {kinds[0].p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
     tiled = dict.fromkeys("x".join(map(str, size)) for size in checked.sizes if spec.tiles_by_size(size))
     if tiled:
         print_line(f"note: the VAE works on tiles of {', '.join(tiled)}, to take less than 24 GiB (--no-enable_tiling)")

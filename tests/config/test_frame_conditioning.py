@@ -79,6 +79,7 @@ def test_it_is_written_as_text_as_a_table_and_by_open_soras_names() -> None:
         "span=0.025,prefix=0.025,suffix=0.025,prefix+suffix=0.05,frame=0.025,first=0.025,last=0.025,first+last=0.025,"
         "interpolate=0.025"
     )
+    assert read_frame_conditioning(str(theirs)) == read_frame_conditioning(theirs)  # pasted from their configuration
     assert set(ALIASES.values()) == set(KINDS) - {"random"} | {"none"}
     assert read_frame_conditioning("") == read_frame_conditioning("first=0") == ()
 
@@ -91,7 +92,7 @@ def test_all_mistakes_are_named_at_once() -> None:
     message = str(found.value)
     for part in (
         "'frist' is no kind of given frames; did you mean 'first'?",
-        "'last' needs a probability from 0 to 1, for example first=0.1",
+        "'last' needs a probability from 0 to 1, not '2'; for example first=0.1",
         "'prefix:x' is not KIND or prefix:FRAMES or suffix:FRAMES",
         "'middle' is no kind of given frames",
         "'interpolate' needs a probability",

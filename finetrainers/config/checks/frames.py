@@ -85,4 +85,7 @@ def length_problems(data: DataSection, facts: Facts, buckets: Iterable[Bucket], 
     has_windows = data.sliding_window_size is not None or data.dataset is not None
     shortest = min((facts.geometry.latent_shape(*bucket)[0] for bucket in windows if has_windows), default=math.inf)
     if shortest <= data.window_context:
-        yield "window_context", f"leaves nothing to train of windows of {shortest} latent frames; give fewer"
+        yield (
+            "window_context",
+            f"leaves nothing to train of windows of {shortest} latent frames; give at most {shortest - 1}",
+        )

@@ -86,7 +86,7 @@ def test_buckets_are_long_enough() -> None:
     assert problems(frame_conditioning="prefix:17=0.1,suffix:20=0.1", sliding_window_size=17, window_context=3) == [
         ("frame_conditioning", "prefix:17 would give all of 17 frames, and leave nothing to train; use longer clips"),
         ("frame_conditioning", "suffix:20 must have a multiple of 8 frames, as latent frames stand for 8"),
-        ("window_context", "leaves nothing to train of windows of 3 latent frames; give fewer"),
+        ("window_context", "leaves nothing to train of windows of 3 latent frames; give at most 2"),
     ]
     assert problems(sliding_window_size=17, window_context=2) == []
     windows = []  # of another dataset, say; clips that are no windows have no context
