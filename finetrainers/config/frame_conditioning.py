@@ -94,12 +94,18 @@ class FrameKind:
         tail = everything[-length:] if self.name != "prefix" else ()
         return (*head, *tail)
 
+    def grid_problem(self, temporal: int) -> str | None:
+        """Why a length is not one of whole latent frames, each of which stands for so many frames; None: it is."""
+        if self.frames is None or (self.frames - (self.name == "prefix")) % temporal == 0:
+            return None
+        wanted = f"1 + a multiple of {temporal}" if self.name == "prefix" else f"a multiple of {temporal}"
+        return f"{self.label} must have {wanted} frames, as latent frames stand for {temporal}"
+
     def problem(self, frames: int, temporal: int) -> str | None:
         """Why clips of so many frames, not images, cannot be given frames of this kind; None: they can."""
+        if reason := self.grid_problem(temporal):
+            return reason
         latent_frames = (frames - 1) // temporal + 1
-        if self.frames is not None and (self.frames - (self.name == "prefix")) % temporal:
-            wanted = f"1 + a multiple of {temporal}" if self.name == "prefix" else f"a multiple of {temporal}"
-            return f"{self.label} must have {wanted} frames, as latent frames stand for {temporal}"
         if len(set(self.draw(latent_frames, temporal, random.Random(0)))) >= latent_frames:
             return f"{self.label} would give all of {frames} frames, and leave nothing to train; use longer clips"
         return None

@@ -165,7 +165,7 @@ _INSTEAD = {
     "the loss is the squared error, weighted by --flow_weighting_scheme; leave it out":
         "loss_type huber_c pseudo_huber_c huber_schedule min_snr_gamma snr_gamma noise_offset multires_noise_iterations"
         " ip_noise_gamma",
-    "masks are files beside the clips, NAME.mask.png or .mp4, or in the folder or column that --mask_column names; the loss "
+    "masks are files next to the clips, NAME.mask.png or .mp4, or in the folder or column that --mask_column names; the loss "
     "is always the mean over what they leave, see docs/how-to/masks.md":
         "masked_loss masked_training alpha_mask mask_path mask_directory conditioning_data_dir normalize_masked_area_loss",
     "it is counted in optimizer steps here: --checkpointing_steps":

@@ -141,7 +141,7 @@ class DataSection(Section):
         "one path per line, or a folder with files of the clips' names.", resume="free", scope="dataset")
     mask_column: str | None = option(None, "Column with the path of a clip's mask, an image or a video that weighs the "
         "loss per pixel: white counts, black does not. By default, the column `mask` of a table, and `NAME.mask.png` or "
-        "`NAME.mask.mp4` beside a clip. In a folder it names a folder with masks of the clips' names, or a text file with "
+        "`NAME.mask.mp4` next to a clip. In a folder it names a folder with masks of the clips' names, or a text file with "
         "one path per line. An empty name reads no masks.", resume="free", scope="dataset", max_length=1000)
     unmasked_weight: float = option(0.0, "Loss weight of pixels where a mask is black; grey is between that and 1.",
         resume="free", scope="dataset", ge=0, le=1)

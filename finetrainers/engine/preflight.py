@@ -135,7 +135,8 @@ def preflight(
         sizes = _sizes(plan, [*prompts, *scored])
         check_shared_sizes(config, facts, sizes, found, processes=launched_processes())
         if method is not None and facts.first_frame != "unknown":
-            found.errors += method.plan_problems(plan, config, facts)
+            of_plan = method.plan_problems(plan, config, facts)
+            found.errors += [problem for problem in of_plan if problem not in found.errors]
     if plan is not None and known and not _concern(found, ("init_from", "resume_from_checkpoint")):
         with _noted(found, "--resume_from_checkpoint"):
             start = _begin(config, plan, checkpoint, initial)

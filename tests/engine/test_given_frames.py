@@ -210,4 +210,12 @@ def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict],
     assert ValidationPrompt(prompt="a", video_prefix=str(colon)).prefix == (media / "clip", 5)
     colon.touch()
     assert ValidationPrompt(prompt="a", video_prefix=str(colon)).prefix == (colon, None)
+    # Lengths are compared with the model's latent frames also where the data cannot be read, and named once.
+    wrong = {"frame_conditioning": "prefix:8=0.1,suffix:3=0.1"}
+    for said_of in (
+        refusal(**options("ltx_video", **wrong, data_root="nowhere")),
+        refusal(**options("ltx_video", **wrong)),
+    ):
+        assert said_of.count("prefix:8 must have 1 + a multiple of 8 frames") == 1
+        assert said_of.count("suffix:3 must have a multiple of 8 frames") == 1
     assert "prefix:17 would give all of 9 frames" in refusal(**options("ltx_video", frame_conditioning="prefix:17=0.1"))

@@ -33,17 +33,27 @@ def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Problems:
     """Kinds of given frames that a model or the windows of a dataset cannot give, as (option, reason)."""
     kinds = data.frame_conditioning or ()
     others = [kind.label for kind in kinds if kind.name != "first"]
-    at_start = [kind.label for kind in kinds if kind.name not in ("last", "suffix")]
     way_out = "--list_models says which models take any"
     if facts.first_frame == "none" and kinds:
         yield "frame_conditioning", f"this {model} takes no given frames; {way_out}"
     elif others and not facts.any_frame:
         yield "frame_conditioning", f"this {model} takes the first frame alone, not {', '.join(others)}; {way_out}"
+    else:
+        for kind in kinds:
+            if reason := kind.grid_problem(facts.geometry.temporal):
+                yield "frame_conditioning", reason
     if data.window_context and not facts.any_frame:
         yield "window_context", f"this {model} cannot be given frames before a window; {way_out}"
+    yield from _slice_problems(data, facts)
+
+
+def _slice_problems(data: DataSection, facts: Facts) -> Problems:
+    """What cannot be given to windows whose latents are cut from those of a whole clip."""
     has_windows = data.sliding_window_size is not None or data.dataset is not None
     if not has_windows or data.sliding_window_latents == "encode":
         return
+    kinds = data.frame_conditioning or ()
+    at_start = [kind.label for kind in kinds if kind.name not in ("last", "suffix")]
     if facts.first_frame == "channels":
         yield (
             "sliding_window_latents",

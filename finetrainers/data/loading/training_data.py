@@ -225,7 +225,7 @@ class TrainingData:
     def trial_batches(self, bucket: Bucket, clips: int, *, micro_batches: int) -> Iterator[list[Batch]]:
         """The micro-batches of one step after another, without end: the clip of a bucket that has the longest caption, so many times.
 
-        They are encoded anew for each step, as in training. The clip is decoded once, before the first step.
+        They are encoded again for each step, as in training. The clip is decoded once, before the first step.
         """
         [longest, *_] = longest_captions(self.plan.clips)[bucket]
         raw = self._fetch(MicroBatch(0, (longest,))).repeated(clips, weight=1 / micro_batches)
