@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,15 @@ from .sync import seconds
 
 if TYPE_CHECKING:
     from finetrainers.engine.doctor.findings import Finding, Needs
-    from finetrainers.engine.doctor.hosts import Node
+    from finetrainers.engine.doctor.hosts import Fleet, Node
 
 _MORE = """It shows versions, GPUs with load, power and temperature, the speed and room of the disk, limits, shared memory
 and clocks, marks what differs from most machines, and says what to do. With --hosts it asks all machines at once over
 ssh, which has to work without a password; one that does not answer is a row of the table. Nothing is installed or
-changed. A file for the speed of the disk is deleted again. Exit code 1: something is wrong."""
+changed. A file for the speed of the disk is deleted again. With --every it reads power, clocks, temperatures, ECC and
+InfiniBand counters again and again, prints what rose, and appends to RUN/health.jsonl, which the run's report shows.
+Exit code 1: something is wrong."""
+_DISK_MIB = 256
 
 
 def add_doctor(commands: Any) -> None:
@@ -40,16 +43,18 @@ def add_doctor(commands: Any) -> None:
         "doctor run.toml",
         "doctor run.toml --hosts nodes.txt",
         'doctor --hosts nodes.txt --output_dir /shared/runs --rsh "ssh -p 2222"',
+        "doctor runs/mystyle --hosts nodes.txt --every 60",
     )
     about = "see what is wrong with this machine, or differs between several"
     doctor = commands.add_parser("doctor", **described(about, *examples, more=_MORE))
-    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a run's config file: the disk is compared with its checkpoints")  # fmt: skip
+    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a run's config file, or its directory: the disk is compared with its checkpoints")  # fmt: skip
     doctor.add_argument("--hosts", type=Path, metavar="FILE", help="machines to ask over ssh: `host` or `host slots=8` a line")  # fmt: skip
     doctor.add_argument("--output_dir", type=Path, metavar="DIR", help="whose disk is measured [the config's, or the current folder]")  # fmt: skip
-    doctor.add_argument("--disk_mib", type=_mib, default=256, metavar="N", help="size of the file that is written and read; 0 leaves it out [256]")  # fmt: skip
+    doctor.add_argument("--disk_mib", type=_mib, metavar="N", help=f"size of the file that is written and read; 0 leaves it out [{_DISK_MIB}]")  # fmt: skip
     doctor.add_argument("--python", metavar="PATH", help="the interpreter on the other machines [the path of this one]")
     doctor.add_argument("--rsh", metavar="COMMAND", help="what connects to them [ssh -o BatchMode=yes ...]")
-    doctor.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help="for all answers of a machine [120]")  # fmt: skip
+    doctor.add_argument("--timeout", type=seconds, metavar="SECONDS", help="for all answers of a machine [120; with --every its value]")  # fmt: skip
+    doctor.add_argument("--every", type=seconds, metavar="SECONDS", help="read GPUs and InfiniBand ports again and again, until Ctrl-C")  # fmt: skip
     doctor.add_argument("--json", action="store_true", help="print JSON: every fact of every machine, sizes in bytes")
     doctor.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     doctor.set_defaults(run=_doctor, check=_problems)
@@ -77,15 +82,21 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
         if shutil.which("ssh") is None and not arguments.rsh:
             problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
         read_hosts(arguments.hosts)
+    if arguments.every is not None and arguments.disk_mib is not None:
+        problems.append(Problem("--disk_mib", "is not read with --every, which measures no disk; remove it"))
     return problems
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.disk_mib is None:
+        arguments.disk_mib = _DISK_MIB
     if arguments.answer:
         return _answer(arguments)
     from finetrainers.engine.doctor.findings import findings
 
     try:
+        if arguments.every is not None:
+            return _watch(arguments)
         needs, folder = _needs(arguments.config)
         folder = (arguments.output_dir or folder or Path()).expanduser().absolute()
         nodes = _nodes(arguments, folder)
@@ -106,7 +117,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _answer(arguments: argparse.Namespace) -> int:
     """Answer the questions on standard input until the facts are told; this is what runs on the other machines."""
     from finetrainers.engine.doctor.facts import host_facts
-    from finetrainers.engine.doctor.hosts import ANSWER, CLOCK, FACTS
+    from finetrainers.engine.doctor.health import health_facts
+    from finetrainers.engine.doctor.hosts import ANSWER, CLOCK, FACTS, HEALTH
 
     for line in sys.stdin:
         if line.strip() == CLOCK:
@@ -114,23 +126,83 @@ def _answer(arguments: argparse.Namespace) -> int:
         elif line.strip() == FACTS:
             print(ANSWER + json.dumps(host_facts(arguments.output_dir, disk_mib=arguments.disk_mib)), flush=True)
             break
+        elif line.strip() == HEALTH:
+            print(ANSWER + json.dumps(health_facts()), flush=True)
+            break
     return exit_codes.DONE
 
 
 def _nodes(arguments: argparse.Namespace, folder: Path) -> list[Node]:
     """The machines with their facts."""
-    from finetrainers.engine.doctor.hosts import Fleet, Node, read_hosts
+    from finetrainers.engine.doctor.hosts import FACTS, Node, read_hosts
 
     if arguments.hosts is None:
         from finetrainers.engine.doctor.facts import host_facts
 
         return [Node(socket.gethostname(), facts=host_facts(folder, disk_mib=arguments.disk_mib))]
+    nodes = read_hosts(arguments.hosts)
+    fleet = _fleet(arguments, FACTS, "--output_dir", str(folder), "--disk_mib", str(arguments.disk_mib))
+    print(f"asking {plural(len(nodes), 'machine')}, for at most {fleet.timeout_s:g} s", file=sys.stderr, flush=True)
+    return fleet.ask(nodes)
+
+
+def _fleet(arguments: argparse.Namespace, question: str, *options: str) -> Fleet:
+    """Return what asks the machines of the hosts file, with options for the command there."""
+    from finetrainers.engine.doctor.hosts import Fleet
     from finetrainers.engine.sync import SSH
 
-    nodes = read_hosts(arguments.hosts)
-    print(f"asking {plural(len(nodes), 'machine')}, for at most {arguments.timeout:g} s", file=sys.stderr, flush=True)
-    asked = ["doctor", "--answer", "--output_dir", str(folder), "--disk_mib", str(arguments.disk_mib)]
-    return Fleet(arguments.rsh or SSH, arguments.python or sys.executable, asked, arguments.timeout).ask(nodes)
+    timeout = arguments.timeout or arguments.every or 120.0
+    asked = ["doctor", "--answer", *options]
+    return Fleet(arguments.rsh or SSH, arguments.python or sys.executable, asked, timeout, question)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """Read the machines again and again until Ctrl-C; print what rose, and append each reading to the run."""
+    from finetrainers.engine.doctor.health import HEALTH as FILE
+    from finetrainers.engine.doctor.health import Rises, health_facts, reading, round_lines
+    from finetrainers.engine.doctor.hosts import HEALTH, Node, read_hosts
+
+    run = _run_directory(arguments)
+    nodes = [Node(socket.gethostname())] if arguments.hosts is None else read_hosts(arguments.hosts)
+    fleet, rises = _fleet(arguments, HEALTH), Rises()
+    to = "" if run is None else f", appended to {run / FILE}"
+    print(f"reading {plural(len(nodes), 'machine')} every {arguments.every:g} s{to}; Ctrl-C stops", file=sys.stderr, flush=True)  # fmt: skip
+    due = time.monotonic()
+    while True:
+        now = time.time()
+        answers = [replace(nodes[0], facts=health_facts())] if arguments.hosts is None else fleet.ask(nodes)
+        records = [reading(node, now) for node in answers]
+        if run is not None:
+            _append(run / FILE, records)
+        lines = list(round_lines(records, [rises.of(record) for record in records]))
+        for line in (
+            map(json.dumps, records) if arguments.json else [f"{time.strftime('%H:%M:%S')}  {lines[0]}", *lines[1:]]
+        ):
+            print(line, flush=True)
+        due = max(due + arguments.every, time.monotonic())
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def _run_directory(arguments: argparse.Namespace) -> Path | None:
+    """Return the directory of the run that readings are appended to, or None if no run is named."""
+    path: Path | None = arguments.config
+    if path is None or path.is_dir():
+        return path or arguments.output_dir
+    with planning(), contextlib.redirect_stdout(sys.stderr):
+        return _config(path).run.output_dir
+
+
+def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Append readings to the run. Nothing is written before a run has begun there: it begins in an empty directory."""
+    from finetrainers.utils.files import append_jsonl
+
+    if not (path.parent / "events.jsonl").is_file():
+        return
+    try:
+        for record in records:
+            append_jsonl(path, record)
+    except OSError as error:
+        print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def _needs(path: Path | None) -> tuple[Needs | None, Path | None]:
@@ -141,17 +213,27 @@ def _needs(path: Path | None) -> tuple[Needs | None, Path | None]:
     """
     if path is None:
         return None, None
-    from finetrainers.config.flags import parse_flags
-
     with planning(), contextlib.redirect_stdout(sys.stderr):
-        config, _ = parse_flags([str(path)], prog="finetrainers doctor")
-        if config is None:
-            raise ConfigError([Problem("CONFIG", f"{path} is no config file")])
+        config = _config(path / "config.toml" if path.is_dir() else path)
         try:
             return _sizes_of(config), config.run.output_dir
         except (ImportError, OSError) as error:
             print(f"the size of a checkpoint is not known: {error}", file=sys.stderr)
             return None, config.run.output_dir
+
+
+def _config(path: Path) -> Any:
+    """Return the configuration in a file.
+
+    Raises:
+        ConfigError: it cannot be run, or the path is not a config file.
+    """
+    from finetrainers.config.flags import parse_flags
+
+    config, _ = parse_flags([str(path)], prog="finetrainers doctor")
+    if config is None:
+        raise ConfigError([Problem("CONFIG", f"{path} is not a config file")])
+    return config
 
 
 def _sizes_of(config: Any) -> Needs:

@@ -21,7 +21,7 @@ from finetrainers.utils.network import Traffic
 NAMES = ["gpu_power_w", "gpu_temperature_c", "gpu_utilization_percent"]
 SMI = """#!/bin/sh
 test "$3" = --id=GPU-of-1 || { echo "No devices were found: $3"; exit 6; }
-echo "5, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 412, 97, 512.34, 700.00, 61, 0"
+echo "5, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 412, 97, 512.34, 700.00, 61, 0, 0, 1980, 1980"
 """
 MIB = 2**20
 

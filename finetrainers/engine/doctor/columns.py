@@ -10,6 +10,7 @@ from typing import Any
 from finetrainers.utils.text import duration, file_size
 
 from .facts import UNLIMITED
+from .health import link_errors
 from .hosts import Node
 
 _MIB = 1 << 20
@@ -64,6 +65,8 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
         measured("GPU memory used", _used),
         measured("power", _power),
         measured("hottest", lambda facts: _most(facts, "temperature_c", "{:.0f} C")),
+        measured("slowest clock", _clock),
+        measured("ECC errors", _ecc),
         measured("disk write", lambda facts: _speed(facts, "disk_write")),
         measured("disk read", lambda facts: _speed(facts, "disk_read")),
         measured("disk free", lambda facts: _size(facts, "disk_free")),
@@ -78,6 +81,7 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
         Column("memlock", lambda facts: _limit(facts, "memlock", file_size), "set the same limit on all"),
         Column("/dev/shm", lambda facts: _size(facts, "shm")),
         Column("InfiniBand", _ports, "see `ibstat` for ports that are down", True),
+        measured("link errors", lambda facts: str(sum(link_errors(facts).values())) if facts.get("ports") else ""),
         Column("CPUs", _plain("cpus"), "the slowest machine sets the pace"),
         Column("memory", lambda facts: _size(facts, "memory"), "the machine with least memory sets the limit"),
         Column("kernel", _plain("kernel"), "boot the same one on all"),
@@ -156,6 +160,19 @@ def _most(facts: Mapping[str, Any], name: str, form: str) -> str:
 def _used(facts: Mapping[str, Any]) -> str:
     found = known(facts, "memory_used_mib")
     return file_size(sum(found) * _MIB) if found else ""
+
+
+def _clock(facts: Mapping[str, Any]) -> str:
+    """Clock of the GPU that is slowest, of what it may have; one without work has a low one."""
+    clocks = [(gpu["clock_mhz"], gpu.get("clock_max_mhz")) for gpu in facts.get("gpus", ()) if gpu.get("clock_mhz") is not None]  # fmt: skip
+    now, most = min(clocks, default=(None, None), key=lambda clock: clock[0])
+    return "" if now is None else f"{now:.0f} MHz" if most is None else f"{now:.0f} of {most:.0f} MHz"
+
+
+def _ecc(facts: Mapping[str, Any]) -> str:
+    """Memory errors since the driver was loaded: those that were corrected, and those that were not."""
+    corrected, uncorrected = known(facts, "corrected_errors"), known(facts, "memory_errors")
+    return f"{sum(corrected):.0f} + {sum(uncorrected):.0f}" if corrected or uncorrected else ""
 
 
 def _power(facts: Mapping[str, Any]) -> str:

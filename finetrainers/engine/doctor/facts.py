@@ -13,12 +13,11 @@ from finetrainers.engine.run_dir import package_versions
 from finetrainers.utils.versions import version_problem
 
 from .disk import disk_facts
-from .gpus import gpu_facts
+from .health import health_facts
 from .torch_facts import torch_facts
 
 #: What a limit of the system is that is none.
 UNLIMITED = -1
-_INFINIBAND = Path("/sys/class/infiniband")
 _SHM = Path("/dev/shm")
 
 
@@ -39,8 +38,7 @@ def host_facts(folder: Path, *, disk_mib: int) -> dict[str, Any]:
         "version_problem": version_problem(),
         **_limits(),
         **_shared_memory(),
-        **_infiniband(),
-        **gpu_facts(),
+        **_infiniband(health_facts()),
         **torch_facts(),
     }
 
@@ -60,7 +58,7 @@ def _shared_memory() -> dict[str, Any]:
     return {"shm": psutil.disk_usage(str(_SHM)).total} if _SHM.is_dir() else {}
 
 
-def _infiniband() -> dict[str, Any]:
-    """How many InfiniBand or RoCE ports there are, and how many of them are up."""
-    states = [path.read_text(encoding="ascii") for path in _INFINIBAND.glob("*/ports/*/state")]
-    return {"ib_ports": len(states), "ib_active": sum("ACTIVE" in state for state in states)} if states else {}
+def _infiniband(health: dict[str, Any]) -> dict[str, Any]:
+    """Add how many InfiniBand or RoCE ports there are, and how many of them are up."""
+    ports = health["ports"].values()
+    return {**health, **({"ib_ports": len(ports), "ib_active": sum(port["active"] for port in ports)} if ports else {})}

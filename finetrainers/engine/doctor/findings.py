@@ -10,6 +10,7 @@ from finetrainers.utils.text import duration, file_size, listed, plural
 
 from .columns import BROKEN, columns, differing
 from .facts import UNLIMITED
+from .health import link_errors
 from .hosts import Node
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -57,7 +58,8 @@ def _of(node: Node, needs: Needs | None) -> Iterator[Finding]:
         yield Finding(node.host, node.error or "no answer")
         return
     facts = node.facts
-    for part in (_versions(facts), _gpus(facts, node.slots), _limits(facts), _disk(facts, needs), _clock(node)):
+    parts = (_versions(facts), _gpus(facts, node.slots), _limits(facts), _links(facts), _disk(facts, needs), _clock(node))  # fmt: skip
+    for part in parts:
         for text, is_problem in part:
             yield Finding(node.host, text, is_problem)
 
@@ -110,6 +112,16 @@ def _limits(facts: Mapping[str, Any]) -> _Told:
         yield (
             f"/dev/shm has {file_size(shm)}, which data workers and NCCL share; mount 16 GiB (Docker: --shm-size 16g)",
             True,
+        )
+
+
+def _links(facts: Mapping[str, Any]) -> _Told:
+    errors = link_errors(facts)
+    if errors:
+        names = listed([f"{port} ({count})" for port, count in errors.items()])
+        yield (
+            f"errors of InfiniBand links: {names}; see with --every 60 whether they still rise, and check the cable",
+            False,
         )
 
 

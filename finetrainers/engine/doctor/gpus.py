@@ -21,6 +21,9 @@ _QUERY = {
     "power_limit_w": "power.limit",
     "temperature_c": "temperature.gpu",
     "memory_errors": "ecc.errors.uncorrected.volatile.total",
+    "corrected_errors": "ecc.errors.corrected.volatile.total",
+    "clock_mhz": "clocks.sm",
+    "clock_max_mhz": "clocks.max.sm",
 }
 _TEXTS = {"name", "driver"}
 #: Seconds; a GPU that has fallen off the bus makes nvidia-smi wait for minutes.

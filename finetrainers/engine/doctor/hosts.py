@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -17,12 +18,12 @@ from typing import Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.engine.sync import ASKS
 from finetrainers.utils.files import not_there
-from finetrainers.utils.text import quoted
+from finetrainers.utils.text import printable, quoted
 
 #: What an answer's line begins with: a shell's start-up files may print lines of their own.
 ANSWER = "finetrainers-doctor "
 #: Questions, one a line on the standard input of the other machine's process.
-CLOCK, FACTS = "clock", "facts"
+CLOCK, FACTS, HEALTH = "clock", "facts", "health"
 #: The shortest round trip of so many tells most about the clock.
 _ROUND_TRIPS = 5
 #: Connections at once; sshd and the local machine have limits.
@@ -97,12 +98,14 @@ class Fleet:
         python: the interpreter there.
         arguments: of the command there.
         timeout_s: until a machine that has not answered counts as dead.
+        question: `FACTS`, after which clocks are compared, or `HEALTH`.
     """
 
     rsh: str
     python: str
     arguments: Sequence[str]
     timeout_s: float
+    question: str = FACTS
 
     def ask(self, nodes: Sequence[Node]) -> list[Node]:
         """The nodes with what they have said; in the same order."""
@@ -128,11 +131,14 @@ class Fleet:
             assert process.stderr is not None, "it was asked for"
             errors = asyncio.ensure_future(process.stderr.read())
             try:
-                return await asyncio.wait_for(_conversation(node, process), self.timeout_s)
+                return await asyncio.wait_for(_conversation(node, process, self.question), self.timeout_s)
             except asyncio.TimeoutError:
                 _kill(process)
                 return Node(node.host, node.slots, error=f"no answer within {self.timeout_s:g} s (--timeout)")
-            except (EOFError, ConnectionError, ValueError):
+            except asyncio.CancelledError:  # Ctrl-C
+                _kill(process)
+                raise
+            except (EOFError, ConnectionError, ValueError, RecursionError):
                 code = await _ended(process)
                 return Node(
                     node.host,
@@ -145,7 +151,7 @@ class Fleet:
 
     def _reason(self, host: str, code: int, said: str) -> str:
         """Why a machine has given no facts, and what to do, by the exit code and the error output of ssh."""
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [printable(line.strip()) for line in said.splitlines() if line.strip()]
         last = lines[-1] if lines else "no message"
         if (asked := next((line for line in lines if ASKS.search(line)), None)) is not None:
             return f"{asked}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
@@ -158,8 +164,8 @@ class Fleet:
         return f"`{self.python} -m finetrainers doctor` failed there with exit code {code}: {last}"
 
 
-async def _conversation(node: Node, process: asyncio.subprocess.Process) -> Node:
-    """Ask for the clock several times, then for the facts.
+async def _conversation(node: Node, process: asyncio.subprocess.Process, question: str) -> Node:
+    """Ask for the clock several times, then for the facts; or for the health alone.
 
     Raises:
         EOFError: the process has ended.
@@ -167,14 +173,27 @@ async def _conversation(node: Node, process: asyncio.subprocess.Process) -> Node
         ValueError: it answers something else.
     """
     trips = []
-    for _ in range(_ROUND_TRIPS):
+    for _ in range(_ROUND_TRIPS if question == FACTS else 0):
         sent = time.time()
         there = float(await _answer(process, CLOCK))
         received = time.time()
+        if not math.isfinite(there):
+            raise ValueError("the clock is not a number")
         trips.append((received - sent, there - (sent + received) / 2))
-    round_trip, skew = min(trips)
-    facts: dict[str, Any] = json.loads(await _answer(process, FACTS))
+    round_trip, skew = min(trips, default=(None, None))
+    facts = _printable(json.loads(await _answer(process, question)))
+    if not isinstance(facts, dict):
+        raise ValueError("the facts are not a JSON object")
     return Node(node.host, node.slots, facts, clock_skew_s=skew, round_trip_s=round_trip)
+
+
+def _printable(value: Any) -> Any:
+    """Return JSON whose texts cannot control the terminal that they are shown on: they come from another machine."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(name): _printable(one) for name, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list) else value
 
 
 async def _answer(process: asyncio.subprocess.Process, question: str) -> str:

@@ -18,6 +18,7 @@ from finetrainers.utils.text import plural
 from ..sample.grid import grid_html
 from . import sections
 from .charts import ChartGroup, chart_groups, watched_charts
+from .health import health_of
 from .media import VideoLimits, Videos, drawn_samples, rollout_videos, sample_videos, watched_videos
 from .memory import memory_charts, memory_of
 from .run_records import RunRecords, read_run
@@ -44,7 +45,10 @@ def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
     shown = _shown(runs, watched, limits)
     groups = chart_groups(runs)
     memory, scores = ChartGroup("Memory", memory_charts(runs)), watched_charts(runs, watched)
-    charts = [chart for group in [*groups, memory, *([scores] if scores else [])] for chart in group.charts]
+    health = _of_each(runs, health_of)
+    # In the order of the template: the script finds the numbers of a chart by its place on the page.
+    machines = [ChartGroup("Machines", found.charts) for _, found in health]
+    charts = [c for group in [*groups, *machines, memory, *([scores] if scores else [])] for c in group.charts]
     # Prompts, file names and messages are anybody's: the template escapes them, and the script puts them in as text.
     page = render_page(
         Path(__file__).with_name("report.html"),
@@ -57,6 +61,7 @@ def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
         compared=sections.compared(runs),
         memory=_of_each(runs, memory_of),
         memory_charts=memory.charts,
+        health=health,
         data=_of_each(runs, sections.data_of),
         events=_of_each(runs, sections.events_of),
         settings=sections.settings_of(runs),

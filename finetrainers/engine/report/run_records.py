@@ -19,6 +19,8 @@ from finetrainers.utils.files import not_there, read_jsonl
 from finetrainers.utils.phases import PHASES
 
 from ..checkpoints.find import checkpoints_dir
+from ..doctor.health import HEALTH, reading
+from ..doctor.hosts import Node
 from ..lock import in_use
 
 if sys.version_info >= (3, 11):
@@ -47,6 +49,7 @@ class RunRecords:
         items: of `manifest.jsonl`: clips or prompts.
         status: `finished`, `stopped`, `training`, or `ended` for a run that left no result.
         failures: texts that a failure has left, each with the file's name.
+        health: of `health.jsonl`, with a time and a host each, in the order of time.
     """
 
     root: Path
@@ -58,6 +61,7 @@ class RunRecords:
     items: Sequence[Mapping[str, Any]]
     status: str
     failures: Sequence[tuple[str, str]] = field(default_factory=tuple)
+    health: Sequence[Mapping[str, Any]] = ()
 
     @property
     def last_step(self) -> int:
@@ -170,7 +174,15 @@ def read_run(root: Path, *, name: str = "") -> RunRecords:
         items=_lines(root / "manifest.jsonl"),
         status=_status(root, events),
         failures=_failures(root),
+        health=_health(root),
     )
+
+
+def _health(root: Path) -> list[dict[str, Any]]:
+    """Return the readings of machines, checked as those of a machine's answer: the file may have been edited."""
+    records = [r for r in _lines(root / HEALTH) if is_number(r.get("time")) and isinstance(r.get("host"), str)]
+    nodes = [(Node(r["host"], error=str(r["error"])) if "error" in r else Node(r["host"], facts=r), r) for r in records]
+    return sorted((reading(node, record["time"]) for node, record in nodes), key=lambda record: record["time"])
 
 
 def run_status(root: Path) -> str:

@@ -303,7 +303,9 @@ def _event_row(event: Event) -> tuple[str, str, str, str]:
     text = say(event) if say else f"{kind.replace('_', ' ')} {_values(event)}".strip()
     moment = event.get("time")
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(moment)) if isinstance(moment, int | float) else ""
-    return when, str(event.get("step", "")), shortened(text, 600), color
+    # The step of this event is one of the run that it began from, and is named in its text.
+    step = "" if kind == BEGAN_FROM else str(event.get("step", ""))
+    return when, step, shortened(text, 600), color
 
 
 def _details(event: Event) -> dict[str, Any]:

@@ -37,8 +37,8 @@ if "AHEAD" in os.environ:
 """
 SMI = """#!/bin/sh
 test "$2" = --format=csv,noheader,nounits || exit 6
-echo "0, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 412, 97, 512.34, 700.00, 61, ${ERRORS:-0}"
-echo "1, NVIDIA H100 80GB HBM3, 570.86.15, 81559, ${USED:-412}, 99, 498.10, 700.00, 64, [N/A]"
+echo "0, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 412, 97, 512.34, 700.00, 61, ${ERRORS:-0}, 0, 1980, 1980"
+echo "1, NVIDIA H100 80GB HBM3, 570.86.15, 81559, ${USED:-412}, 99, 498.10, 700.00, 64, [N/A], [N/A], 1980, 1980"
 """
 #: The interpreter there. A shell's start-up files may speak, and each machine is known by the address that it is asked from.
 PYTHON = """#!/bin/sh

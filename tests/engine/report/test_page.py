@@ -101,6 +101,7 @@ EVENTS = [
     {"time": 1e9 + 2, "event": "spike", "step": 2, "values": "loss 9 is 12 sigma above"},
     {"time": 1e9 + 3, "event": "out_of_memory", "latent_size": "2x4x4", "samples": 8, "now": 4, "error": "rank 0"},
     {"time": 1e9 + 4, "event": "start", "step": 2},
+    {"time": 1e9 + 4, "event": "began_from", "step": 900, "run": "runs/before", "load": "lora"},
     {"time": 1e9 + 5, "event": "bad_sample", "step": 3, "file": EVIL, "reason": "damaged"},
     {"time": 1e9 + 6, "event": "checkpoint", "step": 6, "path": "x"},
     {"time": 1e9 + 7, "event": "of_a_later_version", "step": 6, "what": EVIL},
@@ -208,6 +209,7 @@ def test_its_numbers_are_those_of_the_records(run_dir: Path) -> None:
         ("2", "spike: loss 9 is 12 sigma above", "note"),
         ("", "out of memory with 8 samples of 2x4x4; retried with at most 4 at once", "bad"),
         ("2", "resumed from step 2", ""),
+        ("", "began from step 900 of runs/before (a LoRA)", ""),  # a step of the other run
         ("3", f"clip left out: {EVIL}: damaged", "note"),
         ("6", f"of a later version what {EVIL}", ""),
     ]
