@@ -225,13 +225,15 @@ def _validation_schedule(state: TrainState, source: WorkSource) -> Callable[[int
 def _start_records(state: TrainState, checked: Preflight) -> None:
     """Write what the run is and where it starts from into the run directory."""
     state.run_dir.start(state.config, resumed_step=state.step)
-    if state.parallel.is_main and (origin := lineage_of(checked.start, state.run_dir.root)) is not None:
+    root, start = state.run_dir.root, checked.start
+    origin = lineage_of(root, checkpoint=start.checkpoint, initial=start.initial) if state.parallel.is_main else None
+    if origin is not None:
         state.run_dir.event(BEGAN_FROM, **origin)
-    if rows := checked.start.rows:
+    if rows := start.rows:
         parts = {part.replace(" ", "_"): text for part, text in rows if part != "step"}
         state.run_dir.event("origin", step=state.step, **parts)
     if state.parallel.is_main:
-        checked.plan.write(state.run_dir.root / "manifest.jsonl")
+        checked.plan.write(root / "manifest.jsonl")
 
 
 def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:

@@ -11,7 +11,7 @@ from finetrainers.utils.files import read_jsonl
 
 from .checkpoints.find import checkpoints_dir, step_of
 from .checkpoints.manifest import MANIFEST, seal_of
-from .resume_plan import Start
+from .initial_weights import InitialWeights
 
 #: The event that says what a run began from.
 BEGAN_FROM = "began_from"
@@ -20,17 +20,18 @@ _EVENTS = "events.jsonl"
 _MOST = 100
 
 
-def lineage_of(start: Start, root: Path) -> dict[str, Any] | None:
-    """What a run begins from, for its records; None: the model's own weights, or a checkpoint of its own.
+def lineage_of(root: Path, *, checkpoint: Path | None, initial: InitialWeights | None) -> dict[str, Any] | None:
+    """Return what a run begins from, for its records, or None if that is the model's own weights or its own checkpoint.
 
     Args:
-        start: of the run.
-        root: its directory.
+        root: the run's directory.
+        checkpoint: which it resumes from.
+        initial: the weights of `init_from`.
     """
-    if start.checkpoint is not None:
-        is_own = start.checkpoint.resolve().parent == checkpoints_dir(root).resolve()
-        return None if is_own else {"load": "state", **origin_of(start.checkpoint)}
-    return None if start.initial is None else {"load": start.initial.kind, **origin_of(start.initial.path)}
+    if checkpoint is not None:
+        is_own = checkpoint.resolve().parent == checkpoints_dir(root).resolve()
+        return None if is_own else {"load": "state", **origin_of(checkpoint)}
+    return None if initial is None else {"load": initial.kind, **origin_of(initial.path)}
 
 
 def origin_of(path: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from finetrainers.utils.text import plural
 from .checkpoints.find import read_state, scan_checkpoints
 from .checkpoints.manifest import is_sealed, read_manifest
 from .initial_weights import InitialWeights, check_lora, find_initial_weights, read_lora_header
+from .lineage import began_from, digest_of
 from .run_dir import package_versions
 
 #: What else must be the same: facts about the model and the data, which are not options.
@@ -91,7 +92,8 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
     if checkpoint is not None:
         recorded = read_state(checkpoint)["initial"]
         began = None if recorded is None else recorded["given"]
-        if given is not None and config.training.resume_from_checkpoint != "auto" and _place(given) != began:
+        names_others = given is not None and _place(given) != began and not _began_with(given, checkpoint)
+        if names_others and config.training.resume_from_checkpoint != "auto":
             raise ValueError(
                 f"{given} and {checkpoint} both give weights, and the checkpoint's run began with "
                 f"{began or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which takes a "
@@ -105,6 +107,15 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
     found = find_initial_weights(given)
     _check_fits(found, config)
     return found
+
+
+def _began_with(given: str, checkpoint: Path) -> bool:
+    """Return whether a checkpoint's run began with these weights, by their digest: they and the run may have moved."""
+    record = began_from(checkpoint.resolve().parents[1])
+    try:
+        return record is not None and record.get("digest") == digest_of(find_initial_weights(given).path)
+    except ValueError:  # they are not there any more
+        return False
 
 
 def _check_fits(initial: InitialWeights, config: TrainConfig) -> None:

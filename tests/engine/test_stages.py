@@ -187,11 +187,11 @@ def test_a_stage_that_another_process_trains(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_a_run_says_that_it_began_from(tmp_path: Path) -> None:
     """Its own checkpoints are no origin, and a new run in its directory has its own."""
     root, other = tmp_path / "run", tmp_path / "other"
-    own = SimpleNamespace(checkpoint=root / "checkpoints" / "step-3", initial=None)
-    assert lineage_of(own, root) is None  # type: ignore[arg-type]
-    found = lineage_of(own, other)  # type: ignore[arg-type]
+    own = root / "checkpoints" / "step-3"
+    assert lineage_of(root, checkpoint=own, initial=None) is None
+    found = lineage_of(other, checkpoint=own, initial=None)
     assert found is not None
-    assert (found["load"], found["path"]) == ("state", str(root / "checkpoints" / "step-3"))
+    assert (found["load"], found["path"]) == ("state", str(own))
     root.mkdir()
     events = [{"event": "start", "step": 0}, {"event": "began_from", "run": "x"}, {"event": "start", "step": 2}]
     for more, origin in (([], "x"), ([{"event": "start", "step": 0}], None)):
