@@ -19,6 +19,7 @@ from .frame_conditioning import FrameKinds
 from .option import option
 from .rewards import Reward
 from .values import (
+    MAX_FRAMES,
     BucketShare,
     BucketSize,
     CompileScope,
@@ -165,7 +166,7 @@ class DataSection(Section):
     resolutions: list[Resolution] = option([], "Areas from which buckets are chosen for you, instead of "
         "`video_resolution_buckets`. An area is the side of a square in pixels (`512`) or HxW, and each is cut at "
         "`num_ar_buckets` aspect ratios.", resume="free", scope="dataset")
-    frame_buckets: list[Annotated[int, Field(ge=1)]] = option([], "Lengths in frames that go with `resolutions`. By "
+    frame_buckets: list[Annotated[int, Field(ge=1, le=MAX_FRAMES)]] = option([], "Lengths in frames that go with `resolutions`. By "
         "default they are chosen from the clips. Images always have 1.", resume="free", scope="dataset")
     min_ar: float = option(0.5, "Narrowest aspect ratio (width / height) of `resolutions`.", resume="free",
         scope="dataset", needs="num_ar_buckets", gt=0, le=100)

@@ -12,26 +12,44 @@ from finetrainers.utils.text import quoted, shortened
 
 from .base import expand_home
 
+#: Bounds of sizes: an hour of 24 frames per second, and a side that no video has. Arithmetic with sizes stays exact.
+MAX_FRAMES, MAX_SIDE = 100_000, 32_768
 _BUCKET = re.compile(r"^(\d+)x(\d+)x(\d+)$")
 _IMAGE_BUCKET = re.compile(r"^(\d+)x(\d+)$")
 _PART = re.compile(
     r"(?P<name>\w+)=(?P<place>.*?)(?:,(?P<dtype>fp32|bf16|fp16|float8_e4m3fn|float8_e5m2))?", flags=re.ASCII
 )
 _RESOLUTION = re.compile(r"^(\d+)(?:x(\d+))?$")
+#: Memory of a GPU in GiB.
+_MAX_MEMORY = 10_000
 
 
 def _sizes(pattern: re.Pattern[str], wanted: str) -> Callable[[Any], Any]:
-    """A parser of positive integers joined by `x`: text becomes a tuple, and other values pass through."""
+    """Return a parser of whole numbers joined by `x`: text becomes a tuple, and other values pass through."""
 
     def parse(value: Any) -> Any:
         if not isinstance(value, str):
             return value
         match = pattern.match(value.strip())
-        if not match or "0" in match.groups():
-            raise ValueError(f"{value!r} is {wanted}")
-        return tuple(int(part) for part in match.groups() if part is not None)
+        if not match:
+            raise ValueError(f"{shortened(quoted(value))} is {wanted}")
+        # Python refuses to read numbers of thousands of digits; what is cut here is out of bounds all the same.
+        return check_size(tuple(int(part.lstrip("0")[:12] or 0) for part in match.groups() if part is not None))
 
     return parse
+
+
+def check_size(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a size, sides last, if every number is within bounds.
+
+    Raises:
+        ValueError: a number is not.
+    """
+    bounds = (MAX_FRAMES, MAX_SIDE, MAX_SIDE)[-len(size) :]
+    if not all(1 <= number <= most for number, most in zip(size, bounds, strict=True)):
+        frames = f", and frames from 1 to {MAX_FRAMES}" if len(size) == 3 else ""
+        raise ValueError(f"{_joined(size)}: height and width must be from 1 to {MAX_SIDE}{frames}")
+    return size
 
 
 _parse_video_bucket = _sizes(_BUCKET, "not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)")
@@ -189,12 +207,14 @@ NumberOrAuto = Annotated[Literal["auto"] | int, BeforeValidator(_parse_number_or
 VideoBucket = Annotated[
     tuple[int, int, int],
     BeforeValidator(_parse_video_bucket),
+    AfterValidator(check_size),
     PlainSerializer(_joined, return_type=str),
     WithJsonSchema({"type": "string", "pattern": _BUCKET.pattern}),
 ]
 ImageBucket = Annotated[
     tuple[int, int],
     BeforeValidator(_parse_image_bucket),
+    AfterValidator(check_size),
     PlainSerializer(_joined, return_type=str),
     WithJsonSchema({"type": "string", "pattern": _IMAGE_BUCKET.pattern}),
 ]
@@ -202,8 +222,9 @@ ImageBucket = Annotated[
 #: How much of the transformer is compiled.
 CompileScope = Annotated[Literal["none", "regional"], BeforeValidator(_parse_compile)]
 Resolution = Annotated[
-    tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
+    tuple[int, int],
     BeforeValidator(_parse_resolution),
+    AfterValidator(check_size),
     PlainSerializer(_resolution_text, return_type=str),
     WithJsonSchema({"type": ["string", "integer"], "pattern": _RESOLUTION.pattern}),
 ]
@@ -237,10 +258,12 @@ def gpu_memory(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:gi?b?)?\s*", value, re.IGNORECASE)
-    if found is None or not float(found[1]):
-        raise ValueError(f"{shortened(quoted(value))} is no amount of memory; give GB, such as 24GB")
+    if found is None or not 0 < float(found[1]) <= _MAX_MEMORY:
+        raise ValueError(
+            f"expected a memory size above 0 and up to {_MAX_MEMORY} GB, such as 24GB, got {shortened(quoted(value))}"
+        )
     return float(found[1])
 
 
 #: Memory of a GPU in GiB.
-GpuMemory = Annotated[float, BeforeValidator(gpu_memory), Field(gt=0, le=10_000)]
+GpuMemory = Annotated[float, BeforeValidator(gpu_memory), Field(gt=0, le=_MAX_MEMORY)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from finetrainers.utils.text import nearest
+from finetrainers.utils.text import nearest, shortened
 
 from .base import Section
 from .errors import ConfigError, Problem, value_message
@@ -18,7 +18,7 @@ from .files import read_text
 from .geometry import Geometry
 from .rewards import Reward, RewardEntry
 from .root import TrainConfig
-from .values import VideoBucket
+from .values import MAX_FRAMES, VideoBucket
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,7 +28,8 @@ else:
 Size = tuple[int, int, int]
 #: The preset that samples as the run's validation does.
 AS_VALIDATION = "run"
-_CLASS = re.compile(r"(?P<resolution>low|high)(?P<seconds>\d+)s")
+_CLASS = re.compile(r"(?P<resolution>low|high)(?P<seconds>\d+)s", flags=re.ASCII)
+_MAX_SECONDS = 3600
 _EXAMPLES = (AS_VALIDATION, "low4s", "high4s", "low16s", "high16s")
 _OWN = re.compile(r"(?P<name>[^=]+)=(?P<size>[^,=]+)(?:,(?P<more>.*))?")
 
@@ -97,7 +98,9 @@ def read_presets(section: WatchSection) -> dict[str, Preset | None]:
     for name in [part.strip() for part in section.presets.split(",") if part.strip()]:
         if name in own:
             found[name] = own[name]
-        elif name == AS_VALIDATION or _CLASS.fullmatch(name):
+        elif (match := _CLASS.fullmatch(name)) and not 1 <= int(match["seconds"][:12]) <= _MAX_SECONDS:
+            problems.append(Problem("--presets", f"{shortened(name)}: seconds must be from 1 to {_MAX_SECONDS}"))
+        elif name == AS_VALIDATION or match:
             found[name] = Preset() if name == AS_VALIDATION else None
         else:
             problems.append(Problem("--presets", f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}"))
@@ -165,12 +168,18 @@ def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -
         native: frames, height and width of what the run trains on.
         geometry: of the model.
         frame_rate: of samples.
+
+    Raises:
+        ConfigError: it has more frames than a size may have.
     """
     match = _CLASS.fullmatch(name)
     assert match is not None, name
     frames = max(1, int(int(match["seconds"]) * frame_rate) // geometry.temporal * geometry.temporal + 1)
     factor, multiple = (2 if match["resolution"] == "low" else 1), geometry.size_multiple
     height, width = (max(multiple, side // factor // multiple * multiple) for side in native[1:])
+    if frames > MAX_FRAMES:
+        message = f"{name}: {frames} frames at {frame_rate:g} fps are more than {MAX_FRAMES}; use fewer seconds"
+        raise ConfigError([Problem("--presets", message)])
     return frames, height, width
 
 

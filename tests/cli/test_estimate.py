@@ -72,7 +72,8 @@ def test_processes_of_a_launcher(estimate: Callable[..., tuple[int, str, str]]) 
 
 def test_errors(estimate: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     for flags, said in (
-        ((*SIZE, "--gpu", "much"), "--gpu: 'much' is no amount of memory"),
+        ((*SIZE, "--gpu", "much"), "--gpu: expected a memory size"),
+        ((*SIZE, "--gpu", "9" * 5000 + "GB"), "--gpu: expected a memory size"),
         ((), "--video_resolution_buckets 49x512x768"),
         ((*SIZE, "--num_processes", "3", "--num_machines", "2"), "do not divide among 2 machines"),
         ((*SIZE, "--accelerate_config", str(tmp_path / "absent.yaml")), "cannot be read"),

@@ -21,6 +21,8 @@ def test_classes_follow_from_the_run_and_the_model(name: str, size: tuple[int, i
     assert geometry.problems(*size) == []
     assert class_size("low1s", (9, 32, 40), geometry, 24)[1:] == (32, 32)
     assert class_size("high4s", (49, 512, 704), geometry, 8) == (33, 512, 704)
+    with pytest.raises(ConfigError, match="--presets: high3600s"):
+        class_size("high3600s", (49, 512, 704), geometry, 1000)
 
 
 def test_presets_are_read_from_names_flags_and_a_file(tmp_path: Path) -> None:
@@ -37,12 +39,13 @@ def test_presets_are_read_from_names_flags_and_a_file(tmp_path: Path) -> None:
 def test_all_that_is_wrong_is_told(tmp_path: Path) -> None:
     file = tmp_path / "presets.toml"
     file.write_text('[presets.a]\nsteps = 0\nstep = 1\n[presets."b/c"]\n[presets.low4s]\n')
-    section = WatchSection(presets="lwo4s,mid4s", presets_file=file, preset=["x", "y=9x9", "run=9x32x32"])
+    section = WatchSection(presets="lwo4s,mid4s,low0s,high99999999999s", presets_file=file, preset=["x", "y=9x9", "run=9x32x32"])
     with pytest.raises(ConfigError) as refused:
         read_presets(section)
     text = str(refused.value)
     for part in (
-        "unknown preset 'lwo4s'; did you mean 'low4s'?", "unknown preset 'mid4s'", "'x' is not NAME=", "--preset y: size:",
+        "unknown preset 'lwo4s'; did you mean 'low4s'?", "unknown preset 'mid4s'", "low0s: seconds", "high99999999999s: seconds",
+        "'x' is not NAME=", "--preset y: size:",
         "run has a meaning already", "presets.a: steps", "unknown key 'step'; did you mean 'steps'?", "presets.b/c: the name",
         "low4s has a meaning already",
     ):  # fmt: skip
