@@ -17,6 +17,8 @@ class Geometry:
         patch_t: latent frames per transformer token; the network denoises a multiple of them (`denoised_shape`).
         fps: the frame rate the model was trained at.
         pixels: height and width must also be a multiple of this, since the family's pipeline demands it.
+        sides: the only height and width in pixels that the network has positions for, or None if it takes several.
+        largest: the largest height and width that it has positions for, or None if there is no limit.
     """
 
     temporal: int
@@ -25,11 +27,21 @@ class Geometry:
     patch_t: int
     fps: float
     pixels: int = 1
+    sides: tuple[int, int] | None = None
+    largest: tuple[int, int] | None = None
 
     @property
     def size_multiple(self) -> int:
         """Height and width must be multiples of this many pixels."""
         return math.lcm(self.spatial * self.patch, self.pixels)
+
+    def fitted(self, height: float, width: float) -> tuple[int, int]:
+        """Return the legal height and width nearest to these from below, or the smallest legal ones."""
+        if self.sides is not None:
+            return self.sides
+        limit, multiple = self.largest or (height, width), self.size_multiple
+        rows, columns = (int(min(side, most)) // multiple for side, most in zip((height, width), limit, strict=True))
+        return max(rows, 1) * multiple, max(columns, 1) * multiple
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Latent `(T, H, W)` of a clip of `frames` x `height` x `width` pixels."""
@@ -85,11 +97,18 @@ class Geometry:
                 return [f"the order is FRAMESxHEIGHTxWIDTH; did you mean {'x'.join(map(str, meant))}?"]
         return found
 
+    def length_problems(self, frames: int) -> list[str]:
+        """Return the reasons why a length is not legal, each with a legal one; empty if it is."""
+        if (frames - 1) % self.temporal == 0:
+            return []
+        below = (frames - 1) // self.temporal * self.temporal + 1
+        return [f"{frames} frames is not {self.temporal}*k+1; use {below} or {below + self.temporal}"]
+
     def _wrong(self, frames: int, height: int, width: int) -> list[str]:
-        found = []
-        if (frames - 1) % self.temporal:
-            below = (frames - 1) // self.temporal * self.temporal + 1
-            found.append(f"{frames} frames is not {self.temporal}*k+1; use {below} or {below + self.temporal}")
+        found = self.length_problems(frames)
+        if self.sides is not None and (height, width) != self.sides:
+            legal = "x".join(map(str, self.sides))
+            return [*found, f"this checkpoint's positions are learned for {legal} (height x width) only; use {legal}"]
         for name, pixels in (("height", height), ("width", width)):
             if pixels % self.size_multiple:
                 below = max(pixels // self.size_multiple, 1) * self.size_multiple
@@ -97,4 +116,7 @@ class Geometry:
                     f"{name} {pixels} is not a multiple of {self.size_multiple}; "
                     f"use {below} or {below + self.size_multiple}"
                 )
+        if self.largest is not None and (height > self.largest[0] or width > self.largest[1]):
+            most = "x".join(map(str, self.largest))
+            found.append(f"this checkpoint has positions up to {most} (height x width); use a smaller size")
         return found

@@ -175,8 +175,8 @@ def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -
     match = _CLASS.fullmatch(name)
     assert match is not None, name
     frames = max(1, int(int(match["seconds"]) * frame_rate) // geometry.temporal * geometry.temporal + 1)
-    factor, multiple = (2 if match["resolution"] == "low" else 1), geometry.size_multiple
-    height, width = (max(multiple, side // factor // multiple * multiple) for side in native[1:])
+    factor = 2 if match["resolution"] == "low" else 1
+    height, width = geometry.fitted(native[1] // factor, native[2] // factor)
     if frames > MAX_FRAMES:
         message = f"{name}: {frames} frames at {frame_rate:g} fps are more than {MAX_FRAMES}; use fewer seconds"
         raise ConfigError([Problem("--presets", message)])

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from finetrainers.config.checks.windows import window_problems
-from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.geometry import Geometry
-from finetrainers.config.root import TrainConfig
 from finetrainers.data.loading.text_conditioning import TextCache, TextConditioning
 from finetrainers.memory.quantized_encoders import load_text_encoders
 from finetrainers.methods.registry import load_source, method_spec
@@ -95,9 +91,7 @@ def load_work(
             lambda: (spec.load_clip_encoders() if encodes else Parts({"vae": spec.load_vae()})).to(parallel.device),
             together=are_mapped(config.model, spec.facts.clip_parts if encodes else ["vae"]),
         )
-    with parallel.raise_on_all_ranks("checking the sizes"):
-        vae_stats = spec.vae_stats(clip_encoders["vae"])
-        check_geometry(plan, config, spec.facts.geometry)
+    vae_stats = spec.vae_stats(clip_encoders["vae"])
     watchdog.enter("encoding")
     with phase(ENCODING_CLIPS if encodes and config.data.precompute_conditions else LOADING):
         source = load_source(config)(
@@ -107,22 +101,6 @@ def load_work(
     del clip_encoders
     free_memory()
     return source, vae_stats
-
-
-def check_geometry(plan: WorkPlan, config: TrainConfig, geometry: Geometry) -> None:
-    """Sizes against the loaded model, which for hub models is known only now.
-
-    Raises:
-        ConfigError: a size does not fit.
-    """
-    problems = [
-        Problem(f"--{plan.size_option}", f"{'x'.join(map(str, size))}: {problem}")
-        for size in plan.buckets
-        for problem in geometry.problems(*size)
-    ]
-    problems += [Problem(f"--{option}", problem) for option, problem in window_problems(config.data, geometry)]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _check_same_plan(plan: WorkPlan, parallel: Ranks) -> None:

@@ -193,7 +193,7 @@ class CogVideoXSpec(ModelSpec):
         """
         network = unwrap(transformer)
         config = network.config
-        _check_size(config, *x_BCTHW.shape[2:], spatial=self.facts.geometry.spatial)
+        self._check_positions(config, *x_BCTHW.shape[2:])
 
         dtype = input_dtype(network)
         x_BTCHW = x_BCTHW.to(dtype).transpose(1, 2)
@@ -221,6 +221,19 @@ class CogVideoXSpec(ModelSpec):
         )[0]
         return prediction_BTCHW.transpose(1, 2)
 
+    def _check_positions(self, config: Any, frames: int, height: int, width: int) -> None:
+        """Refuse latent sizes that the network has no positions for; warn of lengths without learned ones."""
+        geometry = self.facts.geometry
+        if problems := geometry.problems(1, height * geometry.spatial, width * geometry.spatial):
+            raise ValueError(f"a clip of {height * geometry.spatial}x{width * geometry.spatial}: {problems[0]}")
+        if not config.use_learned_positional_embeddings:
+            return
+        if frames != (config.sample_frames - 1) // config.temporal_compression_ratio + 1:
+            _warn_once(
+                f"this checkpoint's positions are learned for {config.sample_frames} frames; clips of another length "
+                "get untrained sinusoidal positions, as in the pipeline"
+            )
+
     def _positions(self, config: Any, x_BTCHW: Tensor) -> tuple[Tensor, Tensor] | None:
         """See `_rotary`; computed once for clips of one size that follow each other, since it takes 0.1 ms and more."""
         if type(x_BTCHW) is not Tensor:  # without values (`memory/count.py`), of which none may remain
@@ -245,31 +258,6 @@ class CogVideoXSpec(ModelSpec):
         first = self.as_channels(first_BC1HW).to(x_BTCHW.dtype)
         channels = torch.cat([first, torch.zeros_like(x_BTCHW[:, 1:])], dim=1)
         return channels if further_BCTHW is None else channels + self.as_channels(further_BCTHW).to(x_BTCHW.dtype)
-
-
-def _check_size(config: Any, frames: int, height: int, width: int, *, spatial: int) -> None:
-    """Refuse latent sizes that the checkpoint has no positions for."""
-    limit = (config.sample_height, config.sample_width)
-    pixels, limit_pixels = (f"{h * spatial}x{w * spatial}" for h, w in ((height, width), limit))
-    if config.use_learned_positional_embeddings:
-        if (height, width) != limit:
-            raise ValueError(
-                f"this checkpoint's positions are learned for {limit_pixels} (height x width) only, but a clip is "
-                f"{pixels}; use buckets of {limit_pixels}"
-            )
-        table_frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1
-        if frames != table_frames:
-            _warn_once(
-                f"this checkpoint's positions are learned for {config.sample_frames} frames; clips of another length "
-                "get untrained sinusoidal positions, as in the pipeline"
-            )
-    # The slice grid of 1.5 has as many positions as the largest size it was trained on.
-    elif (
-        config.use_rotary_positional_embeddings
-        and config.patch_size_t is not None
-        and (height > limit[0] or width > limit[1])
-    ):
-        raise ValueError(f"this checkpoint has positions up to {limit_pixels} (height x width), a clip is {pixels}")
 
 
 @lru_cache(maxsize=8)

@@ -111,13 +111,20 @@ def cogvideox(configs: Configs) -> Facts:
     own = transformer.get("use_learned_positional_embeddings") or transformer.get("ofs_embed_dim") is not None
     animates = inputs > latents and own
     kind = "channels" if animates else "none"
+    spatial = 2 ** (len(vae.get("block_out_channels", (128, 256, 256, 512))) - 1)
+    trained_at = transformer.get("sample_height", 60) * spatial, transformer.get("sample_width", 90) * spatial
+    learned = transformer.get("use_learned_positional_embeddings", False)
+    # The slice grid of 1.5 has as many positions as the largest size it was trained on.
+    sliced = transformer.get("use_rotary_positional_embeddings", False) and transformer.get("patch_size_t") is not None
     return Facts(
         Geometry(
             temporal=int(vae.get("temporal_compression_ratio", 4)),
-            spatial=2 ** (len(vae.get("block_out_channels", (128, 256, 256, 512))) - 1),
+            spatial=spatial,
             patch=transformer.get("patch_size", 2),
             patch_t=transformer.get("patch_size_t") or 1,
             fps=16.0 if transformer.get("patch_size_t") else 8.0,
+            sides=trained_at if learned else None,
+            largest=trained_at if sliced and not learned else None,
         ),
         is_flow=False,
         heads=transformer.get("num_attention_heads"),  # 30 or 48

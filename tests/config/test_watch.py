@@ -39,7 +39,9 @@ def test_presets_are_read_from_names_flags_and_a_file(tmp_path: Path) -> None:
 def test_all_that_is_wrong_is_told(tmp_path: Path) -> None:
     file = tmp_path / "presets.toml"
     file.write_text('[presets.a]\nsteps = 0\nstep = 1\n[presets."b/c"]\n[presets.low4s]\n')
-    section = WatchSection(presets="lwo4s,mid4s,low0s,high99999999999s", presets_file=file, preset=["x", "y=9x9", "run=9x32x32"])
+    section = WatchSection(
+        presets="lwo4s,mid4s,low0s,high99999999999s", presets_file=file, preset=["x", "y=9x9", "run=9x32x32"]
+    )
     with pytest.raises(ConfigError) as refused:
         read_presets(section)
     text = str(refused.value)

@@ -445,8 +445,8 @@ def test_unknown_channels_are_refused(checkpoint_of, tmp_path):
 @pytest.mark.parametrize(
     ("version", "shape", "message"),
     [
-        ("i2v", (3, 8, 10), "learned for 64x64 .* a clip is 64x80"),
-        ("1.5", (2, 302, 4), "up to 2400x2400 .* a clip is 2416x32"),
+        ("i2v", (3, 8, 10), "a clip of 64x80: .* learned for 64x64 "),
+        ("1.5", (2, 302, 4), "a clip of 2416x32: .* up to 2400x2400 "),
     ],
 )
 def test_sizes_without_positions_are_refused(checkpoint_of, version, shape, message):

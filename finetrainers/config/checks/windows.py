@@ -12,8 +12,7 @@ def window_problems(data: DataSection, geometry: Geometry) -> list[tuple[str, st
     size = data.sliding_window_size
     if size is None:
         return []
-    side = geometry.size_multiple
-    found = [("sliding_window_size", problem) for problem in geometry.problems(size, side, side)]
+    found = [("sliding_window_size", problem) for problem in geometry.length_problems(size)]
     lengths = [("video_resolution_buckets", f"{'x'.join(map(str, b))}: ", b[0]) for b in data.video_resolution_buckets]
     lengths += [("frame_buckets", "", frames) for frames in data.frame_buckets]
     for option, bucket, frames in lengths:

@@ -48,9 +48,7 @@ def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, S
     """
     listed = tuple((1, height, width) for height, width in data.image_resolution_buckets)
     given = (*data.video_resolution_buckets, *listed)
-    problems = [f"{bucket_text(bucket)}: {problem}" for bucket in given for problem in geometry.problems(*bucket)]
-    if problems:
-        raise DataError("buckets that this model cannot train on", problems)
+    _check_buckets(given, geometry)
     automatic = data.resolutions or data.frame_buckets
     if given and not automatic:
         single = tuple(bucket for bucket in given if bucket[0] == 1)
@@ -67,7 +65,20 @@ def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, S
             chosen = {kind: _of_clips(kind, sizes, geometry, lengths, notes) for kind, sizes in clips.items()}
     except ValueError as error:
         raise DataError("sizes that this model cannot train on", [str(error)]) from None
-    return Choice({"video": chosen["video"], "image": _one(listed) or chosen["image"]}, tuple(notes))
+    choice = Choice({"video": chosen["video"], "image": _one(listed) or chosen["image"]}, tuple(notes))
+    _check_buckets(choice.all, geometry)
+    return choice
+
+
+def _check_buckets(buckets: Sequence[Bucket], geometry: Geometry) -> None:
+    """Check that the model can train on every bucket.
+
+    Raises:
+        DataError: it cannot.
+    """
+    problems = [f"{bucket_text(bucket)}: {problem}" for bucket in buckets for problem in geometry.problems(*bucket)]
+    if problems:
+        raise DataError("buckets that this model cannot train on", problems)
 
 
 def _of_resolutions(

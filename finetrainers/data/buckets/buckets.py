@@ -46,10 +46,9 @@ def default_buckets(clips: Sequence[Bucket], geometry: Geometry, lengths: Sequen
     height = statistics.median(clip[1] for clip in clips)
     width = statistics.median(clip[2] for clip in clips)
     shrink = min(1.0, math.sqrt(_DEFAULT_MAX_AREA / (height * width)))
-    multiple = geometry.size_multiple
-    sides = [max(int(side * shrink) // multiple * multiple, multiple) for side in (height, width)]
+    sides = geometry.fitted(height * shrink, width * shrink)
     chosen = lengths or default_lengths([clip[0] for clip in clips], geometry)
-    return [(frames, sides[0], sides[1]) for frames in chosen]
+    return [(frames, *sides) for frames in chosen]
 
 
 def default_lengths(frames: Sequence[int], geometry: Geometry) -> list[int]:
