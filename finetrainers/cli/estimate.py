@@ -148,12 +148,16 @@ def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
 def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
     gpu: float | None = own.gpu
     checked, no_data = checked_sizes(config)
+    from finetrainers.engine.init_distributed import check_strategy
     from finetrainers.engine.memory_lines import as_json, fit_lines, memory_lines
     from finetrainers.engine.memory_plan import RunMemory
+    from finetrainers.engine.ready import check_network
     from finetrainers.memory.estimate import GIB
     from finetrainers.memory.fit import fits
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries may speak when they are imported
+        check_strategy(checked.config)
+        check_network(checked, plan_known=not no_data)
         memory = RunMemory(checked, gpu_gib=gpu, host_gib=own.host)
         found = memory.choose()
         advice = None if gpu is None or fits(found.plan.peak, GIB * gpu) else memory.advice(gpu)

@@ -17,7 +17,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
 from finetrainers.methods.spec import WorkSource
-from finetrainers.models.spec import DTYPES, ModelSpec, check_split
+from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule
@@ -26,7 +26,7 @@ from finetrainers.utils.train_log import PrintedLines
 
 from .activation_memory import activation_planner
 from .automatic import chosen_by_run, fit_decoding
-from .block_swap import block_swap, check_number_of_blocks
+from .block_swap import block_swap
 from .callbacks.base import Callback
 from .callbacks.evaluation import MethodEvaluation
 from .callbacks.hacking import HackingWatch
@@ -60,9 +60,6 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     check_restorable(start, parallel)
     spec = checked.family.load(config.model)
     spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
-    check_split(spec, config.parallel.sp_size, config.parallel.sp_mode)
-    method_spec(config).check(plan, config, spec=spec)
-    check_number_of_blocks(config, spec)
     scheduler = spec.load_scheduler()
     _print_notes(checked, spec)
 

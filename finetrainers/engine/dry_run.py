@@ -9,10 +9,9 @@ from torch import nn
 
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
-from finetrainers.methods.registry import method_spec
 from finetrainers.utils.text import plural
 
-from .block_swap import check_number_of_blocks
+from .init_distributed import check_strategy
 from .memory_lines import memory_lines
 from .memory_plan import RunMemory
 from .preflight import Preflight
@@ -54,14 +53,12 @@ def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
     Raises:
         ConfigError: the model's parts do not go with the options.
     """
-    config, unseen = checked.config, why_unseen(checked)
+    unseen = why_unseen(checked)
+    check_strategy(checked.config)
     if unseen is not None:
         return checked, network_without_weights(checked, stand_in=True)
     checked = examine_weights(checked)
     transformer = network_without_weights(checked)
-    spec = checked.family.load(config.model)
-    method_spec(config).check(checked.plan, config, spec=spec)
-    check_number_of_blocks(config, spec)
     warnings = room_warnings(checked, disk_needs(checked, transformer))
     return replace(checked, warnings=[*checked.warnings, *warnings]), transformer
 

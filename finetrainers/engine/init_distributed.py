@@ -14,9 +14,9 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.optim.rules import optimizer_problems
-from finetrainers.parallel.select import open_strategy
+from finetrainers.parallel.select import open_strategy, planned_strategy
 from finetrainers.parallel.strategy import Strategy
-from finetrainers.utils.device import device_problem
+from finetrainers.utils.device import device_problem, likely_device_type
 
 from .guards.memory import refusal
 
@@ -46,6 +46,18 @@ def make_strategy(config: TrainConfig) -> Strategy:
     if problems:
         raise ConfigError(problems)
     return parallel
+
+
+def check_strategy(config: TrainConfig) -> None:
+    """Check what `make_strategy` would, as far as it is known without joining other processes.
+
+    Raises:
+        ConfigError: see `make_strategy`.
+    """
+    parallel = planned_strategy(config, device_type=likely_device_type())
+    problems = list(_problems(config, parallel))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:

@@ -103,6 +103,52 @@ def examine_weights(checked: Preflight) -> Preflight:
     return replace(checked, warnings=[*checked.warnings, *warnings])
 
 
+def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
+    """Check a run against the model's configs and its scheduler, as far as that takes the network's classes (imports torch).
+
+    Args:
+        checked: the run.
+        plan_known: whether it is known what the run works on, and not only in which sizes.
+
+    Raises:
+        ConfigError: everything that does not go together.
+    """
+    from finetrainers.diffusion.timesteps import resolution_shift
+    from finetrainers.models.spec import check_split
+
+    from .block_swap import check_number_of_blocks
+
+    config, spec = checked.config, checked.family.load(checked.config.model)
+
+    def check_scheduler() -> None:
+        scheduler = spec.load_scheduler()
+        try:
+            spec.process(scheduler)
+        except ValueError as error:
+            raise ConfigError([Problem("--pretrained_model_name_or_path", str(error))]) from error
+        if config.diffusion.flow_resolution_shifting:
+            try:
+                resolution_shift(config.diffusion, scheduler.config)
+            except ValueError as error:
+                raise ConfigError([Problem("--flow_resolution_shifting", str(error))]) from error
+
+    checks = [
+        lambda: spec.check_attention_choice(),
+        lambda: check_split(spec, config.parallel.sp_size, config.parallel.sp_mode),
+        lambda: check_number_of_blocks(config, spec),
+        check_scheduler,
+        *([lambda: method_spec(config).check(checked.plan, config, spec=spec)] if plan_known else []),
+    ]
+    problems: list[Problem] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
 def _examined(checked: Preflight) -> list[str]:
     """Warnings about the weight files of a run.
 
@@ -114,6 +160,8 @@ def _examined(checked: Preflight) -> list[str]:
     if problems:
         raise ConfigError(named_as_given(problems, initial))
     is_known = checked.unseen is None
+    if is_known:
+        check_network(checked)
     if checked.start.checkpoint is None and initial is not None and initial.kind == "lora" and is_known:
         from .trainable import check_initial_lora
 

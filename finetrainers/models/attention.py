@@ -77,12 +77,18 @@ def set_processors(blocks: Iterable[nn.Module], processor: Any) -> None:
                 module.set_processor(processor)  # type: ignore[operator]
 
 
-def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """See `ModelSpec.check_attention`."""
+def check_attention_choice(spec: Any) -> None:
+    """See `ModelSpec.check_attention_choice`."""
     name = spec.config.attn_backend
     if name != AUTO and spec.attention_processor is None:
         message = f"{name}: the attention of {spec.name} has no choice of a backend; leave it out"
         raise ConfigError([Problem("--attn_backend", message)])
+
+
+def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """See `ModelSpec.check_attention`."""
+    check_attention_choice(spec)
+    name = spec.config.attn_backend
     if name not in (AUTO, "native"):
         head_dim = spec.configs[spec.facts.trained].get("attention_head_dim", 64)
         check_backend(name, device=device, dtype=dtype, head_dim=head_dim)

@@ -29,7 +29,7 @@ from finetrainers.diffusion.schedule import sampling_times
 from finetrainers.utils.hashed_files import Written
 
 from . import common, given_frames, saving
-from .attention import Attend, check_attention, set_processors
+from .attention import Attend, check_attention, check_attention_choice, set_processors
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
 from .common import DTYPES, fix_input_dtype, input_dtype, unwrap
 from .compiling import compile_blocks
@@ -229,6 +229,10 @@ class ModelSpec(ABC):
     def compile_blocks(self, network: nn.Module, *, num_sizes: int = 1) -> None:
         """See `compile_blocks`."""
         compile_blocks(self.block_modules(network), num_sizes=num_sizes, text_varies=self.text_varies)
+
+    def check_attention_choice(self) -> None:
+        """Refuse an attention backend that the family has no processor for."""
+        check_attention_choice(self)
 
     def check_attention(self, device: torch.device, dtype: torch.dtype) -> None:
         """Refuse an attention backend that the family has no processor for, or that does not work; see `check_backend`."""

@@ -62,16 +62,20 @@ class FSDP(Strategy):
                 "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave it out"
             )
             raise ConfigError([Problem("FSDP2", message)])
-        size = options.fsdp_group_size or self.world_size
-        if self.world_size % size:
-            message = f"{self.world_size} processes do not divide into groups of {size}; use a divisor"
+        size = self.optimizer_shards
+        first = 1 if options.fsdp_group_size is None else 0  # one dimension, or copies x shards
+        shape, names = (self.world_size // size, size)[first:], ("copy", "shard")[first:]
+        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def _apply(self, options: ParallelSection) -> None:
+        super()._apply(options)
+        size, processes = options.fsdp_group_size or self.world_size, self.world_size
+        if processes % size and processes > 1:  # one process may only plan
+            message = f"{processes} processes do not divide into groups of {size}; use a divisor"
             raise ConfigError([Problem("--fsdp_group_size", message)])
         self.optimizer_shards = size
         if options.fsdp_cpu_offload:
             self.why_no_swap = "FSDP2 keeps all weights in host memory already (fsdp_cpu_offload); remove one of them"
-        first = 1 if options.fsdp_group_size is None else 0  # one dimension, or copies x shards
-        shape, names = (self.world_size // size, size)[first:], ("copy", "shard")[first:]
-        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def _join(self, mixed_precision: str | None, *, on_cpu: bool, **group: Any) -> Accelerator:
         if self._options.fsdp_cpu_offload and not on_cpu:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.launch import launched_rank
 
@@ -12,6 +13,28 @@ from .sharding import with_launcher
 from .strategy import Strategy
 
 logger = logging.getLogger(__name__)
+
+
+def planned_strategy(config: TrainConfig, *, device_type: str) -> Strategy:
+    """Return the strategy that the options and the launcher ask for, without joining a process; see `Strategy.planned`.
+
+    Raises:
+        ConfigError: the options contradict each other or the launcher.
+    """
+    options = with_launcher(config.parallel)
+    return _class_of(options).planned(config, options, device_type=device_type)
+
+
+def _class_of(options: ParallelSection) -> type[Strategy]:
+    if options.fsdp is not None:
+        from .fsdp import FSDP
+
+        return FSDP
+    if options.deepspeed:
+        from .zero import ZeRO
+
+        return ZeRO
+    return DDP
 
 
 def open_strategy(config: TrainConfig) -> Strategy:
@@ -26,16 +49,8 @@ def open_strategy(config: TrainConfig) -> Strategy:
         logger.warning(
             "--overlap_gradient_exchange has an effect under DDP only; FSDP2 and DeepSpeed exchange in their own way"
         )
-    if options.fsdp is not None:
-        from .fsdp import FSDP
-
-        return FSDP(config, options)
     # Whether FSDP2 is used is known only now.
     for name in ("fsdp_reshard_after_forward", "fsdp_cpu_offload", "sync_each_batch"):
-        if config.changed(name) and launched_rank() == 0:
+        if options.fsdp is None and config.changed(name) and launched_rank() == 0:
             logger.warning("--%s has no effect without FSDP2 (--fsdp)", name)
-    if options.deepspeed:
-        from .zero import ZeRO
-
-        return ZeRO(config, options)
-    return DDP(config, options)
+    return _class_of(options)(config, options)

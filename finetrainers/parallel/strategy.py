@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DeepSpeedPlugin, GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, DynamoBackend, GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -94,11 +95,7 @@ class Strategy(Ranks):
         self._options = options
         self._micro_batch = 0  # of the step, from 1
         self._parameters: list[nn.Parameter] = []
-        precision, dtype = config.training.mixed_precision, config.model.transformer_dtype
-        if precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ:
-            precision = dtype if dtype in ("bf16", "fp16") else "no"
-        if not config.memory.lora_autocast:
-            precision = "no"
+        precision = _mixed_precision(config)
         # Accelerate keeps its state in the process; an earlier run's must not decide over this one.
         GradientState._reset_state()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -120,6 +117,34 @@ class Strategy(Ranks):
             # Neighbors, which are on one machine where their number divides its processes.
             shape, names = (self.data_size, options.sp_size), ("data", "sequence")
             self.sequence_group = init_device_mesh(self.device.type, shape, mesh_dim_names=names).get_group("sequence")
+        self._apply(options)
+
+    @classmethod
+    def planned(cls, config: TrainConfig, options: ParallelSection, *, device_type: str) -> Strategy:
+        """Return a strategy that has joined no process, to read its attributes; it can do nothing else.
+
+        Args:
+            config, options: see `__init__`.
+            device_type: where it would train.
+
+        Raises:
+            ConfigError: see `__init__`.
+        """
+        strategy = cls.__new__(cls)
+        strategy._options = options
+        backend = DynamoBackend(os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").upper())
+        strategy.accelerator = SimpleNamespace(  # type: ignore[assignment]
+            device=torch.device(device_type),
+            num_processes=launched_processes(),
+            mixed_precision=_mixed_precision(config) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+            state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=backend)),
+        )
+        strategy._apply(options)
+        return strategy
+
+    def _apply(self, options: ParallelSection) -> None:
+        """Set the attributes that depend on options and on the number of processes."""
+        if options.sp_size > 1:
             self.why_no_retry = (
                 "processes that share a clip (--sp_size) wait for each other within the step: halve --batch_size and "
                 "double --gradient_accumulation_steps"
@@ -354,6 +379,16 @@ class Strategy(Ranks):
             raise ValueError(
                 f"{directory} was saved under DeepSpeed, and nothing else reads its optimizer state; continue with it"
             )
+
+
+def _mixed_precision(config: TrainConfig) -> str | None:
+    """Return the mixed precision of a run, or None if accelerate's launcher sets it."""
+    precision, dtype = config.training.mixed_precision, config.model.transformer_dtype
+    if not config.memory.lora_autocast:
+        return "no"
+    if precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return dtype if dtype in ("bf16", "fp16") else "no"
+    return precision
 
 
 def trains_on_cpu() -> bool:

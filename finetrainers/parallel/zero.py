@@ -122,6 +122,19 @@ def convert(saved: Path, converted: Path) -> None:
         main(options)
 
 
+def _check_environment() -> None:
+    """Refuse a variable that turns DeepSpeed off.
+
+    Raises:
+        ConfigError: it is set.
+    """
+    if says_yes("ACCELERATE_USE_CPU"):
+        message = (
+            "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed sees by itself that there is no GPU"
+        )
+        raise ConfigError([Problem("ACCELERATE_USE_CPU", message)])
+
+
 class ZeRO(Strategy):
     """Processes among which DeepSpeed divides optimizer state, gradients and weights."""
 
@@ -146,17 +159,9 @@ class ZeRO(Strategy):
         if "LOCAL_RANK" not in os.environ:
             message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
             raise ConfigError([Problem("--deepspeed", message)])
-        if says_yes("ACCELERATE_USE_CPU"):
-            message = "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed sees by itself that there is no GPU"
-            raise ConfigError([Problem("ACCELERATE_USE_CPU", message)])
+        _check_environment()
         super().__init__(config, options)
-        if not self._plugin.zero_stage:
-            message = "ZeRO stage 0 splits nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
-            raise ConfigError([Problem("DeepSpeed", message)])
         stage = self._plugin.zero_stage
-        self._splits_weights = stage == 3
-        self.forward_is_collective = self._splits_weights
-        self.weights_are_whole = self.takes_integer_weights = self.compiles_blocks = not self._splits_weights
         self.optimizer_shards = self.world_size
         # Each process has a part of its own.
         self.optimizer_layout = _LAYOUT.format(stage=stage, processes=self.world_size)
@@ -168,6 +173,23 @@ class ZeRO(Strategy):
         # Accelerate tells transformers of stage 3, which would cut the frozen text encoders into shards that nobody
         # puts together again.
         unset_hf_deepspeed_config()
+
+    @classmethod
+    def planned(cls, config: TrainConfig, options: ParallelSection, *, device_type: str) -> Strategy:
+        _check_environment()
+        return super().planned(config, options, device_type=device_type)
+
+    def _apply(self, options: ParallelSection) -> None:
+        super()._apply(options)
+        # A launcher's file may name a file of DeepSpeed, which accelerate has read.
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        stage = options.zero_stage if plugin is None else plugin.zero_stage
+        if not stage:
+            message = "ZeRO stage 0 splits nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
+            raise ConfigError([Problem("DeepSpeed", message)])
+        self._splits_weights = stage == 3
+        self.forward_is_collective = self._splits_weights
+        self.weights_are_whole = self.takes_integer_weights = self.compiles_blocks = not self._splits_weights
 
     def _join(self, mixed_precision: str | None, *, on_cpu: bool, **group: Any) -> Accelerator:
         # On CPUs `cpu=True`, which other strategies need, would turn DeepSpeed off.
