@@ -34,6 +34,7 @@ from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.utils import faults
 from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.fetch import is_url, start_fetching
 from finetrainers.utils.files import folder_problem
 from finetrainers.utils.launch import launch_problems, launched_processes, restart_warning
 from finetrainers.utils.packaged import SCHEME, model_path
@@ -257,18 +258,20 @@ def _read_scored(config: TrainConfig, method: MethodSpec | None, found: Findings
     except ConfigError as error:
         found.errors += error.problems
         return []
+    start_fetching(image for prompt in prompts for image in (prompt.image, prompt.last_image))
     for problem in [problem for prompt in prompts for problem in _media_problems(prompt).values()]:
         found.error("eval_prompts", problem)
     return prompts
 
 
 def read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]:
-    """The validation prompts, whose first frames must be there; images may also be URLs."""
+    """Return the validation prompts, whose images and videos must be readable."""
     try:
         prompts = parse_validation_prompts(config.validation)
     except ConfigError as error:
         found.errors += error.problems
         return []
+    start_fetching(image for prompt in prompts for image in (prompt.image, prompt.last_image))
     for prompt in prompts:
         for option, problem in _media_problems(prompt).items():
             found.error(option, problem)
@@ -276,17 +279,17 @@ def read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]
 
 
 def _media_problems(prompt: ValidationPrompt) -> dict[str, str]:
-    """Why the files of a prompt cannot be read, by option. Images may also be URLs, which are read when they are needed."""
+    """Return why the images and videos of a prompt cannot be read, by option. Images may also be URLs, which are fetched."""
     prefix = str(prompt.prefix[0]) if prompt.prefix else None
     images = {"image": prompt.image, "last_image": prompt.last_image}
     videos = {"video": prompt.video, "video_prefix": prefix}
     found = {}
     for medium, image in images.items():
-        if image and not image.startswith(("http://", "https://")):
+        if image:
             try:
-                if not Path(image).is_file():
+                if not is_url(image) and not Path(image).is_file():
                     raise UnusableError(f"no such file: {image}")
-                with decoding(Path(image)), open_image(image) as picture:
+                with decoding(image), open_image(image) as picture:
                     picture.load()  # all of it: one that is cut short has a whole header
             except UnusableError as error:
                 found[MEDIA_OPTIONS[medium]] = str(error)

@@ -19,6 +19,7 @@ from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.buckets.frames import num_available, playback_fps
 from finetrainers.data.inspect.probe import probe
+from finetrainers.data.reading.media import open_image
 from finetrainers.data.video.decode import load_clip, read_frames
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest, fitted_vae, to_unit_range
 from finetrainers.utils.seeding import derive_seed
@@ -127,7 +128,7 @@ def encode_prompts(
         found, image, last = Conditions({}), None, None
         try:
             image = None if spec.facts.media else _first_frame(prompt)
-            last = None if prompt.last_image is None else load_image(prompt.last_image)
+            last = None if prompt.last_image is None else load_image(open_image(prompt.last_image))
             if spec.facts.text_sees_image:
                 found = spec.encode_with_images(encoders, [prompt.prompt], [image]).to("cpu", dtype)
             else:
@@ -192,7 +193,7 @@ def prompt_request(
 def _first_frame(prompt: ValidationPrompt) -> Any:
     """The image that conditions a prompt's clip, or None."""
     if prompt.image is not None:
-        return load_image(prompt.image)
+        return load_image(open_image(prompt.image))
     if prompt.video is None:
         return None
     path = Path(prompt.video)

@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 
 import av
 from av.stream import Disposition
 from PIL import Image
 
+from finetrainers.utils.fetch import FetchError, fetch, is_url
 from finetrainers.utils.files import not_a_file
 
 from .status import UnusableError
@@ -59,13 +61,15 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def decoding(path: Path) -> Iterator[None]:
+def decoding(path: Path | str) -> Iterator[None]:
     """Turn whatever goes wrong in the block, except a lack of memory, into an `UnusableError` that names the file."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        if isinstance(error, FetchError):  # which names the address
+            raise UnusableError(str(error), "missing", lasting=False) from error
         status = error.status if isinstance(error, UnusableError) else "damaged"
         raise UnusableError(f"cannot decode {path}: {reason_of(error)}", status) from error
 
@@ -97,15 +101,20 @@ def require_content(found: os.stat_result) -> os.stat_result:
 
 
 def open_image(path: Path | str) -> Image.Image:
-    """Open an image of at most `MAX_FRAME_PIXELS`; only its header is read.
+    """Open an image of at most `MAX_FRAME_PIXELS`; of a file only the header is read. Text may be a URL, which is fetched.
 
     Raises:
         UnusableError: it is no file, of another format, or larger.
+        OSError: the URL gives nothing; see `fetch`.
         Exception: whatever PIL raises for damaged images.
     """
-    require_file(Path(path))
+    source: Path | str | BytesIO = path
+    if isinstance(path, str) and is_url(path):
+        source = BytesIO(fetch(path))
+    else:
+        require_file(Path(path))
     try:
-        image = Image.open(path, formats=_IMAGE_FORMATS)
+        image = Image.open(source, formats=_IMAGE_FORMATS)
     except Image.UnidentifiedImageError as error:
         raise UnusableError("not an image that PIL can read", "unreadable") from error
     except Image.DecompressionBombError as error:
