@@ -6,10 +6,12 @@ import torch
 from huggingface_hub import HfApi
 
 from finetrainers.models.spec import DTYPES, remove_full
+from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.versions import __version__
 
 from .card_facts import write_grid
+from .check_upload import hub_token, repository_name
 from .export_formats import FOLDER, export_formats, print_exported, result_source
 from .initial_weights import LORA_FILE
 from .model_card import model_card
@@ -19,8 +21,12 @@ from .state import TrainState
 from .trainable import save_weights, shared_files, wanted_of
 
 
+class UploadError(ExpectedError, RuntimeError):
+    """The results are on this disk, and not on the hub."""
+
+
 def export(state: TrainState, checked: Preflight) -> None:
-    """Write weights and model card into the run directory, and upload them if asked; every rank must call it."""
+    """Write weights, model card and further formats into the run directory; every rank must call it."""
     parallel, config, what = state.parallel, state.config, "writing the results"
     is_lora = config.training.training_type == "lora"
     dtype = torch.float32 if is_lora else DTYPES[config.model.transformer_dtype]
@@ -41,7 +47,7 @@ def export(state: TrainState, checked: Preflight) -> None:
 
 
 def _write_about(state: TrainState, checked: Preflight) -> None:
-    """What is made of the results: the card, other formats, the upload."""
+    """Write what is made of the results: the card, other formats."""
     config = state.config
     write_grid(state.run_dir.root)
     (state.run_dir.root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
@@ -49,28 +55,47 @@ def _write_about(state: TrainState, checked: Preflight) -> None:
         source = result_source(config, state.run_dir.root)
         for one in export_formats(source, config.run.export_formats, source.folder, overwrite=True):
             print_exported(one, source, say=print_line)
-    if config.run.push_to_hub:
-        state.watchdog.enter("uploading")
-        push(state)
-        state.watchdog.enter("exporting")
+
+
+def upload(state: TrainState) -> None:
+    """Upload the results to the hub if asked; every rank must call it, when everything else of the run is on disk.
+
+    Raises:
+        UploadError: it fails; the message says how to upload later. On every rank but 0: `OtherRankFailed`.
+    """
+    if not state.config.run.push_to_hub:
+        return
+    state.watchdog.enter("uploading")
+    with state.parallel.raise_on_all_ranks("uploading"):
+        if state.parallel.is_main:
+            try:
+                push(state)
+            except Exception as error:  # of the hub's library, of its HTTP library, of the network
+                raise UploadError(_upload_later(state, error)) from error
+
+
+def _upload_later(state: TrainState, error: Exception) -> str:
+    """Return what failed, and the command that uploads the same files."""
+    root, name = state.run_dir.root, repository_name(state.config)
+    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    files = " ".join(f"--include '{pattern}'" for pattern in _patterns(state))
+    return (
+        f"the run is finished and its results are in {root}, but they could not be uploaded to {name}: {reason}. Upload them "
+        f"later: hf upload {name} {root} . {files}"
+    )
 
 
 def push(state: TrainState) -> None:
     """Upload weights, card, configuration and samples to the hub (not checkpoints, caches or logs)."""
-    config = state.config
-    token = config.run.hub_token.get_secret_value() if config.run.hub_token else None
-    api = HfApi(token=token)
-    repository = api.create_repo(config.run.hub_model_id or config.run.output_dir.resolve().name, exist_ok=True)
+    api = HfApi(token=hub_token(state.config))
+    repository = api.create_repo(repository_name(state.config), exist_ok=True)
     api.upload_folder(
         repo_id=repository.repo_id,
         folder_path=state.run_dir.root,
-        allow_patterns=[
-            LORA_FILE,
-            f"{state.spec.facts.trained}/*",
-            f"{FOLDER}/**",
-            "README.md",
-            "config.toml",
-            "samples/**",
-        ],
+        allow_patterns=_patterns(state),
         commit_message=f"Trained with finetrainers {__version__}",
     )
+
+
+def _patterns(state: TrainState) -> list[str]:
+    return [LORA_FILE, f"{state.spec.facts.trained}/*", f"{FOLDER}/**", "README.md", "config.toml", "samples/**"]

@@ -11,6 +11,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.hub import ask
 
+from .check_upload import check_upload
 from .once_per_node import once_per_node
 from .preflight import Preflight, named_as_given, preflight
 from .start_report import print_start, print_warnings
@@ -37,6 +38,8 @@ def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[
 
 def _get_ready(config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, str] | None) -> Preflight:
     checked = preflight_by_model(config, preparing=preparing, damaged=damaged)
+    if not preparing:
+        check_upload(checked.config)
     if not config.run.dry_run:
         if not preparing:
             check_rewards(checked)

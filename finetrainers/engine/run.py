@@ -16,7 +16,7 @@ from .callbacks.base import Callback
 from .checkpoints.find import scan_checkpoints
 from .checkpoints.restore import find_damage
 from .dry_run import dry_run_report
-from .export import export
+from .export import export, upload
 from .guards.hacking import HACKING_GUARD
 from .guards.memory_failure import MemoryFailures
 from .init_distributed import make_strategy
@@ -98,6 +98,7 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
         _report(state)
         print_results(state.run_dir.root)
         print_memory(state.memory.all_peaks)
+        upload(state)
         return
     # What starts stopped runs again looks for this event, and must not start one that a guard has stopped.
     by_guard = state.stopped_by == HACKING_GUARD

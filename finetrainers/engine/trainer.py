@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -70,13 +70,26 @@ class Trainer:
     def run(self) -> None:
         """Train from the current step to the last, then save; a stop request ends the run earlier, with a checkpoint."""
         self.state.transformer.train()
-        try:
+        with self._stopping():
             watching = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
             with self.state.requests.watched(), self.saving.running(), watching, phase(TRAINING_STEP):
                 self._run()
-        finally:
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """At the end of the block, call `on_stop` of every callback; an error of the block is the one that is raised."""
+        try:
+            yield
+        except BaseException as error:
             for callback in self.callbacks:
-                callback.on_stop(self.state)
+                try:
+                    callback.on_stop(self.state)
+                except Exception as further:
+                    name = type(callback).__name__
+                    logger.error("on_stop of %s failed after %s: %r", name, type(error).__name__, further)
+            raise
+        for callback in self.callbacks:
+            callback.on_stop(self.state)
 
     @memory_advice("training")
     def _run(self) -> None:

@@ -15,7 +15,7 @@ from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import environment_restored, restored
 
-from .callbacks.base import Callback
+from .callbacks.base import Callback, check_callbacks
 from .initial_weights import LORA_FILE
 from .ready import get_ready
 
@@ -106,6 +106,7 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> TrainRe
     """
     with environment_restored():
         use_expandable_segments()
+        check_callbacks(callbacks)
         checked = get_ready(config)
         with restored(), quiet_libraries():
             from .run import run

@@ -82,9 +82,9 @@ def test_sizes_without_pixels_or_beyond_all_videos_are_refused(option: str, tmp_
     frames = () if option in ("image_resolution_buckets", "resolutions") else (9,)
     read(*frames, 64, 96)
     for sides in ((64, 0), (64, "000"), ("00", 96), (64, -96), (64, 10**8), ("9" * 5000, 96)):
-        with pytest.raises(ValueError, match="height|HEIGHT|BUCKET"):
+        with pytest.raises(ValueError, match=r"height|HEIGHT|BUCKET"):
             read(*frames, *sides)
     if frames:
         for count in ("0", "00", -1, 10**7):
-            with pytest.raises(ValueError, match="height|HEIGHT|BUCKET"):
+            with pytest.raises(ValueError, match=r"height|HEIGHT|BUCKET"):
                 read(count, 64, 96)

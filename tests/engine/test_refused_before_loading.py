@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from finetrainers import ConfigError, load_config, train
+from finetrainers import Callback, ConfigError, load_config, train
 from finetrainers.cli.main import main
+from finetrainers.engine import check_upload, export, ready
 from finetrainers.utils import fetch
 
 Refused = Callable[..., list[str]]
@@ -73,6 +75,93 @@ def test_sequence_parallelism_needs_a_plan_of_tokens(refused: Refused, options: 
     changes = {"version": "token_replace", "sp_size": 2}
     assert refused("hunyuan_video", **changes) == ["--sp_size"]
     assert estimated(options("hunyuan_video", **changes), "--num_processes", "2") == 2
+
+
+class Hub:
+    """The parts of `huggingface_hub` that an upload uses: a user with the role `write`, or as a test says."""
+
+    role, away, fails, name = "write", None, False, "me"
+
+    def __init__(self, token: str | None = None) -> None:
+        self.token = token
+
+    def whoami(self) -> dict[str, Any]:
+        if self.token == "expired":
+            raise OSError("Invalid user token")
+        return {"name": self.name, "orgs": [{"name": "lab", "roleInOrg": "write"}, {"name": "club", "roleInOrg": "read"}],
+                "auth": {"accessToken": {"role": self.role}}}  # fmt: skip
+
+    def create_repo(self, name: str, *, exist_ok: bool) -> Any:
+        raise OSError("503 Service Unavailable\nfor url ...")
+
+
+def test_an_upload_that_would_fail_is_refused_and_one_that_fails_loses_nothing(
+    refused: Refused, options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = [None]
+    push = {"push_to_hub": True, "hub_model_id": "me/lora", "hub_token": "good"}
+    with monkeypatch.context() as patch:
+        assert refused(**push) == ["--push_to_hub"]  # HF_HUB_OFFLINE, as always in tests
+        patch.setattr(check_upload, "ask", lambda _: asked[0])
+        patch.setattr("huggingface_hub.HfApi", Hub)
+        patch.setattr("huggingface_hub.get_token", lambda: None)
+        assert refused(**{**push, "hub_token": None}) == ["--push_to_hub"]
+        assert refused(**{**push, "hub_token": "expired"}) == ["--hub_token"]
+        for name in ("club/lora", "someone/lora"):
+            assert refused(**{**push, "hub_model_id": name}) == ["--hub_model_id"]
+        for name in ("me/lora", "lab/lora", "lora"):
+            train(load_config(**options(**{**push, "hub_model_id": name}, dry_run=True)))
+        patch.setattr(Hub, "role", "read")
+        assert refused(**push) == ["--hub_token"]
+    monkeypatch.undo()
+
+    monkeypatch.setattr(check_upload, "check_upload", lambda _: None)
+    monkeypatch.setattr(ready, "check_upload", lambda _: None)
+    monkeypatch.setattr(export, "HfApi", Hub)
+    values = options(**push, train_steps=1)
+    root = Path(values["output_dir"])
+    with pytest.raises(export.UploadError, match=f"hf upload me/lora {root} . --include"):
+        train(load_config(**values))
+    events = [json.loads(line)["event"] for line in (root / "events.jsonl").read_text().splitlines()]
+    assert "finished" in events
+    assert all((root / name).is_file() for name in ("pytorch_lora_weights.safetensors", "README.md", "report.html"))
+
+
+class Watching(Callback):
+    """A callback that fails as told."""
+
+    def __init__(self, *fails: str) -> None:
+        self.fails = fails
+
+    def on_step(self, state: Any) -> None:
+        if "step" in self.fails:
+            raise KeyError("the first error")
+
+    def on_stop(self, state: Any) -> None:
+        if "stop" in self.fails:
+            raise ValueError("on_stop")
+
+
+def test_callbacks_of_the_wrong_kind_are_refused_and_the_first_error_is_raised(
+    refused: Refused, options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Misspelled(Callback):
+        def on_steps(self, state: Any) -> None: ...
+
+    class Narrow(Callback):
+        def on_log(self, state: Any) -> None: ...  # type: ignore[override]
+
+    config = load_config(**options(train_steps=1))
+    wrong: list[Any] = [Watching, print, object(), Misspelled(), Narrow()]
+    with pytest.raises(ConfigError) as error:
+        train(config, callbacks=wrong)
+    assert [problem.where for problem in error.value.problems] == [f"callbacks[{index}]" for index in range(5)]
+    assert "did you mean 'on_step'" in str(error.value)
+    with pytest.raises(ConfigError):
+        train(config, callbacks=Watching())  # type: ignore[arg-type]
+    monkeypatch.undo()
+    with pytest.raises(KeyError, match="the first error"):
+        train(config, callbacks=[Watching("step", "stop"), Watching()])
 
 
 class Pictures(ThreadingHTTPServer):

@@ -1,0 +1,73 @@
+"""Whether the results of a run can be uploaded when it ends, found out before anything is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.models.hub import OFFLINE, ask
+
+_OPTION = "--push_to_hub"
+_LATER = "or leave it out, and upload the results later with `hf upload`"
+#: Roles of members of an organization who may create and write its repositories.
+_WRITERS = ("admin", "write", "contributor")
+
+
+def hub_token(config: TrainConfig) -> str | None:
+    """Return the access token of a run, or None if it is that of `hf auth login`."""
+    return config.run.hub_token.get_secret_value() if config.run.hub_token else None
+
+
+def repository_name(config: TrainConfig) -> str:
+    """Return the name of the repository that the results are uploaded to."""
+    return config.run.hub_model_id or config.run.output_dir.resolve().name
+
+
+def check_upload(config: TrainConfig) -> None:
+    """Check that the hub answers and that the token may write the repository, if the results are to be uploaded.
+
+    Raises:
+        ConfigError: the upload would fail.
+    """
+    if config.run.push_to_hub and (problems := list(_problems(config))):
+        raise ConfigError(problems)
+
+
+def _problems(config: TrainConfig) -> Iterator[Problem]:
+    from huggingface_hub import HfApi, get_token
+
+    name = repository_name(config)
+    away = ask([name])
+    if away is not None:
+        remedy = "unset it" if away == OFFLINE else "try again when it does"
+        yield Problem(_OPTION, f"{away}; {remedy}, {_LATER}")
+        return
+    token = hub_token(config) or get_token()
+    if token is None:
+        yield Problem(_OPTION, f"requires an access token with the role write; run `hf auth login`, {_LATER}")
+        return
+    option = "--hub_token" if hub_token(config) else _OPTION
+    try:
+        user = HfApi(token=token).whoami()
+    except Exception as error:  # of whichever HTTP library this version of huggingface_hub uses
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        yield Problem(option, f"the hub does not accept the access token: {reason}; use another one, {_LATER}")
+        return
+    yield from _permission_problems(user, name, option)
+
+
+def _permission_problems(user: dict[str, Any], name: str, option: str) -> Iterator[Problem]:
+    """Yield what the owner of a token, as the hub describes it, may not do; fine-grained tokens may or may not write."""
+    role = user.get("auth", {}).get("accessToken", {}).get("role")
+    if role == "read":
+        yield Problem(option, f"the access token may only read; use one with the role write, {_LATER}")
+    namespace, slash, _ = name.rpartition("/")
+    if not slash or namespace == user.get("name"):
+        return
+    roles = {org.get("name"): org.get("roleInOrg") for org in user.get("orgs", [])}
+    writable = [user.get("name"), *(org for org, role in roles.items() if role is None or role in _WRITERS)]
+    if namespace not in writable:
+        message = f"{user.get('name')} may not write to {namespace}; use one of {', '.join(map(str, writable))}"
+        yield Problem("--hub_model_id", message)
