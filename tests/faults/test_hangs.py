@@ -45,3 +45,12 @@ def test_what_hangs_before_the_first_step_or_after_the_last_is_ended(
     assert hanging.wait() == exit_codes.HUNG, hanging.stderr
     assert f"the section '{section}' took longer than its limit of 2 s (--{limit})" in hanging.stderr
     assert place in (files.root / "hangs" / "rank-0.txt").read_text()
+
+
+def test_a_worker_that_hangs_on_a_batch_that_nobody_needs_does_not_keep_a_finished_run(
+    train: Callable[..., Any], files: Any
+) -> None:
+    done = train("hang@data:5", train_steps=4, dataloader_num_workers=1, checkpointing_steps=0)
+    assert done.wait(40) == exit_codes.DONE, done.stderr
+    assert "hang at data" in done.stderr
+    assert files.events[-1] == "finished"

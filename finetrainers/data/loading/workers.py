@@ -6,9 +6,11 @@ import atexit
 import logging
 import multiprocessing
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -33,6 +35,8 @@ RESTARTS = 3
 _LOOK_S = 1.0
 #: Seconds that workers may take to start. Those that are not forked import torch, which takes long from a network disk.
 _STARTING_S = 600.0
+#: Seconds that workers may take to end once nobody needs them: those that still decode, or hang, are killed.
+_ENDING_S = 2.0
 #: What a worker is reading, if it is no clip.
 _NOTHING, _NOT_STARTED = -1, -2
 
@@ -120,7 +124,9 @@ class Workers(Generic[T]):
                 kill()
                 raise
             finally:
-                del batches
+                # Also where the generator is closed, or interrupted: a worker that is left would be waited for at exit.
+                with _killed_later(processes):
+                    del batches
                 atexit.unregister(kill)
             lost += 1
             if lost > RESTARTS:
@@ -193,6 +199,28 @@ class Workers(Generic[T]):
 def _kill(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.kill()
+
+
+@contextmanager
+def _killed_later(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Let workers end within the block; kill those that have not ended after `_ENDING_S`, and wait until they are gone.
+
+    The loader asks them to end when it is deleted, which an exception's traceback may prevent, and waits 5 s for each.
+    """
+    timer = threading.Timer(_ENDING_S, _kill, [processes])
+    timer.daemon = True
+    if sys.is_finalizing():  # it starts no thread any more, and waits for one that was to start
+        _kill(processes)
+    else:
+        with suppress(RuntimeError):  # from Python 3.12 on, also earlier in its exit, when `kill` has been called
+            timer.start()
+    try:
+        yield
+        for process in processes:
+            process.join(2 * _ENDING_S)  # even a killed one is not gone while its file system does not answer
+    finally:
+        timer.cancel()
+        _kill(processes)
 
 
 class _Lost(Exception):
