@@ -19,6 +19,7 @@ from finetrainers.config.errors import CONFIGURATION, ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.exit_in_time import exit_in_time
 from finetrainers.utils.failures import sentence_of
 from finetrainers.utils.launch import launch_problems, launched_rank
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
@@ -51,8 +52,10 @@ _DIAGNOSES = ("doctor",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console command; the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Entry point of the console command; the exit code. Without `argv`, the process exits soon after it."""
+    if argv is None:
+        return exit_in_time(lambda: main(sys.argv[1:]))
+    argv = list(argv)
     configure_logging()
     yield_idle_threads()
     with_options_of_a_run = {

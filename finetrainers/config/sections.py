@@ -529,13 +529,16 @@ class RunSection(Section):
     idle_timeout: Seconds = option(86400, "Seconds that a process waits for processes that load, encode, sample, score "
         "or save, before the run ends; their machines must answer (`nccl_timeout`).", resume="free", ge=1)
     loading_timeout: Seconds | None = option(None, "Seconds that loading one part of the model, with its download, or "
-        "uploading the result may take before it counts as hung. By default there is no limit.", resume="free", ge=1)
-    step_timeout: Seconds | None = option(None, "Seconds that a step, with its data or rollout, or encoding a batch "
-        "before training may take. By default there is no limit.", resume="free", ge=1)
-    checkpoint_timeout: Seconds | None = option(None, "Seconds that writing a checkpoint or the results may take. By "
-        "default there is no limit.", resume="free", ge=1)
-    sampling_timeout: Seconds | None = option(None, "Seconds that validation samples and evaluation may take. By "
-        "default there is no limit.", resume="free", ge=1)
+        "uploading the result may take before it counts as hung. 0, like the default, sets no limit.", resume="free", ge=0)
+    step_timeout: Seconds | None = option(None, "Seconds that a step, with its data or rollout, or encoding a batch before "
+        "training may take. By default 20 times the median of earlier ones, at least 10 minutes; 0 sets no limit.",
+        resume="free", ge=0)
+    checkpoint_timeout: Seconds | None = option(None, "Seconds that a checkpoint or the results may be written without "
+        "progress. By default 20 times the median of earlier checkpoints, at least 10 minutes; 0 sets no limit.",
+        resume="free", ge=0)
+    sampling_timeout: Seconds | None = option(None, "Seconds that validation samples and evaluation may take without "
+        "progress. By default 20 times the median of earlier ones, at least 10 minutes; 0 sets no limit.",
+        resume="free", ge=0)
     dry_run: bool = option(False, "Check everything, print the plan, and stop before training.", resume="unlisted",
         dumped=False, local=True)
     verbose: bool = option(False, "Print the traceback of every error, even of expected ones; with `dry_run`, also "

@@ -357,6 +357,8 @@ def _check_options(
     with _noted(found, faults.ENVIRONMENT):
         if faults.parse_faults(asked):  # so that nobody forgets the variable
             found.warnings.append(f"{faults.ENVIRONMENT}={asked} will disturb this run on purpose")
+    with _noted(found, faults.PATIENCE):
+        faults.ten_minutes()
 
 
 @contextmanager

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from finetrainers.utils.exit_codes import DONE, GUARDED, STOPPED
+from finetrainers.utils.exit_in_time import leave_stacks_in
 from finetrainers.utils.faults import arm_faults, fault_point
 from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
 from finetrainers.utils.train_log import train_log
@@ -48,7 +51,10 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
         return None
     checked = examine_weights(checked)
     with contextlib.closing(make_strategy(config)) as parallel:
-        watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
+        watchdog = Watchdog.of_run(
+            config.run, rank=parallel.rank, num_ranks=parallel.world_size, owns_process=handle_signals
+        )
+        leave_stacks_in(watchdog.file)
         memory = MemoryRecorder(parallel.device)
         failures = MemoryFailures(checked, memory, rank=parallel.rank)
         log = config.run.output_dir / "train.log" if config.run.train_log and parallel.is_main else None
@@ -56,6 +62,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             exclusive(config.run.output_dir, parallel),
             train_log(log),
             watchdog.running(),
+            contextlib.closing(parallel),  # while it is watched: a process group may not end
             memory.running(),
             failures.written(),
         ):
@@ -76,6 +83,7 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
                 trainer = assemble(checked, parallel, watchdog, memory)
             trainer.callbacks.extend(callbacks)
             state = failures.state = trainer.state
+            watchdog.on_slow = partial(_note_slow, state)
             if parallel.is_main and (planned := planned_peaks(checked)):
                 state.run_dir.event("memory_planned", step=state.step, gib=planned)
             # Until here a signal ends the process as always: there is nothing to save yet.
@@ -94,7 +102,10 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
         with phase(CHECKPOINT):
             export(state, checked)
         state.run_dir.event("finished", step=state.step)
+        state.watchdog.exit_code = DONE
         trainer.finish()
+        state.watchdog.enter("closing")
+        fault_point("close")
         _report(state)
         print_results(state.run_dir.root)
         print_memory(state.memory.all_peaks)
@@ -103,13 +114,22 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
     # What starts stopped runs again looks for this event, and must not start one that a guard has stopped.
     by_guard = state.stopped_by == HACKING_GUARD
     state.run_dir.event("stopped_by_guard" if by_guard else "stopped", step=state.step, by=state.stopped_by)
+    state.watchdog.exit_code = GUARDED if by_guard else STOPPED
     trainer.finish()
+    state.watchdog.enter("closing")
     _report(state)
     # Launchers end all processes once one has exited with a code other than 0, and rank 0 has records to close.
     state.parallel.barrier()
     guard = state.guards.hacking if by_guard else None
     command = state.run_dir.resume_command if guard is None else state.run_dir.resume_from(guard.way_back)
     print_stopped(step=state.step, by=state.stopped_by, resume_command=command)
+
+
+def _note_slow(state: TrainState, section: str, seconds: float, median: float) -> None:
+    """Record that a section takes much longer than usual."""
+    state.run_dir.event(
+        "slow_section", step=state.step, section=section, seconds=round(seconds, 3), median=round(median, 3)
+    )
 
 
 def _report(state: TrainState) -> None:

@@ -22,6 +22,7 @@ from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.media import open_image
 from finetrainers.data.video.decode import load_clip, read_frames
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest, fitted_vae, to_unit_range
+from finetrainers.utils.alive import beat
 from finetrainers.utils.seeding import derive_seed
 
 
@@ -244,6 +245,7 @@ def sample_prompts(spec: ModelSpec, parts: SamplingParts, requests: Iterable[Pro
                 conditions, negative = wanted.conditions.to(parts.device), wanted.negative.to(parts.device)
                 with fitted_vae(spec, parts.vae, (request.num_frames, request.height, request.width)):
                     frames = spec.sample(pipeline, conditions, negative, request, wanted.noise)
+                beat()
                 yield (np.asarray(frames) * 255).round().clip(0, 255).astype(np.uint8)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from finetrainers.methods.base import Step
 from finetrainers.optim.in_backward import in_backward
 from finetrainers.optim.schedules import set_lr
+from finetrainers.utils.alive import work
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import CHECKPOINT, TRAINING_STEP, phase
 from finetrainers.utils.seeding import derive_seed
@@ -100,6 +101,7 @@ class Trainer:
         state.memory.begin_training()
         state.watchdog.enter("sampling")
         for callback in self.callbacks:
+            work(None)
             self._log(callback.on_start(state))
         while state.step < state.total_steps and state.stopped_by is None:
             state.watchdog.enter("step")
@@ -114,7 +116,9 @@ class Trainer:
         started = self._begin_interval()
         for step in islice(steps, state.total_steps - state.step):
             blocked_s = self._blocked_s
+            work(_largest(step))
             record = self.train_step(step)
+            work(None)  # what follows is of callbacks, too
             del step  # the method needs the memory for the next one
             if record is None:
                 self._roll_back()
@@ -253,7 +257,7 @@ class Trainer:
         if not (asked or is_due):
             self._expect_save()
             return
-        state.watchdog.enter("checkpoint")
+        state.watchdog.enter("checkpoint", "save")
         started = time.perf_counter()
         with phase(CHECKPOINT):
             save_checkpoint(state, self.saving)
@@ -279,6 +283,7 @@ class Trainer:
             logger.warning("control/sample: nothing to sample; there are no validation prompts and no held-out items")
         self.state.watchdog.enter("sampling")
         for callback in self.callbacks:
+            work(None)
             self._log(callback.on_step(self.state))
         requests.sample = False
         self._log(self.state.memory.record_of_validation(is_last=self.state.step == self.state.total_steps))
@@ -315,7 +320,15 @@ class Trainer:
     def finish(self) -> None:
         """Tell the callbacks that the results, or the checkpoint of a run that was stopped, are on disk."""
         for callback in self.callbacks:
+            if self.state.watchdog.section != "exporting":
+                self.state.watchdog.enter("exporting")
             callback.on_end(self.state)
+
+
+def _largest(step: Step[Any]) -> tuple[int, ...] | None:
+    """Return the latent size of a step's largest micro-batch, which decides how long it takes, or None if it has none."""
+    sizes = [(math.prod(item.latent_size) * len(item), item.latent_size) for item in step.items]
+    return max(sizes)[1] if sizes else None
 
 
 def accumulate_gradients(state: TrainState, micro_batches: Attempt) -> dict[str, Tensor]:

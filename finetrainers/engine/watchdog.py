@@ -8,15 +8,19 @@ import logging
 import math
 import os
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from finetrainers.config.sections import RunSection
 from finetrainers.utils.alive import heard_by
 from finetrainers.utils.exit_codes import HUNG
+from finetrainers.utils.faults import ten_minutes
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +33,70 @@ SECTIONS = {
     "sampling": "sampling_timeout",
     "exporting": "checkpoint_timeout",
     "uploading": "loading_timeout",
+    "closing": "checkpoint_timeout",
 }
 #: In these, processes have very different amounts to do: the time in which one waits for the others does not count.
 _UNEVEN = ("loading", "encoding", "exporting", "uploading")
-#: How much later the interpreter's own timer strikes at the earliest, which needs no Python to run. It can only exit with 1.
+#: An adaptive limit needs so many earlier occurrences, and looks at so many.
+_LEARNED, _REMEMBERED = 3, 101
+#: An adaptive limit warns after the first, and ends the process after the second, times the median of earlier occurrences.
+_WARNS, _ENDS = 10, 20
+#: How much later than a limit of the user the interpreter's own timer strikes at the earliest, which needs no Python to run.
+#: It can only exit with 1.
 #: Arming it starts a thread, so that it stays as it is while it strikes at most as much later again.
 _BACKSTOP_S = 10.0
+#: Where limits adapt, the timer strikes if no Python has run for between so many and one more times ten minutes.
+_DEAD = 5
+
+
+@dataclass
+class _Clock:
+    """The occurrence of a section that a thread is in.
+
+    Attributes:
+        section: its name.
+        kind: what it can be compared with; None: with nothing.
+        by_beats: whether each heartbeat begins another occurrence.
+        begun: when it began, later by the time that was spent waiting for other processes.
+        warns, ends: when it counts as slow, and as hung.
+        paused: since when this process has waited for others; None if it does not.
+    """
+
+    section: str
+    kind: Hashable | None = None
+    by_beats: bool = False
+    begun: float = 0.0
+    warns: float = math.inf
+    ends: float = math.inf
+    paused: float | None = None
+
+    @property
+    def due(self) -> float:
+        """When the watchdog has something to do."""
+        return min(self.warns, self.ends)
+
+
+class _Durations:
+    """Seconds that occurrences of one kind have taken."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self.longest = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.longest = max(self.longest, seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def limits(self) -> tuple[float, float]:
+        """Return the seconds after which an occurrence is slow, and hung; what was once survived is neither."""
+        if len(self.seconds) < _LEARNED:
+            return math.inf, math.inf
+        least, median = ten_minutes(), self.median
+        return max(least, _WARNS * median, self.longest), max(least, _ENDS * median, 2 * self.longest)
 
 
 class Watchdog:
@@ -43,33 +105,62 @@ class Watchdog:
     Usage: `with watchdog.running(): ... watchdog.enter("step") ...`; entering a section leaves the one before. A
     second thread has a clock of its own: `with watchdog.in_thread("checkpoint"): ...`. A heartbeat (`utils.alive`) restarts
     the section's clock: what makes progress is not ended, however long it takes.
+
+    A limit that the user did not set adapts to the section: see `_Durations.limits`. Only occurrences of one kind are
+    compared, and what has no kind has no such limit: user code, what happens once in a run, and uploads.
+
+    Attributes:
+        section: the one that was entered last.
+        exit_code: of a process that is ended in the section `closing`.
+        on_slow: called in a thread with a section, its seconds and their median, when an adaptive limit warns.
     """
 
-    def __init__(self, directory: Path, *, rank: int, limits: Mapping[str, float | None]) -> None:
+    def __init__(
+        self, directory: Path, *, rank: int, limits: Mapping[str, float | None], others_s: float = 0.0,
+        owns_process: bool = False,
+    ) -> None:  # fmt: skip
         """Args:
         directory: gets `rank-N.txt` with the stacks.
         rank: of this process.
-        limits: seconds that each section may take, None for any time.
+        limits: seconds that each section may take, 0 for any time, None for a limit that adapts.
+        others_s: how long a step may wait on the device for other processes, which may have more to do in it.
+        owns_process: whether the interpreter's timer is this watchdog's also where no limit of the user holds.
         """
         self.file = directory / f"rank-{rank}.txt"
         self.limits = dict(limits)
-        self.section: str | None = None  # the one that was entered last
+        self.section: str | None = None
+        self.exit_code = HUNG
+        self.on_slow: Callable[[str, float, float], None] = lambda section, seconds, median: None
+        self._others_s = others_s
+        self._dead_s = _DEAD * ten_minutes() if owns_process else math.inf
         self._changed = threading.Condition()
-        self._clocks: dict[str, tuple[float, str]] = {}  # by thread: when its section must be over, and its name
-        self._running = False
+        self._clocks: dict[str, _Clock] = {}  # by thread
+        self._durations: dict[tuple[str, Hashable], _Durations] = {}
+        self._threads: dict[int, str] = {}  # clocks of threads that have one
+        self._running = self._keeps_file = False
         self._descriptor = -1
         self._wakes = self._strikes = math.inf  # when the thread looks again, and when the interpreter's timer strikes
 
     @classmethod
-    def of_run(cls, run: RunSection, *, rank: int, directory: Path | None = None) -> Watchdog:
+    def of_run(
+        cls,
+        run: RunSection,
+        *,
+        rank: int,
+        num_ranks: int = 1,
+        directory: Path | None = None,
+        owns_process: bool = False,
+    ) -> Watchdog:
         """With the limits that the options set; stacks go to the run directory, if none is given."""
         limits = {section: getattr(run, option) for section, option in SECTIONS.items()}
-        return cls((directory or run.output_dir) / "hangs", rank=rank, limits=limits)
+        others_s = float(run.nccl_timeout) if num_ranks > 1 else 0.0
+        where = (directory or run.output_dir) / "hangs"
+        return cls(where, rank=rank, limits=limits, others_s=others_s, owns_process=owns_process)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within the block, sections are watched. Without any limit it does nothing."""
-        if not any(self.limits.values()):
+        """Within the block, sections are watched. If all limits are 0, it does nothing."""
+        if all(limit == 0 for limit in self.limits.values()):
             yield
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +168,7 @@ class Watchdog:
         self._descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._running = True
         self._clocks.clear()
+        self._threads = {threading.get_ident(): "main"}
         self._wakes = self._strikes = math.inf
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
@@ -86,55 +178,126 @@ class Watchdog:
         finally:
             with self._changed:
                 self._running = False
-                faulthandler.cancel_dump_traceback_later()
+                if self._strikes < math.inf:
+                    self._arm(math.inf)
                 self._changed.notify()
             thread.join()
             os.close(self._descriptor)
-            self.file.unlink(missing_ok=True)
+            if not self._keeps_file:
+                self.file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # other ranks may still have theirs there
                 self.file.parent.rmdir()
 
-    def enter(self, section: str) -> None:
+    def enter(self, section: str, kind: Hashable | None = None) -> None:
         """Start the section's clock.
+
+        Args:
+            section: one of `SECTIONS`.
+            kind: what makes its occurrences comparable; None: they have no adaptive limit.
 
         Raises:
             KeyError: there is no such section.
         """
-        self._set("main", section)
+        self._set("main", section, kind)
         self.section = section
+
+    def work(self, kind: Hashable | None, *, by_beats: bool = False) -> None:
+        """Start the clock of another kind of work of the same section, if its limit adapts; see `alive.work`."""
+        section = self.section
+        if section is None or section == "closing" or self.limits[section] is not None or self._clock_name() != "main":
+            return
+        if by_beats:
+            self._durations.pop((section, kind), None)
+        self._set("main", section, kind, by_beats=by_beats)
 
     def beat(self) -> None:
         """Start the clock of the section in hand again."""
-        if self.section is not None:
-            self._set("main", self.section)
+        with self._changed:
+            clock = self._clocks.get(self._clock_name() or "main")
+            if clock is not None and clock.paused is None:
+                if clock.by_beats:
+                    self._learn(clock)
+                    clock.begun = time.monotonic()
+                self._restart(clock)
 
     def pause(self, waiting: bool) -> None:
         """Stop the clock while this process waits for others, where that says nothing about it."""
-        if self.section in _UNEVEN:
-            self._set("main", None if waiting else self.section)
+        with self._changed:
+            clock = self._clocks.get(self._clock_name() or "")
+            if clock is None:
+                return
+            if clock.section not in _UNEVEN and self.limits[clock.section] is not None:
+                return
+            if waiting:
+                clock.paused, clock.warns, clock.ends = time.monotonic(), math.inf, math.inf
+                self._schedule()
+            elif clock.paused is not None:
+                clock.begun += time.monotonic() - clock.paused
+                clock.paused = None
+                self._restart(clock)
 
     @contextlib.contextmanager
     def in_thread(self, section: str) -> Iterator[None]:
         """Within the block, which one other thread may be in, the section's limit holds too."""
-        self._set("thread", section)
+        self._threads[threading.get_ident()] = "thread"
+        self._set("thread", section, "in a thread")
         try:
             yield
         finally:
             self._set("thread", None)
+            self._threads.pop(threading.get_ident(), None)
 
-    def _set(self, clock: str, section: str | None) -> None:
-        limit = None if section is None else self.limits[section]
+    def _clock_name(self) -> str | None:
+        """Return the name of this thread's clock, or None if it has none."""
+        return self._threads.get(threading.get_ident())
+
+    def _set(self, name: str, section: str | None, kind: Hashable | None = None, *, by_beats: bool = False) -> None:
+        """End the occurrence that a clock is of, and start one of a section."""
+        if section is not None:
+            self.limits[section]  # a section of another name is an error also where nothing is limited
         with self._changed:
             if not self._running:
                 return
-            self._clocks.pop(clock, None)
-            if section is not None and limit is not None:
-                self._clocks[clock] = (time.monotonic() + limit, section)
-            deadline = min(self._clocks.values())[0] if self._clocks else math.inf
-            if deadline < self._wakes:
-                self._changed.notify()
-            if not deadline + _BACKSTOP_S <= self._strikes <= deadline + 2 * _BACKSTOP_S:
-                self._arm(deadline + 2 * _BACKSTOP_S)
+            before = self._clocks.pop(name, None)
+            if before is not None and not before.by_beats:
+                self._learn(before)
+            if section is None:
+                self._schedule()
+            else:
+                self._clocks[name] = clock = _Clock(section, kind, by_beats, begun=time.monotonic())
+                self._restart(clock)
+
+    def _learn(self, clock: _Clock) -> None:
+        """Remember how long an occurrence that ends now has taken."""
+        if clock.kind is not None and self.limits[clock.section] is None:
+            durations = self._durations.setdefault((clock.section, clock.kind), _Durations())
+            durations.add(time.monotonic() - clock.begun)
+
+    def _restart(self, clock: _Clock) -> None:
+        """Set the times at which a clock's occurrence counts as slow and as hung, from now on."""
+        now, limit = time.monotonic(), self.limits[clock.section]
+        warns, ends = math.inf, limit or math.inf
+        if limit is None and clock.section == "closing":
+            ends = ten_minutes()
+        elif limit is None and (durations := self._durations.get((clock.section, clock.kind))) is not None:
+            warns, ends = durations.limits()
+            if clock.section == "step":
+                warns, ends = warns + self._others_s, ends + self._others_s
+        clock.warns, clock.ends = now + warns if warns < ends else math.inf, now + ends
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Wake the thread, and set the interpreter's timer, where a clock asks for it."""
+        if min((clock.due for clock in self._clocks.values()), default=math.inf) < self._wakes:
+            self._changed.notify()
+        set_by_user = [clock.ends for clock in self._clocks.values() if self.limits[clock.section] is not None]
+        earliest = min(set_by_user, default=math.inf) + _BACKSTOP_S
+        latest = earliest + _BACKSTOP_S
+        if earliest == math.inf and self._dead_s < math.inf:
+            # Not by each clock, which would be set many times in a step.
+            earliest, latest = time.monotonic() + self._dead_s, time.monotonic() + self._dead_s + ten_minutes()
+        if not earliest <= self._strikes <= latest:
+            self._arm(latest)
 
     def _arm(self, strikes: float) -> None:
         """Have the interpreter's timer strike then, and not at any other time."""
@@ -148,20 +311,60 @@ class Watchdog:
         with self._changed:
             while self._running:
                 left, self._wakes = None, math.inf
+                if self._dead_s < math.inf:
+                    self._schedule()
+                    left = ten_minutes()
                 if self._clocks:
-                    deadline, section = min(self._clocks.values())
-                    self._wakes = deadline
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        self._give_up(section)
+                    clock = min(self._clocks.values(), key=lambda clock: clock.due)
+                    self._wakes = clock.due
+                    now = time.monotonic()
+                    if clock.ends <= now:
+                        self._give_up(clock)
+                    if clock.warns <= now:
+                        self._warn(clock, now)
+                        continue
+                    if clock.due < math.inf:
+                        left = clock.due - now if left is None else min(left, clock.due - now)
                 self._changed.wait(left)
 
-    def _give_up(self, section: str) -> None:
-        limit = self.limits[section]
-        message = f"the section '{section}' took longer than its limit of {limit:g} s (--{SECTIONS[section]})"
+    def _warn(self, clock: _Clock, now: float) -> None:
+        """Write stacks and an event; a disk that hangs must keep neither the run nor this thread waiting."""
+        clock.warns = math.inf
+        seconds, median = now - clock.begun, self._durations[clock.section, clock.kind].median
+        message = (
+            f"the section '{clock.section}' takes unusually long: {seconds:.0f} s, where the median of earlier ones is "
+            f"{median:.1f} s; the process is ended in {clock.ends - now:.0f} s if it shows no progress until then"
+        )
+        self._keeps_file = True
+        arguments = (message, clock.section, seconds, median)
+        threading.Thread(target=self._report, args=arguments, name="watchdog-report", daemon=True).start()
+
+    def _report(self, message: str, section: str, seconds: float, median: float) -> None:
+        self._dump(message)
+        logger.warning("%s; the stacks are in %s", message, self.file)
+        self.on_slow(section, seconds, median)
+
+    def _give_up(self, clock: _Clock) -> None:
+        section, option = clock.section, SECTIONS[clock.section]
+        limit, code = self.limits[section], HUNG
+        if section == "closing":
+            code = self.exit_code
+            message = f"the run has ended, but closing it takes longer than {limit or ten_minutes():g} s (--{option})"
+        elif limit is not None:
+            message = f"the section '{section}' took longer than its limit of {limit:g} s (--{option})"
+        else:
+            median, seconds = self._durations[section, clock.kind].median, time.monotonic() - clock.begun
+            message = (
+                f"the section '{section}' has taken {seconds:.0f} s, where the median of earlier ones is {median:.1f} s: it "
+                f"counts as hung (--{option} sets another limit, 0 none)"
+            )
+        self._dump(message)
+        logger.error("%s; the stacks are in %s", message, self.file)
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _dump(self, message: str) -> None:
+        """Append a message and the stacks of all threads to the file."""
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(self._descriptor, f"{when} {socket.gethostname()} pid {os.getpid()}: {message}\n\n".encode())
         faulthandler.dump_traceback(file=self._descriptor, all_threads=True)
-        logger.error("%s; the stacks are in %s", message, self.file)
-        sys.stderr.flush()
-        os._exit(HUNG)

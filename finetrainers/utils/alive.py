@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,6 +12,10 @@ class Listener(Protocol):
 
     def beat(self) -> None:
         """The running work has made progress."""
+        ...
+
+    def work(self, kind: Hashable | None, *, by_beats: bool = False) -> None:
+        """This thread begins work of another kind; see `work` and `counted`."""
         ...
 
     def pause(self, waiting: bool) -> None:
@@ -36,6 +40,23 @@ def beat() -> None:
     """Send a heartbeat; cheap."""
     for listener in _listeners:
         listener.beat()
+
+
+def work(kind: Hashable | None) -> None:
+    """Begin work that takes about as long as other work of its kind; None: it is not comparable with anything."""
+    for listener in _listeners:
+        listener.work(kind)
+
+
+@contextmanager
+def counted(kind: Hashable) -> Iterator[None]:
+    """Within the block, each heartbeat ends a piece of work, and all pieces take about as long."""
+    for listener in _listeners:
+        listener.work(kind, by_beats=True)
+    try:
+        yield
+    finally:
+        work(None)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import re
 import signal
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "FINETRAINERS_FAULT"
+#: Seconds that stand for the ten minutes of `ten_minutes`, so that a test need not wait for them.
+PATIENCE = "FINETRAINERS_FAULT_PATIENCE"
 
 #: Points at which a fault can be injected. A data worker counts its own visits.
 POINTS = {
@@ -53,6 +56,7 @@ POINTS = {
     "vae": "the VAE is about to encode or decode clips",
     "sample": "validation samples are about to be sampled",
     "export": "the results are about to be written",
+    "close": "the results are written; the run is about to be closed",
     "sample.record": "a clip of `finetrainers sample` or `watch` is written, its line of the ledger is not",
     "watch.score": "`watch` has sampled a checkpoint, and its clips are about to be scored",
     "watch.best": "`watch` has recorded scores, and is about to mark the best checkpoint",
@@ -108,6 +112,22 @@ def _parse(text: str) -> Fault:
         raise ValueError(f"{text!r}: there is nothing to poison at {point}; nan goes with {', '.join(_POISONED)}")
     rank = None if match["rank"] is None else int(match["rank"])
     return Fault(kind, point, int(match["count"] or 1), bool(match["ever"]), rank)
+
+
+def ten_minutes() -> float:
+    """Return the seconds after which, at the earliest, something without a limit of the user counts as hung.
+
+    Raises:
+        ValueError: the environment sets something that is not a positive number.
+    """
+    text = os.environ.get(PATIENCE, "")
+    try:
+        seconds = float(text or 600.0)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{PATIENCE}: expected a positive number of seconds, got {text!r}")
+    return seconds
 
 
 #: Faults of this process; None until the first point, so that a process that is started for a run reads its own.

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .alive import beat
 from .text import quoted
 
 _CHUNK = 1 << 20
@@ -133,6 +134,7 @@ def file_sha256(path: Path) -> str:
         with open_regular(path) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
+                beat()
     except OSError as error:  # what a disk fails with while it is read names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
     return digest.hexdigest()

@@ -13,6 +13,8 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from .alive import beat
+
 #: What is hashed and written at a time: the second of the two finds it in the processor's cache.
 _PIECE = 1 << 20
 #: The format's name of each dtype. The order is that of the tensors in a file: larger elements come first, so that all are aligned.
@@ -61,6 +63,7 @@ class HashedFile:
             piece = view[start : start + _PIECE]
             self._digest.update(piece)
             self._file.write(piece)
+            beat()
         self._size += len(view)
         return len(view)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from rich.console import Console
 from rich.progress import (
@@ -17,7 +18,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from .alive import beat
+from .alive import beat, counted
 from .text import duration
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,11 @@ class Meter:
         self.console = Console(stderr=True, soft_wrap=True)
         self._begun = self._told = time.monotonic()
         self._progress: Bar | None = None
+        self._counted = ExitStack()
 
     def __enter__(self) -> Meter:
         self._begun = self._told = time.monotonic()
+        self._counted.enter_context(counted(self.noun))
         return self
 
     def __call__(self, done: int, total: int) -> None:
@@ -91,6 +94,7 @@ class Meter:
         return f"{self.verb} {done} of {total} {self.noun}, {shown}{left}"
 
     def __exit__(self, *_: object) -> None:
+        self._counted.close()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

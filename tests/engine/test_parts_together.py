@@ -144,7 +144,9 @@ def test_going_back_takes_rewards_along_and_has_the_time_of_a_checkpoint(
     told: list[str] = []
     enter, find = Watchdog.enter, rollback.find_checkpoint
     monkeypatch.setattr(GRPO, "loss", spoilt)
-    monkeypatch.setattr(Watchdog, "enter", lambda dog, section: (told.append(section), enter(dog, section))[1])
+    monkeypatch.setattr(
+        Watchdog, "enter", lambda dog, section, *kind: (told.append(section), enter(dog, section, *kind))[1]
+    )
     monkeypatch.setattr(rollback, "find_checkpoint", lambda *values: (told.append("look"), find(*values))[1])
     done = run(**rewarded, train_steps=4, checkpointing_steps=2, on_nonfinite="rollback")
     assert [event["step"] for event in done.events if event["event"] == "rollback"] == [2]

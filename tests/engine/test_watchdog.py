@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,8 @@ from real_process import Python
 from finetrainers.engine import watchdog
 from finetrainers.engine.watchdog import Watchdog
 from finetrainers.utils import exit_codes
+from finetrainers.utils.alive import beat, waiting
+from finetrainers.utils.progress import Meter
 
 _HANGING = """
 import ctypes, sys, threading, time
@@ -108,6 +110,89 @@ def test_what_goes_on_and_what_waits_its_turn_is_not_ended(tmp_path: Path, pytho
     assert "the section 'step' took longer" in done.stderr
 
 
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A watchdog of limits that adapt, and its clock: `now`, and after how many seconds it warns and ends."""
+    found = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: found.now))
+    limits = {**dict.fromkeys(watchdog.SECTIONS), "sampling": 0, "checkpoint": 90}
+    found.dog = Watchdog(tmp_path / "hangs", rank=0, limits=limits)
+
+    def limits_of(clock: str = "main") -> tuple[float, float]:
+        return found.dog._clocks[clock].warns - found.now, found.dog._clocks[clock].ends - found.now
+
+    def work(kind: object, seconds: float) -> tuple[float, float]:
+        found.dog.work(kind)
+        limits = limits_of()
+        found.now += seconds
+        return limits
+
+    found.limits, found.work = limits_of, work
+    with found.dog.running():
+        yield found
+
+
+NONE = (math.inf, math.inf)
+
+
+def test_a_limit_that_was_not_set_follows_the_median_of_three_occurrences(clock: SimpleNamespace) -> None:
+    clock.dog.enter("step")
+    assert [clock.work("small", seconds) for seconds in (100, 1, 100)] == [NONE] * 3
+    assert clock.work("small", 1000) == (1000, 2000)
+    # What once took so long and went well may take as long again. Other sizes are no measure.
+    assert clock.work("small", 1) == (1000, 2000)
+    assert clock.work("large", 50_000) == NONE
+    assert clock.work(None, 50_000) == NONE
+    for _ in range(50):
+        clock.work("quick", 1)
+    assert clock.work("quick", 1) == (math.inf, 600)  # never under ten minutes, at which it does not only warn
+
+
+def test_limits_of_the_user_are_plain_and_zero_is_none(clock: SimpleNamespace) -> None:
+    for section, ends in (("checkpoint", 90), ("sampling", math.inf)):
+        for _ in range(9):
+            clock.dog.enter(section, "save")
+            assert clock.limits() == (math.inf, ends)
+            clock.now += 1
+    # They hold from the beginning of the section, however many kinds of work it has; a heartbeat is progress.
+    clock.dog.enter("checkpoint")
+    clock.now += 50
+    clock.dog.work("more")
+    assert clock.limits() == (math.inf, 40)
+    clock.dog.beat()
+    assert clock.limits() == (math.inf, 90)
+
+
+def test_waiting_for_others_is_no_time_of_a_section_and_heartbeats_are_progress(clock: SimpleNamespace) -> None:
+    clock.dog.enter("step")
+    for _ in range(4):
+        clock.dog.work("size")
+        clock.now += 60
+        with waiting():
+            assert clock.limits() == NONE
+            clock.now += 5000
+    clock.work("size", 60)
+    assert clock.limits() == (540, 1140)
+    beat()
+    assert clock.limits() == (600, 1200)
+    # Where each heartbeat ends a piece of work, limits follow these pieces, and other work begins anew.
+    clock.dog.enter("encoding")
+    for noun in ("captions", "clips", "captions"):
+        with Meter("encoded", noun, enabled=False) as meter:
+            for done in range(3):
+                assert clock.limits() == NONE
+                clock.now += 200
+                meter(done, 4)
+            assert clock.limits() == (2000, 4000)
+        assert clock.limits() == NONE
+    # What happens once in a run, or depends on a network, is never ended; what closes a finished run is, soon.
+    for section, limits in {"loading": NONE, "uploading": NONE, "exporting": NONE, "closing": (math.inf, 600)}.items():
+        for _ in range(5):
+            clock.dog.enter(section)
+            assert clock.limits() == limits
+            clock.now += 1
+
+
 def test_a_run_in_time_leaves_nothing(options: Callable[..., dict], run: Callable[..., Any]) -> None:
     limits = {"loading_timeout": 60, "step_timeout": 60, "checkpoint_timeout": 60, "sampling_timeout": 60}
     done = run(**options(train_steps=2, checkpointing_steps=1, async_checkpointing=True, **limits))
@@ -145,4 +230,4 @@ def test_entering_a_section_again_leaves_the_timer_of_the_interpreter_alone(
             else:
                 assert now + limit + 10 <= strikes + 1e-9 <= now + limit + 20 + 1e-8
         assert len(armed) == 2 * 5 + 2 + 1  # every 10 s of the 50
-    assert len(armed) == 2 * 5 + 2 + 1 + 1
+    assert len(armed) == 2 * 5 + 2 + 1  # it was not armed any more

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from real_process import Python
 
 from finetrainers.utils import exit_codes
+from finetrainers.utils.files import read_jsonl
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,30 @@ def test_a_worker_that_hangs_on_a_batch_that_nobody_needs_does_not_keep_a_finish
     assert done.wait(40) == exit_codes.DONE, done.stderr
     assert "hang at data" in done.stderr
     assert files.events[-1] == "finished"
+
+
+def test_what_hangs_while_a_finished_run_is_closed_costs_nothing(
+    python: Python, flags: Callable[..., list[str]], files: Any, tmp_path: Path
+) -> None:
+    command = flags(tmp_path / "run", train_steps=1, checkpointing_steps=0)
+    environment = {"FINETRAINERS_FAULT": "hang@close", "FINETRAINERS_FAULT_PATIENCE": "0.5"}
+    done = python("-m", "finetrainers", *command, **environment)
+    assert done.wait() == exit_codes.DONE, done.stderr
+    assert files.events[-1] == "finished"
+    assert (files.root / "pytorch_lora_weights.safetensors").is_file()
+    assert "in _conclude" in (files.root / "hangs" / "rank-0.txt").read_text()
+
+
+def test_a_step_that_takes_many_times_the_usual_is_reported_then_ended(
+    python: Python, flags: Callable[..., list[str]], files: Any, tmp_path: Path
+) -> None:
+    """No limit is set; ten minutes are a moment."""
+    command = flags(tmp_path / "run", checkpointing_steps=0)
+    environment = {"FINETRAINERS_FAULT": "hang@step:8", "FINETRAINERS_FAULT_PATIENCE": "0.5"}
+    hanging = python("-m", "finetrainers", *command, **environment)
+    assert hanging.wait() == exit_codes.HUNG, hanging.stderr
+    [event] = [event for event in read_jsonl(files.root / "events.jsonl")[0] if event["event"] == "slow_section"]
+    assert (event["section"], event["step"]) == ("step", 7)
+    assert event["seconds"] >= 10 * event["median"]
+    assert (files.root / "hangs" / "rank-0.txt").read_text().count("in train_step") == 2
+    assert "--step_timeout" in hanging.stderr

@@ -18,6 +18,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import Batch, ModelSpec, Parts, tiled_for_memory
 from finetrainers.parallel.ranks import Ranks
+from finetrainers.utils.alive import work
 from finetrainers.utils.phases import ENCODING_CLIPS, phase
 
 from ..buckets.buckets import Bucket, bucket_text
@@ -135,6 +136,7 @@ class TrainingData:
         """
         loading, is_cached = self.config.dataloader, self.vae is None
         workers = loading.dataloader_num_workers
+        has_workers = not is_cached and workers > 0
         raw_steps = iterate_steps(
             StepSampler(self.sampler, start, self.parallel.data_rank, self.parallel.data_size),
             self._fetch,
@@ -152,11 +154,14 @@ class TrainingData:
             loaded: list[RawBatch] = []
             try:
                 started = time.perf_counter()
+                work(None if has_workers else "data")  # these have a time limit of their own
                 loaded = next(raw_steps)
                 self._waited_s = time.perf_counter() - started
                 for raw in loaded:
+                    work(("encode", raw.clips[0].bucket))
                     batches.append(self._encoder(raw))
                     bad += raw.bad
+                work(None)
             except Exception as caught:  # whatever it is, the other ranks must not wait for this one
                 error = caught
             if self._bad_samples.agree(bad, error) and self.parallel.sharing > 1:

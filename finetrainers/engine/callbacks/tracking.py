@@ -102,6 +102,7 @@ class Tracker(Callback):
 
     def on_end(self, state: TrainState) -> None:
         if self.tracked is not None:
+            state.watchdog.enter("closing")
             self._guard(state, self.tracked.finish)
 
     def send(self, state: TrainState, action: Callable[[TrackedRun], None], *, media: bool = False) -> None:

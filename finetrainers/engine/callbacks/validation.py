@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from finetrainers.config.sections import ValidationSection
+from finetrainers.utils.alive import work
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.process_state import free_memory
@@ -75,6 +76,7 @@ class Validation(Callback):
         return self._sample_and_score(state) if state.requests.sample or self.due(state.step) else None
 
     def _sample_and_score(self, state: TrainState) -> Record | None:
+        work("validation")
         samples = self.sample(state)
         # After sampling, so that activations of rewards do not add to those of the pipeline.
         record = None if self.scores is None else self.scores.record(samples, fps=self.settings.frame_rate)

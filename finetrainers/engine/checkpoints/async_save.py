@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.utils.alive import waiting
+
 if TYPE_CHECKING:
     from finetrainers.parallel.ranks import Ranks
 
@@ -136,7 +138,10 @@ class BackgroundSave:
         """
         if self._job is None:
             return False
-        error = None if self._future is None else self._future.exception()
+        error = None
+        if self._future is not None:
+            with waiting():  # for the thread, which has a clock of its own
+                error = self._future.exception()
         assert error is None or isinstance(error, Exception)
         written = None if self._future is None or error is not None else self._future.result()
         job, self._job, self._future = self._job, None, None

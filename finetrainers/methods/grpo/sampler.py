@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from finetrainers.diffusion.policy import Transitions, log_density, sample, transition_mean
 from finetrainers.methods.base import MethodParts, standard_normal
 from finetrainers.models.spec import DTYPES, Conditions, VideoMeta
+from finetrainers.utils.alive import beat
 from finetrainers.utils.device import to_device
 
 from .no_replay import gradient_advice
@@ -118,6 +119,7 @@ class Sampler:
             x, t: noisy latents and process times, `[B, ...]`.
             conditions: of the prompts; with guidance, as many rows of the empty prompt follow them.
         """
+        beat()
         rows = len(x)
         if len(conditions) > rows:
             x, t = torch.cat([x, x]), torch.cat([t, t])

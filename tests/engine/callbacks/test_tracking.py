@@ -163,7 +163,9 @@ def start(kind: ModuleType, root: Path, *, step: int = 0) -> tuple[Any, Tracker,
     )  # fmt: skip
     run_dir = RunDirectory(root, writes=True)
     run_dir.start(config, resumed_step=step)
-    state = SimpleNamespace(config=config, run_dir=run_dir, step=step)
+    state = SimpleNamespace(
+        config=config, run_dir=run_dir, step=step, watchdog=SimpleNamespace(enter=lambda section: None)
+    )
     tracker = Tracker(config.run, kind.__name__)
     media = TrackedMedia(tracker)
     tracker.on_start(state)  # type: ignore[arg-type]
