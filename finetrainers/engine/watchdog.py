@@ -81,22 +81,18 @@ class _Durations:
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=_REMEMBERED)
-        self.longest = 0.0
+        self.longest = self.median = 0.0
 
     def add(self, seconds: float) -> None:
         self.seconds.append(seconds)
-        self.longest = max(self.longest, seconds)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
+        self.longest, self.median = max(self.longest, seconds), statistics.median(self.seconds)
 
     def limits(self) -> tuple[float, float]:
         """Return the seconds after which an occurrence is slow, and hung; what was once survived is neither."""
         if len(self.seconds) < _LEARNED:
             return math.inf, math.inf
-        least, median = ten_minutes(), self.median
-        return max(least, _WARNS * median, self.longest), max(least, _ENDS * median, 2 * self.longest)
+        least = ten_minutes()
+        return max(least, _WARNS * self.median, self.longest), max(least, _ENDS * self.median, 2 * self.longest)
 
 
 class Watchdog:
