@@ -201,6 +201,9 @@ class DataSection(Section):
         "latents from those of the whole clip. Slicing is cheaper with `precompute_conditions`, but the first latent "
         "of a window then holds several frames instead of one.", resume="data", needs="sliding_window_size",
         former_name="framepack_window_latents")
+    sliding_window_batching: Literal["mixed", "clip"] = option("mixed", "Fill batches with windows of any clips, or "
+        "train all windows of a clip in one optimizer step: `batch_size` clips at a time, window by window. The loss "
+        "is the mean over all windows of the step.", resume="data", needs="sliding_window_size")
     video_backend: Literal["auto", "pyav", "decord", "torchcodec"] = option("auto", "Video decoder. All give the same "
         "pixels: a clip that one would decode differently is left to PyAV, with a warning. `auto` is PyAV, and the "
         "others must be installed.", resume="free", scope="dataset")

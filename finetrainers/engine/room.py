@@ -12,6 +12,7 @@ from torch import nn
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.buckets.windows import windows_by_item
 from finetrainers.memory.estimate import optimizer_state_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import DTYPES
@@ -138,7 +139,10 @@ def _total_steps(checked: Preflight) -> int:
         return config.training.train_steps
     per_process = config.dataloader.batch_size * config.training.gradient_accumulation_steps
     per_step = per_process * config.parallel.data_size(launched_processes())
-    return math.ceil(checked.plan.count * config.training.train_epochs / per_step)
+    count = checked.plan.count
+    if config.data.sliding_window_batching == "clip" and config.data.is_named:
+        count = len(windows_by_item(getattr(checked.plan, "clips", ())))
+    return math.ceil(count * config.training.train_epochs / per_step)
 
 
 def _samples_size(checked: Preflight) -> int:

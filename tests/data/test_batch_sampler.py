@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.clip import Clip
+from finetrainers.data.buckets.windows import example_index, item_of
 from finetrainers.data.loading.batch_sampler import BatchSampler, fixed_batches, sampler_for
 from finetrainers.data.loading.position import DataPosition, Segment
 
@@ -225,3 +226,59 @@ def test_fixed_batches_keep_every_clip_once() -> None:
 def test_no_clips_is_an_error() -> None:
     with pytest.raises(ValueError, match="no clips"):
         BatchSampler([], Segment(0, 1, 1), seed=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    windows=st.lists(st.integers(1, 5), min_size=1, max_size=5), batch_size=st.integers(1, 3),
+    accumulation=st.integers(1, 2), world=st.integers(1, 3),
+    end=st.sampled_from(["keep", "pad", "wrap"]),
+)  # fmt: skip
+def test_all_windows_of_a_clip_come_in_one_step(windows, batch_size, accumulation, world, end) -> None:
+    """Micro-batches have the memory of `batch_size` windows, ranks equally many, and the step is the mean over all windows."""
+    items = make_clips([-(-len(windows) // 2), len(windows) // 2])  # of two buckets
+    clips = [
+        replace(item, index=example_index(item.index, k), start=k)
+        for item, number in zip(items, windows, strict=True)
+        for k in range(number)
+    ]
+    sampler = BatchSampler(clips, Segment(0, batch_size, accumulation * world, epoch_end=end), seed=5, by_item=True)
+    alike = BatchSampler(items, Segment(0, batch_size, accumulation * world, epoch_end=end), seed=5)
+    assert sampler.steps_for_epochs(8) == alike.steps_for_epochs(8)  # of clips, whatever number of windows they have
+    for step in range(5):
+        ranks = [sampler.step(step, data_rank=rank, data_size=world) for rank in range(world)]
+        number = sampler.num_micro_batches(step, data_size=world)
+        assert [len(batches) for batches in ranks] == [number] * world
+        in_turn = [batch for turn in zip(*ranks, strict=True) for batch in turn]
+        trained = [batch for batch in in_turn if batch.weight]
+        assert [batch.sample_keys for batch in trained] == [batch.sample_keys for batch in sampler.step(step)]
+        assert all(len(batch.clips) == 1 for batch in in_turn if not batch.weight)
+        assert all(len(batch.clips) <= batch_size for batch in trained)
+        assert all(len({clip.bucket for clip in batch.clips}) == 1 for batch in in_turn)
+        seen = Counter(key for batch in trained for key in batch.sample_keys)
+        expected = Counter(
+            (cycle, example_index(item, k))
+            for batch in alike.step(step)
+            for cycle, item in batch.sample_keys
+            for k in range(windows[item])
+        )
+        assert seen == expected
+        shares = [batch.weight / len(batch.clips) / world for batch in trained]
+        assert shares == pytest.approx([1 / seen.total()] * len(trained))
+
+
+def test_windows_of_a_clip_stay_together_when_a_run_resumes_in_other_batches() -> None:
+    clips = [replace(item, index=example_index(item.index, k), start=k) for item in make_clips([7]) for k in range(3)]
+    config = {"model_name": "m", "pretrained_model_name_or_path": "r", "seed": 3}
+    position = DataPosition.begin(load_config(**config, batch_size=2), data_size=1)
+    first = sampler_for(clips, position, by_item=True)
+    position = position.resume(load_config(**config, batch_size=1, gradient_accumulation_steps=3), data_size=1, step=2)
+    then = sampler_for(clips, DataPosition.from_state(position.state()), by_item=True)
+    done = [{item_of(i) for b in first.step(step) for i in indices(b.clips)} for step in range(2)]
+    left = [key for b in then.step(2, data_size=1) for key in b.sample_keys]
+    assert {item_of(index) for _, index in left} == set(range(7)) - set.union(*done)
+    assert len(left) == 3 * 3
+    chunks = [replace(clip, frame_selection="chunk") for clip in clips]  # of another dataset: clips by themselves
+    assert len(sampler_for(chunks, position, by_item=True).step(2)) == 3 * 1
+    again = sampler_for(clips, position, by_item=True)  # whatever was asked before
+    assert [again.step(step) for step in (9, 4)] == [then.step(step) for step in (9, 4)]

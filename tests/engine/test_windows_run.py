@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from every_family import FAMILIES
 
 from finetrainers.config.flags import parse_flags
@@ -54,3 +55,50 @@ def test_the_published_file_trains(
         in capsys.readouterr().out
     )
     assert (tmp_path / "run" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_all_windows_of_a_clip_in_one_step(
+    options: Callable[..., dict], run: Callable[..., Any], make_clips: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The step is that of the mean over the windows of its clips, cached or not, and a resumed run goes on as if it had not stopped."""
+    given = options(
+        "ltx_video", data_root=str(make_clips(3, frames=12)), video_resolution_buckets=["1000x64x64"],
+        sliding_window_size=9, sliding_window_batching="clip", target_fps=8, batch_size=2, lr=1e-2,
+    )  # fmt: skip
+    epochs = {**given, "train_steps": None, "train_epochs": 2, "checkpointing_steps": 1}
+    cached = {**epochs, "precompute_conditions": True}
+    plain, whole = (
+        run(**{**one, "output_dir": str(tmp_path / name)}) for one, name in ((epochs, "plain"), (cached, "cached"))
+    )
+    assert whole.state.step == 4  # two of 2 and 1 clips each epoch
+    for key in ("loss", "grad_norm"):
+        assert [record[key] for record in whole.metrics if key in record] == pytest.approx(
+            [record[key] for record in plain.metrics if key in record], rel=1e-3
+        )
+    resumed = run(**{
+        **cached, "output_dir": str(tmp_path / "resumed"),
+        "resume_from_checkpoint": str(tmp_path / "cached" / "checkpoints" / "step-1"),
+    })  # fmt: skip
+    assert resumed.steps_done == 3
+    assert all(torch.equal(value, resumed.weights[name]) for name, value in whole.weights.items())
+
+    method = plain.state.method
+    scale = torch.nn.Parameter(torch.tensor(0.7))
+    spec = type("Stub", (), {"__getattr__": lambda _, name: getattr(plain.state.spec, name)})()
+    spec.predict = lambda network, x_t, *others: network * x_t
+    method.spec = spec
+    batches = list(next(iter(method.steps(0, plain.state.transformer))))
+    assert [len(batch) for batch in batches] == [2, 2, 2, 2]
+    for batch in batches:
+        method.loss(scale, batch)[0].backward()
+    windows = [method._noised(batch, purpose="train", quantile=None) for batch in batches]
+    x_t = torch.cat([one.x_t for one in windows]).double()
+    target = torch.cat([method.process.target(one.x0, one.eps, one.t) for one in windows]).double()
+    counts = torch.cat([torch.ones_like(one.x_t) * (1 if one.trained is None else one.trained[:, None, :, None, None])
+                        for one in windows]).double()  # fmt: skip
+    weights = method.noise_levels.weight(torch.cat([one.t for one in windows]))
+    weights = torch.ones(8) if weights is None else weights
+    errors = (2 * (0.7 * x_t - target) * x_t * counts).flatten(1).sum(1) / counts.flatten(1).sum(1)
+    by_hand = (errors * weights.double()).mean()
+    assert scale.grad is not None
+    assert scale.grad.item() == pytest.approx(by_hand.item(), rel=1e-5)

@@ -281,7 +281,7 @@ class _Translation:
         elif wanted:
             message = (
                 "clips are cut into sliding windows, each trained as a clip of its own; this is not FramePack's "
-                "compression of what came before"
+                "compression of what came before; --sliding_window_batching clip trains all windows of a clip in one step"
             )
             self.note("model.framepack", message)
         elif has_size:

@@ -55,6 +55,15 @@ def is_first(index: int) -> bool:
     return index >> _ITEM_BITS == 0
 
 
+def windows_by_item(clips: Sequence[Clip]) -> list[list[int]]:
+    """Return the places of each item's windows among all clips, in order; a clip without windows, or a chunk, is alone."""
+    items: dict[int, list[int]] = {}
+    for place, clip in enumerate(clips):
+        is_chunk = clip.frame_selection == "chunk"
+        items.setdefault(clip.index if is_chunk else item_of(clip.index), []).append(place)
+    return [sorted(places, key=lambda place: clips[place].index) for places in items.values()]
+
+
 def with_window_buckets(data: DataSection) -> DataSection:
     """The options as those of a clip that is a window: buckets of videos have its length, those of images stay."""
     size = data.sliding_window_size
@@ -130,6 +139,7 @@ def describe_windows(
         yield (
             f"{plural(len(windows), 'sliding window')} of {data.sliding_window_size} frames, {plural(stride, 'frame')} apart, "
             f"from {plural(len({item_of(clip.index) for clip in windows}), 'clip')}; each is an example of its own"
+            + (", and all of a clip come in one optimizer step" if data.sliding_window_batching == "clip" else "")
         )
         inside = sum(not is_first(clip.index) for clip in windows)
         if data.window_context and inside:

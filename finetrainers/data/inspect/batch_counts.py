@@ -11,6 +11,7 @@ from finetrainers.utils.text import plural
 
 from ..buckets.buckets import Bucket, bucket_text, chances, num_batches
 from ..buckets.clip import Clip
+from ..buckets.windows import windows_by_item
 
 _WHOLE = 1e-6  # numbers of clips nearer to a whole one than this are whole
 
@@ -32,7 +33,10 @@ class BatchCounts:
 
 
 def count_batches(clips: Iterable[Clip], config: TrainConfig) -> BatchCounts:
-    """Count the batches of an epoch of these clips."""
+    """Count the batches of an epoch of these clips, or of their items if all windows of one come in one step."""
+    if config.data.sliding_window_batching == "clip":
+        clips = list(clips)
+        clips = [clips[first] for first, *_ in windows_by_item(clips)]
     keep, sizes = dict(config.data.bucket_keep_prob), dict(config.dataloader.bucket_batch_sizes)
     epoch_end, batch_size = config.dataloader.epoch_end, config.dataloader.batch_size
     counts: dict[Bucket, float] = defaultdict(float)

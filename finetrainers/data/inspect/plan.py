@@ -120,6 +120,8 @@ class DatasetPlan:
         loading, accumulation = config.dataloader, config.training.gradient_accumulation_steps
         clips = sorted({loading.batch_size, *(size for _, size in loading.bucket_batch_sizes)})
         shown = [size * accumulation for size in clips]
+        if config.data.sliding_window_batching == "clip":
+            return f"all windows of {' or '.join(map(str, shown))} clips per {config.parallel.unit}"
         if len(shown) == 1:
             return f"{plural(shown[0], self.noun)} per {config.parallel.unit}"
         return f"{' or '.join(map(str, shown))} {self.noun}s per {config.parallel.unit}, by bucket"

@@ -20,6 +20,7 @@ from finetrainers.utils.seeding import derive_seed
 
 from ..buckets.buckets import Bucket, bucket_text, num_batches
 from ..buckets.clip import Clip, cut_to
+from ..buckets.windows import windows_by_item
 from .order import Ints, Order, Samples, cut_into_batches, make_samples
 from .position import DataPosition, Segment
 
@@ -81,6 +82,10 @@ class BatchSampler:
     would have come. With others it still gives every clip once.
 
     Within it, epochs are counted from the rest of a partly trained one, which is the 0th and may be empty.
+
+    With `by_item`, batches are made of items instead, each with the bucket that its first window gets. In an optimizer
+    step, a batch of items becomes as many micro-batches as the longest of them has windows: the first windows of all,
+    then the second ones, and so on. All micro-batches of the step are dealt out to the ranks in turn.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class BatchSampler:
         seed: int,
         keep: Mapping[Bucket, float] | None = None,
         rest: EpochRest | None = None,
+        by_item: bool = False,
     ) -> None:
         """Args:
         clips: of all datasets.
@@ -98,6 +104,7 @@ class BatchSampler:
         seed: decides the order.
         keep: see `Order`.
         rest: what comes first; default: the whole of epoch 0.
+        by_item: whether all windows of an item come in one optimizer step.
 
         Raises:
             ValueError: no epoch has a batch.
@@ -107,7 +114,11 @@ class BatchSampler:
         self.clips = tuple(clips)
         self.segment = segment
         self.seed = seed
-        self.order = Order(self.clips, seed=seed, keep=keep or {})
+        self.by_item = by_item
+        # Batches are made of these: clips, or for each item its windows, of which the first stands for all.
+        self._windows = windows_by_item(self.clips) if by_item else [[place] for place in range(len(self.clips))]
+        self._num_windows = np.array([len(places) for places in self._windows], dtype=np.int64)
+        self.order = Order([self.clips[first] for first, *_ in self._windows], seed=seed, keep=keep or {})
         self._sizes = np.array([segment.size_of(bucket) for bucket in self.order.buckets], dtype=np.int64)
         self._rest = EpochRest(-1, make_samples([], [], [])) if rest is None else rest
         # Up to an epoch: samples of each bucket and batches; as far as they have been asked for, or by a formula.
@@ -121,16 +132,21 @@ class BatchSampler:
         if self.order.same_counts and segment.epoch_end == "drop" and not self._num_batches(self._per_epoch):
             raise ValueError("no bucket has clips for a whole batch; lower the batch size, or choose another epoch_end")
 
-    def at(self, position: int) -> MicroBatch:
-        """The batch at a position, counted from 0."""
-        nth, place = self._find(position)
-        batches = self._batches(nth)
-        samples = batches.samples[batches.members[batches.starts[place] : batches.stops[place]]]
+    def at(self, position: int, window: int = 0) -> MicroBatch:
+        """The batch at a position, counted from 0; with `by_item`, that window of each of its items which has one."""
+        nth, samples = self._samples_at(position)
+        samples = samples[self._num_windows[samples["items"]] > window]
         clips = (
-            cut_to(self.clips[item], self.order.buckets[slot])
+            cut_to(self.clips[self._windows[item][window]], self.order.buckets[slot])
             for item, slot in zip(samples["items"].tolist(), samples["slots"].tolist(), strict=True)
         )
         return MicroBatch(self._rest.epoch + nth, tuple(clips), cycles=tuple(samples["cycles"].tolist()))
+
+    def _samples_at(self, position: int) -> tuple[int, Samples]:
+        """Return the epoch of a position and the samples of its batch."""
+        nth, place = self._find(position)
+        batches = self._batches(nth)
+        return nth, batches.samples[batches.members[batches.starts[place] : batches.stops[place]]]
 
     def left_at(self, step: int) -> EpochRest:
         """The rest of the epoch in which an optimizer step begins."""
@@ -145,9 +161,38 @@ class BatchSampler:
     def step(self, step: int, *, data_rank: int = 0, data_size: int = 1) -> list[MicroBatch]:
         """The micro-batches of one data rank in optimizer step `step`, counted from 0; those of others are only counted."""
         first, number = self._position(step), self.segment.per_step
+        if self.by_item:
+            return self._step_of_windows(range(first, first + number), data_rank, data_size)
         samples = self._num_samples(first, number)
         batches = [self.at(position) for position in range(first + data_rank, first + number, data_size)]
         return [replace(batch, weight=len(batch.clips) * data_size / samples) for batch in batches]
+
+    def num_micro_batches(self, step: int, *, data_size: int = 1) -> int:
+        """Return how many micro-batches each data rank has in an optimizer step."""
+        if not self.by_item:
+            return self.segment.per_step // data_size
+        first = self._position(step)
+        return -(-len(self._windows_at(range(first, first + self.segment.per_step))) // data_size)
+
+    def _windows_at(self, positions: range) -> list[tuple[int, int]]:
+        """Return the micro-batches of an optimizer step, as positions and windows."""
+        longest = (int(self._num_windows[self._samples_at(position)[1]["items"]].max()) for position in positions)
+        return [(position, window) for position, most in zip(positions, longest, strict=True) for window in range(most)]
+
+    def _step_of_windows(self, positions: range, data_rank: int, data_size: int) -> list[MicroBatch]:
+        """Return a rank's micro-batches of an optimizer step with `by_item`.
+
+        All ranks have equally many, since sharded networks hang otherwise: where the number does not divide, the last
+        micro-batches are a window of the first position that has no weight.
+        """
+        places = self._windows_at(positions)
+        samples = sum(int(self._num_windows[self._samples_at(position)[1]["items"]].sum()) for position in positions)
+        batches = [self.at(*place) for place in places[data_rank::data_size]]
+        batches = [replace(batch, weight=len(batch.clips) * data_size / samples) for batch in batches]
+        if len(batches) < -(-len(places) // data_size):
+            spare = self.at(positions[0])
+            batches.append(replace(spare, clips=spare.clips[:1], cycles=spare.cycles[:1], weight=0.0))
+        return batches
 
     def _num_samples(self, position: int, number: int) -> int:
         """Samples of so many batches from a position on."""
@@ -283,7 +328,7 @@ class BatchSampler:
             missing = int(self._sizes[slot]) - len(batch)
             if missing:
                 bucket = self.order.buckets[slot]
-                pool = [place for place, clip in enumerate(self.clips) if bucket in clip.buckets]
+                pool = [place for place, clip in enumerate(self.order.clips) if bucket in clip.buckets]
                 draw = random.Random(derive_seed(self.seed, "pad", epoch, first_step, bucket_text(bucket)))
                 drawn = draw.sample(pool, min(len(pool), len(batch) + missing))
                 others = [item for item in drawn if item not in set(batch["items"].tolist())]
@@ -294,7 +339,11 @@ class BatchSampler:
 
 
 def sampler_for(
-    clips: Sequence[Clip], data_position: DataPosition, *, keep: Mapping[Bucket, float] | None = None
+    clips: Sequence[Clip],
+    data_position: DataPosition,
+    *,
+    keep: Mapping[Bucket, float] | None = None,
+    by_item: bool = False,
 ) -> BatchSampler:
     """The sampler of a data position's last segment, which starts with the rest of the epoch before it.
 
@@ -302,11 +351,12 @@ def sampler_for(
         clips: of all datasets.
         data_position: from the start of the data, or from a checkpoint.
         keep: see `Order`.
+        by_item: see `BatchSampler`.
     """
     rest: EpochRest | None = None
     segments = data_position.segments
     for segment, following in zip(segments, (*segments[1:], None), strict=True):
-        sampler = BatchSampler(clips, segment, seed=data_position.seed, keep=keep, rest=rest)
+        sampler = BatchSampler(clips, segment, seed=data_position.seed, keep=keep, rest=rest, by_item=by_item)
         if following is not None:
             rest = sampler.left_at(following.first_step)
     return sampler

@@ -126,10 +126,9 @@ class StepSampler:
     data_rank: int = 0
     data_size: int = 1
 
-    @property
-    def per_step(self) -> int:
-        """Micro-batches of an optimizer step, of this data rank."""
-        return self.batches.segment.per_step // self.data_size
+    def counts(self) -> Iterator[int]:
+        """Yield the number of this data rank's micro-batches of each optimizer step, without end."""
+        return (self.batches.num_micro_batches(step, data_size=self.data_size) for step in count(self.start))
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for step in count(self.start):
@@ -178,5 +177,5 @@ def iterate_steps(
             sampler, fetch, clips=sampler.batches.clips, count=num_workers, pin_memory=pin_memory, timeout_s=timeout_s,
             on_restart=on_restart,
         ).batches()  # fmt: skip
-    while True:
-        yield [next(batches) for _ in range(sampler.per_step)]
+    for number in sampler.counts():
+        yield [next(batches) for _ in range(number)]

@@ -68,7 +68,10 @@ class TrainingData:
         self.config = config
         self.spec = spec
         self.parallel = parallel
-        self.sampler = sampler_for(plan.clips, data_position, keep=dict(config.data.bucket_keep_prob))
+        self.sampler = sampler_for(
+            plan.clips, data_position, keep=dict(config.data.bucket_keep_prob),
+            by_item=config.data.sliding_window_batching == "clip",
+        )  # fmt: skip
         self._bad_samples = BadSampleTracker(
             parallel=parallel, share=config.data.max_bad_share, num_files=len({clip.path for clip in plan.clips})
         )
