@@ -26,7 +26,7 @@ from finetrainers.utils.seeding import derive_seed, generator
 
 from .base import Evaluation, MethodParts, Metrics, Step, Summary, standard_normal
 from .held_out import held_out_means
-from .reference import reference_model
+from .reference import Reference, reference_model
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,30 @@ class SFT:
             purpose: decides, with the seed of the run and a sample's key, what is drawn for it.
             quantile: of the noise level, without loss weights; None: drawn.
         """
+        noised, target, weight = self._targets(batch, purpose, quantile)
+        prediction = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.conditions, noised.meta)
+        return _per_sample(F.mse_loss(prediction.float(), target, reduction="none"), noised, weight)
+
+    def gains(
+        self, transformer: nn.Module, reference: Reference, batch: Batch, *, purpose: str, quantile: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return by how much `errors` of the network are below those of the reference model `[B]`, and their loss weights.
+
+        With predictions p and r and target t, (r - t)^2 - (p - t)^2 = (r - p)(r + p - 2t) before the mean: a difference of two
+        means near 1 keeps few of its digits in fp32.
+        """
+        noised, target, weight = self._targets(batch, purpose, quantile)
+        inputs = noised.x_t, noised.frame_t, batch.conditions, noised.meta
+        prediction = self.spec.predict(transformer, *inputs).float()
+        with torch.no_grad(), reference(transformer) as network:
+            known = self.spec.predict(network, *inputs).float()
+        return _per_sample((known - prediction) * (known + prediction - 2 * target), noised, weight)
+
+    def _targets(self, batch: Batch, purpose: str, quantile: float | None) -> tuple[Noised, Tensor, Tensor | None]:
+        """Return the samples at their noise levels, what is to be predicted, and the loss weights `[B]`; see `errors`."""
         noised = self._noised(batch, purpose=purpose, quantile=quantile)
         weight = None if quantile is not None else self.noise_levels.weight(noised.t)
-        prediction = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.conditions, noised.meta)
-        target = self.process.target(noised.x0, noised.eps, noised.t)
-        return _per_sample(F.mse_loss(prediction.float(), target, reduction="none"), noised, weight)
+        return noised, self.process.target(noised.x0, noised.eps, noised.t), weight
 
     def _noised(self, batch: Batch, *, purpose: str, quantile: float | None) -> Noised:
         """The samples at their noise levels; see `errors`."""

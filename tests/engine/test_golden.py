@@ -154,7 +154,7 @@ def test_steps_on_preference_pairs(
 
     def check(golden: list[dict[str, float]]) -> None:
         for now, then in zip(found, golden, strict=True):
-            assert now == pytest.approx(then, rel=1e-3, abs=2e-3)  # a margin is a difference of nearly equal errors
+            assert now == pytest.approx(then, rel=1e-3, abs=1e-4)
 
     compare("preference_steps.json", f"{family} {training_type}", found, check)
 

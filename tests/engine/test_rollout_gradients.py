@@ -90,17 +90,15 @@ def test_the_gradient_is_that_of_replay(
     family: str, training_type: str, reward_run: Callable[..., Any], compared: Compared
 ) -> None:
     is_lora = training_type == "lora"
-    [record] = reward_run(
-        family, training_type=training_type, gradient_checkpointing=is_lora, batch_size=1 if is_lora else 2
-    ).metrics
+    [record] = reward_run(family, training_type=training_type, gradient_checkpointing=is_lora, batch_size=1).metrics
     for how, taken in compared.shared.items():
         assert taken.keys() == compared.replayed.keys()  # weights without a gradient still have none
         error, size = (
             torch.sqrt(sum((one.double() ** 2).sum() for one in parts))
             for parts in ([taken[w] - compared.replayed[w] for w in taken], compared.replayed.values())
         )
-        # Steps that are trained are sampled clip by clip, and matrix products of other sizes round differently.
-        assert error <= (2e-6 if is_lora else 1e-4) * size > 0, how
+        # Steps that are trained are sampled clip by clip. Replay does the same, since products of other sizes round differently.
+        assert error <= 2e-6 * size > 0, how
         rollout = compared.without[how]
         norms = by_noise(rollout.taken.norms, rollout.taken.levels)
         for name, value in {**rollout.stats, **norms}.items():

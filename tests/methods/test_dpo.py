@@ -86,6 +86,42 @@ def test_loss_against_float64(family: str, tiny_repo: Callable[..., Path]) -> No
     loss.backward()
 
 
+@pytest.mark.parametrize("family", ["ltx_video", "cogvideox"])
+def test_predictions_that_hardly_differ_keep_their_digits(family: str, tiny_repo: Callable[..., Path]) -> None:
+    """Errors near 1 that differ by 1e-4 decide over the loss: its value and its gradient, against float64."""
+    setting = PairSetting(tiny_repo(family), family)
+    difference = torch.randn(64, generator=torch.Generator().manual_seed(0))
+
+    def predict(transformer: Any, x: Tensor, t: Tensor, conditions: Any, meta: Any) -> Tensor:
+        answers = Setting._predict(setting, transformer, x, t, conditions, meta)
+        rows = torch.arange(4.0).view(-1, 1, 1, 1, 1)
+        return (
+            (answers + 3e-5 * (1 + rows) * difference[: x.shape[-1]]).detach() if transformer is REFERENCE else answers
+        )
+
+    setting.spec.predict = predict  # type: ignore[method-assign]
+    method = setting.dpo()
+    method.beta = 5000.0
+    batch = pairs_batch(setting)
+    loss, _ = method.loss(NETWORK, Pairs(batch))
+    loss.backward()
+    (answers, *_), samples = (
+        setting.answers,
+        derive(setting, family, batch, "train", lambda g: float(torch.rand((), generator=g))),
+    )
+    target = torch.stack([sample["target"] for sample in samples])
+    rows = torch.arange(4.0).view(-1, 1, 1, 1, 1)
+    reference = (answers + 3e-5 * (1 + rows) * difference[: answers.shape[-1]]).detach().double()
+    prediction = answers.detach().double().requires_grad_()
+    gains = ((reference - target) ** 2 - (prediction - target) ** 2).flatten(1).mean(1)
+    expected = -torch.nn.functional.logsigmoid(2500.0 * (gains[0::2] - gains[1::2])).mean()
+    expected.backward()
+    assert answers.grad is not None
+    assert prediction.grad is not None
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert float((answers.grad - prediction.grad).norm()) <= 2e-6 * float(prediction.grad.norm())
+
+
 def test_a_network_like_the_reference_model_prefers_nothing(tiny_repo: Callable[..., Path]) -> None:
     setting = PairSetting(tiny_repo("ltx_video"), "ltx_video")
     method = setting.dpo()

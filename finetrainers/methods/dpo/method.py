@@ -16,10 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
@@ -57,15 +55,14 @@ class Pairs:
         return found + [Pairs(rows(slice(0, 2), weight=0.0))] * (pieces - len(found))
 
 
-def preference_margin(errors: Tensor, reference: Tensor, beta: Tensor | float) -> Tensor:
-    """The argument of the sigmoid, `[B]`: how much more the preferred clips have improved than the rejected ones.
+def preference_margin(gains: Tensor, beta: Tensor | float) -> Tensor:
+    """Return the argument of the sigmoid, `[B]`: how much more the preferred clips have improved than the rejected ones.
 
     Args:
-        errors, reference: mean squared errors of the network and of the reference model, `[2B]`, in the order of `Pairs`.
+        gains: by how much the network's errors are below the reference model's, `[2B]`, in the order of `Pairs`.
         beta: beta times omega, a number or `[B]`.
     """
-    gain = reference - errors
-    return beta / 2 * (gain[0::2] - gain[1::2])
+    return beta / 2 * (gains[0::2] - gains[1::2])
 
 
 class DPO:
@@ -75,7 +72,7 @@ class DPO:
     summaries: Mapping[str, Summary] = SFT.summaries
 
     def __init__(self, parts: MethodParts[TrainingData]) -> None:
-        self.sft = SFT(parts)  # gives the batches, and the errors of predictions
+        self.sft = SFT(parts)  # gives the batches, and how predictions improve
         self.reference = reference_model(parts)
         self.beta = parts.config.dpo.beta
 
@@ -105,13 +102,9 @@ class DPO:
     def _compare(
         self, transformer: nn.Module, clips: Batch, *, purpose: str, quantile: float | None
     ) -> tuple[Tensor, Tensor]:
-        """The margin of every pair `[B]`, and by how much the error of every clip has fallen `[2B]`."""
-        errors = partial(self.sft.errors, batch=clips, purpose=purpose, quantile=quantile)
-        found, weight = errors(transformer)
-        with torch.no_grad(), self.reference(transformer) as network:
-            reference, _ = errors(network)
-        beta = self.beta if weight is None else self.beta * weight[0::2]
-        return preference_margin(found, reference, beta), reference - found
+        """Return the margin of every pair `[B]`, and by how much the error of every clip has fallen `[2B]`."""
+        gains, weight = self.sft.gains(transformer, self.reference, clips, purpose=purpose, quantile=quantile)
+        return preference_margin(gains, self.beta if weight is None else self.beta * weight[0::2]), gains
 
     @property
     def evaluates(self) -> bool:
