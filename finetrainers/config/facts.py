@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .geometry import Geometry
@@ -69,6 +69,8 @@ class Facts:
         noise_range: quantiles that the trained part is for.
         heads: attention heads of the network, over which processes can share a clip; None: not known.
         media: further media that the network takes with every clip, each of the clip's frames: `control_video`, say.
+        misread: why a program takes a file of all weights for another network, by export format.
+        read_notes: what its users need to know of a file that it reads, by export format.
     """
 
     geometry: Geometry
@@ -89,6 +91,8 @@ class Facts:
     noise_range: tuple[float, float] = (0.0, 1.0)
     media: tuple[str, ...] = ()
     heads: int | None = None
+    misread: Mapping[str, str] = field(default_factory=dict, hash=False)
+    read_notes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def of_expert(self, expert: str | None) -> Facts:
         """The facts of a run that trains the `high` (also for None) or the `low` expert, where there are two."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.facts import Facts
 from finetrainers.config.given import Given
 from finetrainers.config.load import build_config
 from finetrainers.config.root import TrainConfig
@@ -58,6 +59,11 @@ class Source:
     def family(self) -> Family:
         """The model's family."""
         return get_family(self.config.model.model_name)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The facts of the network that is exported."""
+        return self.family.facts_of(self.config.model)
 
     @cached_property
     def is_dora(self) -> bool:
@@ -125,15 +131,17 @@ def result_source(config: TrainConfig, root: Path) -> Source:
 
 
 def source_problems(source: Source, formats: Sequence[str], folder: Path, *, overwrite: bool) -> list[Problem]:
-    """Why an export is impossible, as far as headers tell."""
-    found = []
+    """Return why an export is impossible, as far as headers tell."""
+    problems, is_lora = [], source.weights.kind == "lora"
     for kind in formats:
-        why = format_problem(source.family.name, kind, is_lora=source.weights.kind == "lora", is_dora=source.is_dora)
+        why = format_problem(
+            source.family.name, kind, is_lora=is_lora, is_dora=source.is_dora, misread=source.facts.misread
+        )
         if why is not None:
-            found.append(Problem("--format", why))
+            problems.append(Problem("--format", why))
         elif (folder / kind).exists() and not overwrite:
-            found.append(Problem("--format", f"{folder / kind} exists; --overwrite replaces it"))
-    return found
+            problems.append(Problem("--format", f"{folder / kind} exists; --overwrite replaces it"))
+    return problems
 
 
 @dataclass(frozen=True)
@@ -357,9 +365,12 @@ def _published(final: Path) -> Iterator[Path]:
 def print_exported(one: Exported, source: Source, *, say: Callable[[str], None]) -> None:
     """Where a format is, what reads it, and what reading it back has shown."""
     say(f"{one.kind}: {one.path}")
-    reader = readers(source.family.name, one.kind, is_lora=source.weights.kind == "lora")
+    is_lora = source.weights.kind == "lora"
+    reader = readers(source.family.name, one.kind, is_lora=is_lora)
     if reader is not None:
         say(f"  for {reader}")
+    if not is_lora and (note := source.facts.read_notes.get(one.kind)):
+        say(f"  {note}")
     if one.checked is None:
         say("  read back: every tensor is equal")
         return

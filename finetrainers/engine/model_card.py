@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import ModelCardData
 
+from finetrainers.config.facts import Facts
 from finetrainers.config.root import TrainConfig, changed_options, fields
 from finetrainers.models.lora_names import READERS, format_problem
 from finetrainers.models.spec import ModelSpec
@@ -223,7 +224,7 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         part=spec.facts.trained,
         location=location,
         load_call=spec.load_call(location) if is_lora else "",
-        comfyui=not packaged and _comfyui_reads(config),
+        comfyui=not packaged and _comfyui_reads(config, spec.facts),
         has_strength=spec.facts.trained == "transformer",
         **_call(checked, spec),
         needs_image=needs_image,
@@ -249,11 +250,12 @@ def _call(checked: Preflight, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _comfyui_reads(config: TrainConfig) -> bool:
+def _comfyui_reads(config: TrainConfig, facts: Facts) -> bool:
     """Whether the result can be exported for ComfyUI."""
     family, training = config.model.model_name, config.training
-    is_lora = training.training_type == "lora"
-    return family in READERS and not format_problem(family, "comfyui", is_lora=is_lora, is_dora=training.use_dora)
+    is_lora, is_dora = training.training_type == "lora", training.use_dora
+    problem = format_problem(family, "comfyui", is_lora=is_lora, is_dora=is_dora, misread=facts.misread)
+    return family in READERS and problem is None
 
 
 def _shown(value: Any) -> str:

@@ -350,7 +350,7 @@ def _check_options(
     found.warnings += rules.warnings
     is_lora, is_dora = config.training.training_type == "lora", config.training.use_dora
     for wanted in config.run.export_formats:
-        why = format_problem(config.model.model_name, wanted, is_lora=is_lora, is_dora=is_dora)
+        why = format_problem(config.model.model_name, wanted, is_lora=is_lora, is_dora=is_dora, misread=facts.misread)
         found.errors += [] if why is None else [Problem("--export_formats", why)]
     found.warnings += filter(None, [restart_warning()])
     asked = os.environ.get(faults.ENVIRONMENT, "")

@@ -6,6 +6,9 @@ it describes the published checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from finetrainers.config.facts import Configs, Facts
 from finetrainers.config.geometry import Geometry
 
@@ -116,6 +119,7 @@ def cogvideox(configs: Configs) -> Facts:
     learned = transformer.get("use_learned_positional_embeddings", False)
     # The slice grid of 1.5 has as many positions as the largest size it was trained on.
     sliced = transformer.get("use_rotary_positional_embeddings", False) and transformer.get("patch_size_t") is not None
+    misread, note = _cogvideox_in_comfyui(transformer) if "transformer" in configs else (None, None)
     return Facts(
         Geometry(
             temporal=int(vae.get("temporal_compression_ratio", 4)),
@@ -135,7 +139,44 @@ def cogvideox(configs: Configs) -> Facts:
         if animates
         else None,  # finetune/models/cogvideox_i2v/lora_trainer.py of THUDM/CogVideo
         media=("control_video",) if inputs > latents and not own else (),
+        misread={} if misread is None else {"comfyui": misread},
+        read_notes={} if note is None else {"comfyui": note},
     )
+
+
+#: What ComfyUI assumes of every table of positions; diffusers' defaults, too.
+_COMFYUI_TABLE = {
+    "sample_height": 60,
+    "sample_width": 90,
+    "sample_frames": 49,
+    "temporal_compression_ratio": 4,
+    "max_text_seq_length": 226,
+    "patch_size_t": None,
+}
+
+
+def _cogvideox_in_comfyui(transformer: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return why ComfyUI takes a transformer for another network, and what to know of one that it reads, each or None.
+
+    A file with `patch_embed.pos_embedding` has that table of positions there, of one size, and no rotary positions. Any
+    other file has rotary positions (`detect_unet_config` in comfy/model_detection.py, comfy/ldm/cogvideo/model.py).
+    """
+    rotary = transformer.get("use_rotary_positional_embeddings", False)
+    learned = transformer.get("use_learned_positional_embeddings", False)
+    if rotary and learned:
+        return "ComfyUI ignores the rotary positions of checkpoints with learned ones", None
+    if rotary and transformer.get("patch_size_t") is None:
+        return None, (
+            "ComfyUI multiplies the rotary positions of CogVideoX 1.0 by 1.875, also those of the published weights, so that "
+            "its samples differ from those of diffusers; CogVideoX 1.5 is not concerned"
+        )
+    if rotary:
+        return None, None
+    odd = [name for name, value in _COMFYUI_TABLE.items() if transformer.get(name, value) != value]
+    if odd:
+        values = ", ".join(f"{name} {transformer[name]}" for name in odd)
+        return f"ComfyUI has positions for latents of 60x90, 49 frames and 226 text tokens only, not for {values}", None
+    return None, "ComfyUI reads positions for 480x720 (height x width) and up to 49 frames; other sizes get wrong ones"
 
 
 FAMILIES = (

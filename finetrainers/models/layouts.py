@@ -139,14 +139,16 @@ class Match:
             hint = f" (it has {self.prefix}{close[0]})" if close else ""
             lacks = some([self.prefix + name for name in self.missing])
             found.append(f"{place} lacks {plural(len(self.missing), 'tensor')}: {lacks}{hint}")
-        if self.misshapen:
-            name = self.misshapen[0]
-            more = f" ({len(self.misshapen)} such tensors)" if len(self.misshapen) > 1 else ""
-            found.append(
-                f"{self.prefix}{name} in {place} has shape {self.held[name]}, and {config} asks for "
-                f"{self.needed[name]}{more}"
-            )
-        return found
+        return found + self.shape_problems(place, config)
+
+    def shape_problems(self, place: str, config: str) -> list[str]:
+        """Return a problem if tensors of the file have other shapes than the network's."""
+        if not self.misshapen:
+            return []
+        name = self.misshapen[0]
+        more = f" ({len(self.misshapen)} such tensors)" if len(self.misshapen) > 1 else ""
+        shapes = f"has shape {self.held[name]}, and {config} asks for {self.needed[name]}{more}"
+        return [f"{self.prefix}{name} in {place} {shapes}"]
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:

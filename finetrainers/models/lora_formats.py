@@ -28,7 +28,7 @@ from .files import some
 from .layouts import Layout, Rows, layout_of, renamed
 from .lora_names import PREFIXES, kind_of
 from .original import COMFYUI, layouts_of, original_layout
-from .single_file import save_single_file
+from .single_file import check_buffers, computed_buffers, save_single_file
 
 #: Formats with names of their own.
 Foreign = Literal["comfyui", "kohya"]
@@ -355,4 +355,6 @@ def save_original(path: Path, network: nn.Module, tensors: Mapping[str, Tensor])
     """
     name = _stock(network)
     # The layout of CogVideoX's authors is that of another program's checkpoints.
-    save_single_file(path, name, tensors, kind=COMFYUI if name == _COG else None)
+    kind = COMFYUI if name == _COG else None
+    save_single_file(path, name, {**computed_buffers(network), **tensors}, kind=kind)
+    check_buffers(path, network, name, complete=True)

@@ -7,6 +7,7 @@ Sources: `comfy/lora.py` and `comfy/ldm/` of ComfyUI; `convert_lora.py` and `net
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 #: The formats, in the order of the documentation. `merged` is a whole network with a LoRA added.
 FORMATS = ("diffusers", "comfyui", "kohya", "peft", "merged")
@@ -45,16 +46,21 @@ def kind_of(names: Iterable[str]) -> str | None:
     return "comfyui" if any(name.startswith(_TENCENT) for name in names) else None
 
 
-def format_problem(family: str, wanted: str, *, is_lora: bool, is_dora: bool) -> str | None:
-    """Why the weights of a run cannot be exported in a format, with the way out; None: they can.
+def format_problem(
+    family: str, wanted: str, *, is_lora: bool, is_dora: bool, misread: Mapping[str, str] = MappingProxyType({})
+) -> str | None:
+    """Return why the weights of a run cannot be exported in a format, with the remedy, or None if they can.
 
     Args:
         family: of the model.
         wanted: the format.
         is_lora: whether they are a LoRA, not a whole network.
         is_dora: whether they have DoRA's magnitudes.
+        misread: see `Facts`.
     """
     if not is_lora:
+        if wanted in misread:
+            return f"{wanted}: {misread[wanted]}, so that it would compute another network; use diffusers"
         if wanted in ("diffusers", "comfyui"):
             return None
         why = "these are all weights already" if wanted == "merged" else "it holds a LoRA, and these are all weights"

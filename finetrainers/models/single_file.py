@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from finetrainers.utils.hashed_files import Written, save_safetensors
 from finetrainers.utils.headers import read_header
 
-from .layouts import Match, layout_of, match_file, read_tensors, stored_tensors
+from .layouts import Match, Shapes, layout_of, match_file, read_tensors, stored_tensors
 from .original import ORIGINALS, layouts_of, original_layout
 
 #: Name of the layout that diffusers' converter of a class reads.
 BY_DIFFUSERS = "diffusers' converter"
+#: What bf16 rounds off a sine.
+_ROUNDING = 2**-8
 
 
 def match_network(path: Path, network: nn.Module) -> Match:
@@ -60,6 +62,47 @@ def _converted(network: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tens
 def shapes_of(network: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of a network's tensors by their names in diffusers layout."""
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+
+
+def computed_buffers(network: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a network computes from its config and leaves out of its weights, in fp32.
+
+    Other programs have no config: a table of positions that is not in a file does not exist for them.
+    """
+    weights = network.state_dict()
+    return {name: buffer.float() for name, buffer in network.named_buffers() if name not in weights}
+
+
+def match_buffers(held: Shapes, network: nn.Module, class_name: str) -> Match:
+    """Return how a file holds the buffers that a network computes, some of which it may lack."""
+    weights, buffers = shapes_of(network), {n: tuple(b.shape) for n, b in computed_buffers(network).items()}
+    layouts = layouts_of(class_name, [*weights, *buffers])
+    layout = layouts[match_file(held, weights, layouts_of(class_name, weights)).kind]
+    own = {stored: rows for stored, rows in layout.items() if all(row.name in buffers for row in rows)}
+    return match_file(held, buffers, {"buffers": own})
+
+
+def check_buffers(path: Path, network: nn.Module, class_name: str, *, complete: bool = False) -> None:
+    """Compare the buffers in a file with those that the network computes.
+
+    Args:
+        path: the file.
+        network: whose weights do not matter.
+        class_name: of the network in diffusers.
+        complete: whether the file must hold all of them.
+
+    Raises:
+        ValueError: some differ, or are missing; with the name of one.
+    """
+    buffers = computed_buffers(network)
+    match = match_buffers(read_header(path).shapes, network, class_name)
+    problems = match.problems(str(path)) if complete and buffers else []
+    shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    for name, tensor in read_tensors(path, match, shapes):
+        if not torch.allclose(tensor.float(), buffers[name].cpu(), atol=_ROUNDING):
+            problems.append(f"{name} in {path} has other values than the network computes from its config")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def load_single_file(cls: Any, settings: Any, path: Path, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import ModelMixin
 from torch import nn
 
@@ -33,7 +34,8 @@ from .files import (
     some,
     stored_header,
 )
-from .single_file import match_network
+from .layouts import Match
+from .single_file import check_buffers, match_buffers, match_network
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -127,9 +129,14 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
         network = _on_meta(cls, settings)
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         return [Problem(where, f"the config of the {part} describes no {cls.__name__}: {error}")], []
-    match, warnings = match_network(path, network), []
+    match, warnings, problems = match_network(path, network), [], []
+    config_file = str(component_file(config, part, "config.json"))
     unused = match.unused
-    if not isinstance(network, ModelMixin):  # of tied tensors the file need hold one
+    if isinstance(network, ModelMixin):  # buffers that it computes, which other programs need in the file
+        buffers = match_buffers(match.held, network, cls.__name__)
+        unused = [name for name in unused if name not in buffers.needed]
+        problems = buffers.shape_problems(str(path), config_file) or _buffer_problems(path, cls, settings, buffers)
+    else:  # of tied tensors the file need hold one
         missing, _, odd = compare(network, match.held)
         needed = {n: shape for n, shape in match.needed.items() if n in match.held or n in missing}
         match, unused = replace(match, needed=needed), [name for name in unused if name in odd]
@@ -144,8 +151,20 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
             f"{where}: {path} holds weights that were cast to 8 bits ({cast}), without scales: they are read and cast to "
             f"the dtype of the {part}, and what the first cast has rounded off stays lost"
         )
-    config_file = component_file(config, part, "config.json")
-    return [Problem(where, text) for text in match.problems(str(path), str(config_file))], warnings
+    return [Problem(where, text) for text in [*match.problems(str(path), config_file), *problems]], warnings
+
+
+def _buffer_problems(path: Path, cls: Any, settings: Any, buffers: Match) -> list[str]:
+    """Return a problem if a file has other values of buffers than the network computes."""
+    if len(buffers.missing) == len(buffers.needed):
+        return []
+    with init_empty_weights():  # buffers have values
+        network = cls.from_config(dict(settings))
+    try:
+        check_buffers(path, network, cls.__name__)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def compare(network: nn.Module, held: Shapes) -> tuple[list[str], list[str], list[str]]:

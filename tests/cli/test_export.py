@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from finetrainers.cli.main import main
+from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.engine import export_formats as module
+from finetrainers.engine.preflight import preflight
 from finetrainers.engine.sample.weights import find_target
-from finetrainers.models import saving
+from finetrainers.models import cogvideox, lora_formats, saving
 from finetrainers.models.registry import get_family
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -29,11 +32,13 @@ FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox")
 def a_run(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     """`a_run(family, **settings)`: what a run leaves, and the trained network."""
 
-    def build(family: str = "ltx_video", *, full: bool = False, **settings: Any) -> tuple[Path, Any]:
-        root = tmp_path / f"my {family}"
+    def build(
+        family: str = "ltx_video", *, full: bool = False, version: str | None = None, **settings: Any
+    ) -> tuple[Path, Any]:
+        root = tmp_path / f"my {family}{version or ''}"
         kind = {"training_type": "full-finetune"} if full else {}
         config = load_config(
-            model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), data_root="clips",
+            model_name=family, pretrained_model_name_or_path=str(tiny_repo(family, version=version)), data_root="clips",
             output_dir=str(root), id_token="MYSTYLE", **kind,
         )  # fmt: skip
         spec = get_family(family).load(config.model)
@@ -142,6 +147,87 @@ def test_all_weights_of_a_full_finetuning(
     said = capsys.readouterr().err
     assert "--format: kohya: it holds a LoRA, and these are all weights; use diffusers or comfyui" in said
     assert "--format: merged: these are all weights already" in said
+
+
+def comfyui_prediction(network: Any, file: dict[str, torch.Tensor], x_BTCHW: torch.Tensor) -> torch.Tensor:
+    """Return what ComfyUI computes: with the positions that the file has, else with rotary ones."""
+    table = file.get("model.diffusion_model.patch_embed.pos_embedding")
+    embed, network = network.patch_embed, copy.deepcopy(network)
+
+    def embed_patches(text: torch.Tensor, video: torch.Tensor) -> torch.Tensor:
+        patches = embed.proj(video.flatten(0, 1)).flatten(2).transpose(1, 2).reshape(len(video), -1, text.shape[-1])
+        positions = 0.0 if table is None else table[:, 226 : 226 + patches.shape[1]]
+        return torch.cat([text, patches + positions], dim=1)
+
+    network.patch_embed.forward = lambda text, video: embed_patches(embed.text_proj(text), video)
+    rotary = {"use_rotary_positional_embeddings": table is None, "use_learned_positional_embeddings": False}
+    config = type(network.config)(**{**network.config, **rotary})
+    return predict(network, x_BTCHW, cogvideox._rotary(config, x_BTCHW.transpose(1, 2)))
+
+
+@torch.no_grad()
+def predict(network: Any, x_BTCHW: torch.Tensor, positions: Any = None) -> torch.Tensor:
+    """Return the network's prediction for fixed prompt embeddings at timestep 500."""
+    texts = torch.randn(1, 226, 32, generator=torch.Generator().manual_seed(1))
+    prediction: torch.Tensor = network(
+        hidden_states=x_BTCHW, encoder_hidden_states=texts, timestep=torch.tensor([500]), image_rotary_emb=positions,
+        return_dict=False,
+    )[0]  # fmt: skip
+    return prediction
+
+
+def test_comfyui_computes_the_network_that_was_exported(
+    a_run: Callable[..., tuple[Path, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CogVideoX-2b leaves its positions out of its weights, and ComfyUI finds them in the file only."""
+    root, network = a_run("cogvideox", full=True, version="2b")
+    path = root / "export" / "comfyui" / "my-cogvideox2b.safetensors"
+    export = ["export", str(root), "--format", "comfyui", "--overwrite"]
+    x = torch.randn(1, 2, 16, 60, 90, generator=torch.Generator().manual_seed(0))
+    for dtype in ("bf16", "fp32"):
+        assert main([*export, "--dtype", dtype]) == 0
+        assert "480x720" in capsys.readouterr().out
+        weights = load_file(path)
+        table = weights["model.diffusion_model.patch_embed.pos_embedding"]
+        assert table.equal(network.patch_embed.pos_embedding.float())
+    torch.testing.assert_close(comfyui_prediction(network, weights, x), predict(network, x), rtol=0, atol=1e-5)
+
+    # The file is read as a model again, unless its positions are those of another network.
+    on = ["--pretrained_model_name_or_path", load_config(root / "config.toml").model.pretrained_model_name_or_path]
+    back = ["export", str(tmp_path / "other.safetensors"), "--format", "diffusers", "--overwrite", "--output_dir", str(tmp_path / "back"), *on]  # fmt: skip
+    for changed, status in ((table, 0), (table + 1, 2), (table[:, 1:].contiguous(), 2)):
+        save_file(
+            {**weights, "model.diffusion_model.patch_embed.pos_embedding": changed}, tmp_path / "other.safetensors"
+        )
+        capsys.readouterr()
+        assert main(back) == status
+        said = capsys.readouterr()
+        assert ("pos_embedding" in said.out + said.err) == (status == 2)
+
+    # A file without them would be read as another network: it is found when it is read back.
+    before = path.read_bytes()
+    monkeypatch.setattr(lora_formats, "computed_buffers", lambda network: {})
+    with pytest.raises(ValueError, match="pos_embedding"):
+        main(export)
+    assert path.read_bytes() == before
+
+
+def test_networks_that_comfyui_takes_for_others_are_refused(
+    a_run: Callable[..., tuple[Path, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ignores the rotary positions of a file with learned ones; LoRAs and other formats do not depend on that."""
+    root, _ = a_run("cogvideox", full=True, version="i2v")
+    before = sorted(root.rglob("*"))
+    assert main(["export", str(root), "--format", "comfyui", "diffusers"]) == 2
+    assert "--format: comfyui" in capsys.readouterr().err
+    assert sorted(root.rglob("*")) == before
+    assert main(["export", str(root), "--format", "diffusers"]) == 0
+    config = load_config(root / "config.toml", export_formats=["comfyui"], data_root=str(root))
+    with pytest.raises(ConfigError, match="--export_formats"):
+        preflight(config)
 
 
 def _check_single_files(

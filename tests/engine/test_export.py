@@ -46,7 +46,7 @@ def finished(tmp_path, *, pretrained="owner/base", **options):
         parallel=SimpleNamespace(device=torch.device("cpu"), world_size=2),
         spec=SimpleNamespace(
             pipeline_class=LTXPipeline,
-            facts=SimpleNamespace(needs_image=False, trained="transformer", media=()),
+            facts=SimpleNamespace(needs_image=False, trained="transformer", media=(), misread={}),
             load_call=lambda place: f"load_lora_weights({json.dumps(place)})",
         ),
         run_dir=SimpleNamespace(root=tmp_path),
