@@ -41,3 +41,25 @@ def test_files_and_functions_are_short() -> None:
                 if (node.end_lineno or 0) - first >= LONGEST_FUNCTION:
                     long.add(f"{path.name} {node.name}")
     assert long <= LONG
+
+
+#: What a random draw must be given, since the default is the host program's.
+DRAWS = {
+    **dict.fromkeys(("rand", "randn", "normal"), {"dtype", "device"}),
+    **dict.fromkeys(("randint", "randperm"), {"device"}),
+}
+
+
+def test_random_draws_have_a_dtype_and_a_device() -> None:
+    """A draw in another dtype has other values. A call may also be that of `partial`."""
+    incomplete = set()
+    for path in (ROOT / "finetrainers").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            is_partial = isinstance(node.func, ast.Name) and node.func.id == "partial" and node.args
+            drawn = ast.unparse(node.args[0] if is_partial else node.func)
+            needed = DRAWS.get(drawn.removeprefix("torch.")) if drawn.startswith("torch.") else None
+            if needed is not None and not needed <= {keyword.arg for keyword in node.keywords}:
+                incomplete.add(f"{path.name}:{node.lineno} {drawn}")
+    assert incomplete == set()

@@ -122,7 +122,7 @@ def _report(directory: Path, truth: dict[str, torch.Tensor]) -> dict[str, float]
         real = clip.numpy()
         sampled = {}
         for name, pipeline in (("before", before), ("after", after)):
-            noise = [torch.Generator().manual_seed(0)]
+            noise = [torch.Generator("cpu").manual_seed(0)]
             sampled[name] = sample(pipeline, [caption], generators=noise, guidance=1.0, height=SIZE, width=SIZE)[0]
             write_mp4(directory / f"{name}-{slug(caption)}.mp4", sampled[name], fps=FPS)
         scores[caption] = psnr(sampled["after"], real)

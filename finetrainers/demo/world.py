@@ -273,10 +273,10 @@ def _reach(scene: Scene) -> tuple[float, float]:
 
 
 def _choose(rng: torch.Generator, names: tuple[str, ...]) -> str:
-    return names[int(torch.randint(len(names), (), generator=rng))]
+    return names[int(torch.randint(len(names), (), generator=rng, device="cpu"))]
 
 
 def _place(rng: torch.Generator, middle: float, reach: float) -> float:
     """A lattice point from which a shape that reaches so far stays within the frame, or nearly so."""
     steps = int((middle - reach + 0.02) / _PITCH)
-    return middle + _PITCH * int(torch.randint(-steps, steps + 1, (), generator=rng))
+    return middle + _PITCH * int(torch.randint(-steps, steps + 1, (), generator=rng, device="cpu"))

@@ -21,9 +21,9 @@ def sample_quantiles(generators: Sequence[torch.Generator], config: DiffusionSec
     """One quantile per generator, `[B]` fp32 on the generators' device."""
     device = generators[0].device
     if config.flow_weighting_scheme == "logit_normal":
-        draws = [torch.randn((), generator=g, device=device) for g in generators]
+        draws = [torch.randn((), generator=g, device=device, dtype=torch.float32) for g in generators]
         return torch.sigmoid(config.flow_logit_mean + config.flow_logit_std * torch.stack(draws))
-    v = torch.stack([torch.rand((), generator=g, device=device) for g in generators])
+    v = torch.stack([torch.rand((), generator=g, device=device, dtype=torch.float32) for g in generators])
     if config.flow_weighting_scheme == "mode":
         return 1 - v - config.flow_mode_scale * (torch.cos(math.pi * v / 2) ** 2 - 1 + v)
     return v

@@ -17,6 +17,7 @@ from finetrainers.optim.rules import optimizer_problems
 from finetrainers.parallel.select import open_strategy, planned_strategy
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.device import device_problem, likely_device_type
+from finetrainers.utils.process_state import leave_groups, process_groups
 
 from .guards.memory import refusal
 
@@ -32,7 +33,12 @@ def join(config: TrainConfig) -> Strategy:
         raise ConfigError([Problem("GPU", unusable)])
     torch.backends.cuda.matmul.allow_tf32 = config.run.allow_tf32
     torch.backends.cudnn.allow_tf32 = config.run.allow_tf32
-    return open_strategy(config)
+    groups = process_groups()
+    try:
+        return open_strategy(config)
+    except BaseException:
+        leave_groups(groups)
+        raise
 
 
 def make_strategy(config: TrainConfig) -> Strategy:
@@ -44,6 +50,7 @@ def make_strategy(config: TrainConfig) -> Strategy:
     parallel = join(config)
     problems = list(_problems(config, parallel))
     if problems:
+        parallel.close()
         raise ConfigError(problems)
     return parallel
 

@@ -231,7 +231,7 @@ def given_video(path: Path, size: tuple[int, int, int], *, frame_rate: float, st
         num_frames=found.frames, source_fps=found.fps, width=found.width, height=found.height, start=start,
         is_variable=found.is_variable,
     )  # fmt: skip
-    return to_unit_range(load_clip(clip, generator=torch.Generator())[None])
+    return to_unit_range(load_clip(clip, generator=torch.Generator("cpu"))[None])
 
 
 @torch.no_grad()

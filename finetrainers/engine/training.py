@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.registry import get_family
 from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.logs import quiet_libraries
-from finetrainers.utils.process_state import environment_restored, restored
+from finetrainers.utils.process_state import environment_restored, host_group_problem, restored
 
 from .callbacks.base import Callback, check_callbacks
 from .initial_weights import LORA_FILE
 from .ready import get_ready
+from .start_report import print_line
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class TrainResult:
         if self.weights is None:
             why = "a dry run trains nothing" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
             raise ValueError(f"there are no trained weights in {self.run_dir}: {why}")
-        with quiet_libraries():
+        with restored(), quiet_libraries():
             import torch
 
             from finetrainers.models.spec import DTYPES
@@ -107,10 +109,14 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> TrainRe
     with environment_restored():
         use_expandable_segments()
         check_callbacks(callbacks)
+        if (problem := host_group_problem()) is not None:
+            raise ConfigError([Problem("process group", problem)])
         checked = get_ready(config)
-        with restored(), quiet_libraries():
+        with restored() as set_aside, quiet_libraries():
             from .run import run
 
+            if set_aside:
+                print_line(f"note: settings of this program that do not apply to the run: {', '.join(set_aside)}")
             state = run(checked, callbacks=callbacks)
             if state is None:
                 return TrainResult(checked.config, step=0)

@@ -194,7 +194,7 @@ def standard_normal(
 
     It is drawn on the host: CUDA's streams differ from the CPU's, and from one kind of GPU to another.
     """
-    noise = torch.empty(len(generators), *shape)
+    noise = torch.empty(len(generators), *shape, dtype=torch.float32, device="cpu")
     for row, generator in zip(noise, generators, strict=True):
         row.normal_(generator=generator)
     return to_device(noise, device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,8 +103,8 @@ def check_backend(name: str, *, device: torch.device, dtype: torch.dtype, head_d
     Raises:
         ConfigError: the backend fails, or computes something else.
     """
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, 192, 2, head_dim, generator=generator).to(device, dtype) for _ in range(4)]
+    draw = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
+    inputs = [draw(2, 192, 2, head_dim).to(device, dtype) for _ in range(4)]
     exact = _with_gradients(lambda q, k, v: _reference(q, k, v), [one.float() for one in inputs])
     try:
         with attention_backend(name):  # fetches the kernel, and checks the package; the default is as before afterwards

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -221,9 +222,10 @@ def noised(frame_BC1HW: Tensor, noise: tuple[float, float], generators: Sequence
     """
     mean, spread = noise
     drawn = []
+    draw = partial(torch.randn, dtype=torch.float32, device="cpu")
     for generator_of_clip in generators:
-        std = torch.exp(mean + spread * torch.randn((), generator=generator_of_clip))
-        drawn.append(std * torch.randn(frame_BC1HW.shape[1:], generator=generator_of_clip))
+        std = torch.exp(mean + spread * draw((), generator=generator_of_clip))
+        drawn.append(std * draw(frame_BC1HW.shape[1:], generator=generator_of_clip))
     return frame_BC1HW + torch.stack(drawn).to(frame_BC1HW.device, non_blocking=True)
 
 

@@ -189,7 +189,8 @@ def _compare(found: Lora, expected: Lora, path: Path) -> float:
 
 def _difference(found: Factors, expected: Factors) -> float:
     """The relative difference of two layers' outputs for the same random input."""
-    inputs = torch.randn(expected.down[0].numel(), 4, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    generator = torch.Generator("cpu").manual_seed(0)
+    inputs = torch.randn(expected.down[0].numel(), 4, generator=generator, dtype=torch.float32, device="cpu")
     outputs = [
         one.scale * (one.up.float().flatten(1) @ (one.down.float().flatten(1) @ inputs)) for one in (found, expected)
     ]

@@ -23,6 +23,7 @@ from torch import Tensor
 from finetrainers.utils.alive import waiting
 from finetrainers.utils.failures import ExpectedError, sentence_of
 from finetrainers.utils.launch import launched_local_rank
+from finetrainers.utils.process_state import leave_groups
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,19 +43,27 @@ class Ranks:
     """
 
     def __init__(
-        self, accelerator: Accelerator, *, timeout: timedelta, idle_timeout: timedelta, sharing: int = 1
+        self,
+        accelerator: Accelerator,
+        *,
+        timeout: timedelta,
+        idle_timeout: timedelta,
+        sharing: int = 1,
+        host_groups: Sequence[Any] = (),
     ) -> None:
         """Args:
         accelerator: has joined the other processes.
         timeout: after which a stuck collective of a step fails, and any wait for a machine that is lost.
         idle_timeout: after which a rank that waits for others which load, encode, sample, score or save fails.
         sharing: how many neighbors have the same samples.
+        host_groups: process groups of the host program, joined before the run.
 
         Raises:
             RuntimeError: the machines do not reach each other by the addresses that gloo has chosen.
         """
         self.accelerator = accelerator
         self.sharing = sharing
+        self._host_groups = host_groups
         self.waited_s = 0.0  # in messages between the hosts
         self._step_group: dist.ProcessGroup | None = None
         self._idle_group: dist.ProcessGroup | None = None
@@ -236,8 +245,11 @@ class Ranks:
         return loaded
 
     def close(self) -> None:
-        """Leave the process group."""
-        self.accelerator.end_training()
+        """Leave the process groups, except those that the host program had joined before."""
+        if self._host_groups:
+            leave_groups(self._host_groups)
+        else:
+            self.accelerator.end_training()
 
 
 def _host_group(timeout: timedelta) -> dist.ProcessGroup:

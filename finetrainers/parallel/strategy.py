@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,12 +27,15 @@ from finetrainers.config.parallel import ParallelSection, groups_problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import unwrap
 from finetrainers.utils.launch import launched_processes, says_yes
+from finetrainers.utils.process_state import process_groups
 from finetrainers.utils.text import plural
 
 from .ranks import Ranks
 
 if TYPE_CHECKING:
     from .slices import Slices
+
+logger = logging.getLogger(__name__)
 
 #: Where a checkpoint has DeepSpeed's own files.
 DEEPSPEED_FOLDER = "deepspeed"
@@ -100,9 +104,18 @@ class Strategy(Ranks):
         GradientState._reset_state()
         AcceleratorState._reset_state(reset_partial_state=True)
         timeout = timedelta(seconds=config.run.nccl_timeout)
+        host_groups = process_groups()
+        if host_groups and launched_processes() > 1 and config.changed("nccl_timeout"):
+            logger.warning("--nccl_timeout does not apply to the process group that this program initialized itself")
         accelerator = self._join(precision, on_cpu=trains_on_cpu(), timeout=timeout)
         idle_timeout = timedelta(seconds=config.run.idle_timeout)
-        super().__init__(accelerator, timeout=timeout, idle_timeout=idle_timeout, sharing=options.sp_size)
+        super().__init__(
+            accelerator,
+            timeout=timeout,
+            idle_timeout=idle_timeout,
+            sharing=options.sp_size,
+            host_groups=host_groups,
+        )
         world_size = launched_processes()
         if self.world_size != world_size:
             raise RuntimeError(

@@ -7,30 +7,38 @@ import gc
 import logging
 import os
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .launch import launched_processes
+from .device import likely_device_type
+from .launch import launched_processes, launched_rank
 
 #: A walk over fewer new objects takes under a millisecond, less than counting the objects that were frozen.
 _FEW = 10_000
 
 
 @contextlib.contextmanager
-def restored() -> Iterator[None]:
-    """Restore the process-wide state that a run changes at the end of the block.
+def restored() -> Iterator[list[str]]:
+    """Run the block under PyTorch's and accelerate's default state, and restore that of the host program at the end.
 
-    Random generators of Python, numpy and torch; precision flags; default dtype and number of threads; environment
-    variables; levels of loggers. Imports torch.
+    Set to its default and restored: default dtype and device, autocast, grad and inference mode, precision flags, choice of
+    kernels, accelerate's state. Restored: random generators of Python, numpy and torch, number of threads, environment
+    variables, levels of loggers. Determinism, anomaly detection and the number of threads stay as the host has set them.
+    Imports torch and accelerate.
+
+    Yields:
+        The settings of the host that have no effect within the block and would have changed results.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(_restore_environment, dict(os.environ))
         for name in [None, *logging.Logger.manager.loggerDict]:
             logger = logging.getLogger(name)
             undo.callback(_restore_logger, logger, logger.level, logger.propagate)
-        _restore_torch_later(undo)
+        _reset_accelerate(undo)
+        settings = [*_reset_modes(undo), *_reset_kernels(undo)]
         _restore_random_later(undo)
-        yield
+        yield settings
 
 
 @contextlib.contextmanager
@@ -63,33 +71,147 @@ def _restore_random_later(undo: contextlib.ExitStack) -> None:
     # The state of a GPU in use before; asking for that of another would take memory there, from each process of a launch.
     in_use = torch.cuda.is_available() and (torch.cuda.is_initialized() or launched_processes() == 1)
     undo.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if in_use else []))
+    if in_use:
+        undo.callback(torch.cuda.set_device, torch.cuda.current_device())
 
 
-def _restore_torch_later(undo: contextlib.ExitStack) -> None:
+def _reset_accelerate(undo: contextlib.ExitStack) -> None:
+    """Clear accelerate's state, which all its objects in a process share."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for shared in (kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)):
+        undo.callback(shared.update, dict(shared))
+        undo.callback(shared.clear)
+        shared.clear()
+
+
+def _reset_modes(undo: contextlib.ExitStack) -> Iterator[str]:
+    """Set the default dtype and device, and leave the modes that the host program is in; yields what differed."""
     import torch
 
-    undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+    dtype = torch.get_default_dtype()
+    undo.callback(torch.set_default_dtype, dtype)
+    if dtype != torch.float32:
+        torch.set_default_dtype(torch.float32)
+        yield f"default dtype {str(dtype).removeprefix('torch.')}"
+    device = torch.get_default_device()
+    undo.callback(_set_default_device, device)
+    if device.type != "cpu":
+        undo.enter_context(torch.device("cpu"))
+        yield f"default device {device}"
+    if torch.is_inference_mode_enabled():
+        undo.enter_context(torch.inference_mode(False))
+        yield "inference_mode"
+    elif not torch.is_grad_enabled():
+        yield "no_grad"
+    undo.enter_context(torch.enable_grad())
+    for device_type in ("cpu", "cuda", "xpu"):
+        if torch.is_autocast_enabled(device_type):
+            undo.enter_context(torch.autocast(device_type, enabled=False))
+            yield f"autocast on {device_type}"
+
+
+def _set_default_device(device: Any) -> None:
+    import torch
+
+    if torch.get_default_device() != device:
+        torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _reset_kernels(undo: contextlib.ExitStack) -> Iterator[str]:
+    """Set the flags that choose kernels and their precision; yields what differed and would change results on this machine."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     undo.callback(torch.set_num_threads, torch.get_num_threads())
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    undo.callback(
+        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns_only
+    )
+    _reset_precision(undo)
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    defaults = {"enabled": True, "benchmark": False}
+    products = dict.fromkeys(("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"), True)
+    for place, flags in ((cudnn, defaults), (cuda.matmul, products | {"allow_fp16_accumulation": False})):
+        for name, default in flags.items():
+            with contextlib.suppress(AttributeError):  # torch before 2.7 has no fp16 accumulation
+                undo.callback(_set, place, name, getattr(place, name))
+                _set(place, name, default)
+    undo.callback(_set, cudnn, "deterministic", cudnn.deterministic)
+    enabled = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
+    if not all(enabled):
+        yield "sdpa_kernel"
+    backends = [backend for name, backend in SDPBackend.__members__.items() if name != "ERROR"]
+    undo.enter_context(sdpa_kernel(backends))
+    # Networks without a backend of their own follow it.
+    if (dispatch := sys.modules.get("diffusers.models.attention_dispatch")) is not None:
+        default = dispatch.AttentionBackendName(dispatch.DIFFUSERS_ATTN_BACKEND)
+        if (active := dispatch._AttentionBackendRegistry.get_active_backend()[0]) != default:
+            yield f"attention backend {active.value}"
+        undo.enter_context(dispatch.attention_backend(default))
+
+
+def _reset_precision(undo: contextlib.ExitStack) -> None:
+    """Set the flags of TF32 and bf16 in fp32 products; `--allow_tf32` sets those of CUDA after that."""
+    import torch
+
+    cuda, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
+    parts = [getattr(place, part, None) for place in (mkldnn, cudnn) for part in ("rnn", "conv", "matmul")]
+    precisions = [place for place in (*parts, mkldnn, cudnn, cuda, torch.backends) if hasattr(place, "fp32_precision")]
     # Last in, first out: the older flags are put back first, since each sets several of the newer ones (torch 2.9), and
     # among these the wider ones first.
-    flags = [
-        *((getattr(cudnn, part, None), "fp32_precision") for part in ("rnn", "conv")),
-        *((place, "fp32_precision") for place in (cudnn, cuda, torch.backends)),
-        *((cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
+    for place, name in [
+        *((place, "fp32_precision") for place in precisions),
+        (cudnn, "allow_tf32"),
         (cuda, "allow_tf32"),
-    ]
-    for place, name in flags:
-        # Neither flag is there in every version, and torch does not say what an older one is that newer ones contradict.
-        with contextlib.suppress(AttributeError, RuntimeError):
+    ]:
+        with contextlib.suppress(RuntimeError):  # torch does not say what an older flag is that newer ones contradict
             undo.callback(_set, place, name, getattr(place, name))
     with contextlib.suppress(RuntimeError):
         undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    for place in reversed(precisions):
+        _set(place, "fp32_precision", "none")
+    torch.set_float32_matmul_precision("highest")
+    cuda.allow_tf32, cudnn.allow_tf32 = False, True  # torch's own defaults
 
 
 def _set(place: Any, name: str, value: Any) -> None:
-    if getattr(place, name) != value:
-        setattr(place, name, value)
+    with contextlib.suppress(RuntimeError):  # newer flags contradict it
+        if getattr(place, name) == value:
+            return
+    setattr(place, name, value)
+
+
+def process_groups() -> list[Any]:
+    """Return the process groups of torch.distributed in this process. Imports nothing."""
+    dist = sys.modules.get("torch.distributed")
+    is_joined = dist is not None and dist.is_available() and dist.is_initialized()
+    return list(dist.distributed_c10d._world.pg_map) if dist is not None and is_joined else []
+
+
+def leave_groups(kept: Sequence[Any]) -> None:
+    """Leave all process groups except these, which the host program has joined. Every rank must call it."""
+    for group in process_groups():
+        if group not in kept:
+            sys.modules["torch.distributed"].destroy_process_group(group)
+
+
+def host_group_problem() -> str | None:
+    """Return why a run cannot use the host program's process group, or None if it can, or there is none."""
+    if not process_groups():
+        return None
+    dist = sys.modules["torch.distributed"]
+    size, rank, backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend_config())
+    if (size, rank) != (launched_processes(), launched_rank()):
+        message = (
+            f"this program has joined one as rank {rank} of {size}, and WORLD_SIZE and RANK say rank {launched_rank()} of "
+            f"{launched_processes()}: start it with torchrun or accelerate launch"
+        )
+    elif size > 1 and (needed := "nccl" if likely_device_type() == "cuda" else "gloo") not in backend:
+        message = f"this program has joined one by {backend}, and a run on this device needs {needed}: initialize it with that"
+    else:
+        return None
+    return f"{message}, or call torch.distributed.destroy_process_group() before the run"
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from finetrainers.engine.guards.nonfinite import NonFiniteError
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.run import run
 from finetrainers.methods.sft import SFT
-from finetrainers.parallel.strategy import Strategy
+from finetrainers.utils.process_state import process_groups
 
 RANK = int(os.environ["RANK"])
 
@@ -82,9 +82,10 @@ def run_job(options: dict[str, Any]) -> dict[str, Any]:
 
 def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    # One process group serves all jobs: made a second time over the same store, it would find the first one's addresses.
-    Strategy.close = Strategy.barrier  # type: ignore[method-assign]
+    # The group of a host program serves all jobs, and stays the only one.
+    torch.distributed.init_process_group("gloo")
     results = {name: run_job(options) for name, options in json.loads(jobs.read_text()).items()}
+    assert process_groups() == [torch.distributed.group.WORLD]
     torch.distributed.destroy_process_group()
     (out / f"rank{RANK}.json").write_text(json.dumps(results))
 

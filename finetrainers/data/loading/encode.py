@@ -35,7 +35,8 @@ def dropped_captions(sample_keys: Sequence[tuple[int, int]], *, probability: flo
     """Caption dropout: which samples lose their caption, drawn for each (epoch, item)."""
     if probability == 0.0:
         return [False] * len(sample_keys)
-    coins = (torch.rand((), generator=generator("cpu", seed, "caption_dropout", *key)) for key in sample_keys)
+    generators = (generator("cpu", seed, "caption_dropout", *key) for key in sample_keys)
+    coins = (torch.rand((), generator=one, dtype=torch.float32, device="cpu") for one in generators)
     return [coin.item() < probability for coin in coins]
 
 

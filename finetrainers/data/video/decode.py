@@ -180,7 +180,7 @@ class Cut(NamedTuple):
 def cut_of(clip: Clip, generator: torch.Generator) -> Cut:
     """Where a clip is cut; see `load_clip`."""
     length, height, width = clip.bucket
-    draw, down, right = torch.randint(2**31, (3,), generator=generator).tolist()
+    draw, down, right = torch.randint(2**31, (3,), generator=generator, device="cpu").tolist()
     full = (height, width) if clip.reshape_mode == "none" else cover_size(clip.height, clip.width, height, width)
     spare_down, spare_right = full[0] - height, full[1] - width
     if clip.reshape_mode == "random":
