@@ -113,6 +113,8 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
 
 def _place_problems(own: argparse.Namespace) -> list[Problem]:
     """Why reports cannot be written, which is said before hours of decoding, not after."""
+    from finetrainers.engine.ownership import json_problem, page_problem
+
     problems = []
     for option, file in (("--json", own.json), ("--html", own.html)):
         if file is None:
@@ -123,6 +125,8 @@ def _place_problems(own: argparse.Namespace) -> list[Problem]:
                 problems.append(Problem(option, f"{file} is a folder; give a file in it"))
             elif not os.access(file.parent, os.W_OK):
                 problems.append(Problem(option, f"nothing can be written to {file.parent}"))
+            elif (other := json_problem(file, "items") if option == "--json" else page_problem(file)) is not None:
+                problems.append(Problem(option, other))
         except OSError as error:
             problems.append(Problem(option, f"{file}: {error.strerror or error}"))
     return problems

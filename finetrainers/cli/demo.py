@@ -37,7 +37,7 @@ def add_demo(commands: Any) -> None:
 
     vae = parts.add_parser("vae", help="fit the embedded model's VAE (seconds) and measure it on other clips")
     vae.add_argument("directory", type=Path, help="a new or empty one")
-    vae.set_defaults(run=_vae, check=lambda arguments: _not_empty(arguments.directory))
+    vae.set_defaults(run=_vae, check=lambda arguments: not_empty(arguments.directory))
 
     build = parts.add_parser(
         "build", help="train the embedded model from random weights (two hours); resumes if stopped"
@@ -95,7 +95,7 @@ def _check_data(arguments: argparse.Namespace) -> list[Problem]:
     problems = _unknown("--look", arguments.look, LOOKS)
     if arguments.motion is not None:
         problems += _unknown("--motion", arguments.motion, tuple(MOTIONS))
-    return problems + _not_empty(arguments.directory)
+    return problems + not_empty(arguments.directory)
 
 
 def _data(arguments: argparse.Namespace) -> int:
@@ -161,7 +161,8 @@ def _unknown(option: str, value: str, valid: tuple[str, ...]) -> list[Problem]:
     return [] if value in valid else [Problem(option, f"unknown value {value!r}{nearest(value, valid)}")]
 
 
-def _not_empty(directory: Path) -> list[Problem]:
+def not_empty(directory: Path) -> list[Problem]:
+    """Return the problem that a directory is not a new or empty one."""
     if (directory.is_dir() and not any(directory.iterdir())) or not directory.exists():
         return []
     return [Problem("directory", f"{directory} is not an empty directory; give a new one")]

@@ -29,7 +29,7 @@ from finetrainers.utils.versions import __version__, version_problem
 from .cache import add_cache
 from .check import add_check, check_command
 from .ckpt import add_ckpt
-from .demo import add_demo, add_demonstration
+from .demo import add_demo, add_demonstration, not_empty
 from .doctor import add_doctor
 from .estimate import add_estimate, estimate_command
 from .export import add_export
@@ -292,10 +292,10 @@ def _parser() -> CommandParser:
     training = "train --pretrained_model_name_or_path tiny-model \\\n      --data_root clips"
     tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
     tiny.add_argument("family", help="a name from `finetrainers models`")
-    tiny.add_argument("directory", type=Path, help="where the model is written, in diffusers layout")
+    tiny.add_argument("directory", type=Path, help="a new or empty one, where the model is written in diffusers layout")
     tiny.add_argument("--version", help="which of the family's checkpoints it is like [the first]")
     tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
-    tiny.set_defaults(run=_tiny)
+    tiny.set_defaults(run=_tiny, check=lambda arguments: not_empty(arguments.directory))
 
     add_export(commands)
     add_sample(commands)

@@ -89,6 +89,8 @@ def _names(roots: list[Path]) -> list[str]:
 
 def _place_problems(output: Path, *, given: bool) -> list[Problem]:
     """Why nothing can be written there."""
+    from finetrainers.engine.ownership import page_problem
+
     if output.is_dir():
         return [Problem("--output", f"{output} is a folder; give the name of a file")]
     if output.suffix.lower() not in (".html", ".htm"):
@@ -98,4 +100,5 @@ def _place_problems(output: Path, *, given: bool) -> list[Problem]:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         way = "" if given else "; give another file with --output"
         return [Problem("--output", f"nothing can be written to {folder}{way}")]
-    return []
+    other = page_problem(output)
+    return [] if other is None else [Problem("--output", other)]

@@ -176,6 +176,8 @@ def _checked(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight, s
 
 def _own_problems(own: argparse.Namespace) -> Iterator[Problem]:
     """What is wrong with the options of this command on this machine."""
+    from finetrainers.engine.ownership import json_problem
+
     on_gpu = likely_device_type() == "cuda"
     if own.measure_on_cpu and own.estimate_only:
         yield Problem("--measure_on_cpu", "measures, and --estimate_only does not; drop one of them")
@@ -190,6 +192,8 @@ def _own_problems(own: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--output", f"{own.output} is a directory; give a file")
     elif own.output is not None and not own.output.absolute().parent.is_dir():
         yield Problem("--output", f"no such directory: {own.output.absolute().parent}")
+    elif own.output is not None and (other := json_problem(own.output, "bucket_batch_sizes", "buckets")) is not None:
+        yield Problem("--output", other)
 
 
 def _why_not_here(own: argparse.Namespace) -> str | None:

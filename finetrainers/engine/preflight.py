@@ -43,6 +43,7 @@ from finetrainers.utils.versions import version_problem
 
 from .checkpoints.find import Found, find_checkpoint, scan_checkpoints
 from .initial_weights import InitialWeights
+from .ownership import output_dir_problems
 from .resume_plan import Start, initial_weights, new_run, resume_run
 
 _MODEL_PLACES = [name for name, option in fields().items() if option.place == "model"]
@@ -115,6 +116,8 @@ def preflight(
     config = _with_targets(config, family.facts)
     found = Findings()
     method = _find_method(config, found)
+    if weights and not (preparing and config.data.precompute_dir):
+        _check_output_dir(config, family, found)
     earlier = scan_checkpoints(config.run.output_dir)
     checkpoint, initial = _find_weights(config, found, damaged or {})
     config = _with_base(config, initial)
@@ -229,6 +232,16 @@ def _find_weights(
         with _noted(found, "--init_from"):
             initial = initial_weights(config, checkpoint)
     return checkpoint, initial
+
+
+def _check_output_dir(config: TrainConfig, family: Family, found: Findings) -> None:
+    """Files of others are not overwritten."""
+    try:
+        problems = list(output_dir_problems(config, trained=family.facts.trained))
+    except OSError as error:
+        problems = [f"{config.run.output_dir} cannot be read: {error.strerror}"]
+    for problem in problems:
+        found.error("output_dir", problem)
 
 
 def _check_earlier(config: TrainConfig, found: Findings) -> None:

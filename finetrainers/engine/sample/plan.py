@@ -29,6 +29,7 @@ from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
 from finetrainers.utils.video import slug
 
+from ..ownership import samples_problem
 from ..preflight import check_paths, check_prompt_videos, read_prompts, resolve_family
 from .weights import BASE, Target, Weights, find_target, in_order, named_apart, under
 
@@ -201,7 +202,7 @@ def plan_targets(
     _check(config, facts, prompts, options, targets, found)
     variants = _variants(targets, options, found)
     output_dir = options.output_dir or _default_place(targets[0])
-    if (problem := folder_problem(output_dir)) is not None:
+    if (problem := folder_problem(output_dir)) is not None or (problem := samples_problem(output_dir)) is not None:
         found.error("output_dir", problem)
     if found.errors:
         raise ConfigError(_renamed(found.errors))
