@@ -11,6 +11,7 @@ from finetrainers.utils.files import read_jsonl
 
 from .checkpoints.find import checkpoints_dir, step_of
 from .checkpoints.manifest import MANIFEST, seal_of
+from .identity import read_identity
 from .initial_weights import InitialWeights
 
 #: The event that says what a run began from.
@@ -37,8 +38,8 @@ def lineage_of(root: Path, *, checkpoint: Path | None, initial: InitialWeights |
 def origin_of(path: Path) -> dict[str, Any]:
     """Where weights come from, as far as that is known.
 
-    `digest` names the checkpoint at this path, or the weight files; `run`, `step` and `checkpoint` say which run they are of,
-    and the step and SHA-256 of its checkpoint with the same weights.
+    `digest` names the checkpoint at this path, or the weight files; `run`, `run_id`, `step` and `checkpoint` say which run they
+    are of, and the step and SHA-256 of its checkpoint with the same weights.
     """
     path = path.resolve()
     folders = [folder for folder in (path, *path.parents) if folder.is_dir()]
@@ -51,7 +52,8 @@ def origin_of(path: Path) -> dict[str, Any]:
     if checkpoint is None and step is not None:
         checkpoint = checkpoints_dir(run) / f"step-{step}"
     seal = None if checkpoint is None else seal_of(checkpoint)
-    return {**found, "run": str(run), "step": step, "checkpoint": seal}
+    identity = read_identity(run)
+    return {**found, "run": str(run), "run_id": identity and identity.run, "step": step, "checkpoint": seal}
 
 
 def digest_of(path: Path) -> str | None:
@@ -89,8 +91,14 @@ def ancestors(run: Path) -> Sequence[Mapping[str, Any]]:
         if origin is None:
             break
         found.append(origin)
-        there = origin.get("run")
+        there = None if _is_other_run(origin) else origin.get("run")
     return found
+
+
+def _is_other_run(origin: Mapping[str, Any]) -> bool:
+    """Return whether the directory that weights came from is that of another run by now."""
+    then, now = origin.get("run_id"), read_identity(Path(str(origin.get("run"))))
+    return then is not None and now is not None and now.run != then
 
 
 def _events(run: Path) -> list[dict[str, Any]]:

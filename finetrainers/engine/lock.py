@@ -33,7 +33,7 @@ except ImportError:  # Windows
 #: Stays behind, which means nothing.
 _LOCK = ".lock"
 #: Who has the lock, for the message.
-_HOLDER = ".lock-holder.json"
+HOLDER = ".lock-holder.json"
 
 
 @contextlib.contextmanager
@@ -76,13 +76,31 @@ def exclusive(
         yield
 
 
+@contextlib.contextmanager
+def unused(directory: Path) -> Iterator[None]:
+    """Within the block, no run uses the directory; nothing is written into it, unlike by `exclusive`.
+
+    Raises:
+        BlockingIOError: a run, or another process, uses it.
+    """
+    with contextlib.ExitStack() as locks:
+        if (directory / _LOCK).is_file():
+            try:
+                locks.enter_context(FileLock(directory / _LOCK).acquire(timeout=0))
+            except Timeout as error:
+                raise BlockingIOError(f"{directory} is locked") from error
+        if directory.is_dir():
+            locks.enter_context(_directory_locked(directory))
+        yield
+
+
 def in_use(output_dir: Path) -> bool:
     """Whether a run has the lock, by what it has written down; nothing is locked for the answer.
 
     A run of another machine counts until its file is gone: a run that is killed leaves it.
     """
     try:
-        found = json.loads((output_dir / _HOLDER).read_bytes())
+        found = json.loads((output_dir / HOLDER).read_bytes())
         return found["host"] != socket.gethostname() or psutil.pid_exists(found["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -121,17 +139,17 @@ def _named(output_dir: Path) -> Iterator[None]:
     """Within the block, who has the lock is written down."""
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-    write_json_atomic(output_dir / _HOLDER, holder)
+    write_json_atomic(output_dir / HOLDER, holder)
     try:
         yield
     finally:
-        (output_dir / _HOLDER).unlink(missing_ok=True)
+        (output_dir / HOLDER).unlink(missing_ok=True)
 
 
 def _holder(output_dir: Path) -> str:
     """Who has the lock, in parentheses."""
     try:
-        found = json.loads((output_dir / _HOLDER).read_bytes())
+        found = json.loads((output_dir / HOLDER).read_bytes())
         return f" (process {found['pid']} on {found['host']}, started {found['started']})"
     except (OSError, ValueError, KeyError, TypeError):
         # It has the lock and is about to write its name, or about to go; or the file is damaged.

@@ -16,6 +16,7 @@ from finetrainers.utils.text import listed, plural, printable
 
 from .checkpoints.find import checkpoints_dir, step_of
 from .checkpoints.manifest import read_manifest
+from .identity import IDENTITY, read_identity
 from .initial_weights import LORA_FILE
 
 if sys.version_info >= (3, 11):
@@ -30,7 +31,7 @@ _BEFORE_RECORDS = frozenset(
 )
 #: Entries that a run or a command about it writes, besides its result and the folder of its tracker.
 _RECORDS = frozenset(
-    (CONFIG, "env.json", "run.json", "README.md", "report.html", "metrics.jsonl", "events.jsonl", "manifest.jsonl")
+    (IDENTITY, CONFIG, "env.json", "README.md", "report.html", "metrics.jsonl", "events.jsonl", "manifest.jsonl")
 ) | frozenset(("dataset.toml", "curves.png", "rollouts.png", "vq_reward.txt", "mq_reward.txt"))
 _FOLDERS = frozenset(("checkpoints", "samples", "rollouts", "pairs", "export", "watch", "videos"))
 #: What a launcher, a scheduler or a shell writes next to a run that it starts, and configuration files.
@@ -43,7 +44,8 @@ _MOST_SHOWN = 6
 def is_run(directory: Path) -> bool:
     """Whether a directory is that of a run of ours, of any version, also if only a part of it was copied."""
     return (
-        _has_checkpoint(directory)
+        read_identity(directory) is not None
+        or _has_checkpoint(directory)
         or {"python", "packages"} <= _json(directory / "env.json").keys()
         or _has_events(directory / "events.jsonl")
     )

@@ -23,6 +23,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.utils.files import append_jsonl, read_jsonl, write_json_atomic, write_text_atomic
 
 from .checkpoints.find import checkpoints_dir, step_of
+from .identity import take_identity
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class RunDirectory:
     def __init__(self, root: Path, *, writes: bool) -> None:
         self.root = root
         self.writes = writes
+        self.identity: str | None = None  # the run's id, once it has started; rank 0's
         self.tracker_runs: dict[str, str] = {}  # the trackers' own names for this run, once it has some
         self.recorded_step = -1  # the last step that was recorded before this start, of those that will be redone
         self.metrics_file = root / "metrics.jsonl"
@@ -56,10 +58,11 @@ class RunDirectory:
         return f"the same launcher with train.py {flags}" if "RANK" in os.environ else f"finetrainers train {flags}"
 
     def start(self, config: TrainConfig, *, resumed_step: int) -> None:
-        """Write the resolved configuration and the environment; drop metrics of steps that will be redone."""
+        """Write the run's identity, the resolved configuration and the environment; drop metrics of steps to be redone."""
         if not self.writes:
             return
         self.root.mkdir(parents=True, exist_ok=True)
+        self.identity = take_identity(self.root)
         write_text_atomic(self.root / "config.toml", dump_toml(config))
         write_json_atomic(self.root / "env.json", environment())
         self._keep_metrics(resumed_step)

@@ -187,7 +187,7 @@ def _why_outdated(one: Standing) -> str | None:
     if one.is_promised:
         return f"has begun from {one.source.name}, which is not finished now"
     now = _origin_now(one)
-    names = ("digest", "checkpoint")  # weight files are told by their ends, a checkpoint by all of its bytes
+    names = ("digest", "checkpoint", "run_id")  # weight files are told by their ends, a checkpoint by all of its bytes
     if any(None not in (now.get(name), origin.get(name)) and now[name] != origin[name] for name in names):
         return f"has begun from {one.source.name}, whose result is another one now"
     return None

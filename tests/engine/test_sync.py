@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finetrainers.cli import sync as command
 from finetrainers.cli.main import main
+from finetrainers.config.errors import ConfigError
 from finetrainers.engine import sync as syncing
 from finetrainers.engine.checkpoints import publish
 from finetrainers.engine.checkpoints.best import mark_best
 from finetrainers.engine.checkpoints.find import find_checkpoint, scan_checkpoints
 from finetrainers.engine.checkpoints.manifest import damage
+from finetrainers.engine.identity import IDENTITY, Identity, read_identity, take_identity
+from finetrainers.engine.lock import exclusive
 from finetrainers.engine.sync import Sync, TransferError
 from finetrainers.utils import faults
 
 needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+
+
+ALONE: Any = SimpleNamespace(is_main=True, same_on_all=lambda value: value)
 
 
 def make(run: Path, *steps: int, content: str = "") -> None:
@@ -208,3 +216,147 @@ def test_what_cannot_be_copied_is_refused(
     assert "--every: not a number of seconds above 0, got '0'" in said
     assert f"TARGET: {__file__} is a file; give a folder" in said
     assert "sync.manifest" in faults.POINTS
+
+
+@pytest.fixture
+def rsh(tmp_path: Path) -> str:
+    """A connection to this machine, as `host`."""
+    script = tmp_path / "rsh"
+    script.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def begin(root: Path, *steps: int, start: int = 0, identity: bool = True) -> Path:
+    """A run directory, by what its start and its steps leave."""
+    root.mkdir(exist_ok=True)
+    (root / "config.toml").write_text(f"x = {start}\n")
+    (root / "README.md").write_text(str(start))
+    if identity:
+        take_identity(root)
+    with open(root / "events.jsonl", "a") as events, open(root / "metrics.jsonl", "a") as metrics:
+        events.write(json.dumps({"time": start, "event": "start", "step": 0}) + "\n")
+        metrics.writelines(json.dumps({"step": step, "loss": start + step}) + "\n" for step in steps)
+    make(root, *steps, content=str(start))
+    return root
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {name: (root / name).read_bytes() for name in names(root)}
+
+
+@needs_rsync
+@pytest.mark.parametrize("host", ["", "host:"])
+def test_another_run_is_never_overwritten(
+    host: str, rsh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("it is no failure that a retry mends"))
+    a, before = begin(tmp_path / "a", 1, 2), begin(tmp_path / "before", 1, 2, start=4, identity=False)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "README.md").write_text("mine")
+    targets = [begin(tmp_path / "b", 2, 3, start=5), begin(tmp_path / "c", 2, 3, start=6, identity=False), mine]
+
+    def sync(source: Path, target: Path, *more: str) -> int:
+        return main(["sync", str(source), f"{host}{target}", "--once", "--rsh", rsh, *more])
+
+    for source in (a, before):
+        for target in targets:
+            theirs = content(target)
+            assert sync(source, target, "--prune") == 2, target
+            assert "TARGET: " in capsys.readouterr().err
+            assert content(target) == theirs
+    # A directory that a run trains in, even of this very run.
+    with exclusive(targets[0], ALONE):
+        theirs = content(targets[0])
+        assert sync(targets[0], targets[0] if host else tmp_path / "b", "--prune") == 2
+        assert content(targets[0]) == theirs
+
+    # Mirrors are made, and synchronized again: also where the run has lost checkpoints, and was begun again since.
+    copies = {source: tmp_path / f"copy of {source.name}" for source in (a, before)}
+    for source, copy in copies.items():
+        copy.mkdir()
+        (copy / ".gitkeep").touch()
+        (copy / ".rsync-partial").mkdir()
+        assert [sync(source, copy), sync(source, copy)] == [0, 0], capsys.readouterr().err
+        for step in (1, 2):
+            shutil.rmtree(source / "checkpoints" / f"step-{step}")
+        (source / "metrics.jsonl").write_text("")
+        begin(source, 2, 3, start=9, identity=False)
+        assert sync(source, copy, "--prune") == 0, capsys.readouterr().err
+        assert {path.name for path in (copy / "checkpoints").iterdir()} == {"step-2", "step-3"}
+        assert (copy / "metrics.jsonl").read_bytes() == (source / "metrics.jsonl").read_bytes()
+    assert read_identity(copies[a]) == Identity(read_identity(a).run, is_copy=True)  # type: ignore[union-attr]
+    # A run of before has an id from its next start on, and its copies then have, too.
+    take_identity(before)
+    assert sync(before, copies[before]) == 0
+    assert read_identity(copies[before]).run == read_identity(before).run  # type: ignore[union-attr]
+
+    # Not the other way around; nor into a copy that was trained itself.
+    ours = content(a)
+    assert sync(copies[a], a, "--prune") == 2
+    assert content(a) == ours
+    trained = copies[a]
+    take_identity(trained)
+    assert sync(a, trained) == 2
+    full = shutil.copytree(a, tmp_path / "full copy")
+    assert sync(a, full) == 0
+    assert read_identity(full) == read_identity(a)
+    with open(full / "events.jsonl", "a") as events:
+        events.write(json.dumps({"time": 11, "event": "start", "step": 3}) + "\n")
+    theirs = content(full)
+    assert sync(a, full, "--prune") == 2
+    assert content(full) == theirs
+    # The run behind the path is another one while it is followed.
+    following = Sync(before, f"{host}{copies[before]}", rsh)
+    following.transfer()
+    shutil.rmtree(before)
+    begin(before, 1, start=20)
+    theirs = content(copies[before])
+    with pytest.raises(ConfigError, match="another run"):
+        following.transfer()
+    assert content(copies[before]) == theirs
+
+
+@needs_rsync
+def test_a_copy_of_an_earlier_version_is_known_by_its_checkpoints_or_its_metrics(tmp_path: Path) -> None:
+    source = begin(tmp_path / "run", 1, 2, 3)
+    (source / "events.jsonl").unlink()  # of a version that wrote none
+    for name, kept in {"both": [1, 2], "checkpoints": [2], "metrics": []}.items():
+        copy = shutil.copytree(source, tmp_path / name)
+        (copy / IDENTITY).unlink()
+        (copy / ".lock").touch()
+        for step in {1, 2, 3} - set(kept):
+            shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+        if name == "checkpoints":
+            (copy / "metrics.jsonl").write_text('{"step": 1, "loss": 17}\n')
+        Sync(source, str(copy)).transfer()
+        assert content(copy).keys() >= content(source).keys() - {
+            f"checkpoints/step-{n}/optimizer.pt" for n in (1, 2, 3)
+        }
+    for step, metrics in ((2, ""), (9, '{"step": 1, "loss": 17}\n')):
+        other = begin(tmp_path / f"other {step}", step, start=30, identity=False)
+        (other / "events.jsonl").unlink()
+        (other / "metrics.jsonl").write_text(metrics)
+        with pytest.raises(ConfigError, match="neither empty nor a copy"):
+            Sync(source, str(other)).transfer()
+
+
+@needs_rsync
+def test_targets_that_no_transfer_can_reach_are_not_tried_again(
+    run: Path, rsh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("a retry"))
+    before = content(run)
+    (tmp_path / "link").symlink_to(run)
+    for target in (run, run / "sub", tmp_path / "link" / "checkpoints" / "x"):
+        assert main(["sync", str(run), str(target), "--once"]) == 2
+        assert "is the run itself" in capsys.readouterr().err
+    assert main(["sync", str(run), "--once", "--", "-e x:y"]) == 2
+    assert "begins with a hyphen" in capsys.readouterr().err
+    assert content(run) == before
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "rsync").write_text("#!/bin/sh\necho 'rsync: --mkpath: unknown option' >&2\nexit 1\n")
+    (tmp_path / "rsync").chmod(0o755)
+    assert main(["sync", str(run), "host:x", "--once", "--rsh", rsh]) == 2
+    assert "unknown option" in capsys.readouterr().err

@@ -33,6 +33,7 @@ from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256, fsync_file, write_json_atomic
 from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensors
 
+from ..identity import RUN
 from ..run_dir import package_versions
 from ..state import TrainState
 from ..trainable import save_weights, shared_files, trainable_parameters, wanted_of
@@ -325,6 +326,7 @@ def take_snapshot(state: TrainState) -> Snapshot:
             "config": state.config.plain(),
             "data": state.checkpoint_fields["critical"]["data"],
             "tracker_run": state.run_dir.tracker_run,
+            RUN: state.run_dir.identity,
         },
     )  # fmt: skip
 
