@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -157,7 +158,8 @@ def _read_stage(
     if "output_dir" not in here.values or "output_dir" in over.values:
         run = config.run.model_copy(update={"output_dir": config.run.output_dir / name})
         config = config.model_copy(update={"run": run})
-    same = next((one for one in before if one.config and one.config.run.output_dir == config.run.output_dir), None)
+    place = os.path.realpath(config.run.output_dir)
+    same = next((one for one in before if one.config and os.path.realpath(one.config.run.output_dir) == place), None)
     if same is not None and same.name != name:
         where = here.where.get("output_dir", "output_dir")
         problems.append(Problem(where, f"{config.run.output_dir} is the directory of stage {same.name} as well"))

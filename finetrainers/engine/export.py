@@ -12,7 +12,7 @@ from finetrainers.utils.versions import __version__
 
 from .card_facts import write_grid
 from .check_upload import hub_token, repository_name
-from .export_formats import FOLDER, export_formats, print_exported, result_source
+from .export_formats import FOLDER, export_formats, print_exported, result_source, set_others_aside
 from .initial_weights import LORA_FILE
 from .model_card import model_card
 from .preflight import Preflight
@@ -53,6 +53,8 @@ def _write_about(state: TrainState, checked: Preflight) -> None:
     (state.run_dir.root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
     if config.run.export_formats:
         source = result_source(config, state.run_dir.root)
+        for aside in set_others_aside(source, config.run.export_formats):  # they came during the training
+            print_line(f"files of something else are set aside: {aside}")
         for one in export_formats(source, config.run.export_formats, source.folder, overwrite=True):
             print_exported(one, source, say=print_line)
 

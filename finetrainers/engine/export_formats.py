@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +20,13 @@ from finetrainers.config.load import build_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.lora_names import ARCHITECTURES, format_problem, readers
 from finetrainers.models.registry import Family, get_family, with_family
-from finetrainers.utils.files import fsync_dir, fsync_tree
+from finetrainers.utils.files import fsync_dir, fsync_tree, write_json_atomic
 from finetrainers.utils.text import plural
 
 from .checkpoints.find import step_of
+from .identity import Identity, read_identity
 from .initial_weights import LORA_FILE, read_lora_header
+from .ownership import EXPORTED, export_problem
 from .sample.weights import Weights, find_target, under
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class Source:
         config: of the run that made them, or of the model that they are of.
         name: of files.
         folder: that exports go into unless another is named.
+        identity: of the run that made them, if it is known.
     """
 
     given: str
@@ -54,6 +58,7 @@ class Source:
     config: TrainConfig
     name: str
     folder: Path
+    identity: Identity | None = None
 
     @cached_property
     def family(self) -> Family:
@@ -112,9 +117,11 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     step = step_of(path.parent) if target.weights.is_checkpoint else None
     named_itself = target.home is None and path.is_file() and path.name != LORA_FILE
     name = path.stem if named_itself else home.resolve().name
+    identity = read_identity(home)
     if step is not None:
-        return Source(given, target.weights, config, f"{_plain(name)}-step-{step}", home / FOLDER / f"step-{step}")
-    return Source(given, target.weights, config, _plain(name), home / FOLDER)
+        folder = home / FOLDER / f"step-{step}"
+        return Source(given, target.weights, config, f"{_plain(name)}-step-{step}", folder, identity)
+    return Source(given, target.weights, config, _plain(name), home / FOLDER, identity)
 
 
 def _plain(name: str) -> str:
@@ -127,7 +134,7 @@ def result_source(config: TrainConfig, root: Path) -> Source:
         weights = Weights("result", "lora", root / LORA_FILE)
     else:
         weights = Weights("result", "full", root / get_family(config.model.model_name).facts_of(config.model).trained)
-    return Source(str(root), weights, config, _plain(root.resolve().name), root / FOLDER)
+    return Source(str(root), weights, config, _plain(root.resolve().name), root / FOLDER, read_identity(root))
 
 
 def source_problems(source: Source, formats: Sequence[str], folder: Path, *, overwrite: bool) -> list[Problem]:
@@ -141,7 +148,21 @@ def source_problems(source: Source, formats: Sequence[str], folder: Path, *, ove
             problems.append(Problem("--format", why))
         elif (folder / kind).exists() and not overwrite:
             problems.append(Problem("--format", f"{folder / kind} exists; --overwrite replaces it"))
+        elif (other := _other_files(source, folder / kind)) is not None:
+            problems.append(Problem("--overwrite", other))
     return problems
+
+
+def _other_files(source: Source, folder: Path) -> str | None:
+    return export_problem(folder, trained=source.family.facts.trained, identity=source.identity)
+
+
+def set_others_aside(source: Source, formats: Sequence[str]) -> Iterator[Path]:
+    """Rename the folders of formats that hold other files than an earlier export of this run; yield what they are now."""
+    for folder in (source.folder / kind for kind in formats):
+        if _other_files(source, folder) is not None:
+            name = f"replaced-{time.strftime('%Y%m%d-%H%M%S')}-{folder.name}"
+            yield folder.rename(folder.parent.with_name(name))  # not in export/, which may be uploaded
 
 
 @dataclass(frozen=True)
@@ -200,11 +221,13 @@ def export_formats(
     lora = _read(source, spec, network)
     for kind in formats:
         if kind == "merged":
-            yield _merge(spec, lora, folder / kind, wanted or DTYPES["bf16"], lora_scale, one_file=one_file)
+            with _published(folder / kind, source) as temporary:
+                _merge(spec, lora, temporary, wanted or DTYPES["bf16"], lora_scale, one_file=one_file)
+            yield Exported(kind, folder / kind / spec.facts.trained, None)
             continue
         written = cast(lora, wanted)
         metadata = lora_metadata(lora, architecture=_architecture(source), facts=_facts(source))
-        with _published(folder / kind) as temporary:
+        with _published(folder / kind, source) as temporary:
             file = write_lora(temporary, source.name, written, kind, spec=spec, network=network, metadata=metadata)
             checked = check_written(file, written, spec=spec, network=network, kind=kind)
         yield Exported(kind, folder / kind / file.name, checked)
@@ -256,9 +279,7 @@ def _facts(source: Source) -> dict[str, Any]:
     }
 
 
-def _merge(
-    spec: ModelSpec, lora: Lora, final: Path, dtype: torch.dtype, lora_scale: float, *, one_file: bool
-) -> Exported:
+def _merge(spec: ModelSpec, lora: Lora, folder: Path, dtype: torch.dtype, lora_scale: float, *, one_file: bool) -> None:
     """Write the model's transformer with a LoRA added, in fp32 layer by layer."""
     from peft import set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -278,9 +299,7 @@ def _merge(
             module.merge()
             module.to(kept)
     network.unload_lora()
-    with _published(final) as temporary:
-        _write_network(temporary, spec, network, network.state_dict(), one_file=one_file)
-    return Exported("merged", final / spec.facts.trained, None)
+    _write_network(folder, spec, network, network.state_dict(), one_file=one_file)
 
 
 def _write_network(
@@ -314,7 +333,7 @@ def _export_full(
             weights[name].copy_(average)
     state = network.state_dict()
     for kind in formats:
-        with _published(folder / kind) as temporary:
+        with _published(folder / kind, source) as temporary:
             if kind == "diffusers":
                 _write_network(temporary, spec, network, state, one_file=one_file)
                 written = spec.facts.trained
@@ -344,13 +363,15 @@ def _check_network(folder: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _published(final: Path) -> Iterator[Path]:
+def _published(final: Path, source: Source) -> Iterator[Path]:
     """A folder to write into, which gets its name at the end; an earlier one of that name goes then. On an error, nothing is left."""
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        files = sorted(path.name for path in temporary.iterdir())
+        write_json_atomic(temporary / EXPORTED, {"run": source.identity and source.identity.run, "files": files})
         fsync_tree(temporary)
         replaced = final.with_name(f".{final.name}.{os.getpid()}.replaced")
         if final.exists():

@@ -39,7 +39,7 @@ class Identity:
     is_copy: bool = False
 
     def write(self, path: Path) -> None:
-        """Write the file of a run directory."""
+        """Write the file of a run directory, or one that names the run whose results a directory holds."""
         created = time.strftime("%Y-%m-%d %H:%M:%S")
         write_json_atomic(path, {"run": self.run, "copy": self.is_copy, "written": created})
 
@@ -49,7 +49,7 @@ def read_identity(root: Path) -> Identity | None:
 
     A directory whose file is missing or damaged has that of its newest checkpoint.
     """
-    found = _read_file(root / IDENTITY)
+    found = read_identity_file(root / IDENTITY)
     return found or next((Identity(run) for run in map(run_of, _newest_first(root)) if run is not None), None)
 
 
@@ -61,9 +61,14 @@ def take_identity(root: Path) -> str:
     found = read_identity(root)
     if found is None or found.is_copy:
         found = Identity(uuid.uuid4().hex)
-    if _read_file(root / IDENTITY) != found:
+    if read_identity_file(root / IDENTITY) != found:
         found.write(root / IDENTITY)
     return found.run
+
+
+def are_different(one: Identity | None, other: Identity | None) -> bool:
+    """Return whether two identities are of different runs; of a run without one that is not known."""
+    return one is not None and other is not None and one.run != other.run
 
 
 def run_of(checkpoint: Path) -> str | None:
@@ -82,7 +87,8 @@ def _newest_first(root: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _read_file(path: Path) -> Identity | None:
+def read_identity_file(path: Path) -> Identity | None:
+    """Return what `Identity.write` has written, or None if that is not there."""
     try:
         with open_regular(path) as file:
             found = json.loads(file.read(_MOST_BYTES))

@@ -16,7 +16,7 @@ from finetrainers.utils.text import listed, plural, printable
 
 from .checkpoints.find import checkpoints_dir, step_of
 from .checkpoints.manifest import read_manifest
-from .identity import IDENTITY, read_identity
+from .identity import IDENTITY, Identity, read_identity
 from .initial_weights import LORA_FILE
 
 if sys.version_info >= (3, 11):
@@ -36,6 +36,8 @@ _RECORDS = frozenset(
 _FOLDERS = frozenset(("checkpoints", "samples", "rollouts", "pairs", "export", "watch", "videos"))
 #: What a launcher, a scheduler or a shell writes next to a run that it starts, and configuration files.
 _NEXT_TO = (".log", ".out", ".err", ".toml")
+#: A file in an exported folder that says which run it is of, and which other files are of the export.
+EXPORTED = ".export.json"
 #: Bytes of a page that every version of ours begins with.
 _PAGE = b"default-src 'none'; img-src data:"
 _MOST_SHOWN = 6
@@ -107,7 +109,7 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
     """
     root = config.run.output_dir
     result = LORA_FILE if config.training.training_type == "lora" else trained
-    written = {*_RECORDS, *_FOLDERS, LORA_FILE, trained, Path(config.run.logging_dir).parts[0]}
+    written = _written(config, trained)
     if root.is_dir() and not is_run(root):
         foreign = _foreign(root, written, used=_used(config, root))
         if foreign:
@@ -118,12 +120,40 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
                 "directory"
             )
             return
+    for name in config.run.export_formats:
+        if (
+            problem := export_problem(root / "export" / name, trained=trained, identity=read_identity(root))
+        ) is not None:
+            yield problem
     if option := _begins_with(config, root / result, trained):
         yield (f"the result would overwrite {root / result}, the weights that --{option} names; give another directory")
     for parent in root.absolute().parents:
-        name = root.absolute().relative_to(parent).parts[0]
-        if name in written and is_run(parent):
-            yield f"{root} is in {name}/ of the run {parent}, which writes there; give a directory outside of it"
+        if is_run(parent) and (problem := inside_problem(config, parent, trained=trained)) is not None:
+            yield problem
+
+
+def inside_problem(config: TrainConfig, other: Path, *, trained: str) -> str | None:
+    """Why a run must not write into its output directory: another run writes there.
+
+    Args:
+        config: of the run.
+        other: the directory of the other run.
+        trained: the folder of the network that a full finetuning writes.
+    """
+    root, other = Path(os.path.realpath(config.run.output_dir)), Path(os.path.realpath(other))
+    if other not in root.parents:
+        return None
+    name = root.relative_to(other).parts[0]
+    if name not in _written(config, trained):
+        return None
+    return (
+        f"{config.run.output_dir} is in {name}/ of the run {other}, which writes there; give a directory outside of it"
+    )
+
+
+def _written(config: TrainConfig, trained: str) -> set[str]:
+    """The entries of its directory that a run writes."""
+    return {*_RECORDS, *_FOLDERS, LORA_FILE, trained, Path(config.run.logging_dir).parts[0]}
 
 
 def _foreign(root: Path, written: Collection[str], *, used: Collection[str]) -> list[str]:
@@ -208,6 +238,36 @@ def _is_page(path: Path) -> bool:
             return _PAGE in file.read(2000)
     except OSError:
         return False
+
+
+def export_problem(folder: Path, *, trained: str, identity: Identity | None) -> str | None:
+    """Why an export must not replace a folder: it holds that of another run, or other files besides.
+
+    Args:
+        folder: of one format.
+        trained: the folder of the network that a full finetuning writes.
+        identity: of the run that is exported, if it has one.
+    """
+    if not folder.is_dir():
+        return None
+    record = _json(folder / EXPORTED)
+    run = record.get("run")
+    if run is not None and identity is not None and run != identity.run:
+        return f"{folder} holds an export of another run, which would be lost; remove it, or give another --output_dir"
+    there = [path.name for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    files = record.get("files")
+    ours = set(map(str, files)) if isinstance(files, list) else _exported_before(there, trained)
+    others = [name for name in there if name not in ours]
+    if others:
+        return f"{folder} also holds {_named(others)}, which would be lost; move it away, or give another --output_dir"
+    return None
+
+
+def _exported_before(there: list[str], trained: str) -> set[str]:
+    """The files of a format by their names, as earlier versions have written them: one of weights has any name."""
+    named = {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", trained}
+    weights = [name for name in there if name.endswith(".safetensors")]
+    return named | (set(weights) if len(weights) == 1 else set())
 
 
 def samples_problem(folder: Path) -> str | None:

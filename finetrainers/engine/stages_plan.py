@@ -14,7 +14,8 @@ from finetrainers.utils.text import file_size, listed, plural
 from .automatic import within_budget
 from .dry_run import build_without_weights, why_unseen
 from .memory_plan import RunMemory
-from .preflight import preflight
+from .ownership import inside_problem
+from .preflight import preflight, resolve_family
 from .ready import check_rewards, preflight_by_model
 from .stages import Standing, look_at, missing_before, outdated, resolved, resume_flags, unfit, used_elsewhere
 from .start_report import print_line, print_warnings
@@ -57,6 +58,7 @@ def plan_stages(
             new = [one for one in error.problems if not any(name in str(one) for name in standing.stage.wrong)]
             problems += [(standing.name, one) for one in new]
         problems += [(standing.name, one) for one in _init_problems(standing, checked)]
+        problems += [(standing.name, one) for one in _inside_problems(standing, standings)]
     found = _of_stages(problems, len(stages))
     found += used_elsewhere(standings)
     found += [] if again_from is None else missing_before(standings, again_from)
@@ -110,6 +112,17 @@ def _as_planned(standing: Standing, *, trains: bool) -> TrainConfig:
             "run": config.run.model_copy(update=run),
         }
     )
+
+
+def _inside_problems(standing: Standing, standings: Sequence[Standing]) -> list[Problem]:
+    """Return the problem that another stage writes into the directory of a stage."""
+    config = standing.config
+    try:
+        trained = resolve_family(config)[1].facts.trained
+    except ConfigError:  # which is reported with the stage
+        return []
+    found = [inside_problem(config, one.root, trained=trained) for one in standings]
+    return [Problem("--output_dir", message) for message in found if message is not None][:1]
 
 
 def _init_problems(standing: Standing, checked: Mapping[str, _Checked]) -> list[Problem]:

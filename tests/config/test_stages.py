@@ -186,11 +186,18 @@ def test_every_mistake_of_every_stage_is_found(tmp_path: Path) -> None:
         ('{ stage = "low" }', '{ stage = "low", load = "lora" }', "stage low trains all weights, so it has no LoRA"),
         ("lr = 2e-5", 'init_from = "x"', "the stage begins from low (init); give one of them"),
         ('output_dir = "elsewhere"', 'output_dir = "runs/look/mid"', "runs/look/mid is the directory of stage mid"),
+        ('output_dir = "elsewhere"', 'output_dir = "runs/x/../look/mid"', "is the directory of stage mid"),
     ],
 )
 def test_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in GOOD
     assert message in messages(tmp_path, GOOD.replace(old, new, 1))[0]
+
+
+def test_a_link_to_the_directory_of_another_stage_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    text = GOOD.replace('"runs/look"', f'"{tmp_path}/runs"').replace('"elsewhere"', f'"{tmp_path}/link/mid"')
+    assert "is the directory of stage mid" in messages(tmp_path, text)[0]
 
 
 @pytest.mark.parametrize(

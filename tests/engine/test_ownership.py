@@ -14,6 +14,9 @@ import pytest
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import dump_toml, load_config
+from finetrainers.engine.export_formats import find_source, set_others_aside
+from finetrainers.engine.identity import IDENTITY, read_identity, take_identity
+from finetrainers.engine.ownership import EXPORTED, _json
 from finetrainers.engine.ready import get_ready
 
 
@@ -229,3 +232,42 @@ def test_other_commands_write_over_their_own_files_alone(
     ]  # fmt: skip
     for command in again:
         assert [main(command), main(command)] == [0, 0], capsys.readouterr().err
+
+
+def test_an_export_replaces_the_files_of_an_export_of_the_same_run_alone(
+    options: Callable[..., dict[str, Any]], run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = options(train_steps=1, export_formats=["comfyui"])
+    root = run(**values).root
+    folder = root / "export" / "comfyui"
+    again = ["export", str(root), "--format", "comfyui", "--overwrite"]
+    shutil.copytree(root, tmp_path / "before")
+    fill(folder, "mine.txt")
+    theirs = content(folder)
+    assert main(again) == 2
+    assert "mine.txt" in capsys.readouterr().err
+    assert content(folder) == theirs
+    resumed = {"resume_from_checkpoint": "latest", "train_steps": 2}
+    (message,) = problems(values, **resumed)
+    assert "mine.txt" in message
+    (folder / "mine.txt").unlink()
+    assert main(again) == 0, capsys.readouterr().err
+    identity = read_identity(root)
+    assert identity is not None
+    assert _json(folder / EXPORTED) == {"run": identity.run, "files": ["run.safetensors"]}
+    # Another run, which has its place.
+    (root / IDENTITY).unlink()
+    shutil.rmtree(root / "checkpoints")
+    take_identity(root)
+    assert main(again) == 2
+    assert "another run" in capsys.readouterr().err
+    # An export of an earlier version; files that came while a run trained are set aside.
+    earlier = tmp_path / "before" / "export" / "comfyui"
+    (earlier / EXPORTED).unlink()
+    assert main([*again[:1], str(tmp_path / "before"), *again[2:]]) == 0, capsys.readouterr().err
+    (earlier / EXPORTED).unlink()
+    for name in ("other.safetensors", "second.safetensors"):
+        fill(earlier, name)
+    source = find_source(str(tmp_path / "before"), options={})
+    (aside,) = set_others_aside(source, ["comfyui", "peft"])
+    assert (aside / "other.safetensors").read_text() == "mine"

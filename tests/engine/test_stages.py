@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from finetrainers.config.errors import ConfigError
 from finetrainers.config.given import Given
 from finetrainers.config.stages import Stage, read_stages
+from finetrainers.engine.identity import IDENTITY, take_identity
 from finetrainers.engine.lineage import ancestors, began_from, lineage_of
 from finetrainers.engine.stages import (
     Standing,
@@ -24,6 +26,7 @@ from finetrainers.engine.stages import (
     unfit,
     used_elsewhere,
 )
+from finetrainers.engine.stages_plan import plan_stages
 
 TEXT = """
 output_dir = "runs"
@@ -231,3 +234,23 @@ def test_a_stage_must_fit_the_one_that_it_begins_from(name: str, change: str, lo
     assert one.source is not None
     assert one.load == load
     assert unfit(one.source.config, one.config, one.load) == message
+
+
+def test_a_stage_that_began_from_another_run_of_the_same_weights_is_outdated() -> None:
+    take_identity(standing("low").root)
+    finish(PARTS)
+    assert outdated(look_at(stages())) == []
+    (standing("low").root / IDENTITY).unlink()
+    assert outdated(look_at(stages())) == []  # of a run of before that is not known
+    take_identity(standing("low").root)
+    (problem,) = outdated(look_at(stages()))
+    assert problem.where == "stage mid"
+
+
+def test_a_stage_in_what_another_one_writes_is_refused() -> None:
+    Path("link").symlink_to("runs/low")
+    for place, is_refused in {"runs/low/checkpoints/b": True, "link/transformer/b": True, "runs/low/b": False}.items():
+        with pytest.raises(ConfigError) as refused:
+            plan_stages(stages(TEXT + f'output_dir = "{place}"\n'))
+        found = [one for one in refused.value.problems if one.where == "stage on, --output_dir"]
+        assert len(found) == is_refused, refused.value

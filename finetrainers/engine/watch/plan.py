@@ -32,11 +32,14 @@ from finetrainers.utils.files import not_there
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import nearest
 
+from ..identity import Identity, are_different, read_identity, read_identity_file
 from ..preflight import check_tracker, resolve_family
 from ..sample.plan import SamplePlan, plan_targets, size_of_run
 from ..sample.weights import BASE, Target, run_source
 from .scores import recorded_labels
 
+#: A file in the folder of a preset that names the run whose clips are there.
+WATCHED = "watched.json"
 _TAKEN = ("prompts", *MEDIA_OPTIONS, "negative_prompt", "seed", "num", "frame_rate", "no_ema")
 
 
@@ -51,6 +54,7 @@ class WatchPlan:
         labels: what the rewards are called in ledgers, in their order.
         options: of the command.
         output_dir: has a folder for each preset.
+        identity: of the run, where it has one.
     """
 
     run: Path
@@ -59,6 +63,7 @@ class WatchPlan:
     labels: Sequence[str]
     options: WatchSection
     output_dir: Path
+    identity: Identity | None = None
 
     @property
     def config(self) -> TrainConfig:
@@ -98,6 +103,10 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
     labels = [label_of(entry, rewards) for entry in rewards]
     if not options.no_track:
         check_tracker(config, found)
+    identity = read_identity(run)
+    for name in wanted:
+        if are_different(read_identity_file(output_dir / name / WATCHED), identity):
+            found.error("output_dir", f"{output_dir / name} holds the clips of another run; give another directory")
     presets: dict[str, SamplePlan] = {}
     for name, preset in wanted.items():
         try:
@@ -108,7 +117,7 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
     if found.errors:
         raise ConfigError(list(dict.fromkeys(found.errors)), of="this watch")
     options = options.model_copy(update={"best_by": best_by})
-    return WatchPlan(run, presets, rewards, labels, options, output_dir)
+    return WatchPlan(run, presets, rewards, labels, options, output_dir, identity)
 
 
 def _plan(target: Target, options: WatchSection, flags: Given, preset: Preset, folder: Path) -> SamplePlan:

@@ -28,6 +28,7 @@ from finetrainers.utils.text import duration, plural, shortened
 from ..checkpoints.best import best_checkpoint, mark_best
 from ..checkpoints.find import Found, scan_checkpoints
 from ..checkpoints.manifest import MANIFEST, read_manifest
+from ..identity import are_different, read_identity
 from ..init_distributed import join
 from ..lock import exclusive
 from ..sample.ledger import Ledger
@@ -38,7 +39,7 @@ from ..sample.sampler import Sampler
 from ..sample.weights import AVERAGES, find_target
 from ..sampling import EncodedPrompts
 from .page import Column, write_page
-from .plan import WatchPlan
+from .plan import WATCHED, WatchPlan
 from .scores import Checkpoint, Scores, variant_of
 from .tracked import WatchTracker
 from .waiting import training_of
@@ -75,6 +76,7 @@ class Watch:
         self._scores = {name: Scores(one.output_dir, plan.labels) for name, one in plan.presets.items()}
         folders = {name: one.output_dir for name, one in plan.presets.items()}
         self._tracker = None if plan.options.no_track else WatchTracker(plan.run, folders, plan.config)
+        self._identity = plan.identity
         self._said: set[int] = set()  # steps that have not arrived as a whole, and of which that is told
         self._waiting = ""
         self._shown: dict[str, Checkpoint | str | None] = dict.fromkeys(plan.presets, "")  # the best on the page
@@ -99,7 +101,9 @@ class Watch:
     def look(self) -> bool:
         """Serve every checkpoint that is whole, the oldest first; whether there was anything to do."""
         worked = False
+        self._check_run()
         for found in scan_checkpoints(self.plan.run, weights_only=True):
+            self._check_run()
             for name in self.plan.presets:
                 checkpoint = self._content(found)
                 if checkpoint is not None and not self._is_done(name, checkpoint):
@@ -109,6 +113,20 @@ class Watch:
             if shown != best:
                 self._show(name, best)
         return worked
+
+    def _check_run(self) -> None:
+        """Compare the run in the directory with the one that the watch has begun with.
+
+        Raises:
+            WatchError: it is another run, whose prompts, sizes and scores are others.
+        """
+        now = read_identity(self.plan.run)
+        if are_different(self._identity, now):
+            raise WatchError(f"{self.plan.run} is the directory of another run by now; start the watch again")
+        if now is not None and self._identity is None:
+            for one in self.plan.presets.values():
+                now.write(one.output_dir / WATCHED)
+        self._identity = now or self._identity
 
     def finish(self) -> None:
         """End the run at the tracker."""
@@ -405,6 +423,8 @@ def watch(plan: WatchPlan, say: Say) -> Sequence[str]:
             held.enter_context(
                 exclusive(one.output_dir, parallel, where="--presets", holder="watch", otherwise=otherwise)
             )
+            if plan.identity is not None:
+                plan.identity.write(one.output_dir / WATCHED)
         if plan.options.best_by is not None:  # one link leads to the best, wherever clips are written
             holder, otherwise = "watch with --best_by", "leave --best_by out here"
             held.enter_context(
