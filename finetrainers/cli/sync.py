@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _MORE = """Only published checkpoints are copied, without optimizer state, and the weights before the manifest, so that
 `finetrainers watch` on the other machine never takes half a checkpoint for a whole one. The run's settings, metrics and
-events come along. Nothing is deleted at the target without --prune. It goes on until it is stopped (Ctrl-C). ssh has to
-work without a password. A transfer that fails is retried."""
+events come along. A target that is not new, empty or a copy of this run is refused. Nothing is deleted there without
+--prune. It goes on until it is stopped (Ctrl-C). ssh has to work without a password. A transfer that fails is retried."""
 #: Seconds before the first retry; each further one waits twice as long.
 _FIRST_RETRY_S = 5
 _LAST_RETRY_S = 300
