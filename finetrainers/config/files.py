@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+
+from finetrainers.utils.text import nearest
 
 from .errors import ConfigError, Problem
 from .values import check_place
+
+#: Files of a folder among which the nearest name is searched.
+_MOST_FILES = 2000
+
+
+def nearest_file(path: Path) -> str:
+    """Return a clause to append to an error: the file beside a missing one whose name is nearest, if there is one."""
+    try:
+        names = [entry.name for entry in itertools.islice(path.parent.iterdir(), _MOST_FILES) if entry.is_file()]
+    except OSError:
+        return ""
+    return nearest(path.name, names, listed=0)
 
 
 def read_text(path: str | Path, *, option: str) -> tuple[Path, str]:
@@ -24,7 +39,7 @@ def read_text(path: str | Path, *, option: str) -> tuple[Path, str]:
     except ValueError as error:
         raise ConfigError([Problem(option, str(error))]) from None
     except FileNotFoundError:
-        raise ConfigError([Problem(option, f"no such file: {path}")]) from None
+        raise ConfigError([Problem(option, f"no such file: {path}{nearest_file(Path(path))}")]) from None
     except OSError as error:
         raise ConfigError([Problem(option, f"{path} cannot be read: {error.strerror}")]) from None
     try:

@@ -42,8 +42,17 @@ def load_config(path: str | Path | None = None, **options: Any) -> TrainConfig:
         ConfigError: anything unknown, missing or out of bounds; all of it at once.
     """
     given = Given()
+    options = {name: _without_torch(name, value) for name, value in options.items()}
     take_options(given, options, lambda table, name: ".".join(part for part in (table, name) if part))
     return build_config([*([file_source(Path(path))] if path is not None else []), given])
+
+
+def _without_torch(name: str, value: Any) -> Any:
+    """A dtype of torch as the option's own name of it; other values as they are."""
+    if type(value).__module__ != "torch" or type(value).__name__ != "dtype":
+        return value
+    text = str(value).removeprefix("torch.")
+    return VALUES.get(name, {}).get(text, text)
 
 
 def file_source(path: Path) -> Given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from finetrainers.utils.text import quoted
+
 from .base import Section
 from .errors import ConfigError, Problem, value_message
-from .files import read_text
+from .files import nearest_file, read_text
 from .sections import ValidationSection
 from .values import Place, VideoBucket, check_place
 
@@ -20,6 +23,11 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+#: Files of prompts that are read, and others, whose names are taken for no prompt.
+_FORMATS = (".txt", ".jsonl", ".toml")
+_OTHER_FORMATS = (".csv", ".tsv", ".json", ".yaml", ".yml", ".md", ".parquet", ".xlsx")
 
 
 class ValidationPrompt(Section):
@@ -84,7 +92,7 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
         if given:
             raise ConfigError([Problem(f"--{given[0]}", "needs --validation_prompts, one prompt per entry")])
         return []
-    if text.endswith((".txt", ".jsonl", ".toml")) and separator not in text:
+    if separator not in text and _is_file_name(text):
         prompts = _from_file(Path(text))
     else:
         prompts = [_from_entry(entry) for entry in text.split(separator)]
@@ -106,9 +114,18 @@ def parse_eval_prompts(section: ValidationSection) -> list[ValidationPrompt]:
     path = section.eval_prompts
     if path is None:
         return []
-    if path.suffix not in (".txt", ".jsonl", ".toml"):
-        raise ConfigError([Problem("--eval_prompts", f"{path} must be a .txt, .jsonl or .toml file")])
     return _from_file(path, option="--eval_prompts")
+
+
+def _is_file_name(text: str) -> bool:
+    """Return whether a text names a file of prompts, of a format that is read or not, rather than being a prompt."""
+    suffix = Path(text).suffix.lower()
+    if suffix in _FORMATS or (suffix in _OTHER_FORMATS and not re.search(r"\s", text)):
+        return True
+    try:
+        return bool(suffix) and Path(text).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # no path can be like this
+        return False
 
 
 def _from_entry(entry: str) -> ValidationPrompt:
@@ -119,15 +136,20 @@ def _from_entry(entry: str) -> ValidationPrompt:
 
 
 def _from_file(path: Path, *, option: str = "--validation_prompts") -> list[ValidationPrompt]:
+    suffix = path.suffix.lower()
+    if suffix not in _FORMATS:
+        there = "" if path.is_file() else f", and there is no such file{nearest_file(path)}"
+        message = f"prompts are read from {', '.join(_FORMATS)} files, got {quoted(str(path))}{there}"
+        raise ConfigError([Problem(option, message)])
     path, text = read_text(path, option=option)
-    if path.suffix == ".txt":
+    if suffix == ".txt":
         lines = [line.strip() for line in text.splitlines()]
         found = [_from_entry(line) for line in lines if line and not line.startswith("#")]
         if not found:
             raise ConfigError([Problem(str(path), "holds no prompts; give one in each line")])
         return found
     try:
-        if path.suffix == ".toml":
+        if suffix == ".toml":
             entries = tomllib.loads(text).get("prompts", [])
         else:
             entries = [json.loads(line) for line in text.splitlines() if line.strip()]

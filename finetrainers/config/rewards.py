@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
@@ -12,6 +13,13 @@ from .base import Section
 
 _REWARD = re.compile(r"^(?P<name>[^=,\s]+)(=(?P<weight>[^,]*))?(,(?P<options>.*))?$")
 _OWN = ("mean", "std", "every", "batch_size")
+
+
+def _plain_text(value: Any) -> Any:
+    """Numbers, truth values and paths as the text that a flag would have."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, (int, float, Path)) else value
 
 
 class RewardEntry(Section):
@@ -27,7 +35,9 @@ class RewardEntry(Section):
     std: float | None = Field(None, gt=0, description="See `mean`.")
     every: int = Field(1, ge=1, description="Score only in every N-th rollout.")
     batch_size: int | None = Field(None, ge=1, description="Clips scored at once; default: the reward's own.")
-    options: dict[str, str] = Field({}, description="What the reward itself takes: `path`, `device`, ...")
+    options: dict[str, Annotated[str, BeforeValidator(_plain_text)]] = Field(
+        {}, description="What the reward itself takes: `path`, `device`, ..."
+    )
 
     @property
     def reward(self) -> str:

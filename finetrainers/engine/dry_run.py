@@ -15,7 +15,7 @@ from .init_distributed import check_strategy
 from .memory_lines import memory_lines
 from .memory_plan import RunMemory
 from .preflight import Preflight
-from .ready import examine_weights
+from .ready import check_classes, examine_weights
 from .room import disk_needs, room_warnings
 from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
 from .trainable import network_without_weights, num_quantizable, trainable_parameters
@@ -56,6 +56,7 @@ def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
     unseen = why_unseen(checked)
     check_strategy(checked.config)
     if unseen is not None:
+        check_classes(checked)
         return checked, network_without_weights(checked, stand_in=True)
     checked = examine_weights(checked)
     transformer = network_without_weights(checked)

@@ -27,7 +27,7 @@ from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.backends import backend_problem
 from finetrainers.memory.estimate import computed_bytes
-from finetrainers.methods.registry import Planner, method_names, method_spec, plan_work
+from finetrainers.methods.registry import Planner, method_names, method_spec, plan_work, spec_problem
 from finetrainers.methods.spec import MethodSpec, WorkPlan
 from finetrainers.models.lora_names import format_problem
 from finetrainers.models.registry import Family, get_family, with_family
@@ -170,6 +170,8 @@ def _find_method(config: TrainConfig, found: Findings) -> MethodSpec | None:
     """The method of the configuration; None, and an error among the findings, if there is none of that name."""
     name = config.training.method
     if name in method_names():
+        if (problem := spec_problem(name)) is not None:
+            raise ConfigError([Problem("--method", problem)])
         return method_spec(config)
     found.error("method", f"unknown method {name!r}{nearest(name, method_names())}")
     return None

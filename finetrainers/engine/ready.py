@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.methods.registry import method_spec
+from finetrainers.methods.registry import method_class_problem, method_spec
 from finetrainers.models.hub import ask
 
 from .check_upload import check_upload
@@ -106,6 +106,26 @@ def examine_weights(checked: Preflight) -> Preflight:
     return replace(checked, warnings=[*checked.warnings, *warnings])
 
 
+def check_classes(checked: Preflight) -> None:
+    """Check the classes that a run is about to use, and the servers of its rewards (imports torch).
+
+    Raises:
+        ConfigError: everything that is wrong.
+    """
+    config = checked.config
+    problem = method_class_problem(config)
+    problems = [] if problem is None else [Problem("--method", problem)]
+    for option in ("reward", "eval_reward"):
+        entries = [entry for entry in config.get(option) if entry.reward.startswith(("http://", "https://"))]
+        if entries:
+            from finetrainers.rewards.registry import server_problem
+
+            found = [server_problem(entry) for entry in entries]
+            problems += [Problem(f"--{option}", why) for why in found if why is not None]
+    if problems:
+        raise ConfigError(problems)
+
+
 def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
     """Check a run against the model's configs and its scheduler, as far as that takes the network's classes (imports torch).
 
@@ -163,6 +183,7 @@ def _examined(checked: Preflight) -> list[str]:
     if problems:
         raise ConfigError(named_as_given(problems, initial))
     is_known = checked.unseen is None
+    check_classes(checked)
     if is_known:
         check_network(checked)
     if checked.start.checkpoint is None and initial is not None and initial.kind == "lora" and is_known:

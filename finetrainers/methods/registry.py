@@ -8,7 +8,7 @@ from typing import Any
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.addresses import resolve
+from finetrainers.utils.addresses import resolve, same_name
 
 from .spec import MethodSpec, WorkPlan
 
@@ -17,25 +17,39 @@ Planner = Callable[..., WorkPlan | None]
 
 @dataclass(frozen=True)
 class _Entry:
-    method: str
-    spec: str
+    method: str | type
+    spec: str | type[MethodSpec]
 
 
 _METHODS: dict[str, _Entry] = {}
 
 
-def register_method(name: str, method: str, *, spec: str = "finetrainers.methods.spec:MethodSpec") -> None:
-    """Make a method available as `--method name`; the others are addresses `module:attribute`.
+def register_method(
+    name: str, method: str | type, *, spec: str | type[MethodSpec] = "finetrainers.methods.spec:MethodSpec"
+) -> None:
+    """Make a method available as `--method name`; classes may be given as addresses `module:attribute`.
 
     Args:
-        name: what users call it.
+        name: what users call it. A class of the same module and name may be registered again, as notebook cells do.
         method: the class, which is called with `MethodParts`.
         spec: the subclass of `MethodSpec`, in a module that imports no torch; default: that of training on clips.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is taken, or something else than a class or an address is given.
     """
-    if name in _METHODS:
+    for what, value in (("method", method), ("spec", spec)):
+        if isinstance(value, str):
+            if not all(value.partition(":")):
+                raise ValueError(f"{what} of {name!r}: expected an address module:attribute, got {value!r}")
+        elif not isinstance(value, type):
+            raise ValueError(f"{what} of {name!r}: expected a class or an address, got a {type(value).__name__}")
+    if isinstance(method, type) and issubclass(method, MethodSpec):
+        raise ValueError(
+            f"method of {name!r}: {method.__name__} is a MethodSpec; give it as spec=, and the method's class"
+        )
+    if isinstance(spec, type) and not issubclass(spec, MethodSpec):
+        raise ValueError(f"spec of {name!r}: {spec.__name__} is not a subclass of MethodSpec")
+    if name in _METHODS and not same_name(_METHODS[name].method, method):
         raise ValueError(f"method {name!r} is registered already")
     _METHODS[name] = _Entry(method, spec)
 
@@ -46,8 +60,42 @@ def method_names() -> list[str]:
 
 
 def load_method(name: str) -> Any:
-    """The class of a method (imports torch)."""
-    return resolve(_METHODS[name].method)
+    """Return the class of a method (imports torch)."""
+    return _resolved(_METHODS[name].method)
+
+
+def method_class_problem(config: TrainConfig) -> str | None:
+    """Return why the classes of the configured method cannot train, or None if they can (imports torch)."""
+    from .base import Method
+
+    name = config.training.method
+    try:
+        found = load_method(name)
+        load_source(config)
+    except (ImportError, AttributeError) as error:
+        return f"{name} cannot be imported: {error}"
+    if not isinstance(found, type):
+        return f"{name}: expected a class, got a {type(found).__name__}"
+    needed = [attribute for attribute, value in vars(Method).items() if callable(value) and attribute[:1] != "_"]
+    missing = [attribute for attribute in needed if not callable(getattr(found, attribute, None))]
+    if missing:
+        return f"{name}: {found.__name__} has no {', '.join(missing)}; see the protocol Method of finetrainers.methods.base"
+    return None
+
+
+def _resolved(value: Any) -> Any:
+    return resolve(value) if isinstance(value, str) else value
+
+
+def spec_problem(name: str) -> str | None:
+    """Return why a registered method has no usable `MethodSpec`, or None if it has."""
+    try:
+        found = _resolved(_METHODS[name].spec)
+    except (ImportError, AttributeError) as error:
+        return f"the spec of {name} cannot be imported: {error}"
+    if not (isinstance(found, type) and issubclass(found, MethodSpec)):
+        return f"the spec of {name} must be a subclass of MethodSpec, got {found!r}"
+    return None
 
 
 def load_source(config: TrainConfig) -> Any:
@@ -57,7 +105,7 @@ def load_source(config: TrainConfig) -> Any:
 
 def method_spec(config: TrainConfig) -> MethodSpec:
     """What the configured method says of itself before it is loaded."""
-    spec: MethodSpec = resolve(_METHODS[config.training.method].spec)()
+    spec: MethodSpec = _resolved(_METHODS[config.training.method].spec)()
     return spec
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Configs, Facts, Read
 from finetrainers.config.sections import ModelSection
-from finetrainers.utils.addresses import resolve
+from finetrainers.utils.addresses import resolve, same_name
 from finetrainers.utils.packaged import model_path
 
 from .files import (
@@ -228,12 +228,13 @@ _FAMILIES: dict[str, Family] = {}
 
 
 def register_model(family: Family) -> None:
-    """Make a family available to `--model_name`.
+    """Make a family available to `--model_name`; the same one may be registered again, as notebook cells do.
 
     Raises:
         ValueError: the name is taken.
     """
-    if family.name in _FAMILIES:
+    earlier = _FAMILIES.get(family.name)
+    if earlier is not None and not (earlier.spec == family.spec and same_name(earlier.read, family.read)):
         raise ValueError(f"model family {family.name!r} is registered already")
     _FAMILIES[family.name] = family
 

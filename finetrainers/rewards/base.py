@@ -46,6 +46,8 @@ class Reward(ABC):
     images: ImageUse = "none"
     #: Whether `differentiate` stores little, and its backward pass recomputes what it needs.
     recomputes: ClassVar[bool] = False
+    #: The fewest frames of a clip that it scores.
+    min_frames: ClassVar[int] = 1
     #: The options that name its weights.
     weights_options: ClassVar[tuple[str, ...]] = ("path",)
 
@@ -58,6 +60,11 @@ class Reward(ABC):
             prompts: one text a clip.
             fps: frame rate at which the clips play.
         """
+
+    @classmethod
+    def prompt_problem(cls, options: Mapping[str, str], prompt: str) -> str | None:
+        """Return why clips of a prompt cannot be scored with these options, or None if they can."""
+        return None
 
     def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """The scores of `score` up to rounding, `[B]` on any device, with a graph that reaches the pixels.

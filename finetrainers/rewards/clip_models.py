@@ -29,6 +29,7 @@ from .frames import Frames, normalize_rgb, resize_as_pil, spread_indices, to_byt
 from .weights import (
     DTYPES,
     WIDTHS,
+    Device,
     DType,
     WeightsPath,
     build,
@@ -70,7 +71,7 @@ class _FrameReward(Reward):
 
     path: WeightsPath
     frames: Frames = 4
-    device: str = "auto"
+    device: Device = "auto"
     dtype: DType = "fp32"
 
     #: What the mean of the frames' scores is multiplied by.

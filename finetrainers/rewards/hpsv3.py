@@ -11,7 +11,7 @@ from .base import Reward
 from .frames import Frames, normalize_rgb, resize_as_pil, spread_indices, to_bytes
 from .videoalign_input import PAIR, PATCH, fitting_size, patches_of
 from .videoalign_model import Judge, backbone_names, working_bytes
-from .weights import DTYPES, WIDTHS, DType, WeightsPath, fetch, fetch_file, read_tensors
+from .weights import DTYPES, WIDTHS, Device, DType, WeightsPath, fetch, fetch_file, read_tensors
 
 MARK = "<|Reward|>"
 
@@ -80,7 +80,7 @@ class HPSv3(Reward):
         path: WeightsPath = "MizzenAI/HPSv3",
         base: WeightsPath = "Qwen/Qwen2-VL-7B-Instruct",
         frames: Frames = 4,
-        device: str = "auto",
+        device: Device = "auto",
         dtype: DType = "bf16",
     ) -> None:
         """Args:

@@ -34,13 +34,15 @@ class Motion(VideoReward):
     little. Measured up to about an eighth of the shorter side a frame; what moves faster counts as less.
     """
 
+    min_frames = 2
+
     def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
         """See `VideoReward.clip`.
 
         Raises:
             ValueError: there is a single frame.
         """
-        return flow(_frames(video, least=2)).norm(dim=1).mean() * fps
+        return flow(_frames(video, least=self.min_frames)).norm(dim=1).mean() * fps
 
 
 class Smoothness(VideoReward):
@@ -53,13 +55,15 @@ class Smoothness(VideoReward):
     must not pay. What leaves the frame is not counted.
     """
 
+    min_frames = 3
+
     def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
         """See `VideoReward.clip`.
 
         Raises:
             ValueError: there are fewer than three frames.
         """
-        displacement = flow(_frames(video, least=3))
+        displacement = flow(_frames(video, least=self.min_frames))
         first, second = displacement[:-1], displacement[1:]
         pixels = first * min(first.shape[-2:])
         there, inside = warp(second, pixels)
@@ -75,13 +79,15 @@ class Steadiness(VideoReward):
     clip has the best score, so use it together with a reward for motion.
     """
 
+    min_frames = 2
+
     def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
         """See `VideoReward.clip`.
 
         Raises:
             ValueError: there is a single frame.
         """
-        frames = _frames(video, least=2)
+        frames = _frames(video, least=self.min_frames)
         return 1 - (frames[1:] - frames[:-1]).abs().mean()
 
 

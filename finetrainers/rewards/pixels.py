@@ -11,10 +11,11 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from PIL import Image, ImageColor
+from pydantic import AfterValidator
 from torch import Tensor
 
 from finetrainers.utils.text import nearest
@@ -92,7 +93,7 @@ class Contrast(VideoReward):
 class Color(VideoReward):
     """Similarity of all pixels to a color: 1 - mean RGB distance / sqrt(3), in [0, 1]; 1 if all have that color."""
 
-    def __init__(self, *, target: str = "prompt") -> None:
+    def __init__(self, *, target: CSSColor = "prompt") -> None:
         """Args:
             target: a color as CSS writes it (`teal`, `#00a0ff`), or `prompt`: the first color that a prompt names.
 
@@ -100,6 +101,17 @@ class Color(VideoReward):
             ValueError: no such color.
         """
         self.target = None if target == "prompt" else _rgb(target)
+
+    @classmethod
+    def prompt_problem(cls, options: Mapping[str, str], prompt: str) -> str | None:
+        """See `Reward.prompt_problem`."""
+        if options.get("target", "prompt") != "prompt":
+            return None
+        try:
+            color_in(prompt)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor:
         """See `VideoReward.clip`.
@@ -179,6 +191,17 @@ def jpeg_kilobytes(video: Tensor) -> float:
         Image.fromarray(frame).save(file, format="JPEG", quality=_JPEG_QUALITY)
         sizes.append(file.tell())
     return sum(sizes) / len(sizes) / 1000
+
+
+def _check_color(color: str) -> str:
+    """Return the color if CSS knows it, or it is to come from the prompt."""
+    if color != "prompt":
+        _rgb(color)
+    return color
+
+
+#: An option that names a color.
+CSSColor = Annotated[str, AfterValidator(_check_color)]
 
 
 def _rgb(color: str) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from finetrainers.config.rewards import RewardEntry
-from finetrainers.utils.addresses import resolve
+from finetrainers.utils.addresses import resolve, same_name
 from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.text import nearest
 
@@ -28,12 +28,14 @@ def register_reward(name: str, factory: Any = None) -> Any:
     `Reward` subclass, or the address `module:attribute` of either. A function with the keyword `images` is given those that
     clips start from, `[B, 3, H, W]`; with a default it may be left out.
 
+    The same function or class, by module and name, may be registered again, as notebook cells do.
+
     Raises:
         ValueError: the name is taken, or cannot be told from an address or a head.
     """
 
     def add(found: Any) -> Any:
-        if name in _REWARDS:
+        if name in _REWARDS and not same_name(_REWARDS[name], found):
             raise ValueError(f"reward {name!r} is registered already")
         if not name or set(name) & set(".:=, "):
             raise ValueError(f"reward name {name!r} must be without '.', ':', '=', ',' and blanks")
@@ -135,12 +137,54 @@ def reward_problems(entry: RewardEntry) -> list[str]:
         cls = resolve_reward(entry.reward)
     except ValueError as error:
         return [str(error)]
-    problems = []
+    problems = list(_class_problems(cls, entry.name))
     try:
         head_of(entry, cls.heads)
     except ValueError as error:
         problems.append(str(error))
     return problems + _arguments(cls, entry.name, entry.options)[1]
+
+
+def _class_problems(cls: type[Reward], name: str) -> Iterator[str]:
+    """Yield why a reward's class cannot be made, or its function cannot be called with clips and prompts."""
+    if inspect.isabstract(cls):
+        yield f"{name}: {cls.__name__} has no {', '.join(sorted(cls.__abstractmethods__))}"
+    function = getattr(cls, "called", None)
+    if function is None:
+        return
+    if inspect.iscoroutinefunction(function):
+        yield f"{name}: an async function; use one that returns scores, a tensor [B]"
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function whose arguments Python does not know
+        return
+    given = {"images": None} if "images" in signature.parameters else {}
+    try:
+        signature.bind("videos", "prompts", **given)
+    except TypeError as error:
+        yield f"{name}: must take (videos, prompts), and images by name if it wants them: {error}"
+
+
+def size_problem(entry: RewardEntry, size: tuple[int, int, int]) -> str | None:
+    """Return why clips of a size cannot be scored by a reward, or None if they can. A server does not say."""
+    least = resolve_reward(entry.reward).min_frames
+    if size[0] >= least:
+        return None
+    return f"compares frames: clips need at least {least}, and these have {size[0]}; sample more frames"
+
+
+def prompt_problem(entry: RewardEntry, prompt: str) -> str | None:
+    """Return why clips of a prompt cannot be scored by a reward, or None if they can."""
+    return resolve_reward(entry.reward).prompt_problem(entry.options, prompt)
+
+
+def server_problem(entry: RewardEntry) -> str | None:
+    """Return why a reward's server cannot score, or None if it can; it is asked what it gives."""
+    try:
+        make_reward(entry.reward, {**entry.options, "retries": "0"})
+    except (ValueError, OSError, RuntimeError) as error:
+        return str(error)
+    return None
 
 
 def gradient_problem(entry: RewardEntry) -> str | None:
@@ -292,6 +336,7 @@ def _from_function(function: Callable[..., Tensor]) -> type[Reward]:
 
     class FunctionReward(Reward):
         __doc__ = function.__doc__
+        called = staticmethod(function)
         differentiable = getattr(function, "differentiable", False)
         images = _image_use_of(function)
 

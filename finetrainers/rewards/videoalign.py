@@ -15,7 +15,7 @@ from .base import Head, Reward
 from .frames import normalize_rgb, resize_as_torchvision, to_bytes
 from .videoalign_input import PAIR, PATCH, fitting_size, frame_indices, patches_of
 from .videoalign_model import Judge, backbone_names, base_weights, merge_adapter, working_bytes
-from .weights import DTYPES, WIDTHS, DType, WeightsPath, fetch, read_tensors
+from .weights import DTYPES, WIDTHS, Device, DType, WeightsPath, fetch, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class VideoAlign(Reward):
     The published scores are of videos read from mp4 files; frames are scored here as they are, without compression.
     """
 
+    min_frames = PAIR
     #: The constants that the published checkpoint comes with.
     heads: ClassVar[Mapping[str, Head]] = {
         "vq": Head(3.6757, 2.2476),
@@ -115,7 +116,7 @@ class VideoAlign(Reward):
         *,
         path: WeightsPath = "KwaiVGI/VideoReward",
         base: WeightsPath = "Qwen/Qwen2-VL-2B-Instruct",
-        device: str = "auto",
+        device: Device = "auto",
         dtype: DType = "bf16",
     ) -> None:
         """Args:

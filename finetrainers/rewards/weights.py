@@ -28,14 +28,24 @@ def torch_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is none of torch's: auto, cpu, cuda, cuda:1, ...") from error
+    device = torch.device(check_device(name))
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"device {name!r}: this process sees {plural(count, 'GPU')}; auto takes what is there")
     return device
+
+
+def check_device(name: str) -> str:
+    """Return a name of a device that torch knows; whether this machine has it is another question.
+
+    Raises:
+        ValueError: torch knows none of this name.
+    """
+    try:
+        _ = name == "auto" or torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is none of torch's: auto, cpu, cuda, cuda:1, ...") from error
+    return name
 
 
 def check_path(path: str) -> str:
@@ -54,6 +64,8 @@ WIDTHS: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 #: The option of a reward that says where its weights are; checked before anything is loaded.
 WeightsPath = Annotated[str, AfterValidator(check_path)]
+#: `auto`, or a device of torch.
+Device = Annotated[str, AfterValidator(check_device)]
 
 
 def fetch(path: str, *, files: Sequence[str]) -> Path:

@@ -8,6 +8,18 @@ from pathlib import Path
 from typing import Any
 
 
+def same_name(one: Any, other: Any) -> bool:
+    """Return whether two objects, or addresses of objects, are the same by module and name: one may replace the other."""
+    return one is other or (_name(one) is not None and _name(one) == _name(other))
+
+
+def _name(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    return None if module is None or name is None else f"{module}:{name}"
+
+
 def resolve(address: str) -> Any:
     """The object at `module:attribute`, imported now; modules in the working directory are found, too.
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_COUNTS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": -1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
+#: Variables that hold a whole number, and the least of it.
+_COUNTS = {
+    "WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": -1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
+    **{f"PARALLELISM_CONFIG_{name}_SIZE": 1 for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")},
+}  # fmt: skip
+_ZERO_STAGES = ("0", "1", "2", "3")
 _PRECISIONS = ("no", "fp16", "bf16")
 
 
@@ -41,11 +47,18 @@ def launch_problems(environment: Mapping[str, str] = os.environ, *, joining: boo
                     f"says that a launcher started this process, and {', '.join(missing)} is not set; start it by "
                 )
                 found.append((told, f"{message}`accelerate launch` or `torchrun`, or unset {told}"))
+    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    if stage not in _ZERO_STAGES:
+        found.append(("ACCELERATE_DEEPSPEED_ZERO_STAGE", f"{_stage_message(stage)}; it comes from the launcher's file"))
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in _PRECISIONS:
         message = f"must be one of {', '.join(_PRECISIONS)}, got {precision!r}; it comes from the launcher's file"
         found.append(("ACCELERATE_MIXED_PRECISION", message))
     return found
+
+
+def _stage_message(stage: str) -> str:
+    return f"must be one of {', '.join(_ZERO_STAGES)}, got {stage!r}"
 
 
 def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -101,35 +114,55 @@ def launcher_environment(path: Path) -> dict[str, str]:
     """The variables that `accelerate launch` would set for a configuration file, and `NUM_MACHINES`.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or has values of other types.
     """
-    import yaml
-
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} is no configuration file of `accelerate launch`")
-
-    def text(value: Any) -> str:
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-    found = {
-        "WORLD_SIZE": text(settings.get("num_processes", 1)),
-        "NUM_MACHINES": text(settings.get("num_machines", 1)),
-    }
+    settings = _read_settings(path)
+    found = {"WORLD_SIZE": _count(settings, "num_processes"), "NUM_MACHINES": _count(settings, "num_machines")}
     if settings.get("mixed_precision") not in (None, False):
-        found["ACCELERATE_MIXED_PRECISION"] = text(settings["mixed_precision"])
+        found["ACCELERATE_MIXED_PRECISION"] = _text(settings["mixed_precision"])
     kind = settings.get("distributed_type")
     if kind == "FSDP":
         found["ACCELERATE_USE_FSDP"] = "true"
-        for name, value in (settings.get("fsdp_config") or {}).items():
-            found[name.upper()] = text(value)
+        found |= {str(name).upper(): _text(value) for name, value in _table(settings, "fsdp_config").items()}
     elif kind == "DEEPSPEED":
-        deepspeed = settings.get("deepspeed_config") or {}
+        deepspeed = _table(settings, "deepspeed_config")
+        stage = _text(deepspeed.get("zero_stage", 2))
+        if stage not in _ZERO_STAGES:
+            raise ValueError(f"zero_stage {_stage_message(stage)}")
         found["ACCELERATE_USE_DEEPSPEED"] = "true"
-        found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = text(deepspeed.get("zero_stage", 2))
+        found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = stage
         for name in ("offload_optimizer_device", "offload_param_device"):
-            found[f"ACCELERATE_DEEPSPEED_{name.upper()}"] = text(deepspeed.get(name, "none"))
+            found[f"ACCELERATE_DEEPSPEED_{name.upper()}"] = _text(deepspeed.get(name, "none"))
     return found
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise ValueError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is not a config file of `accelerate launch`")
+    return settings
+
+
+def _count(settings: Mapping[str, Any], name: str) -> str:
+    value = settings.get(name, 1)
+    if isinstance(value, bool) or not re.fullmatch(r"[1-9][0-9]{0,5}", str(value)):
+        raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+    return str(value)
+
+
+def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = settings.get(name) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a table of settings, got {value!r}")
+    return value
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

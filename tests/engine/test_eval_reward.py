@@ -135,7 +135,7 @@ def test_what_cannot_be_scored_is_refused_before_loading(options: Callable[..., 
         ({"eval_reward": ["brightness", "brightness"], "validation_prompts": "a"}, "given twice"),
         ({"eval_reward": ["brightness"], "eval_prompts": str(prompts)}, "--eval_prompts: prompt 1, 10x64x64"),
         ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "gone.txt")}, "no such file"),
-        ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "a.csv")}, "must be a .txt"),
+        ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "a.csv")}, ".txt, .jsonl, .toml"),
     ):
         with pytest.raises(ConfigError) as caught:
             preflight(load_config(**options(**given)))

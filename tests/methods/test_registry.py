@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetrainers.methods import registry
+from finetrainers.methods.spec import MethodSpec
 
 
 def test_sft_is_there() -> None:
@@ -18,3 +19,21 @@ def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.load_method("other").__name__ == "OrderedDict"
     with pytest.raises(ValueError, match="registered already"):
         registry.register_method("other", "collections:Counter")
+
+
+def test_a_class_of_the_same_name_is_registered_again_and_other_kinds_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's cell that is run again makes another class of the same name."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+    def cell() -> type:
+        class Mine: ...
+
+        return Mine
+
+    first, second = cell(), cell()
+    registry.register_method("mine", first)
+    registry.register_method("mine", second)
+    assert registry.load_method("mine") is second
+    for method, spec in ((42, None), ("no address", None), (MethodSpec, None), (second, 42), (second, second)):
+        with pytest.raises(ValueError, match="mine"):
+            registry.register_method("mine", method, **({} if spec is None else {"spec": spec}))  # type: ignore[arg-type]

@@ -204,9 +204,48 @@ def test_names_that_cannot_be_told_apart_are_refused(name: str) -> None:
         register_reward(name, red)
 
 
-def test_taken_names_are_refused() -> None:
+def test_taken_names_are_refused_and_the_same_function_replaces_itself() -> None:
     with pytest.raises(ValueError, match="'brightness' is registered already"):
         register_reward("brightness", red)
+    for _ in range(2):
+
+        @register_reward("cell")
+        def cell(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+            return videos[:, :, 1].mean((1, 2, 3))
+
+    with pytest.raises(ValueError, match="'cell' is registered already"):
+        register_reward("cell", red)
+
+
+async def later(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    return red(videos, prompts)
+
+
+def few(videos: Tensor) -> Tensor:
+    return videos.mean((1, 2, 3, 4))
+
+
+def rated(videos: Tensor, prompts: Sequence[str], fps: float) -> Tensor:
+    return videos.mean((1, 2, 3, 4)) * fps
+
+
+class Unfinished(Reward):
+    heads = {"score": Head()}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("found", [later, few, rated, Unfinished, 42, object()])
+def test_rewards_of_the_wrong_kind_are_refused_without_being_called(found: Any) -> None:
+    register_reward("odd", found)
+    assert reward_problems(RewardEntry(name="odd"))
+
+
+def test_options_may_be_numbers_and_their_values_are_checked() -> None:
+    entry = RewardEntry.model_validate({"name": "http://localhost:1", "options": {"retries": 2, "timeout": 1.5}})
+    assert entry.options == {"retries": "2", "timeout": "1.5"}
+    assert not reward_problems(entry)
+    assert reward_problems(RewardEntry(name="color", options={"target": "octarine"}))
+    assert reward_problems(RewardEntry(name="clipscore", options={"device": "gpu"}))
+    assert not reward_problems(RewardEntry(name="color", options={"target": "teal"}))
 
 
 @pytest.mark.parametrize(

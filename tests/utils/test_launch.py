@@ -52,6 +52,9 @@ def test_restarts_that_will_fail_are_said() -> None:
         ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE", "MASTER_ADDR, MASTER_PORT is not set; start it by `accelerate launch`"),
         ({"ACCELERATE_MIXED_PRECISION": "bogus"}, "ACCELERATE_MIXED_PRECISION", "one of no, fp16, bf16, got 'bogus'"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION", "got 'fp8'"),
+        ({"LOCAL_SIZE": "abc"}, "LOCAL_SIZE", "whole number"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "x"}, "PARALLELISM_CONFIG_TP_SIZE", "whole number"),
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "9"}, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "one of 0, 1, 2, 3, got '9'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_named(environment, name, said):

@@ -252,6 +252,22 @@ def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Unusable]:
         return path, error.unusable
 
 
+def _text_problem(captions: Sequence[str]) -> str | None:
+    """Return why one of these is no text that can be encoded, or None if all are."""
+    longest = max(map(len, captions))
+    if longest > MAX_CAPTION_BYTES:
+        return f"the caption has {longest} characters, more than the {MAX_CAPTION_BYTES} of any caption"
+    for caption in captions:
+        if "\0" in caption:
+            return "the caption holds a NUL character"
+        try:
+            if not caption.isascii():
+                caption.encode()
+        except UnicodeEncodeError:
+            return "the caption holds half of a surrogate pair, which is no character"
+    return None
+
+
 def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] | Unusable:
     """The cleaned captions of a row, or why it cannot be used."""
     if row.unusable is not None:
@@ -268,18 +284,8 @@ def _captions(row: Row, data: DataSection, found: Findings) -> tuple[str, ...] |
             place = f"; expected it in {row.expected}" if row.expected else ""
             return Unusable("caption_missing", f"{what}{place}")
         kept = ("",)
-    longest = max(map(len, kept))
-    if longest > MAX_CAPTION_BYTES:
-        return Unusable(
-            "caption_missing",
-            f"the caption has {longest} characters, more than the {MAX_CAPTION_BYTES} of any caption",
-        )
-    try:
-        for caption in kept:
-            if not caption.isascii():
-                caption.encode()
-    except UnicodeEncodeError:
-        return Unusable("caption_missing", "the caption holds half of a surrogate pair, which is no character")
+    if (reason := _text_problem(kept)) is not None:
+        return Unusable("caption_missing", reason)
     cleaned = tuple(
         clean_caption(caption, id_token=data.id_token, remove_prefixes=data.remove_common_llm_caption_prefixes)
         for caption in kept

@@ -102,6 +102,8 @@ def of_column(config: TrainConfig, column: str, buckets: Sequence[Bucket] = ()) 
     changes: dict[str, object] = {
         "video_column": column, "caption_column": PROMPT, "mask_column": "", "max_bad_samples": 10**9,
     }  # fmt: skip
+    if config.data.caption_missing is None:  # a comparison says nothing of clips without a prompt
+        changes["caption_missing"] = "error"
     if column == REJECTED:
         changes["eval_num_items"] = 0
     if buckets:

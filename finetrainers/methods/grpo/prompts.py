@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.base import check_text
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import UnusableError
@@ -192,7 +193,7 @@ def _from_text(path: Path, content: str, problems: list[str], notes: list[str]) 
             blank += 1
         elif text.startswith("#"):
             comments += 1
-        else:
+        elif text := _text(text, f"{path.name} line {number}", problems):
             prompts.append(Prompt(text, f"{path.name} line {number}"))
     blank -= content.endswith("\n") or not content  # what follows the last line end is no line
     left_out = [plural(n, f"{kind} line") for n, kind in ((blank, "blank"), (comments, "comment (#)")) if n]
@@ -289,6 +290,11 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
 def _text(value: Any, where: str, problems: list[str]) -> str:
     """The prompt without outer blanks; empty after a problem."""
     if isinstance(value, str) and value.strip():
+        try:
+            check_text(value)
+        except ValueError as error:
+            problems.append(f"{where} {error}")
+            return ""
         return value.strip()
     problems.append(f"{where} is {'empty' if isinstance(value, str) else _kind(value)}, not a text")
     return ""

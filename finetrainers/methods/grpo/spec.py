@@ -48,6 +48,8 @@ class RewardFinetuning(MethodSpec):
         if not isinstance(plan, PromptPlan):  # sizes alone are planned
             return
         yield from image_problems(plan, facts)
+        if config.grpo.reward_on_error == "raise":
+            yield from _scoring_problems(plan, config)
         if not plan.images:
             yield from super().plan_problems(plan, config, facts)
 
@@ -194,6 +196,24 @@ class RewardFinetuning(MethodSpec):
             trajectories += trained_steps(section) * elements * (2 * _BYTES[section.trajectory_dtype] + means)
         calls = batch_size * (2 if section.rollout_cfg != 1 else 1)
         return MethodMemory(copies=copies, trajectories=trajectories, batch_size=calls)
+
+
+def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem]:
+    """Yield why rewards cannot score clips of this size, or of one of these prompts, the first of which is named."""
+    from finetrainers.rewards.registry import prompt_problem, reward_problems, size_problem
+
+    every = (*plan.prompts, *plan.eval_prompts)
+    for option, entries, prompts in (
+        ("reward", config.grpo.reward, every), ("eval_reward", config.validation.eval_reward, plan.eval_prompts),
+    ):  # fmt: skip
+        for entry in [entry for entry in entries if not reward_problems(entry)]:
+            found = [size_problem(entry, plan.size)]
+            for prompt in prompts:
+                problem = prompt_problem(entry, prompt.text)
+                if problem is not None:
+                    found.append(f"{prompt.where}: {problem}")
+                    break
+            yield from (Problem(f"--{option}", f"{entry.name}: {why}") for why in found if why is not None)
 
 
 def _is_nft(config: TrainConfig) -> bool:
