@@ -29,7 +29,7 @@ _EPILOG = """All options of `finetrainers train` are valid too. The config file 
 exit codes:
   0   success
   2   invalid configuration
-  65  no item can be used, or more are rejected than `max_bad_samples` allows
+  65  the data cannot be read, no item can be used, or more are rejected than `max_bad_samples` allows
 """
 
 
@@ -77,7 +77,7 @@ def check_command(argv: Sequence[str]) -> int:
         return _check(config, own)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return exit_codes.CONFIGURATION
+        return exit_codes.refused([problem.where for problem in error.problems])
 
 
 def _check(config: TrainConfig, own: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ examples:
 exit codes:
   0   success, whether it fits or not
   2   invalid configuration, or the model's config files are not on this disk
+  65  the data cannot be trained on
 """
 
 
@@ -87,7 +88,7 @@ def estimate_command(argv: Sequence[str]) -> int:
             return _estimate(config, own)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return exit_codes.CONFIGURATION
+        return exit_codes.refused([problem.where for problem in error.problems])
 
 
 def planned_environment(own: argparse.Namespace) -> Mapping[str, str]:

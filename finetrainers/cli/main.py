@@ -206,7 +206,7 @@ def _run(
             if not argv and not preparing:
                 more = f"{prog} --help lists the options. New here? finetrainers quickstart needs none."
                 print(more, file=sys.stderr)
-        return exit_codes.CONFIGURATION
+        return exit_codes.refused([problem.where for problem in error.problems])
     except Exception as error:
         if config is None or not _say_failure(error, None if preparing else config.run.output_dir, config.run.verbose):
             raise

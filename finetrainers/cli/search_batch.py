@@ -43,6 +43,7 @@ exit codes:
   0   success
   1   some bucket fits no clip, or measuring has failed
   2   invalid configuration, or the model's config files are not on this disk
+  65  the data cannot be trained on
 """
 
 
@@ -125,7 +126,7 @@ def search_batch_command(argv: Sequence[str]) -> int:
     except ConfigError as error:
         if launched_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
-        return exit_codes.CONFIGURATION
+        return exit_codes.refused([problem.where for problem in error.problems])
 
 
 def _search(config: TrainConfig, own: argparse.Namespace) -> int:

@@ -58,5 +58,5 @@ def examine(config: TrainConfig, options: ProbeOptions) -> tuple[dict[str, Any] 
         ours = ("--output_dir", "--resume_from_checkpoint", "--report_to", *(("data",) if survey is not None else ()))
         problems = [problem for problem in error.problems if problem.where not in ours]
     if survey is None:
-        return None, problems or [Problem("data", "no clips to check: give --data_root or --dataset_file")]
+        return None, problems or [Problem("--data_root", "no clips to check: give --data_root or --dataset_file")]
     return make_report(survey, resolved, decoded=options.decode), problems

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 #: The run is done and its results are on disk.
 DONE = 0
 #: It failed; the traceback says why. (What Python exits with on any exception.)
 FAILED = 1
 #: The options or the data cannot be trained with, or another run has the output directory. Nothing was changed.
 CONFIGURATION = 2
-#: `finetrainers check`: more items cannot be used than are allowed, or none can (EX_DATAERR of sysexits.h).
+#: The options are valid, and the data cannot be trained on: unreadable, or too few items of it can be used (EX_DATAERR).
 UNUSABLE_DATA = 65
 #: Stopped as asked, with a checkpoint: start it again to resume (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
@@ -16,6 +18,11 @@ STOPPED = 75
 GUARDED = 76
 #: A section took longer than its time limit (as `timeout` exits).
 HUNG = 124
+
+
+def refused(places: Sequence[str]) -> int:
+    """Return the exit code of a command that is refused, from the places of the problems."""
+    return UNUSABLE_DATA if places and set(places) == {"data"} else CONFIGURATION
 
 
 def killed_by(signal_number: int) -> int:

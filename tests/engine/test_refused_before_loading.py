@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from finetrainers import Callback, ConfigError, load_config, train
 from finetrainers.cli.main import main
+from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.engine import check_upload, export, ready
+from finetrainers.methods import registry as methods
 from finetrainers.utils import fetch
 
 Refused = Callable[..., list[str]]
@@ -33,9 +36,10 @@ def refused(options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch) -> Re
 
     def refuse(family: str = "ltx_video", **changes: Any) -> list[str]:
         found = []
+        values = {name: value for name, value in options(family, **changes).items() if changes.get(name, 0) is not None}
         for dry_run in (True, False):
             with pytest.raises(ConfigError) as error:
-                train(load_config(**options(family, dry_run=dry_run, **changes)))
+                train(load_config(**values, dry_run=dry_run))
             found.append([problem.where for problem in error.value.problems])
         assert found[0] == found[1]
         return found[0]
@@ -219,7 +223,7 @@ def test_images_that_cannot_be_fetched_are_refused_by_name(
     scored = {"eval_prompts": str(tmp_path / "p.jsonl"), "eval_reward": ["brightness"], "eval_steps": 1}
     assert refused(**scored) == ["--eval_prompts"]
     rewarded = {"method": "grpo", "prompts": str(tmp_path / "p.jsonl"), "reward": ["brightness"], "data_root": None}
-    assert "data" in refused(**rewarded, rollout_size="9x64x64", video_resolution_buckets=None)
+    assert refused(**rewarded, rollout_size="9x64x64", video_resolution_buckets=None) == ["data"]
     monkeypatch.setattr(fetch, "MAX_BYTES", 10)
     assert refused(validation_prompts="a", validation_images=pictures.url("a.png")) == ["--validation_images"]
     monkeypatch.undo()
@@ -234,3 +238,111 @@ def test_images_that_cannot_be_fetched_are_refused_by_name(
     for command in ("sample", "watch"):
         assert main([command, run, *flags]) == 2
         assert f"--image: {wrong[3]} cannot be fetched" in capsys.readouterr().err
+
+
+class Halfway:
+    """Lacks most of what a method needs."""
+
+    def steps(self, start: int, transformer: Any) -> None: ...
+
+
+def test_methods_of_the_wrong_kind_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+    for method in (Halfway, "collections:nothing", "no.such.module:Method", "math:pi"):
+        methods.register_method("mine", method)
+        assert refused(method="mine") == ["--method"]
+        del methods._METHODS["mine"]
+    for spec in ("no.such.module:Spec", "collections:OrderedDict"):
+        methods.register_method("mine", Halfway, spec=spec)
+        assert refused(method="mine") == ["--method"]
+        del methods._METHODS["mine"]
+
+
+def test_what_rewards_cannot_score_is_refused(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a red ball\na thing of no hue\n")
+    grpo = {"method": "grpo", "prompts": str(tmp_path / "p.txt"), "data_root": None, "video_resolution_buckets": None}
+    size, still = {"rollout_size": "9x64x64"}, {"rollout_size": "1x64x64"}
+    assert refused(**grpo, **size, reward=["color,target=octarine"]) == ["--reward"]
+    assert refused(**grpo, **size, reward=["color"]) == ["--reward"]
+    assert refused(**grpo, **still, reward=["smoothness", "brightness"]) == ["--reward"]
+    assert refused(**grpo, **size, reward=["http://127.0.0.1:9"]) == ["--reward"]
+    train(load_config(**_without_data(tmp_path, reward=["color"], reward_on_error="mask")))
+    for line in ('{"prompt": "a\\u0000b"}', '{"prompt": "\\ud800"}'):
+        (tmp_path / "p.jsonl").write_text(line)
+        assert refused(**{**grpo, "prompts": str(tmp_path / "p.jsonl")}, **size, reward=["brightness"]) == ["data"]
+
+
+def _without_data(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """Options of a dry run of `grpo` with the demo model."""
+    return {
+        "pretrained_model_name_or_path": "demo://ltx", "method": "grpo", "prompts": str(tmp_path / "p.txt"),
+        "rollout_size": "9x64x64", "train_steps": 1, "output_dir": str(tmp_path / "run"), "dry_run": True, **changes,
+    }  # fmt: skip
+
+
+def test_prompts_that_name_files_are_read_as_files_or_refused(
+    refused: Refused, options: Callable[..., dict], tmp_path: Path
+) -> None:
+    for name in ("prompts.csv", "PROMPTS.TXT", "strange.prompts"):
+        (tmp_path / name).write_text("a cat\n")
+    for name in ("prompts.csv", "strange.prompts", "nosuch.TXT", "nosuch.csv", "promts.txt"):
+        given = {"validation_prompts": str(tmp_path / name), "validation_inference_steps": 2}
+        assert refused(**given) == ["--validation_prompts"], name
+    config = load_config(**options(validation_prompts=str(tmp_path / "PROMPTS.TXT")))
+    assert [prompt.prompt for prompt in parse_validation_prompts(config.validation)] == ["a cat"]
+    for text in ("a cat. A dog", "version 2.5", "look at https://a.b/c"):
+        config = load_config(**options(validation_prompts=text))
+        assert [prompt.prompt for prompt in parse_validation_prompts(config.validation)] == [text]
+    with pytest.raises(ConfigError, match=r"did you mean 'PROMPTS.TXT'"):
+        parse_validation_prompts(load_config(**options(validation_prompts=str(tmp_path / "promts.txt"))).validation)
+
+
+def test_captions_that_are_no_text_and_pairs_without_a_prompt_are_refused(
+    options: Callable[..., dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check`, training, its dry run and an estimate agree: 65, since the data alone is wrong."""
+    values = options(clips=2)
+    clips = Path(values["data_root"])
+    rows = [{"prompt": "", "chosen": "0.mp4", "rejected": "1.mp4"}]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "nul.jsonl").write_text(json.dumps({"video": "0.mp4", "caption": "a\0b"}))
+    for file, method in (("pairs.jsonl", "dpo"), ("nul.jsonl", "sft")):
+        given = {
+            "model_name": "ltx_video", "pretrained_model_name_or_path": values["pretrained_model_name_or_path"],
+            "data_root": clips, "dataset_file": tmp_path / file, "video_resolution_buckets": "9x64x64",
+            "method": method, "train_steps": 1, "output_dir": tmp_path / "run",
+        }  # fmt: skip
+        flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+        for command in (["check"], ["train"], ["train", "--dry_run"], ["estimate"]):
+            assert main([*command, *flags]) == 65, command
+        assert main(["train", *flags, "--rank", "0"]) == 2
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("line", ["num_processes: [1]", "num_processes: abc", "num_processes: 1.5", "num_processes: null",
+    "num_processes: true", "num_machines: {a: 1}", "distributed_type: FSDP\nfsdp_config: 3",
+    "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 9}", "- 1", "mixed_precision: fp8"])  # fmt: skip
+def test_launchers_files_have_the_types_of_their_settings(
+    line: str, options: Callable[..., dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch.yaml").write_text(line + "\n")
+    given = {**options(), "video_resolution_buckets": "9x64x64"}
+    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    for command in ("estimate", "search-batch"):
+        assert main([command, *flags, "--accelerate_config", str(tmp_path / "launch.yaml")]) == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_launcher_that_asks_for_what_does_not_exist_is_refused(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ACCELERATE_DEEPSPEED_ZERO_STAGE", "9"), ("LOCAL_SIZE", "abc")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert refused() == [name]
+
+
+def test_dtypes_of_torch_are_names_of_dtypes() -> None:
+    dtypes: dict[str, Any] = {"transformer_dtype": torch.float32, "vae_dtype": torch.bfloat16}
+    config = load_config(model_name="ltx_video", pretrained_model_name_or_path="x", data_root="clips", **dtypes)
+    assert (config.model.transformer_dtype, config.model.vae_dtype) == ("fp32", "bf16")
