@@ -285,7 +285,7 @@ def test_prompts_that_name_files_are_read_as_files_or_refused(
 ) -> None:
     for name in ("prompts.csv", "PROMPTS.TXT", "strange.prompts"):
         (tmp_path / name).write_text("a cat\n")
-    for name in ("prompts.csv", "strange.prompts", "nosuch.TXT", "nosuch.csv", "promts.txt"):
+    for name in ("prompts.csv", "strange.prompts", "nosuch.TXT", "nosuch.csv", "prompt.txt"):
         given = {"validation_prompts": str(tmp_path / name), "validation_inference_steps": 2}
         assert refused(**given) == ["--validation_prompts"], name
     config = load_config(**options(validation_prompts=str(tmp_path / "PROMPTS.TXT")))
@@ -294,7 +294,7 @@ def test_prompts_that_name_files_are_read_as_files_or_refused(
         config = load_config(**options(validation_prompts=text))
         assert [prompt.prompt for prompt in parse_validation_prompts(config.validation)] == [text]
     with pytest.raises(ConfigError, match=r"did you mean 'PROMPTS.TXT'"):
-        parse_validation_prompts(load_config(**options(validation_prompts=str(tmp_path / "promts.txt"))).validation)
+        parse_validation_prompts(load_config(**options(validation_prompts=str(tmp_path / "prompt.txt"))).validation)
 
 
 def test_captions_that_are_no_text_and_pairs_without_a_prompt_are_refused(
