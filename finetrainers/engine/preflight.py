@@ -185,8 +185,12 @@ def _find_work(
     if backend is not None:  # it is asked about every clip
         found.error("video_backend", backend)
         return None
-    with _noted(found, "data", DataError):
+    try:
         return planner(config, facts.geometry, sizes_are_wrong=_concern(found, method.size_options))
+    except DataError as error:
+        found.errors.append(Problem("data", str(error)))
+    except ConfigError as error:
+        found.errors += error.problems
     return None
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.reading.items import DataError
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import WorkPlan
 
@@ -77,7 +77,7 @@ def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
     """The configured sizes.
 
     Raises:
-        DataError: there are none.
+        ConfigError: there are none.
     """
     method = method_spec(config)
     buckets = method.sizes(config)
@@ -85,5 +85,6 @@ def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
         return None
     if not buckets:
         option = method.size_options[0]
-        raise DataError(f"memory depends on the size of clips; give --{option} 49x512x768, say, or the data")
+        message = "memory depends on the size of clips; give them, such as 49x512x768, or the data"
+        raise ConfigError([Problem(f"--{option}", message)])
     return SizesPlan(tuple(buckets), encodes_clips=not method.samples, size_option=method.size_options[0])

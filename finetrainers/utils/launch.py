@@ -140,7 +140,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
-        raise ValueError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+        raise ValueError(f"{path} cannot be read: {'not a file' if path.exists() else 'no such file'}")
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:

@@ -227,10 +227,10 @@ MISTAKES = {
     "sample run --num": ["--num: needs a value: seeds for each prompt"],
     "check none.toml --decode ful --decod full": ["--decode: unknown", "did you mean --decode?", "no such file: none.toml"],
     "estimate --gpu 24XB --rank x --num_processes 3 --num_machines 2": [
-        "--gpu: '24XB'", "--rank: not a whole", "--num_processes: 3 processes do not", "--pretrained_model_name_or_path: is req",
+        "--gpu: expected a memory size", "--rank: not a whole", "--num_processes: 3 processes do not", "--pretrained_model_name_or_path: is req",
     ],
     "search-batch --gpu 24XB --margin 95 --timed_steps 0 --rank x --estimate_onyl": [
-        "--gpu: '24XB'", "--margin: must be a number of percent", "--timed_steps: must be a whole", "--rank: not a whole",
+        "--gpu: expected a memory size", "--margin: must be a number of percent", "--timed_steps: must be a whole", "--rank: not a whole",
         "--estimate_onyl: unknown flag; did you mean --estimate_only?",
     ],
     "train --lr --rank x --enable_tiling=maybe -vae_dtype fp16": [
