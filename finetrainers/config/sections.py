@@ -530,7 +530,7 @@ class RunSection(Section):
     nccl_timeout: Seconds = option(600, "Seconds until a stuck collective, or a wait for a machine that is lost, ends the run.",
         resume="free", ge=1)
     idle_timeout: Seconds = option(86400, "Seconds that a process waits for processes that load, encode, sample, score "
-        "or save, before the run ends; their machines must answer (`nccl_timeout`).", resume="free", ge=1)
+        "or save, before the run ends; these must run, and their machines answer (`nccl_timeout`).", resume="free", ge=1)
     loading_timeout: Seconds | None = option(None, "Seconds that loading one part of the model, with its download, or "
         "uploading the result may take before it counts as hung. 0, like the default, sets no limit.", resume="free", ge=0)
     step_timeout: Seconds | None = option(None, "Seconds that a step, with its data or rollout, or encoding a batch before "

@@ -25,6 +25,8 @@ from finetrainers.utils.failures import ExpectedError, sentence_of
 from finetrainers.utils.launch import launched_local_rank
 from finetrainers.utils.process_state import leave_groups
 
+from .pulse import Pulse, connections
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -39,7 +41,8 @@ class Ranks:
     Tensors of the device go through the default process group (NCCL on GPUs). Everything else goes through two gloo
     groups, from host to host. One has the time-out of the default group, and is for what a step agrees on. The other has a
     long time-out, and is for places that ranks reach at very different times: one that has nothing to save, to sample or to
-    encode waits there for those that have. NCCL would count that as a hang, and abort all of them.
+    encode waits there for those that have, as long as they show that they run (`Pulse`). NCCL would count that as a hang, and
+    abort all of them.
     """
 
     def __init__(
@@ -67,9 +70,13 @@ class Ranks:
         self.waited_s = 0.0  # in messages between the hosts
         self._step_group: dist.ProcessGroup | None = None
         self._idle_group: dist.ProcessGroup | None = None
+        self._pulse: Pulse | None = None
         if self.world_size > 1:
             # At the start, where a wrong address shows at once, and no rank is late.
-            self._step_group, self._idle_group = _host_group(timeout), _host_group(idle_timeout)
+            self._step_group, before = _host_group(timeout), connections()
+            self._idle_group = _host_group(idle_timeout)
+            sockets = connections() - before
+            self._pulse = Pulse(rank=self.rank, world_size=self.world_size, timeout=timeout, sockets=sockets)
             _probe_connections(timeout)
 
     @property
@@ -105,8 +112,19 @@ class Ranks:
     def barrier(self) -> None:
         """Wait on the host for all ranks, for up to `idle_timeout`; what the device does is not waited for."""
         if self._idle_group is not None:
-            with waiting():
+            with self._waiting():
                 dist.barrier(group=self._idle_group)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Within the block, this process waits for all others, each of which must show that it runs.
+
+        Raises:
+            RankSilent: one of them does not.
+        """
+        assert self._pulse is not None, "there are others"
+        with waiting(), self._pulse.waiting():
+            yield
 
     def mean(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Averages over ranks, as numbers: the one place where a step waits for the device.
@@ -155,7 +173,7 @@ class Ranks:
         if self._idle_group is None:
             return list(items)
         lists: list[Any] = [None] * self.world_size
-        with waiting():
+        with self._waiting():
             dist.all_gather_object(lists, items, group=self._idle_group)
         return list(chain.from_iterable(lists))
 
@@ -177,7 +195,7 @@ class Ranks:
         if self._idle_group is None:
             return value
         values = [value]
-        with waiting():
+        with self._waiting():
             dist.broadcast_object_list(values, src=0, group=self._idle_group)
         return values[0]
 
@@ -246,6 +264,8 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the process groups, except those that the host program had joined before."""
+        if self._pulse is not None:
+            self._pulse.close()
         if self._host_groups:
             leave_groups(self._host_groups)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,3 +37,29 @@ def test_a_rank_that_dies_hangs_or_fails_ends_both(train: Callable[..., Any], fi
     undisturbed = train(output_dir=tmp_path / "undisturbed", **two)
     assert [process.wait() for process in undisturbed] == [0, 0]
     assert files.same_as(type(files)(tmp_path / "undisturbed"))
+
+
+def test_a_rank_that_is_stopped_ends_the_wait_of_the_others_and_one_at_work_does_not(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    """In a save, where they may wait for a day; the store that they look into is of rank 0."""
+    faults = {0: "hang@save.write:1:rank=0", 1: "hang@save:1:rank=1"}
+    runs = {
+        busy: train(fault, ranks=2, train_steps=2, nccl_timeout=5, output_dir=tmp_path / f"stopped-{busy}")
+        for busy, fault in faults.items()
+    }
+    for busy, both in runs.items():
+        both[busy].wait_until(lambda process=both[busy]: "hang at save" in process.stderr)
+    # All of them are suspended for a while, as by a scheduler or a laptop's lid; then one works for longer than the timeout.
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in (process for both in runs.values() for process in both):
+            process.send_signal(number)
+        time.sleep(6.5)
+    assert [process.returncode for both in runs.values() for process in both] == [None] * 4
+    for busy, both in runs.items():
+        both[busy].send_signal(signal.SIGSTOP)
+    for busy, both in runs.items():
+        assert both[1 - busy].wait(25) == exit_codes.FAILED, both[1 - busy].stderr
+        assert f"(rank {busy}: silent for" in both[1 - busy].stderr or busy == 0
+        assert "does not answer" in both[1 - busy].stderr
+        both[busy].kill()
