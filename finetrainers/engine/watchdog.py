@@ -107,7 +107,7 @@ class Watchdog:
 
     Attributes:
         section: the one that was entered last.
-        exit_code: of a process that is ended in the section `closing`.
+        exit_code: of a command's process that is ended in the section `closing`.
         on_slow: called in a thread with a section, its seconds and their median, when an adaptive limit warns.
     """
 
@@ -120,7 +120,8 @@ class Watchdog:
         rank: of this process.
         limits: seconds that each section may take, 0 for any time, None for a limit that adapts.
         others_s: how long a step may wait on the device for other processes, which may have more to do in it.
-        owns_process: whether the interpreter's timer is this watchdog's also where no limit of the user holds.
+        owns_process: whether the process exits after the run: its exit code is the run's, and the interpreter's timer is
+            this watchdog's also where no limit of the user holds.
         """
         self.file = directory / f"rank-{rank}.txt"
         self.limits = dict(limits)
@@ -128,6 +129,7 @@ class Watchdog:
         self.exit_code = HUNG
         self.on_slow: Callable[[str, float, float], None] = lambda section, seconds, median: None
         self._others_s = others_s
+        self._owns_process = owns_process
         self._dead_s = _DEAD * ten_minutes() if owns_process else math.inf
         self._changed = threading.Condition()
         self._clocks: dict[str, _Clock] = {}  # by thread
@@ -344,7 +346,7 @@ class Watchdog:
         section, option = clock.section, SECTIONS[clock.section]
         limit, code = self.limits[section], HUNG
         if section == "closing":
-            code = self.exit_code
+            code = self.exit_code if self._owns_process else HUNG  # a host program may have more to do
             message = f"the run has ended, but closing it takes longer than {limit or ten_minutes():g} s (--{option})"
         elif limit is not None:
             message = f"the section '{section}' took longer than its limit of {limit:g} s (--{option})"

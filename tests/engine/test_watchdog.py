@@ -193,6 +193,22 @@ def test_waiting_for_others_is_no_time_of_a_section_and_heartbeats_are_progress(
             clock.now += 1
 
 
+def test_a_host_program_does_not_exit_as_if_its_work_was_done(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    limits = dict.fromkeys(watchdog.SECTIONS)
+    command = Watchdog(tmp_path / "command", rank=0, limits=limits, owns_process=True)
+    with command.running():
+        for dog in (command, clock.dog):
+            monkeypatch.setattr(dog, "_dump", lambda message: None)
+            dog.exit_code = exit_codes.DONE
+            dog.enter("closing")
+            dog._give_up(dog._clocks["main"])
+    assert codes == [exit_codes.DONE, exit_codes.HUNG]
+
+
 def test_a_run_in_time_leaves_nothing(options: Callable[..., dict], run: Callable[..., Any]) -> None:
     limits = {"loading_timeout": 60, "step_timeout": 60, "checkpoint_timeout": 60, "sampling_timeout": 60}
     done = run(**options(train_steps=2, checkpointing_steps=1, async_checkpointing=True, **limits))
