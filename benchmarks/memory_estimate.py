@@ -57,6 +57,7 @@ from finetrainers.methods.registry import method_spec  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.parallel.sharding import expected_split  # noqa: E402
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights  # noqa: E402
+from finetrainers.utils.gpus import read_gpu  # noqa: E402
 from finetrainers.utils.phases import ENCODING_TEXT, TRAINING_STEP, label  # noqa: E402
 
 HOW_TO = ROOT / "docs" / "how-to"
@@ -117,7 +118,7 @@ def fits(name: str, kind: str, gpu: int) -> tuple[str, ...]:
     """A row of what fits, as `HEADINGS` say."""
     memory = run_memory(name, kind)
     start = [f"{gpu} GB", f"{name} {kind}"]
-    advice = memory.advice(gpu)
+    advice = memory.advice(read_gpu(f"{gpu}GB").gib)
     if advice is None:
         return (*start, ABSENT, "", "", "")
     flags = " ".join(f"`{one.switch.flags}`" for one in advice.switches) or "none"
@@ -186,7 +187,7 @@ def _launch(name: str, clip: str, kind: str, gpus: int) -> tuple[str, int, str, 
     for sp_size, strategy in ways:
         flags = [*run, *STRATEGIES[strategy]]
         peak = peak_of(name, kind, [*flags, "--sp_size", str(sp_size)])
-        if fits_gpu(peak, GIB * CLUSTER_GPU):
+        if fits_gpu(peak, GIB * read_gpu(f"{CLUSTER_GPU}GB").gib):
             if sp_size == 1:
                 return strategy, sp_size, _gib(peak), "", ""
             others = ([*flags, "--sp_size", str(sp_size), "--sp_mode", "ring"], flags)

@@ -8,14 +8,17 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.values import gpu_memory
+from finetrainers.config.target import planned_gpu, target_device
+from finetrainers.config.values import check_gpu
 from finetrainers.utils import exit_codes
+from finetrainers.utils.gpus import read_gib
 from finetrainers.utils.launch import launcher_environment
 from finetrainers.utils.process_state import planning
 
@@ -57,7 +60,7 @@ def _own_options() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--gpu", type=gib, metavar="24GB", help="say whether it fits this GPU, and if not, what makes it fit"
+        "--gpu", type=gpu, metavar="24GB", help="GPU to plan for, such as 24GB, h100 or 39.4GiB; prints what makes it fit"
     )
     parser.add_argument("--host", type=gib, metavar="64GB", help="host memory of the machine to plan for [this one]")
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
@@ -111,16 +114,34 @@ def planned_environment(own: argparse.Namespace) -> Mapping[str, str]:
     return found
 
 
-def gib(text: str) -> float:
-    """GiB.
+def gpu(text: str) -> str:
+    """Return the text if it names a GPU.
 
     Raises:
-        argparse.ArgumentTypeError: it says no size.
+        argparse.ArgumentTypeError: it does not.
     """
     try:
-        return float(gpu_memory(text))
+        return check_gpu(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def gib(text: str) -> float:
+    """Return the GiB of a size of host memory.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is not a size.
+    """
+    try:
+        return read_gib(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def planned_for(config: TrainConfig, gpu: str | None) -> TrainConfig:
+    """Return the configuration of a dry run, planned for a GPU if one is given on the command line or in the file."""
+    stated = {"dry_run": True} if gpu is None else {"dry_run": True, "gpu": gpu}
+    return config.model_copy(update={"run": config.run.model_copy(update=stated)})
 
 
 def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
@@ -129,13 +150,10 @@ def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
     Raises:
         ConfigError: it cannot be run, or the model's config files are not here.
     """
-    from finetrainers.engine.preflight import preflight
-    from finetrainers.engine.sizes_plan import plan_sizes
-    from finetrainers.methods.registry import method_names, method_spec, plan_work
+    from finetrainers.methods.registry import method_names, method_spec
 
     without_data = method_spec(config).without_data(config) if config.training.method in method_names() else None
-    planner = plan_work if without_data is None else plan_sizes
-    checked = preflight(without_data or config, preparing=True, weights=False, planner=planner)
+    checked = _check(without_data or config, has_data=without_data is None)
     missing = checked.family.configs_not_here(checked.config.model)
     if missing:
         message = (
@@ -146,22 +164,36 @@ def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
     return checked, without_data is not None
 
 
-def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
-    gpu: float | None = own.gpu
-    checked, no_data = checked_sizes(config)
-    from finetrainers.engine.init_distributed import check_strategy
-    from finetrainers.engine.memory_lines import as_json, fit_lines, memory_lines
-    from finetrainers.engine.memory_plan import RunMemory
-    from finetrainers.engine.ready import check_network
-    from finetrainers.memory.estimate import GIB
-    from finetrainers.memory.fit import fits
+def _check(config: TrainConfig, *, has_data: bool) -> Preflight:
+    from finetrainers.engine.preflight import preflight
+    from finetrainers.engine.sizes_plan import plan_sizes
+    from finetrainers.methods.registry import plan_work
 
-    with contextlib.redirect_stdout(sys.stderr):  # libraries may speak when they are imported
+    return preflight(config, preparing=True, weights=False, planner=plan_work if has_data else plan_sizes)
+
+
+def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
+    checked, no_data = checked_sizes(planned_for(config, own.gpu))
+    gpu = planned_gpu(checked.config)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
+        from finetrainers.engine.automatic import within_budget
+        from finetrainers.engine.init_distributed import check_strategy
+        from finetrainers.engine.memory_lines import as_json, fit_lines, memory_lines
+        from finetrainers.engine.memory_plan import RunMemory
+        from finetrainers.engine.ready import check_network
+        from finetrainers.engine.start_report import print_warnings
+        from finetrainers.memory.estimate import GIB
+        from finetrainers.memory.fit import fits
+
+        print_warnings(checked.warnings)
         check_strategy(checked.config)
         check_network(checked, plan_known=not no_data)
-        memory = RunMemory(checked, gpu_gib=gpu, host_gib=own.host)
+        checked = within_budget(checked, partial(_check, has_data=not no_data))
+        memory = RunMemory(checked, host_gib=own.host)
         found = memory.choose()
-        advice = None if gpu is None or fits(found.plan.peak, GIB * gpu) else memory.advice(gpu)
+        is_too_large = gpu is not None and not fits(found.plan.peak, GIB * gpu.gib)
+        device = target_device(checked.config)
+        advice = memory.advice(gpu.gib, device=device) if gpu is not None and is_too_large else None
     if own.json:
         print(json.dumps(as_json(memory, found, gpu, advice), indent=2))
         return exit_codes.DONE

@@ -16,12 +16,13 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.gpus import read_gpu
 from finetrainers.utils.files import write_json_atomic
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.process_state import environment_restored, planning
 
 from .demo import positive_integer
-from .estimate import checked_sizes, gib, planned_environment
+from .estimate import checked_sizes, gpu, planned_environment, planned_for
 
 if TYPE_CHECKING:
     from finetrainers.engine.batch_search.report import Searched
@@ -65,7 +66,7 @@ def _own_options() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--gpu", type=gib, metavar="24GB", help="memory to fit [that of this machine's GPU; on a CPU, host memory]"
+        "--gpu", type=gpu, metavar="24GB", help="memory to fit [that of this machine's GPU; on a CPU, host memory]"
     )
     parser.add_argument("--estimate_only", action="store_true", help="measure nothing, and load no weights")
     parser.add_argument(
@@ -158,6 +159,8 @@ def _checked(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight, s
     problems = search_problems(config)
     config = searched_config(config)
     reason = _why_not_here(own)
+    if reason is not None and own.gpu is not None:
+        config = planned_for(config, own.gpu)
     is_known = config.training.method in method_names()
     no_data = is_known and method_spec(config).without_data(config) is not None
     try:
@@ -223,7 +226,7 @@ def _found(checked: Preflight, own: argparse.Namespace, reason: str | None) -> S
         noun, margin = checked.plan.noun, own.margin / 100
         here = gib_of_this_gpu()
         on_cpu = here is None and (own.measure_on_cpu or own.gpu is None)
-        size = own.gpu or here or room().available / GIB
+        size = here or room().available / GIB if own.gpu is None else read_gpu(own.gpu).gib
         searches, planned = buckets_of(checked.plan, most=own.max_batch_size), (1 - margin) * size
         estimate_sizes(
             checked, searches, limit=planned, on_cpu=on_cpu, say=lambda one: print_line(estimate_line(one, noun=noun))

@@ -9,6 +9,8 @@ from typing import Literal
 
 from packaging.version import Version
 
+from finetrainers.utils.gpus import Capability
+
 AttnBackendName = Literal[
     "auto", "native", "_native_flash", "_native_efficient", "_native_cudnn", "_native_math",
     "flash", "flash_hub", "flash_varlen", "flash_varlen_hub",
@@ -33,6 +35,7 @@ class Backend:
         casts: whether autocast casts its inputs, as it does those of PyTorch's own function.
         one_graph: whether torch.compile traces it without a graph break.
         fuses_compiled: whether it stores the scores of all pairs of tokens unless it is compiled.
+        capability: least compute capability of a GPU.
     """
 
     module: str | None = None
@@ -44,6 +47,7 @@ class Backend:
     casts: bool = False
     one_graph: bool = True
     fuses_compiled: bool = False
+    capability: Capability = (0, 0)
 
     @property
     def missing(self) -> str | None:
@@ -60,30 +64,35 @@ class Backend:
         return None if Version(found) >= Version(oldest) else f"needs {name} {oldest}, got {found}: {self.install}"
 
 
+#: The least that FlashAttention 2 and 3, and PyTorch's own copy of it, run on; FlashAttention 4 needs Hopper.
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+
+
 def _torch(**more: object) -> Backend:
     return Backend(casts=True, **more)  # type: ignore[arg-type]
 
 
 def _flash_2(**more: object) -> Backend:
     install = "pip install flash-attn --no-build-isolation"
-    return Backend("flash_attn", ("flash-attn", "2.6.3"), install, **more)  # type: ignore[arg-type]
+    return Backend("flash_attn", ("flash-attn", "2.6.3"), install, capability=_AMPERE, **more)  # type: ignore[arg-type]
 
 
 def _flash_3(**more: object) -> Backend:
     install = "build it from the folder hopper of Dao-AILab/flash-attention, or use _flash_3_hub"
-    return Backend("flash_attn_interface", ("flash_attn_3", "3.0.0b1"), install, **more)  # type: ignore[arg-type]
+    return Backend("flash_attn_interface", ("flash_attn_3", "3.0.0b1"), install, capability=_AMPERE, **more)  # type: ignore[arg-type]
 
 
-def _hub(oldest: str = "0.12", **more: object) -> Backend:
-    return Backend("kernels", ("kernels", oldest), f"pip install 'kernels>={oldest}'", **more)  # type: ignore[arg-type]
+def _hub(oldest: str = "0.12", capability: Capability = _AMPERE, **more: object) -> Backend:
+    install = f"pip install 'kernels>={oldest}'"
+    return Backend("kernels", ("kernels", oldest), install, capability=capability, **more)  # type: ignore[arg-type]
 
 
 #: Backends that training can use, by diffusers' names.
 BACKENDS: dict[str, Backend] = {
     "native": _torch(on_cpu=True, any_dtype=True, masks="any"),
-    "_native_flash": _torch(on_cpu=True),
+    "_native_flash": _torch(on_cpu=True, capability=_AMPERE),
     "_native_efficient": _torch(any_dtype=True, masks="any"),
-    "_native_cudnn": _torch(),
+    "_native_cudnn": _torch(capability=_AMPERE),
     "_native_math": _torch(on_cpu=True, any_dtype=True, masks="any"),
     "flash": _flash_2(),
     "flash_hub": _hub(),
@@ -94,7 +103,7 @@ BACKENDS: dict[str, Backend] = {
     "_flash_3_hub": _hub(),
     "_flash_varlen_3": _flash_3(masks="bool", one_graph=False),
     "_flash_3_varlen_hub": _hub(masks="bool", one_graph=False),
-    "flash_4_hub": _hub("0.12.3"),
+    "flash_4_hub": _hub("0.12.3", _HOPPER),
     "flex": Backend(any_dtype=True, fuses_compiled=True),
     "xformers": Backend("xformers", ("xformers", "0.0.29"), "pip install xformers", any_dtype=True),
 }

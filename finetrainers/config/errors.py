@@ -43,11 +43,13 @@ class Problem:
         where: the flag, or `file:line`, that has to change.
         message: what is wrong, with the value, and how to fix it.
         about: flat names of the options that were probably meant: what depends on them cannot be judged.
+        is_local: whether only this machine has it: a package or a compiler that is not installed.
     """
 
     where: str
     message: str
     about: tuple[str, ...] = ()
+    is_local: bool = False
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message

@@ -25,6 +25,7 @@ from .values import (
     CompileScope,
     Expression,
     GpuMemory,
+    GpuName,
     HubId,
     ImageBucket,
     MediaColumn,
@@ -544,5 +545,8 @@ class RunSection(Section):
         resume="free", ge=0)
     dry_run: bool = option(False, "Check everything, print the plan, and stop before training.", resume="unlisted",
         dumped=False, local=True)
+    gpu: GpuName | None = option(None, "GPU to plan a dry run or an estimate for: a card such as `h100` or `4090`, or a "
+        "size such as `24GB`. By default it is this machine's.", resume="unlisted", dumped=False, local=True,
+        needs="dry_run")
     verbose: bool = option(False, "Print the traceback of every error, even of expected ones; with `dry_run`, also "
         "print all options.", resume="unlisted", dumped=False, local=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
+from finetrainers.utils.gpus import read_gpu
 from finetrainers.utils.text import quoted, shortened
 
 from .base import expand_home
@@ -250,20 +251,30 @@ BucketShare = Annotated[
 
 
 def gpu_memory(value: Any) -> Any:
-    """GiB of `24GB`, `24GiB` or `24`: what a GPU is sold as, 24 GB, are GiB.
+    """Return the GiB of a text that `--gpu` takes; other values pass through.
 
     Raises:
-        ValueError: the text is no such amount.
+        ValueError: the text is neither a card nor a size.
     """
-    if not isinstance(value, str):
-        return value
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:gi?b?)?\s*", value, re.IGNORECASE)
-    if found is None or not 0 < float(found[1]) <= _MAX_MEMORY:
-        raise ValueError(
-            f"expected a memory size above 0 and up to {_MAX_MEMORY} GB, such as 24GB, got {shortened(quoted(value))}"
-        )
-    return float(found[1])
+    return read_gpu(value).gib if isinstance(value, str) else value
+
+
+def _gpu_text(value: Any) -> Any:
+    """Return a number as the text of an exact size; other values pass through."""
+    return f"{value}GiB" if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+def check_gpu(text: str) -> str:
+    """Return the text if it names a GPU to plan for.
+
+    Raises:
+        ValueError: it is neither a card nor a size.
+    """
+    read_gpu(text)
+    return text
 
 
 #: Memory of a GPU in GiB.
-GpuMemory = Annotated[float, BeforeValidator(gpu_memory), Field(gt=0, le=_MAX_MEMORY)]
+GpuMemory = Annotated[float, BeforeValidator(gpu_memory), Field(gt=0, le=10_000)]
+#: A GPU to plan for, which `read_gpu` reads.
+GpuName = Annotated[str, BeforeValidator(_gpu_text), AfterValidator(check_gpu)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.target import target_device
 from finetrainers.memory.activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, HOST_SHARE, UTILIZATION, with_choice
 from finetrainers.memory.activation_plan import Machine
 from finetrainers.memory.advice import OTHER_WAYS
@@ -18,7 +20,6 @@ from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.parallel.strategy import Strategy
-from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.host_memory import room
 from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.phases import label
@@ -36,8 +37,12 @@ from .throughput import peak_flops
 _PROBE_BYTES = 64 << 20
 
 
-def within_budget(checked: Preflight) -> Preflight:
-    """The run with the cheapest options that fit `memory_budget`, which are printed.
+def within_budget(checked: Preflight, check: Callable[[TrainConfig], Preflight] = preflight) -> Preflight:
+    """Return the run with the cheapest options that fit `memory_budget`, which are printed.
+
+    Args:
+        checked: the run.
+        check: what checks the run with other options.
 
     Raises:
         ConfigError: nothing fits.
@@ -51,7 +56,7 @@ def within_budget(checked: Preflight) -> Preflight:
     if fits(peak, GIB * budget):
         print_line(f"memory budget: {needed:.1f} of {budget:g} GiB are planned; no option is changed")
         return checked
-    advice = memory.advice(budget, device_type=likely_device_type())
+    advice = memory.advice(budget, device=target_device(checked.config))
     if advice is None:
         ways = "".join(f"\n    * {way}" for way in OTHER_WAYS)
         message = (
@@ -61,7 +66,7 @@ def within_budget(checked: Preflight) -> Preflight:
     for line in advice_lines(advice, f"memory budget: {needed:.1f} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
     chosen = advice.config
-    again = once_per_node(lambda: preflight(chosen), chosen, timeout_s=chosen.run.idle_timeout)
+    again = once_per_node(lambda: check(chosen), chosen, timeout_s=chosen.run.idle_timeout)
     return replace(again, unseen=checked.unseen)
 
 

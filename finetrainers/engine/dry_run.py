@@ -9,10 +9,13 @@ from torch import nn
 
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
+from finetrainers.config.target import planned_gpu, target_device
+from finetrainers.memory.estimate import GIB
+from finetrainers.memory.fit import fits
 from finetrainers.utils.text import plural
 
 from .init_distributed import check_strategy
-from .memory_lines import memory_lines
+from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
 from .preflight import Preflight
 from .ready import check_classes, examine_weights
@@ -21,7 +24,7 @@ from .start_report import print_data, print_first_line, print_line, print_origin
 from .trainable import network_without_weights, num_quantizable, trainable_parameters
 
 #: Asked of this invocation, not of the run.
-_OF_THIS_COMMAND = ("dry_run", "verbose")
+_OF_THIS_COMMAND = ("dry_run", "gpu", "verbose")
 
 
 def dry_run_report(checked: Preflight) -> None:
@@ -80,8 +83,13 @@ def _print_memory(checked: Preflight, transformer: nn.Module) -> None:
     if config.memory.quantize_frozen != "none":
         weights = num_quantizable(transformer, config, checked.family.load(config.model))
         print_line(f"  {weights / 1e6:.4g} M of them quantized to {config.memory.quantize_frozen}")
-    memory = RunMemory(checked, transformer)
-    for line in memory_lines(memory, memory.choose()):
+    memory, gpu = RunMemory(checked, transformer), planned_gpu(config)
+    found = memory.choose()
+    lines = memory_lines(memory, found)
+    if gpu is not None:
+        is_too_large = not fits(found.plan.peak, GIB * gpu.gib)
+        lines += fit_lines(found.plan, gpu, memory.advice(gpu.gib, device=target_device(config)) if is_too_large else None)
+    for line in lines:
         print_line(line)
 
 

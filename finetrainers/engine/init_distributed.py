@@ -79,7 +79,10 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     yield from errors
     yield from quantization_problems(config, device_type=parallel.device.type)
     device_type, dtype_bytes = parallel.device.type, computed_bytes(config)
-    yield from kernel_problems(config, device_type=device_type, dtype_bytes=dtype_bytes).errors
+    capability = torch.cuda.get_device_capability(parallel.device) if device_type == "cuda" else None
+    yield from kernel_problems(
+        config, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability
+    ).errors
     if config.memory.compile != "none" and not parallel.compiles_blocks:
         yield Problem("--compile", "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2")
     training = config.training

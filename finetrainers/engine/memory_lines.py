@@ -11,6 +11,7 @@ from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import RESERVE, fits, reserved
 from finetrainers.memory.phases import RunPlan
 from finetrainers.parallel.sharding import with_launcher
+from finetrainers.utils.gpus import Gpu
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.phases import label
 from finetrainers.utils.text import aligned, file_size, plural
@@ -66,7 +67,7 @@ def automatic_lines(config: TrainConfig, found: Automatic) -> list[str]:
         [] if variant is None else [f"--{variant.option} auto{'' if machine else ', where all fits'}: {variant.what}"]
     )
     if machine is None:
-        ask = "--gpu 24GB says what is chosen for that GPU"
+        ask = "--gpu 24GB prints what is chosen for that GPU"
         if memory.blocks_to_swap == "auto":
             lines += [
                 f"--blocks_to_swap auto: no GPU is known, all {found.num_blocks} blocks count as swapped;",
@@ -90,12 +91,12 @@ def automatic_lines(config: TrainConfig, found: Automatic) -> list[str]:
     return lines
 
 
-def fit_lines(plan: RunPlan, gpu_gib: float, advice: Advice | None) -> list[str]:
-    """Whether it fits a GPU, and what makes it fit."""
+def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
+    """Return whether the run fits a GPU, and the options that make it fit."""
     needed = file_size(reserved(plan.peak))
-    if fits(plan.peak, GIB * gpu_gib):
-        return [f"it fits {gpu_gib:g} GB: {needed} are needed"]
-    lines = [f"it does not fit {gpu_gib:g} GB: {needed} are needed"]
+    if fits(plan.peak, GIB * gpu.gib):
+        return [f"it fits {gpu}: {needed} are needed"]
+    lines = [f"it does not fit {gpu}: {needed} are needed"]
     if advice is None:
         lines.append("no set of options makes it fit. What does:")
         return [*lines, *(f"  * {way}" for way in OTHER_WAYS)]
@@ -122,7 +123,7 @@ def _time(one: Chosen) -> str:
     return f"{known:+d} % time" if known else "training as fast"
 
 
-def as_json(memory: RunMemory, chosen: Automatic, gpu_gib: float | None, advice: Advice | None) -> dict[str, Any]:
+def as_json(memory: RunMemory, chosen: Automatic, gpu: Gpu | None, advice: Advice | None) -> dict[str, Any]:
     """The estimate for programs; sizes in bytes."""
     needs, plan = memory.disk(), chosen.plan
     found: dict[str, Any] = {
@@ -140,9 +141,9 @@ def as_json(memory: RunMemory, chosen: Automatic, gpu_gib: float | None, advice:
         "unknown": list(plan.unknown),
         **_chosen_json(chosen),
     }  # fmt: skip
-    if gpu_gib is not None:
-        found["gpu_gib"] = gpu_gib
-        found["fits"] = fits(plan.peak, GIB * gpu_gib)
+    if gpu is not None:
+        found["gpu"], found["gpu_gib"] = gpu.name, gpu.gib
+        found["fits"] = fits(plan.peak, GIB * gpu.gib)
         if not found["fits"]:
             found["advice"] = None if advice is None else _advice_json(advice)
     return found

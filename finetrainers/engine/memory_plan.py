@@ -12,6 +12,7 @@ from finetrainers.config.checks.options import check_shared_sizes
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import is_network
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.target import TargetDevice, planned_gpu
 from finetrainers.memory.activation_auto import (
     ASSUMED_FLOPS,
     ASSUMED_LINK,
@@ -53,13 +54,13 @@ class RunMemory:
         """Args:
         checked: the run, whose model's configs are on this disk.
         transformer: on the meta device, with its adapter attached.
-        gpu_gib: of the GPU to plan for; default: `memory_budget`, else this machine's GPU, if there is one.
+        gpu_gib: of the GPU to plan for; default: the one that is stated, else this machine's, at most `memory_budget`.
         host_gib: of the machine to plan for; default: this one.
         """
         self.checked = checked
         host = room().total if host_gib is None else GIB * host_gib
         self._host = HOST_SHARE * host / local_world_size()
-        gpu_gib = gpu_gib or checked.config.memory.memory_budget or gib_of_this_gpu()
+        gpu_gib = gpu_gib or planned_gib(checked.config)
         #: What is planned for; None: no GPU is known.
         self.machine = None if gpu_gib is None else self._assumed(gpu_gib)
         self.transformer = network_without_weights(checked) if transformer is None else transformer
@@ -167,14 +168,21 @@ class RunMemory:
             found += one * len({"", *plan.all_captions()})
         return found
 
-    def advice(self, budget_gib: float, *, device_type: str = "cuda") -> Advice | None:
-        """The cheapest options with which the run fits a GPU; None: there are none."""
+    def advice(self, budget_gib: float, *, device: TargetDevice | None = None) -> Advice | None:
+        """Return the cheapest options with which the run fits a GPU, or None if there are none.
+
+        Args:
+            budget_gib: of the GPU.
+            device: that options are checked for, or None for a GPU of which nothing else is known.
+        """
+        # What is advised can be done here: packages that are missing are not excused.
+        device = replace(device or TargetDevice("cuda"), is_elsewhere=False)
         machine = self._assumed(budget_gib)
 
         def outcome(config: TrainConfig) -> Outcome | None:
-            key = f"{budget_gib} {device_type} {config.model_dump_json()}"
+            key = f"{budget_gib} {device} {config.model_dump_json()}"
             if key not in self._outcomes:
-                self._outcomes[key] = self._outcome(config, machine, device_type)
+                self._outcomes[key] = self._outcome(config, machine, device)
             return self._outcomes[key]
 
         config = self.checked.config
@@ -182,28 +190,28 @@ class RunMemory:
         switches = [*SWITCHES, *sharing_switches(launched_processes(), heads, config.parallel.sp_mode)]
         return cheapest(config, outcome, budget=machine.device, switches=switches)
 
-    def _outcome(self, config: TrainConfig, machine: Machine, device_type: str) -> Outcome | None:
+    def _outcome(self, config: TrainConfig, machine: Machine, device: TargetDevice) -> Outcome | None:
         """Memory and time of other options; None: the run would be refused, or the options would do nothing."""
         memory = config.memory
         if (
-            device_type == "cpu"
+            device.type == "cpu"
             and memory.memory_budget is None
             and "auto" in (memory.blocks_to_swap, memory.activation_memory)
         ):
             return None
-        refused = self._refused(config, device_type)
+        refused = self._refused(config, device)
         if refused:  # a missing compiler, say, refuses the run on this machine whatever saves memory
-            known = self._refused(self.checked.config, device_type)
+            known = self._refused(self.checked.config, device)
             if any(problem not in known for problem in refused):
                 return None
         found = self.choose(config, machine=machine)
         return Outcome(found.plan.peaks, 100 * found.slower, chosen=found.words)
 
-    def _refused(self, config: TrainConfig, device_type: str) -> list[Problem]:
+    def _refused(self, config: TrainConfig, device: TargetDevice) -> list[Problem]:
         """Why a run with these options is refused."""
         checked, parts = self.checked, with_launcher(config.parallel).fsdp is not None
         found = option_findings(
-            config, checked.facts, checked.prompts, checked.scored, device_type=device_type, updates_parts=parts
+            config, checked.facts, checked.prompts, checked.scored, device=device, updates_parts=parts
         )
         check_shared_sizes(config, checked.facts, checked.sizes, found, processes=launched_processes())
         return found.errors
@@ -215,6 +223,14 @@ def _largest_scored(checked: Preflight, bucket: tuple[int, int, int]) -> tuple[i
         return bucket
     sizes = [prompt.size or checked.plan.size for prompt in checked.scored or checked.prompts]
     return max(sizes, key=math.prod, default=bucket)
+
+
+def planned_gib(config: TrainConfig) -> float | None:
+    """Return the GiB of GPU memory to plan for: of the stated GPU or this machine's, at most the budget; None if there is none."""
+    budget, stated = config.memory.memory_budget, planned_gpu(config)
+    if stated is None:
+        return budget or gib_of_this_gpu()
+    return stated.gib if budget is None else min(budget, stated.gib)
 
 
 def gib_of_this_gpu() -> float | None:

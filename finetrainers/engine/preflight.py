@@ -19,6 +19,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_eval_prompts, parse_validation_prompts
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO
+from finetrainers.config.target import TargetDevice, target_device
 from finetrainers.config.values import split_part
 from finetrainers.data.buckets.frames import num_available, playback_fps, sampling_fps
 from finetrainers.data.inspect.probe import probe
@@ -33,7 +34,6 @@ from finetrainers.models.lora_names import format_problem
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.utils import faults
-from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.fetch import is_url, start_fetching
 from finetrainers.utils.files import folder_problem
 from finetrainers.utils.launch import launch_problems, launched_processes, restart_warning
@@ -160,7 +160,8 @@ def _find_facts(
     """The facts of the model, else those of the published checkpoints; and whether nothing is wrong with its files."""
     check_paths(config, found)
     misplaced = _concern(found, _MODEL_PLACES)
-    problems = [] if misplaced else family.problems(config.model, weights=weights)
+    device = target_device(config).type
+    problems = [] if misplaced else family.problems(config.model, weights=weights, device_type=device)
     found.errors += named_as_given(problems, initial)
     readable = not misplaced and not problems
     return family.facts_of(config.model) if readable else family.facts, not problems
@@ -329,7 +330,7 @@ def option_findings(
     prompts: list[ValidationPrompt],
     scored: list[ValidationPrompt],
     *,
-    device_type: str,
+    device: TargetDevice,
     updates_parts: bool = False,
 ) -> Findings:
     """Errors and warnings of the options among each other, with the method, and on a device.
@@ -339,17 +340,19 @@ def option_findings(
         facts: of the model.
         prompts: to be sampled during training.
         scored: to be sampled and scored besides.
-        device_type: where it trains: `cpu`, `cuda`, `xpu`.
+        device: that it trains on.
         updates_parts: see `optimizer_problems`.
     """
     found = check_config(config, facts=facts, prompts=prompts, scored=scored)
     method = method_spec(config) if config.training.method in method_names() else None
     errors, warnings = optimizer_problems(
-        config, device_type=device_type, num_processes=launched_processes(), updates_parts=updates_parts
+        config, device_type=device.type, num_processes=launched_processes(), updates_parts=updates_parts
     )
-    kernels = kernel_problems(config, device_type=device_type, dtype_bytes=computed_bytes(config))
+    kernels = kernel_problems(
+        config, device_type=device.type, dtype_bytes=computed_bytes(config), capability=device.capability
+    )
     found.errors += [*([] if method is None else method.problems(config)), *errors, *kernels.errors]
-    found.errors += quantization_problems(config, device_type=device_type)
+    found.errors += quantization_problems(config, device_type=device.type)
     if config.optimizer.optimizer_in_backward and method is not None and method.accumulates(config):
         message = (
             "frees each gradient as it is made, and a step of this run has several micro-batches, whose gradients add up; use "
@@ -357,6 +360,8 @@ def option_findings(
         )
         found.errors.append(Problem("--optimizer_in_backward", message))
     found.warnings += [*warnings, *kernels.warnings]
+    if device.is_elsewhere:
+        found.allow_local()
     return found
 
 
@@ -364,7 +369,7 @@ def _check_options(
     config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], scored: list[ValidationPrompt], found: Findings
 ) -> None:
     """The options on this device and under this launcher, formats that the result cannot have, and faults that were asked for."""
-    rules = option_findings(config, facts, prompts, scored, device_type=likely_device_type())
+    rules = option_findings(config, facts, prompts, scored, device=target_device(config))
     found.errors += rules.errors
     found.warnings += rules.warnings
     is_lora, is_dora = config.training.training_type == "lora", config.training.use_dora

@@ -88,17 +88,20 @@ class Family:
             return len([family for family in _FAMILIES.values() if family.transformer == self.transformer]) == 1
         return True
 
-    def problems(self, config: ModelSection, *, weights: bool = True) -> list[Problem]:
+    def problems(
+        self, config: ModelSection, *, weights: bool = True, device_type: str | None = None
+    ) -> list[Problem]:
         """Everything that is wrong with the configured checkpoint, as far as the files on disk tell without being loaded.
 
         Args:
             config: names it.
             weights: whether weight files are examined too.
+            device_type: where the checkpoint will be used, or None for this machine.
         """
         parts = self.facts.parts
         with contextlib.suppress(ValueError):  # which is one of the problems
             parts = self.facts_of(config).parts
-        problems = file_problems(config, parts, weights=weights)
+        problems = file_problems(config, parts, weights=weights, device_type=device_type)
         # Files that cannot be read say nothing about the family.
         return problems or list(self._mismatches(config))
 

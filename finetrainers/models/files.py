@@ -297,18 +297,24 @@ def some(names: Sequence[str]) -> str:
 # ---- everything at once ------------------------------------------------------------------------------------------------
 
 
-def file_problems(config: ModelSection, parts: Sequence[str], *, weights: bool = True) -> list[Problem]:
+def file_problems(
+    config: ModelSection, parts: Sequence[str], *, weights: bool = True, device_type: str | None = None
+) -> list[Problem]:
     """What is wrong with the files of a model's parts, as far as names, sizes and headers tell.
 
     Args:
         config: names the model.
         parts: which of its parts are loaded.
         weights: whether weight files are examined too.
+        device_type: where the model will be used, or None for this machine.
     """
-    return [Problem(option_of(config, part), text) for part in parts for text in _examine(config, part, weights)]
+    on_cuda = (device_type or likely_device_type()) == "cuda"
+    return [
+        Problem(option_of(config, part), text) for part in parts for text in _examine(config, part, weights, on_cuda)
+    ]
 
 
-def _examine(config: ModelSection, part: str, weights: bool) -> Iterator[str]:
+def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> Iterator[str]:
     single = single_file(config, part)
     if single is not None:
         yield from _examine_single(config, part, single)
@@ -335,7 +341,7 @@ def _examine(config: ModelSection, part: str, weights: bool) -> Iterator[str]:
         variant = None if replacement_of(config, part) else config.variant
         header, problems = stored_header(folder, part, variant, is_complete=is_local)
         yield from problems
-        yield from _quantized_already(folder, header, part)
+        yield from _quantized_already(folder, header, part, on_cuda=on_cuda)
 
 
 def _examine_single(config: ModelSection, part: str, path: Path) -> Iterator[str]:
@@ -403,7 +409,7 @@ def cast_to_float8(header: Header) -> str | None:
     return next((dtype for dtype in header.dtypes.values() if dtype.startswith("F8_")), None)
 
 
-def _quantized_already(folder: Path, header: Header, part: str) -> Iterator[str]:
+def _quantized_already(folder: Path, header: Header, part: str, *, on_cuda: bool) -> Iterator[str]:
     """Refuse weights that another tool has quantized; those of text encoders, transformers reads by its own config."""
     settings = {}
     with contextlib.suppress(ValueError):  # said already
@@ -412,7 +418,7 @@ def _quantized_already(folder: Path, header: Header, part: str) -> Iterator[str]
     if "quantization_config" in settings:
         by = (settings["quantization_config"] or {}).get("quant_method", "bitsandbytes")
         if is_text_encoder:
-            if by == "bitsandbytes" and likely_device_type() != "cuda":
+            if by == "bitsandbytes" and not on_cuda:
                 advice = _GIVE_UNQUANTIZED.partition(";")[2].replace("--quantize_frozen int8, fp8 or nf4", _HERE)
                 yield f"{folder} holds weights quantized by bitsandbytes, which needs CUDA, and there is none here;{advice}"
             return

@@ -46,7 +46,7 @@ def optimizer_problems(
 def _recipe_errors(config: TrainConfig, name: str, recipe: Recipe, device_type: str) -> Iterator[Problem]:
     options = config.optimizer
     if not recipe.is_installed:
-        yield Problem("--optimizer", missing_library(name, recipe))
+        yield Problem("--optimizer", missing_library(name, recipe), is_local=True)
     if options.beta3 is not None and "beta3" not in recipe.reads:
         takers = ", ".join(n for n, r in RECIPES.items() if "beta3" in r.reads)
         yield Problem(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from finetrainers.cli.main import main
 from finetrainers.utils.launch import launcher_environment
@@ -32,12 +35,12 @@ SIZE = ("--video_resolution_buckets", "49x512x768")
 def test_it_fits_or_not(estimate: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = estimate(*SIZE, "--gpu", "24GB")
     assert code == 0
-    assert "it fits 24 GB" in out
+    assert "it fits 24 GB (23.5 GiB)" in out, "not 24 GiB, which no such card has"
     assert "the data is not on this machine" in out
     assert max(map(len, out.splitlines())) <= 100, out
     code, out, _ = estimate(*SIZE, "--gpu", "2GB", "--batch_size", "2")
     assert code == 0
-    assert "it does not fit 2 GB" in out
+    assert "it does not fit 2 GiB" in out
     assert "it fits with" in out
     assert "saves" in out
     code, out, _ = estimate(*SIZE, "--gpu", "0.001")
@@ -72,7 +75,7 @@ def test_processes_of_a_launcher(estimate: Callable[..., tuple[int, str, str]]) 
 
 def test_errors(estimate: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     for flags, said in (
-        ((*SIZE, "--gpu", "much"), "--gpu: expected a memory size"),
+        ((*SIZE, "--gpu", "much"), "--gpu: expected a memory size such as 24GB or a card such as h100, got 'much'"),
         ((*SIZE, "--gpu", "9" * 5000 + "GB"), "--gpu: expected a memory size"),
         ((), "--video_resolution_buckets: memory depends on the size"),
         ((*SIZE, "--num_processes", "3", "--num_machines", "2"), "do not divide among 2 machines"),
@@ -84,3 +87,88 @@ def test_errors(estimate: Callable[..., tuple[int, str, str]], tmp_path: Path) -
     code, _, err = estimate(*SIZE, "--model_name", "ltx_video", repo=Path("someone/ltx-model"))
     assert code == 2
     assert "is not on this disk; fetch the config files" in err
+
+
+#: What only a CUDA GPU can do, and what the run is planned for.
+NEEDS_CUDA = [
+    (("--use_cpu_offload_optimizer", "--max_grad_norm", "0"), ("48GB", "h100")),
+    (("--quantize_frozen", "nf4"), ("24GB", "t4")),
+    (("--attn_backend", "flash", "--mixed_precision", "bf16"), ("80GB", "4090")),
+    (("--attn_backend", "_native_cudnn", "--mixed_precision", "bf16"), ("39.4GiB", "a100-40gb")),
+    (("--compile", "regional"), ("l40s",)),
+]
+
+
+def test_the_stated_gpu_is_judged_and_not_this_machine(
+    estimate: Callable[..., tuple[int, str, str]], tiny_repo: Callable[..., Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The estimate and the dry run agree; a package that is not installed here is a warning."""
+    monkeypatch.setattr("finetrainers.config.attention.find_spec", lambda name: None)
+    monkeypatch.setattr("finetrainers.config.checks.options.find_spec", lambda name: None)
+    monkeypatch.setattr("finetrainers.config.checks.kernels.find_spec", lambda name: None)
+    (tmp_path / "clips").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "clips" / "a.png")
+    (tmp_path / "clips" / "a.txt").write_text("a black square")
+    train = [
+        "train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video")), "--dry_run",
+        "--data_root", str(tmp_path / "clips"), "--output_dir", str(tmp_path / "run"), "--train_steps", "1", "--rank", "4",
+        "--video_resolution_buckets", "1x64x64",
+    ]  # fmt: skip
+    for flags, gpus in NEEDS_CUDA:
+        if flags[0] != "--compile":
+            assert estimate(*SIZE, *flags)[0] == 2, "this machine has no GPU"
+        for gpu in gpus:
+            code, out, err = estimate(*SIZE, *flags, "--gpu", gpu)
+            assert code == 0, (flags, gpu, err)
+            assert re.search(r"^it fits .+ GiB", out, re.MULTILINE), out
+            assert ("not installed" in err) == (flags[1] in ("nf4", "flash", "regional")), (flags, err)
+        capsys.readouterr()
+        assert main([*train, *flags, "--gpu", gpus[0]]) == 0
+        assert "it fits " in capsys.readouterr().out
+        if flags[0] != "--compile":
+            assert main([*train, *flags]) == 2, "without a stated GPU a dry run judges this machine"
+    code, _, err = estimate(*SIZE, "--attn_backend", "flash", "--mixed_precision", "bf16", "--gpu", "t4")
+    assert (code, "--attn_backend: " in err, "8.0, got 7.5" in err) == (2, True, True)
+    assert main([*train, "--gpu", "h1000"]) == 2
+    assert "did you mean 'h100'?" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_memory_budget_chooses_as_in_a_run(
+    estimate: Callable[..., tuple[int, str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = (*SIZE, "--batch_size", "4", "--json")
+    before, (code, out, err) = json.loads(estimate(*large)[1]), estimate(*large, "--memory_budget", "3GB")
+    after = json.loads(out)
+    assert code == 0
+    assert after["peak"]["reserved"] <= 3 * 2**30 < before["peak"]["reserved"]
+    assert "memory budget: " in err
+    assert estimate(*large, "--memory_budget", "0.001")[0] == 2
+    # The smaller of both limits decides what `auto` is.
+    auto = (*large, "--activation_memory", "auto", "--gpu", "80GB")
+    chosen = [json.loads(estimate(*auto, *more)[1]) for more in ((), ("--memory_budget", "3GB"))]
+    assert chosen[0]["peak"]["reserved"] > 3 * 2**30 >= chosen[1]["peak"]["reserved"]
+    assert {one["gpu_gib"] for one in chosen} == {79.1}
+
+
+def test_the_published_memory_table_is_planned_on_a_machine_without_a_gpu(
+    estimate: Callable[..., tuple[int, str, str]], tiny_repo: Callable[..., Path]
+) -> None:
+    """Every kind of run of the table, with the options that it has here."""
+    optimizers = {
+        "adamw": (), "8-bit": ("--optimizer", "adamw-bnb-8bit"),
+        "offload": ("--use_cpu_offload_optimizer", "--offload_gradients", "--max_grad_norm", "0"),
+        "deepspeed": ("--deepspeed", "--zero_stage", "2", "--zero_offload", "--num_processes", "2"),
+    }  # fmt: skip
+    script = runpy.run_path(str(ROOT / "benchmarks" / "memory_seed_table.py"))
+    runs = {(row.kind, row.optimizer, row.checkpointing, row.batch) for row in script["rows"]()}
+    assert len(runs) == 19
+    for kind, optimizer, checkpointing, batch in sorted(runs):
+        flags = ["--training_type", "full-finetune" if kind == "full" else "lora", "--batch_size", str(batch)]
+        flags += ["--gradient_checkpointing"] if checkpointing else []
+        size = ("--video_resolution_buckets", "9x64x64")
+        repo = tiny_repo("cogvideox")
+        code, out, err = estimate(*size, *flags, *optimizers[optimizer], "--gpu", "a100-80gb", "--json", repo=repo)
+        assert code == 0, (kind, optimizer, err)
+        assert json.loads(out)["gpu"] == "A100 80 GB"

@@ -61,7 +61,7 @@ def test_what_a_resumed_run_must_keep_is_what_it_always_was():
 
 
 def test_other_derived_sets_are_what_they_were():
-    invocation = {"hub_token", "resume_from_checkpoint", "reset", "dry_run", "verbose"}
+    invocation = {"hub_token", "resume_from_checkpoint", "reset", "dry_run", "gpu", "verbose"}
     assert those(dumped=False) == invocation
     places = {"output_dir", "logging_dir", "data_root", "dataset_file", "dataset", "cache_dir", "precompute_dir",
               "prompt_embeddings_dir"}  # fmt: skip

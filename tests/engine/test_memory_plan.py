@@ -12,6 +12,7 @@ import pytest
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
+from finetrainers.config.target import TargetDevice
 from finetrainers.engine import memory_plan
 from finetrainers.engine.automatic import within_budget
 from finetrainers.engine.memory_lines import as_json, fit_lines, memory_lines
@@ -26,6 +27,7 @@ from finetrainers.methods.registry import method_spec
 from finetrainers.models.sizes import num_weights
 from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.rewards.clip_models import CLIPScore
+from finetrainers.utils.gpus import read_gpu
 
 
 @pytest.fixture
@@ -183,11 +185,11 @@ def test_what_is_said(checked: Callable[..., Preflight]) -> None:
     plan, lines = found.plan, memory_lines(memory, found)
     assert max(map(len, lines)) <= 80
     assert any(line.endswith("< peak") for line in lines)
-    data = json.loads(json.dumps(as_json(memory, found, 24.0, None)))
+    data = json.loads(json.dumps(as_json(memory, found, read_gpu("24GiB"), None)))
     assert data["fits"] is True
     assert data["peak"]["allocated"] == round(plan.peak)
     assert sum(data["phases"][plan.peak_phase]["parts"].values()) == pytest.approx(plan.peak, abs=10)
-    assert fit_lines(plan, 24, None)[0].startswith("it fits 24 GB")
+    assert fit_lines(plan, read_gpu("24GB"), None)[0].startswith("it fits 24 GB (23.5 GiB)")
 
 
 def test_a_budget_chooses(checked: Callable[..., Preflight], capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +228,7 @@ def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., Prefli
         assert advice is None or advice.config.memory.blocks_to_swap == 0
     plain = RunMemory(checked(precompute_conditions=True, batch_size=400))
     for device_type, setting in (("cuda", "auto"), ("cpu", None)):
-        advice = plain.advice(reserved(0.99 * plain.plan().peak) / GIB, device_type=device_type)
+        advice = plain.advice(reserved(0.99 * plain.plan().peak) / GIB, device=TargetDevice(device_type))
         assert advice is not None
         assert advice.config.memory.activation_memory == setting
 
@@ -238,7 +240,7 @@ def test_host_memory_decides_too(checked: Callable[..., Preflight]) -> None:
     assert large.machine is not None
     assert large.machine.host == 0.75 * 64 * GIB
     assert small.machine == replace(large.machine, host=large.machine.host / 2)
-    assert "more host memory" in "\n".join(fit_lines(large.plan(), 1e-3, None))
+    assert "more host memory" in "\n".join(fit_lines(large.plan(), read_gpu("0.001"), None))
 
 
 def test_the_network_is_built_once(

@@ -17,9 +17,14 @@ class Findings:
     errors: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def error(self, option: str, message: str) -> None:
-        """Record an error about an option."""
-        self.errors.append(Problem(f"--{option}", message))
+    def error(self, option: str, message: str, *, is_local: bool = False) -> None:
+        """Record an error about an option; `is_local`: see `Problem`."""
+        self.errors.append(Problem(f"--{option}", message, is_local=is_local))
+
+    def allow_local(self) -> None:
+        """Turn errors that only this machine has into warnings, for a run on another machine."""
+        self.warnings += [f"{problem} (on the machine that trains)" for problem in self.errors if problem.is_local]
+        self.errors = [problem for problem in self.errors if not problem.is_local]
 
     def check_needs(self, name: str, value_of: Callable[[str], Any]) -> None:
         """Warn of an option that was given without the one that it needs."""

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from finetrainers.utils.gpus import Capability
+
 from ..attention import AUTO, BACKENDS
 from ..root import TrainConfig
 from .findings import Findings
@@ -19,13 +21,16 @@ COMPILED_BY_LAUNCHER = "ACCELERATE_DYNAMO_BACKEND"
 _COMPILERS = ("g++", "gcc", "clang++", "clang", "cc")
 
 
-def kernel_problems(config: TrainConfig, *, device_type: str, dtype_bytes: int) -> Findings:
+def kernel_problems(
+    config: TrainConfig, *, device_type: str, dtype_bytes: int, capability: Capability | None = None
+) -> Findings:
     """Errors and warnings of `attn_backend` and `compile`.
 
     Args:
         config: the run.
         device_type: where it will train: `cpu`, `cuda`, `xpu`.
         dtype_bytes: bytes of a number in the dtype that the network computes in.
+        capability: compute capability of the GPU, or None if it is not known.
     """
     found, name = Findings(), config.model.attn_backend
     default = os.environ.get(DEFAULT_BACKEND, "native").lower()
@@ -34,16 +39,27 @@ def kernel_problems(config: TrainConfig, *, device_type: str, dtype_bytes: int) 
             f"{DEFAULT_BACKEND}={default} chooses the attention of every network in the process; use --attn_backend"
         )
     if name != AUTO:
+        if device_type != "cpu" and (missing := BACKENDS[name].missing) is not None:
+            found.error("attn_backend", f"{name} {missing}", is_local=True)
         for problem in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
             found.error("attn_backend", f"{name} {problem}")
+        if capability is not None and capability < (least := BACKENDS[name].capability):
+            message = f"{name} requires a GPU of compute capability {_dotted(least)}, got {_dotted(capability)}"
+            found.error("attn_backend", f"{message}; use native")
     if name == "_native_math":
         found.warnings.append(
             "--attn_backend _native_math stores the scores of all pairs of tokens in each block, which the memory estimate "
             "leaves out; it is for comparisons at small sizes"
         )
+    if capability is not None and capability < (8, 0) and config.training.mixed_precision == "bf16":
+        found.warnings.append(
+            f"--mixed_precision bf16 is emulated on a GPU of compute capability {_dotted(capability)}, and slow; use fp16"
+        )
     if config.memory.compile != "none":
-        for problem in _compile_problems(config, device_type):
+        for problem in _compile_problems(config):
             found.error("compile", problem)
+        for problem in _missing_compilers(device_type):
+            found.error("compile", problem, is_local=True)
         if config.training.use_dora:
             found.warnings.append(
                 "--compile regional gains little with --use_dora, whose layers break each block into many graphs"
@@ -56,8 +72,6 @@ def _attention_problems(config: TrainConfig, name: str, *, device_type: str, dty
     if device_type == "cpu" and not backend.on_cpu:
         yield "needs a CUDA GPU, and this run trains on the CPU; use native"
         return
-    if backend.missing is not None:
-        yield backend.missing
     if device_type != "cpu" and dtype_bytes > 2 and not backend.any_dtype:
         yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native"
     if backend.fuses_compiled and not compiles:
@@ -69,7 +83,11 @@ def _attention_problems(config: TrainConfig, name: str, *, device_type: str, dty
         yield "is no single operator, whose result --activation_memory keep_attention could keep; use native"
 
 
-def _compile_problems(config: TrainConfig, device_type: str) -> Iterator[str]:
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))
+
+
+def _compile_problems(config: TrainConfig) -> Iterator[str]:
     memory = config.memory
     if os.environ.get(COMPILED_BY_LAUNCHER, "no").lower() != "no":
         yield "regional: the launcher's file compiles, too (dynamo_config); choose one of them"
@@ -85,6 +103,9 @@ def _compile_problems(config: TrainConfig, device_type: str) -> Iterator[str]:
             f"regional does not go with --activation_memory {memory.stored}, which does not see the operators of a "
             "compiled block; use checkpoint"
         )
+
+
+def _missing_compilers(device_type: str) -> Iterator[str]:
     if not any(map(shutil.which, _COMPILERS)) and not {"CC", "CXX"} & os.environ.keys():
         yield "regional needs a C++ compiler, and there is none: install g++ (apt-get install g++)"
     if device_type == "cuda" and find_spec("triton") is None:

@@ -234,7 +234,7 @@ def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[
             message = (
                 "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8"
             )
-            yield Problem(where, message)
+            yield Problem(where, message, is_local=True)
 
 
 def _check_activation_memory(memory: MemorySection, found: Findings) -> None:

@@ -129,7 +129,7 @@ def _notes(found: Searched) -> Iterator[str]:
             yield f"{bucket_text(one.bucket)}: larger batches than --max_batch_size {reached} may fit"
     for one in found.unfit:
         yield (
-            f"{bucket_text(one.bucket)}: not even 1 {found.noun} fits; `finetrainers estimate --gpu {found.gpu:.3g}GB` says what "
+            f"{bucket_text(one.bucket)}: not even 1 {found.noun} fits; `finetrainers estimate --gpu {found.gpu:.3g}GiB` says what "
             "makes it fit"
         )
     if found.empty:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.target import TargetDevice
 from finetrainers.memory.advice import SWITCHES, Switch, has_what_it_needs, with_switches
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import reserved
@@ -160,7 +161,7 @@ def planned_memory(checked: Preflight, phase: str | None, *, device_type: str) -
     peaks = {name: size / GIB for name, size in plan.peaks.items()}
     if phase != plan.peak_phase:
         return peaks, None
-    advice = memory.advice(_LOWER * reserved(plan.peak) / GIB, device_type=device_type)
+    advice = memory.advice(_LOWER * reserved(plan.peak) / GIB, device=TargetDevice(device_type))
     if advice is None or not advice.switches:
         return peaks, None
     switch = max(advice.switches, key=lambda one: one.saves).switch
