@@ -21,12 +21,14 @@ class Given:
         where: the place of each, for messages; that of a replaced name stays.
         problems: what is wrong with the names.
         notes: how names were understood, for the user.
+        is_translated: whether options were read from a command or a file of another trainer.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    is_translated: bool = False
 
     @property
     def lost(self) -> list[str]:
@@ -39,6 +41,7 @@ class Given:
         self.where |= other.where
         self.problems += other.problems
         self.notes += other.notes
+        self.is_translated |= other.is_translated
 
     def refuse(self, name: str, message: str, *about: str) -> None:
         """Remove a name that cannot be read; `about` are the options that it would have set."""

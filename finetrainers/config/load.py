@@ -151,6 +151,8 @@ def build_config(sources: Sequence[Given]) -> TrainConfig:
     translate_dependent(given)
     translate(given)
     fill_preset(given)
+    if given.is_translated:  # it ran elsewhere with other memory, and its options are not ours
+        given.values.setdefault("fit_gpu", True)
     if os.environ.get("RANK", "0") == "0":
         for note in given.notes:
             NOTES.warning(note)

@@ -285,6 +285,7 @@ def translate_names(given: Given, *, others: Container[str]) -> None:
             taken[name in former_names()].append(said)
     notes = [f"names of earlier versions are accepted: {', '.join(taken[True])}"] if taken[True] else []
     if taken[False]:
+        given.is_translated = True
         notes.append(f"names of other trainers are accepted: {', '.join(taken[False])}")
     alpha_is_default = "network_alpha" not in given.where and given.values.get("lora_alpha") is None
     if notes and "network_dim" in given.where and alpha_is_default:

@@ -55,6 +55,11 @@ class TrainConfig(Section):
         option = fields()[name]
         return option.field.is_required() or self.get(name) != option.default
 
+    def is_given(self, name: str) -> bool:
+        """Return whether the user, or a preset, has set an option, even to its default."""
+        option = fields()[name]
+        return option.key in getattr(self, option.section).model_fields_set
+
     def get(self, name: str) -> Any:
         """The value of the option with flat name `name`."""
         option = fields()[name]

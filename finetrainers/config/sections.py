@@ -401,6 +401,9 @@ class MemorySection(Section):
     memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`. The cheapest set of options with "
         "which the run is estimated to fit is set, and printed. Options that differ from their defaults stay as they "
         "are. A run that cannot fit is refused. See also `finetrainers estimate`.", resume="free", local=True)
+    fit_gpu: bool = option(False, "If the run is estimated not to fit the GPU, set and print the cheapest memory options "
+        "that leave its results the same. On by default for commands and files of other trainers.", resume="free",
+        local=True)
 
     @property
     def stored(self) -> ActivationMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,13 +22,13 @@ from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.host_memory import room
-from finetrainers.utils.launch import local_world_size
+from finetrainers.utils.launch import launched_processes, local_world_size
 from finetrainers.utils.phases import label
 from finetrainers.utils.process_state import free_memory
 from finetrainers.utils.text import file_size
 
 from .memory_lines import advice_lines
-from .memory_plan import RunMemory, run_memory
+from .memory_plan import RunMemory, planned_gib, run_memory
 from .once_per_node import once_per_node
 from .preflight import Preflight, preflight
 from .start_report import print_line, print_warnings
@@ -38,24 +39,42 @@ _PROBE_BYTES = 64 << 20
 
 
 def within_budget(checked: Preflight, check: Callable[[TrainConfig], Preflight] = preflight) -> Preflight:
-    """Return the run with the cheapest options that fit `memory_budget`, which are printed.
+    """Return the run with the cheapest options that fit `memory_budget`, or with `fit_gpu` the GPU; they are printed.
 
     Args:
         checked: the run.
         check: what checks the run with other options.
 
     Raises:
+        ConfigError: nothing fits `memory_budget`.
+    """
+    config = checked.config
+    if config.memory.memory_budget is not None:
+        chosen = _chosen_for_budget(checked, config.memory.memory_budget)
+    elif config.memory.fit_gpu and not checked.family.configs_not_here(config.model):
+        # One process asks: a CUDA context of each would stay on the first GPU.
+        chosen = once_per_node(lambda: _chosen_for_gpu(checked), config, timeout_s=config.run.idle_timeout)
+    else:
+        return checked
+    if chosen == config:
+        return checked
+    again = once_per_node(lambda: check(chosen), chosen, timeout_s=chosen.run.idle_timeout)
+    lost = [warning for warning in checked.warnings if warning not in again.warnings]
+    return replace(again, unseen=checked.unseen, warnings=[*again.warnings, *lost])
+
+
+def _chosen_for_budget(checked: Preflight, budget: float) -> TrainConfig:
+    """Return the options that fit a budget in GiB.
+
+    Raises:
         ConfigError: nothing fits.
     """
-    budget = checked.config.memory.memory_budget
-    if budget is None:
-        return checked
     memory = run_memory(checked)
     peak = memory.plan().peak
     needed = reserved(peak) / GIB
     if fits(peak, GIB * budget):
         print_line(f"memory budget: {needed:.1f} of {budget:g} GiB are planned; no option is changed")
-        return checked
+        return checked.config
     advice = memory.advice(budget, device=target_device(checked.config))
     if advice is None:
         ways = "".join(f"\n    * {way}" for way in OTHER_WAYS)
@@ -65,9 +84,35 @@ def within_budget(checked: Preflight, check: Callable[[TrainConfig], Preflight] 
         raise ConfigError([Problem("--memory_budget", message)])
     for line in advice_lines(advice, f"memory budget: {needed:.1f} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
-    chosen = advice.config
-    again = once_per_node(lambda: check(chosen), chosen, timeout_s=chosen.run.idle_timeout)
-    return replace(again, unseen=checked.unseen)
+    return advice.config
+
+
+def _chosen_for_gpu(checked: Preflight) -> TrainConfig:
+    """Return the options that fit the GPU and leave results the same; those of the run if it fits, or nothing fits."""
+    config = checked.config
+    gib = planned_gib(config)
+    if gib is None:
+        return config
+    if launched_processes() > local_world_size():
+        gib = math.floor(gib)  # drivers of several machines report slightly different sizes
+    memory = run_memory(checked)
+    peak = memory.plan().peak
+    if fits(peak, GIB * gib):
+        return config
+    needed = f"{file_size(reserved(peak))} are planned, and the GPU has {gib:.1f} GiB"
+    advice = memory.advice(gib, device=target_device(config), exact=True)
+    if advice is None:
+        print_warnings(
+            [
+                f"{needed}: no memory options that leave results the same make the run fit; `finetrainers estimate --gpu "
+                f"{gib:.1f}GiB` searches among all options"
+            ]
+        )
+        return config
+    heading = f"note: {needed}. Chosen, with the same results (--no-fit_gpu changes nothing):"
+    for line in advice_lines(advice, heading):
+        print_line(line)
+    return advice.config
 
 
 def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, Automatic | None]:

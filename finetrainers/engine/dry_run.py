@@ -102,6 +102,16 @@ def _print_options(config: TrainConfig) -> None:
     print_line(tomli_w.dumps({name: value for name, value in options.items() if name not in _OF_THIS_COMMAND}))
 
 
+def _rewards_not_here(checked: Preflight) -> list[str]:
+    """Return the repositories of reward weights that a run would download."""
+    entries = method_spec(checked.config).rewards(checked.config)
+    if not entries:
+        return []
+    from finetrainers.rewards.registry import weights_not_here
+
+    return list(dict.fromkeys(repository for entry in entries for repository in weights_not_here(entry)))
+
+
 def _conclusion(checked: Preflight, unseen: str | None) -> str:
     """The last line; it claims nothing of what was not seen."""
     if unseen is not None:
@@ -109,7 +119,7 @@ def _conclusion(checked: Preflight, unseen: str | None) -> str:
             f"model not seen: {unseen}; data and options agree with the published {checked.config.model.model_name} models, and "
             "LoRA targets with a tiny one. Memory cannot be estimated"
         )
-    missing = [name for name, size in sizes_on_disk(checked).items() if size is None]
+    missing = [name for name, size in sizes_on_disk(checked).items() if size is None] + _rewards_not_here(checked)
     if missing:
         return f"everything checks out, by the model's configs; weights not on this disk yet: {', '.join(missing)}"
     return "everything checks out" + (f", with {plural(len(checked.warnings), 'warning')}" if checked.warnings else "")

@@ -11,6 +11,7 @@ from finetrainers.config.checks.kernels import kernel_problems
 from finetrainers.config.checks.options import quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.memory.advice import EXACT_SWITCHES
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.optim.rules import optimizer_problems
@@ -112,6 +113,11 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
         )
         yield Problem("--enable_model_cpu_offload", message)
     yield from _swap_problems(config, parallel)
+    if config.memory.fit_gpu:
+        chosen = [str(config.get(name)) for switch in EXACT_SWITCHES for name in switch.options]
+        if any(other != chosen for other in parallel.gather_objects([chosen])):
+            message = "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
+            yield Problem("--fit_gpu", message)
     yield from _precision_problems(config, parallel)
 
 

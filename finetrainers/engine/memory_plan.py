@@ -21,7 +21,7 @@ from finetrainers.memory.activation_auto import (
     activation_model,
 )
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.advice import SWITCHES, Advice, Outcome, cheapest, sharing_switches
+from finetrainers.memory.advice import EXACT_SWITCHES, SWITCHES, Advice, Outcome, cheapest, sharing_switches
 from finetrainers.memory.automatic import Automatic, Run, choose_automatic
 from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
@@ -168,12 +168,15 @@ class RunMemory:
             found += one * len({"", *plan.all_captions()})
         return found
 
-    def advice(self, budget_gib: float, *, device: TargetDevice | None = None) -> Advice | None:
+    def advice(
+        self, budget_gib: float, *, device: TargetDevice | None = None, exact: bool = False
+    ) -> Advice | None:
         """Return the cheapest options with which the run fits a GPU, or None if there are none.
 
         Args:
             budget_gib: of the GPU.
             device: that options are checked for, or None for a GPU of which nothing else is known.
+            exact: whether to choose only options that leave results the same, and that were not given at all.
         """
         # What is advised can be done here: packages that are missing are not excused.
         device = replace(device or TargetDevice("cuda"), is_elsewhere=False)
@@ -187,7 +190,9 @@ class RunMemory:
 
         config = self.checked.config
         heads = self.checked.facts.heads if self.checked.family.load(config.model).token_plan else None
-        switches = [*SWITCHES, *sharing_switches(launched_processes(), heads, config.parallel.sp_mode)]
+        sharing = sharing_switches(launched_processes(), heads, config.parallel.sp_mode)
+        exact_switches = [switch for switch in EXACT_SWITCHES if not any(map(config.is_given, switch.options))]
+        switches = exact_switches if exact else [*SWITCHES, *sharing]
         return cheapest(config, outcome, budget=machine.device, switches=switches)
 
     def _outcome(self, config: TrainConfig, machine: Machine, device: TargetDevice) -> Outcome | None:

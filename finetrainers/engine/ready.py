@@ -8,6 +8,7 @@ from pathlib import Path
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.target import target_device
 from finetrainers.methods.registry import method_class_problem, method_spec
 from finetrainers.models.hub import ask
 
@@ -40,9 +41,8 @@ def _get_ready(config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, s
     checked = preflight_by_model(config, preparing=preparing, damaged=damaged)
     if not preparing:
         check_upload(checked.config)
+        checked = check_rewards(checked)
     if not config.run.dry_run:
-        if not preparing:
-            check_rewards(checked)
         print_start(checked)
     return checked
 
@@ -74,15 +74,15 @@ def preflight_by_model(
     return checked
 
 
-def check_rewards(checked: Preflight) -> None:
-    """Weights of rewards that are neither on this disk nor to be had.
+def check_rewards(checked: Preflight) -> Preflight:
+    """Return the run if the weights of its rewards can be loaded, with a warning if it is planned for another machine.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: weights are neither on this disk nor available from the hub.
     """
     entries = method_spec(checked.config).rewards(checked.config)
     if not entries:
-        return
+        return checked
     from finetrainers.rewards.registry import not_to_be_had, weights_not_here
 
     held_out = checked.config.validation.eval_reward
@@ -90,8 +90,13 @@ def check_rewards(checked: Preflight) -> None:
         repo: "eval_reward" if one in held_out else "reward" for one in entries for repo in weights_not_here(one)
     }
     away = ask(list(options))
-    if away is not None:
-        raise ConfigError([Problem(f"--{option}", not_to_be_had(repo, away)) for repo, option in options.items()])
+    if away is None:
+        return checked
+    problems = [Problem(f"--{option}", not_to_be_had(repo, away)) for repo, option in options.items()]
+    if not target_device(checked.config).is_elsewhere:
+        raise ConfigError(problems)
+    warnings = [f"{problem} (on the machine that trains)" for problem in problems]
+    return replace(checked, warnings=[*checked.warnings, *warnings])
 
 
 def examine_weights(checked: Preflight) -> Preflight:

@@ -85,9 +85,7 @@ def _check(standing: Standing, warnings: list[tuple[str, str]], *, trains: bool)
     checked = preflight_by_model(config)
     if config.memory.memory_budget is not None:
         print_line(f"stage {standing.name}:")
-    checked = within_budget(checked)
-    if trains:
-        check_rewards(checked)
+    checked = check_rewards(within_budget(checked))
     checked, transformer = build_without_weights(checked)
     warnings += [(standing.name, warning) for warning in checked.warnings]
     peak = None if why_unseen(checked) is not None else RunMemory(checked, transformer).plan().peak

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -52,6 +52,7 @@ class Switch:
         slowdown: percent of a step's time besides `Outcome.slower`; None: it was not measured.
         needs: values of other options without which it saves nothing.
         takes_back: whether it may change what the user has set: another way to the same weights, which takes less time.
+        is_exact: whether results stay the same up to the order of floating-point sums.
     """
 
     options: Mapping[str, Any]
@@ -60,6 +61,7 @@ class Switch:
     slowdown: float | None = None
     needs: Mapping[str, Any] = field(default_factory=dict)
     takes_back: bool = False
+    is_exact: bool = False
 
     @property
     def flags(self) -> str:
@@ -69,21 +71,21 @@ class Switch:
 
 #: In order of price.
 SWITCHES: tuple[Switch, ...] = (
-    Switch({"enable_slicing": True}, "the VAE takes the clips of a batch one after another", 1, 0),
-    Switch({"precompute_batch_size": 1}, "the VAE encodes clips one by one before training", 1, 0),
-    Switch({"enable_model_cpu_offload": True}, "slower validation samples: parts travel from host memory", 2, 0),
+    Switch({"enable_slicing": True}, "the VAE takes the clips of a batch one after another", 1, 0, is_exact=True),
+    Switch({"precompute_batch_size": 1}, "the VAE encodes clips one by one before training", 1, 0, is_exact=True),
+    Switch({"enable_model_cpu_offload": True}, "slower validation samples: parts travel from host memory", 2, 0, is_exact=True),
     Switch({"precompute_conditions": True}, "disk for the cache, and one fixed crop of every clip", 3, 0),
     Switch({"quantize_text_encoders": "int8"}, "text encoders are rounded to int8: prompts are encoded a bit differently", 5, 0),
     Switch({"enable_tiling": True}, "the VAE works in tiles: slower, and latents differ slightly", 4, 0),
-    Switch({"gradient_checkpointing": True}, "one more forward pass", 1, 0),
-    Switch({"activation_memory": "auto"}, "blocks compute some activations again, or move them to host memory", 2, 0),
-    Switch({"offload_trajectory": True}, "sampled latents, or gradients, travel to host memory and back", 4),
-    Switch({"rollout_gradients": "replay"}, "trained steps go through the network once more", 8, takes_back=True),
+    Switch({"gradient_checkpointing": True}, "one more forward pass", 1, 0, is_exact=True),
+    Switch({"activation_memory": "auto"}, "blocks compute some activations again, or move them to host memory", 2, 0, is_exact=True),
+    Switch({"offload_trajectory": True}, "sampled latents, or gradients, travel to host memory and back", 4, is_exact=True),
+    Switch({"rollout_gradients": "replay"}, "trained steps go through the network once more", 8, takes_back=True, is_exact=True),
     Switch({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),
-    Switch({"overlap_gradient_exchange": False}, "gradients are averaged after the backward pass, not during it", 8),
-    Switch({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10),
+    Switch({"overlap_gradient_exchange": False}, "gradients are averaged after the backward pass, not during it", 8, is_exact=True),
+    Switch({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10, is_exact=True),
     Switch({"optimizer": "adamw-torchao-8bit"}, "optimizer state is rounded to 8 bits", 12),
-    Switch({"blocks_to_swap": "auto"}, "frozen weights travel over PCIe in forward and in backward; host memory", 20),
+    Switch({"blocks_to_swap": "auto"}, "frozen weights travel over PCIe in forward and in backward; host memory", 20, is_exact=True),
     Switch({"quantize_frozen": "int8"}, "frozen weights are rounded to int8, and dequantized for every use", 34),
     Switch({"quantize_frozen": "nf4"}, "frozen weights are rounded to 4 bits, and dequantized for every use", 60),
     Switch(
@@ -102,13 +104,17 @@ SWITCHES: tuple[Switch, ...] = (
         {"optimizer_in_backward": True, "max_grad_norm": 0.0},
         "no clipping; a step with NaN is found after weights have changed", 42,
     ),
-    Switch({"zero_offload": True}, "updates on the CPU, PCIe traffic", 100),
+    Switch({"zero_offload": True}, "updates on the CPU, PCIe traffic", 100, is_exact=True),
     Switch(
         {"reward_device": "cpu"},
         "rewards compute on the CPU, which is slow; a GPU of their own (cuda:1) or a server (serve-reward) is not", 120,
     ),
-    Switch({"fsdp_cpu_offload": True}, "weights travel from host memory for every use, updates on the CPU", 150),
+    Switch({"fsdp_cpu_offload": True}, "weights travel from host memory for every use, updates on the CPU", 150, is_exact=True),
 )  # fmt: skip
+
+
+#: Those that leave results the same; what the user has set stays.
+EXACT_SWITCHES = tuple(replace(switch, takes_back=False) for switch in SWITCHES if switch.is_exact)
 
 
 def sharing_switches(processes: int, heads: int | None, mode: SpMode = "ulysses") -> list[Switch]:

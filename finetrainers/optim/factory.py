@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from finetrainers.config.sections import OptimizerSection
+from finetrainers.utils.deepspeed_operators import note_compiling
 
 from .in_backward import StepInBackward
 from .table import RECIPES, Recipe, missing_library, resolve_name
@@ -60,6 +61,8 @@ def create_optimizer(
         arguments["bf16_stochastic_round"] = True
     elif recipe.fused and device_type == "cuda":
         arguments["fused"] = True
+    if recipe.library == "deepspeed":
+        note_compiling(["cpu_adam"])
     optimizer = _import_class(name, recipe, target)(weights, lr=lr, **arguments)
     _keep_implementation(optimizer)
     if recipe.keeps_fp32_state:

@@ -27,6 +27,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
+from finetrainers.utils.deepspeed_operators import note_compiling
 from finetrainers.utils.launch import says_yes
 
 from .sharding import USE_DEEPSPEED
@@ -160,6 +161,8 @@ class ZeRO(Strategy):
             message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
             raise ConfigError([Problem("--deepspeed", message)])
         _check_environment()
+        shared_memory = [] if torch.cuda.is_available() else ["deepspeed_shm_comm"]
+        note_compiling([*shared_memory, *(["cpu_adam"] if options.zero_offload else [])])
         super().__init__(config, options)
         stage = self._plugin.zero_stage
         self.optimizer_shards = self.world_size

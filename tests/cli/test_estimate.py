@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 def estimate(tiny_repo: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     def run(*flags: str, repo: Path | None = None) -> tuple[int, str, str]:
         place = repo or tiny_repo("ltx_video")
+        capsys.readouterr()  # libraries may print while the model is built
         code = main(["estimate", "--pretrained_model_name_or_path", str(place), *flags])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
@@ -172,3 +173,26 @@ def test_the_published_memory_table_is_planned_on_a_machine_without_a_gpu(
         code, out, err = estimate(*size, *flags, *optimizers[optimizer], "--gpu", "a100-80gb", "--json", repo=repo)
         assert code == 0, (kind, optimizer, err)
         assert json.loads(out)["gpu"] == "A100 80 GB"
+
+
+def test_a_translated_command_that_does_not_fit_takes_the_cheapest_exact_option(
+    estimate: Callable[..., tuple[int, str, str]],
+) -> None:
+    """A command of ours, and what the user has set, stay as they are."""
+
+    def planned(*flags: str, fits: bool) -> tuple[float, str]:
+        code, out, err = estimate(*SIZE, "--gpu", "4GiB", "--json", *flags)
+        found = json.loads(out)
+        assert (code, found["fits"]) == (0, fits), flags
+        return found["peak"]["reserved"], err
+
+    ours, theirs = ("--batch_size", "4"), ("--train_batch_size", "4")
+    before, _ = planned(*ours, fits=False)
+    for flags in (theirs, (*ours, "--fit_gpu")):
+        after, printed = planned(*flags, fits=True)
+        assert after < 0.5 * before
+        assert "--enable_slicing" in printed
+        assert "--precompute_conditions" not in printed, "it fixes the crop of each clip"
+    for more in (("--no-fit_gpu",), ("--no-enable_slicing",)):
+        assert planned(*theirs, *more, fits=False)[0] == before
+    assert planned(*theirs, "--memory_budget", "3GB", fits=True)[0] < before, "a budget may take any option"

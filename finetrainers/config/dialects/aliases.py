@@ -145,6 +145,7 @@ class _Translation:
     def run(self) -> None:
         """Translate all options."""
         given = self.given
+        given.is_translated |= bool(self.told)
         self._preset()
         self._without_effect()
         for name in [name for name in REFUSED if name in given.values]:

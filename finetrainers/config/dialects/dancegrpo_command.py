@@ -61,6 +61,8 @@ def read_command(sources: Sequence[Given], ours: dict[str, str | None]) -> Given
     fixed = {name: value for name, value in _FIXED.items() if name not in taken}
     if _splits(given):
         fixed["fsdp"] = "full"
+    if _shards(given) and "sync_each_batch" not in taken:
+        fixed["sync_each_batch"] = True  # its trainer never defers the reduction of gradients (`no_sync`)
     left_out = {name: value for name, value in _DEFAULTS.items() if not {name, ours.get(name)} & taken}
     read = Given({**fixed, **left_out}, dict.fromkeys(fixed, place) | {name: f"--{name}" for name in left_out})
     told = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in fixed.items())
@@ -69,7 +71,14 @@ def read_command(sources: Sequence[Given], ours: dict[str, str | None]) -> Given
         said = ", ".join(f"{name} {value}" for name, value in left_out.items())
         note += f"; its own defaults count for what the command leaves out: {said}"
     read.notes.append(note)
+    read.is_translated = True
     return read
+
+
+def _shards(given: dict[str, Any]) -> bool:
+    """Return whether FSDP2 shards the weights."""
+    asked = given.get("fsdp") or given.get("fsdp_sharding_startegy", "none") != "none"
+    return launched_processes() > 1 and (_splits(given) or bool(asked) or launched_to_split_weights() == "FSDP2")
 
 
 def _splits(given: dict[str, Any]) -> bool:

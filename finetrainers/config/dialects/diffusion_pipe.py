@@ -119,6 +119,7 @@ def translate_document(document: Mapping[str, Any], given: Given, locate: Locate
         given: gets our options; defaults of theirs have the first line as their place.
         locate: says where a key stands.
     """
+    given.is_translated = True
     theirs: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in document.items():
