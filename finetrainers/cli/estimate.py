@@ -60,7 +60,10 @@ def _own_options() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--gpu", type=gpu, metavar="24GB", help="GPU to plan for, such as 24GB, h100 or 39.4GiB; prints what makes it fit"
+        "--gpu",
+        type=gpu,
+        metavar="24GB",
+        help="GPU to plan for, such as 24GB, h100 or 39.4GiB; prints what makes it fit",
     )
     parser.add_argument("--host", type=gib, metavar="64GB", help="host memory of the machine to plan for [this one]")
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")

@@ -16,8 +16,8 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import likely_device_type
-from finetrainers.utils.gpus import read_gpu
 from finetrainers.utils.files import write_json_atomic
+from finetrainers.utils.gpus import read_gpu
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.process_state import environment_restored, planning
 

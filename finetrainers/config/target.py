@@ -34,4 +34,6 @@ def planned_gpu(config: TrainConfig) -> Gpu | None:
 def target_device(config: TrainConfig) -> TargetDevice:
     """Return the device that a run is checked for."""
     gpu = planned_gpu(config)
-    return TargetDevice(likely_device_type()) if gpu is None else TargetDevice("cuda", gpu.capability, is_elsewhere=True)
+    return (
+        TargetDevice(likely_device_type()) if gpu is None else TargetDevice("cuda", gpu.capability, is_elsewhere=True)
+    )

@@ -88,7 +88,9 @@ def _print_memory(checked: Preflight, transformer: nn.Module) -> None:
     lines = memory_lines(memory, found)
     if gpu is not None:
         is_too_large = not fits(found.plan.peak, GIB * gpu.gib)
-        lines += fit_lines(found.plan, gpu, memory.advice(gpu.gib, device=target_device(config)) if is_too_large else None)
+        lines += fit_lines(
+            found.plan, gpu, memory.advice(gpu.gib, device=target_device(config)) if is_too_large else None
+        )
     for line in lines:
         print_line(line)
 

@@ -81,9 +81,7 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     yield from quantization_problems(config, device_type=parallel.device.type)
     device_type, dtype_bytes = parallel.device.type, computed_bytes(config)
     capability = torch.cuda.get_device_capability(parallel.device) if device_type == "cuda" else None
-    yield from kernel_problems(
-        config, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability
-    ).errors
+    yield from kernel_problems(config, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability).errors
     if config.memory.compile != "none" and not parallel.compiles_blocks:
         yield Problem("--compile", "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2")
     training = config.training
@@ -116,7 +114,9 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     if config.memory.fit_gpu:
         chosen = [str(config.get(name)) for switch in EXACT_SWITCHES for name in switch.options]
         if any(other != chosen for other in parallel.gather_objects([chosen])):
-            message = "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
+            message = (
+                "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
+            )
             yield Problem("--fit_gpu", message)
     yield from _precision_problems(config, parallel)
 

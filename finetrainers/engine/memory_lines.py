@@ -28,7 +28,7 @@ def memory_lines(memory: RunMemory, found: Automatic) -> list[str]:
     machine = plural(plan.local_processes, "process", "processes")
     lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)}")
     options = with_launcher(memory.checked.config.parallel)
-    if launched_processes() == 1 and (options.fsdp is not None or options.deepspeed):
+    if launched_processes() == 1 and ((options.fsdp is not None and not options.fsdp_cpu_offload) or options.deepspeed):
         lines.append("planned for 1 process; finetrainers estimate --num_processes N plans for N")
     lines += automatic_lines(memory.checked.config, found)
     lines += plan.step.swap.lines()

@@ -168,9 +168,7 @@ class RunMemory:
             found += one * len({"", *plan.all_captions()})
         return found
 
-    def advice(
-        self, budget_gib: float, *, device: TargetDevice | None = None, exact: bool = False
-    ) -> Advice | None:
+    def advice(self, budget_gib: float, *, device: TargetDevice | None = None, exact: bool = False) -> Advice | None:
         """Return the cheapest options with which the run fits a GPU, or None if there are none.
 
         Args:

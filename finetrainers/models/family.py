@@ -88,9 +88,7 @@ class Family:
             return len([family for family in _FAMILIES.values() if family.transformer == self.transformer]) == 1
         return True
 
-    def problems(
-        self, config: ModelSection, *, weights: bool = True, device_type: str | None = None
-    ) -> list[Problem]:
+    def problems(self, config: ModelSection, *, weights: bool = True, device_type: str | None = None) -> list[Problem]:
         """Everything that is wrong with the configured checkpoint, as far as the files on disk tell without being loaded.
 
         Args:

@@ -37,6 +37,11 @@ from .slices import Slices, read_into, renamed, slices_of, trained_names
 from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, below_wrapper, widen
 
 
+def _backend(device: torch.device) -> str:
+    """Return the backends of a group whose tensors are on a device, and with CPU offload also in host memory."""
+    return {"cuda": "cuda:nccl,cpu:gloo", "xpu": "xpu:xccl,cpu:gloo"}.get(device.type, "gloo")
+
+
 class FSDP(Strategy):
     """Processes that each keep a part of every weight, gradient and optimizer state."""
 
@@ -49,6 +54,7 @@ class FSDP(Strategy):
         "with sharded weights the other ranks wait within the step: halve --batch_size and double "
         "--gradient_accumulation_steps"
     )
+    _made_group = False  # of this process alone
 
     def __init__(self, config: TrainConfig, options: ParallelSection) -> None:
         """See `Strategy`.
@@ -58,10 +64,12 @@ class FSDP(Strategy):
         """
         super().__init__(config, options)
         if not dist.is_initialized():
-            message = (
-                "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave it out"
-            )
-            raise ConfigError([Problem("FSDP2", message)])
+            if not options.fsdp_cpu_offload:
+                message = "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave it out"
+                raise ConfigError([Problem("FSDP2", message)])
+            # One process has nothing to split, and may still keep its weights in host memory.
+            dist.init_process_group(_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)
+            self._made_group = True
         size = self.optimizer_shards
         first = 1 if options.fsdp_group_size is None else 0  # one dimension, or copies x shards
         shape, names = (self.world_size // size, size)[first:], ("copy", "shard")[first:]
@@ -80,10 +88,14 @@ class FSDP(Strategy):
     def _join(self, mixed_precision: str | None, *, on_cpu: bool, **group: Any) -> Accelerator:
         if self._options.fsdp_cpu_offload and not on_cpu:
             # Norms of gradients in host memory are summed up there, which NCCL cannot.
-            device = "cuda:nccl" if torch.cuda.is_available() else "xpu:xccl"
-            group["backend"] = f"{device},cpu:gloo"
+            group["backend"] = _backend(torch.device("cuda" if torch.cuda.is_available() else "xpu"))
         with patch_environment(**{USE_FSDP: "false"}):  # on GPUs accelerate would wrap the network, too
             return super()._join(mixed_precision, on_cpu=on_cpu, **group)
+
+    def close(self) -> None:
+        super().close()
+        if self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _kind(self) -> str:
         size = self._options.fsdp_group_size

@@ -69,7 +69,12 @@ def test_other_derived_sets_are_what_they_were():
         "init_from", "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name", "batch_size",
         "gradient_accumulation_steps",
     }  # fmt: skip
-    assert those(local=True) == invocation | places | {"validation_prompts", "dataloader_num_workers", "memory_budget"}
+    assert those(local=True) == invocation | places | {
+        "validation_prompts",
+        "dataloader_num_workers",
+        "memory_budget",
+        "fit_gpu",
+    }
     assert those(section="data", scope="run") == {
         "dataset", "bucket_keep_prob", "bucket_fall_shorter", "sliding_window_latents", "probe_dir", "caption_dropout_p",
         "caption_dropout_technique", "precompute_conditions", "precompute_dir", "precompute_batch_size",

@@ -210,6 +210,10 @@ def test_what_the_estimate_says_of_auto(published: Callable[..., Any]) -> None:
     said = "\n".join(memory_lines(unknown, counted))
     assert "--blocks_to_swap auto: no GPU is known, all 60 blocks count as swapped;" in said
     assert f"--blocks_to_swap auto: {found.swapped} of 60 blocks" in memory_lines(known, found)
-    assert as_json(known, found, read_gpu("16"), None)["blocks_to_swap"] == {"blocks": found.swapped, "of": 60, "for_gpu": True}
+    assert as_json(known, found, read_gpu("16"), None)["blocks_to_swap"] == {
+        "blocks": found.swapped,
+        "of": 60,
+        "for_gpu": True,
+    }
     assert as_json(unknown, counted, None, None)["blocks_to_swap"] == {"blocks": 60, "of": 60, "for_gpu": False}
     assert max(map(len, memory_lines(unknown, counted))) <= 80

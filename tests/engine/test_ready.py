@@ -97,3 +97,29 @@ def test_what_is_on_this_disk_needs_no_hub(
 
     train(load_config(**from_hub(dry_run=True, output_dir=str(tmp_path / "third"))))
     assert capsys.readouterr().out.splitlines()[-1].startswith("everything checks out, with ")
+
+
+def test_a_dry_run_finds_weights_of_rewards_that_a_run_would_miss(
+    hub: Hub, tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It refuses what the run would refuse; for a GPU of another machine it warns."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a dog\n")
+
+    def dry_run(**more: Any) -> str:
+        options = {
+            "method": "grpo", "model_name": "ltx_video", "pretrained_model_name_or_path": str(tiny_repo("ltx_video")),
+            "prompts": str(prompts), "reward": ["pickscore=1"], "rollout_size": "9x64x64", "num_generations": 2,
+            "train_steps": 1, "rank": 4, "output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache"),
+        }  # fmt: skip
+        capsys.readouterr()
+        train(load_config(**options, dry_run=True, **more))
+        return capsys.readouterr().out
+
+    assert "weights not on this disk yet: " in dry_run()
+    hub.close()
+    with pytest.raises(ConfigError) as refused:
+        dry_run()
+    assert {problem.where for problem in refused.value.problems} == {"--reward"}
+    assert "on the machine that trains" in dry_run(gpu="h100")
+    assert not (tmp_path / "run").exists()

@@ -270,3 +270,19 @@ def test_estimates_and_dry_runs_import_only_what_they_use(options: Callable[...,
     assert {"deepspeed", *UNUSED, *PLANNING_UNUSED} & set(loaded["estimate"]) <= {"finetrainers.cli"}
     by_train = {"finetrainers.cli", "finetrainers.engine.trainer", "finetrainers.engine.report.page"}
     assert {"deepspeed", *UNUSED, *PLANNING_UNUSED} & set(loaded["train --dry_run"]) <= by_train
+
+
+def test_one_process_without_a_launcher_may_keep_its_weights_in_host_memory(
+    options: Callable[..., dict], tmp_path: Path
+) -> None:
+    """FSDP2 with CPU offload clips, which the offloaded optimizer cannot; the process is left as it was."""
+    found = []
+    for name, more in {"plain": {}, "offloaded": {"fsdp": "full", "fsdp_cpu_offload": True}}.items():
+        config = options(
+            training_type="full-finetune", max_grad_norm=0.01, mixed_precision="no", optimizer="adamw",
+            checkpointing_steps=0, train_steps=2, output_dir=str(tmp_path / name), **more,
+        )  # fmt: skip
+        result = train(load_config(**config))
+        found.append([(record["loss"], record["grad_norm"]) for record in result.metrics])
+        assert not torch.distributed.is_initialized()
+    assert found[0] == [pytest.approx(one, rel=1e-5) for one in found[1]]

@@ -35,7 +35,7 @@ def test_cards_and_sizes(text: str, gib: float, capability: tuple[int, int] | No
     ],
 )  # fmt: skip
 def test_what_is_refused(text: str, hint: str) -> None:
-    with pytest.raises(ValueError, match="expected|several") as refused:
+    with pytest.raises(ValueError, match=r"expected|several") as refused:
         read_gpu(text)
     assert hint in str(refused.value)
     assert len(str(refused.value)) < 300

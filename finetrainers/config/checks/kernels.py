@@ -39,13 +39,7 @@ def kernel_problems(
             f"{DEFAULT_BACKEND}={default} chooses the attention of every network in the process; use --attn_backend"
         )
     if name != AUTO:
-        if device_type != "cpu" and (missing := BACKENDS[name].missing) is not None:
-            found.error("attn_backend", f"{name} {missing}", is_local=True)
-        for problem in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
-            found.error("attn_backend", f"{name} {problem}")
-        if capability is not None and capability < (least := BACKENDS[name].capability):
-            message = f"{name} requires a GPU of compute capability {_dotted(least)}, got {_dotted(capability)}"
-            found.error("attn_backend", f"{message}; use native")
+        _check_attention(config, found, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability)
     if name == "_native_math":
         found.warnings.append(
             "--attn_backend _native_math stores the scores of all pairs of tokens in each block, which the memory estimate "
@@ -65,6 +59,23 @@ def kernel_problems(
                 "--compile regional gains little with --use_dora, whose layers break each block into many graphs"
             )
     return found
+
+
+def _check_attention(
+    config: TrainConfig, found: Findings, *, device_type: str, dtype_bytes: int, capability: Capability | None
+) -> None:
+    """Refuse an attention backend that the device or the other options do not allow, or that is not installed."""
+    name = config.model.attn_backend
+    backend = BACKENDS[name]
+    if device_type != "cpu" and backend.missing is not None:
+        found.error("attn_backend", f"{name} {backend.missing}", is_local=True)
+    for problem in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
+        found.error("attn_backend", f"{name} {problem}")
+    if capability is not None and capability < backend.capability:
+        message = (
+            f"{name} requires a GPU of compute capability {_dotted(backend.capability)}, got {_dotted(capability)}"
+        )
+        found.error("attn_backend", f"{message}; use native")
 
 
 def _attention_problems(config: TrainConfig, name: str, *, device_type: str, dtype_bytes: int) -> Iterator[str]:

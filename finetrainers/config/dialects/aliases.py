@@ -100,7 +100,7 @@ class _Theirs(Section):
     fsdp_sharding_startegy: Literal["full", "hybrid_full", "hybrid_zero2", "none"] | None = Field(
         None, description="fsdp"
     )
-    use_cpu_offload: bool = Field(False, description="use_cpu_offload_optimizer")
+    use_cpu_offload: bool = Field(False, description="fsdp_cpu_offload")
     master_weight_type: Literal["fp32", "bf16"] | None = Field(None, description="master_weights")
     use_group: bool = True
     cfg: float = 0.0
@@ -279,21 +279,20 @@ class _Translation:
             )
 
     def _offload(self, *, splits: bool) -> None:
-        """Choose the offload of the engine that splits the run: ZeRO's, FSDP2's, or that of the optimizer."""
+        """Choose the offload of the engine that splits the run: DeepSpeed's, or that of FSDP2, as in DanceGRPO."""
         given, processes = self.given, launched_processes()
-        if given.values.get("deepspeed") or says_yes("ACCELERATE_USE_DEEPSPEED"):
-            option = "zero_offload"
-        elif given.values.get("fsdp") is not None or (splits and processes > 1):
-            option = "fsdp_cpu_offload"
-        else:
-            option = "use_cpu_offload_optimizer"
+        is_deepspeed = given.values.get("deepspeed") or says_yes("ACCELERATE_USE_DEEPSPEED")
+        option = "zero_offload" if is_deepspeed else "fsdp_cpu_offload"
         place = given.where["use_cpu_offload"]
         if not given.put(option, True, "use_cpu_offload"):
             return
         said = f"--{option}"
-        if option == "fsdp_cpu_offload" and given.values.get("fsdp") is None and launched_to_split_weights() is None:
-            given.values["fsdp"], given.where["fsdp"] = "full", place
-            said = f"--fsdp full {said}"
+        if not is_deepspeed and given.values.get("fsdp") is None and launched_to_split_weights() is None:
+            whole = processes > 1 and not splits
+            engine: dict[str, Any] = {"fsdp": "hybrid", "fsdp_group_size": 1} if whole else {"fsdp": "full"}
+            given.values |= engine
+            given.where |= dict.fromkeys(engine, place)
+            said = " ".join([*(f"--{name} {value}" for name, value in engine.items()), said])
         given.notes.append(f"{place} with {plural(processes, 'process', 'processes')}: {said}")
 
     def _seed(self, theirs: _Theirs) -> None:

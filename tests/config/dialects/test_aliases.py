@@ -290,12 +290,13 @@ def test_samples_during_training_are_ours_where_there_are_prompts_for_them():
 def test_switches_take_a_word_too():
     config, _ = parse_flags([*FLAGS, "--use_same_noise", "false", "--use_cpu_offload", "false", "--use_group"])
     assert config.grpo.init_same_noise is False
-    assert config.optimizer.use_cpu_offload_optimizer is False
+    assert config.parallel.fsdp_cpu_offload is False
 
 
 def test_memory_options(monkeypatch):
     config = load(use_cpu_offload=True, selective_checkpointing=1.0, master_weight_type="bf16")
-    assert config.optimizer.use_cpu_offload_optimizer
+    assert (config.parallel.fsdp, config.parallel.fsdp_cpu_offload) == ("full", True), "as in DanceGRPO, which clips"
+    assert not config.optimizer.use_cpu_offload_optimizer
     assert (config.memory.stored, config.memory.selective_checkpointing) == ("checkpoint", 1.0)
     assert config.training.master_weights == "stochastic_rounding"
     assert load(selective_checkpointing=0.3).memory.selective_checkpointing == 0.3
@@ -342,8 +343,11 @@ def test_sharding_is_read_as_they_spell_it(strategy, processes, expected, said, 
         config = load(fsdp_sharding_startegy=strategy)
     assert {name: config.get(name) for name in expected} == expected
     assert caplog.messages == [f"fsdp_sharding_startegy {strategy} with {said}"]
-    offloads = "use_cpu_offload_optimizer" if config.parallel.fsdp is None else "fsdp_cpu_offload"
-    assert load(fsdp_sharding_startegy=strategy, use_cpu_offload=True).get(offloads)
+    offloaded = load(fsdp_sharding_startegy=strategy, use_cpu_offload=True)
+    assert offloaded.parallel.fsdp_cpu_offload
+    if config.parallel.fsdp is None:
+        whole = {"fsdp": "hybrid", "fsdp_group_size": 1} if processes > 1 else {"fsdp": "full", "fsdp_group_size": None}
+        assert {name: offloaded.get(name) for name in whole} == whole
 
 
 def test_what_their_other_trainers_say(caplog):

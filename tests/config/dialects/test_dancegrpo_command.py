@@ -29,6 +29,7 @@ def test_the_guides_command_for_six_gpus(caplog, tmp_path, monkeypatch):
         config = parsed(*DANCEGRPO_6GPUS)
     expected = {
         "method": "grpo", "training_type": "full-finetune", "model_name": "auto", "fsdp": "full", "fsdp_cpu_offload": True,
+        "sync_each_batch": True, "fit_gpu": True,
         "sp_size": 2, "selective_checkpointing": 0.3, "gradient_checkpointing": True, "prompts_per_step": 24,
         "num_generations": 12, "best_of_n": 6, "updates_per_rollout": 1, "train_steps": 202, "checkpointing_steps": 50,
         "lr": 8e-6, "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 10, "weight_decay": 1e-4, "beta2": 0.999,

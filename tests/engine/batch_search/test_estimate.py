@@ -71,7 +71,9 @@ def test_what_fits_nowhere(tiny_repo: Callable[..., Path], capsys: pytest.Captur
     assert main(["search-batch", *model, *buckets, "--estimate_only", "--gpu", "0.1"]) == 1
     printed = capsys.readouterr()
     assert "49x512x768: 1 clip does not fit by the estimate" in printed.err
-    assert "49x512x768: not even 1 clip fits; `finetrainers estimate --gpu 0.1GiB` says what makes it fit" in printed.out
+    assert (
+        "49x512x768: not even 1 clip fits; `finetrainers estimate --gpu 0.1GiB` says what makes it fit" in printed.out
+    )
     assert "--bucket_batch_sizes 9x32x32=" in printed.out
     assert max(map(len, printed.out.splitlines())) <= 120
 
