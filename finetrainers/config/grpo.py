@@ -46,8 +46,8 @@ class GRPOSection(Section):
     prompts_per_step: int = option(4, "Prompts per rollout, over all processes.", resume="data", ge=1, le=100_000)
     num_generations: int = option(8, "Clips per prompt (group size), which are compared with each other. More give a "
         "less noisy gradient. `refl` compares none, and 1 is enough.", resume="same", ge=1, le=100_000)
-    best_of_n: int | None = option(None, "Train only on the N/2 best and the N/2 worst clips of each prompt. The "
-        "default is all clips.", resume="same", ge=2)
+    best_of_n: int | None = option(None, "Train only on the N/2 best and the N/2 worst clips of each prompt, and of an "
+        "odd N on one more of the best. The default is all clips.", resume="same", ge=2)
     updates_per_rollout: int = option(1, "Optimizer steps per rollout. From the second step on, the clips are "
         "off-policy.", resume="same", ge=1)
     rollout_gradients: Literal["replay", "reweight", "retain", "auto"] = option("replay", "When the gradients of trained steps "
@@ -151,7 +151,7 @@ class GRPOSection(Section):
     dancegrpo_files: bool = option(False, "Write the files of DanceGRPO's trainer into `output_dir`, too: `vq_reward.txt` "
         "and `mq_reward.txt`, the mean normalized scores of VideoAlign, a rollout a line, and "
         "`videos/PREFIX_{rank}_{prompt}.mp4`, a clip of each prompt, which the next rollout replaces. PREFIX is the first "
-        "word of the family's name.", resume="free", method="grpo|nft")
+        "word of the family's name. `checkpoint-{rollout}-0` links to the weights of a checkpoint.", resume="free", method="grpo|nft")
     prompt_embeddings_dir: Path | None = option(None, "Write the encoded prompts into this folder, too, in the layout of "
         "DanceGRPO's preprocessing: `prompt_embed/`, `prompt_attention_mask/` and `videos2caption.json`, which `--prompts` "
         "reads. `finetrainers prepare` does so without training.", resume="unlisted", local=True, place="folder")

@@ -332,6 +332,10 @@ class MethodSpec:
         """
         return []
 
+    def weight_links(self, config: TrainConfig, step: int) -> list[str]:
+        """Return names in the run directory that lead to the weights of the checkpoint of a step, for other programs."""
+        return []
+
     def uses_reference(self, config: TrainConfig) -> bool:
         """Whether the loss compares the network with the one before training, the reference model."""
         return False

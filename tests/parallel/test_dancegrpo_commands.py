@@ -93,6 +93,7 @@ def lines(path: Path) -> list[str]:
 def check_copies(python: Python, workplace: Path) -> None:
     """The page's two ways to use a checkpoint elsewhere give its weights."""
     copy, export = (line.replace("step-200", "step-2") for line in page_lines()[3:])
+    copy = copy.replace("checkpoint-200-0", "checkpoint-2-0")
     own = workplace / "data/outputs/grpo_hunyuan_6gpu/checkpoints/step-2/transformer"
     model = workplace / "data" / "HunyuanVideo"
     (alone := workplace / "data" / "copied").mkdir(exist_ok=True)  # the model is that of other tests, too
@@ -124,6 +125,8 @@ def test_both_commands_train(workplace: Path, python: Python) -> None:
     assert [record["step"] for record in steps] == [1, 2]
     assert [record["clips_trained"] for record in steps] == [6, 6]  # 3 prompts of the pair x 2 clips
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-1", "step-2"]
+    links = {path.name: path.readlink() for path in run.glob("*checkpoint-*")}
+    assert links == {f"checkpoint-{n}-0": Path(f"checkpoints/step-{n}/transformer") for n in (1, 2)}
     assert load_file(run / "transformer" / "diffusion_pytorch_model.safetensors")
     check_copies(python, workplace)
     for name, head in (("vq_reward", "videoalign.vq"), ("mq_reward", "videoalign.mq")):
@@ -138,5 +141,6 @@ def test_both_commands_train(workplace: Path, python: Python) -> None:
     run, said = trained(python, workplace, smaller(script, SCRIPT))
     assert "--max_train_steps 1 and --checkpointing_steps 1 count rollouts, of 2 optimizer steps each" in said
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2"]
+    assert (run / "checkpoint-1-0").resolve() == (run / "checkpoints/step-2/transformer").resolve(), "of rollout 1"
     assert [len(lines(run / f"{name}_reward.txt")) for name in ("vq", "mq")] == [1, 1]
     assert sorted(path.name for path in (run / "videos").iterdir()) == ["hunyuan_0_0.mp4", "hunyuan_1_0.mp4"]

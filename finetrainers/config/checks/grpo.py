@@ -122,10 +122,6 @@ def _check_groups(section: GRPOSection, found: Findings) -> None:
         found.error("num_generations", "one clip has no others of its prompt to be compared with; use 2 or more, or 8")
     if kept is None:
         return
-    if kept % 2:
-        found.error(
-            "best_of_n", f"{kept} is odd; half of them are the best and half the worst: use {kept - 1} or {kept + 1}"
-        )
     if kept > size:
         found.error("best_of_n", f"{kept} of {plural(size, 'clip')}; use at most --num_generations {size}")
 

@@ -309,10 +309,6 @@ class _Translation:
         batch, kept = theirs.train_batch_size, theirs.bestofn
         if batch is not None:
             self.given.put("prompts_per_step", batch * self._data_size(), "train_batch_size")
-        if kept is not None and kept % 2 and kept > 1:
-            kept -= 1
-            place, half = self.given.where["bestofn"], plural(kept // 2, "clip")
-            self.given.notes.append(f"{place} {kept + 1} trains the best and the worst {half}, as in DanceGRPO: {kept}")
         if kept is not None and kept % (batch or 1):
             message = f"{kept} kept clips of a process do not divide by its train_batch_size of {batch}"
             _refuse(self.given, "bestofn", message)
@@ -346,6 +342,11 @@ class _Translation:
             )
             given.refuse(name, message, "updates_per_rollout")
             return
+        if rest := share % clips:
+            given.notes.append(
+                f"{given.where[name]} {clips} does not divide the {share} clips that a process keeps of a rollout: "
+                f"DanceGRPO would drop {plural(rest, 'clip')}, and here the clips are spread over one step more"
+            )
         given.put("updates_per_rollout", math.ceil(share / clips), name)
 
     def _accumulate_prompts(self, name: str, batches: int, *, prompts: int, kept: int, share: int) -> None:

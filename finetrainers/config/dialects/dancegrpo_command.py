@@ -30,12 +30,15 @@ _DEFAULTS: dict[str, Any] = {
     "shift": 1.0,
     "use_same_noise": False,
 }
+#: Schedules that decay over 1,000,000 optimizer steps there (`num_training_steps`), so that no run sees it.
+_DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 #: What its trainer does whatever the flags say, by our option.
 _FIXED: dict[str, Any] = {
     "method": "grpo",
     "training_type": "full-finetune",
     "lr_scheduler": "constant_with_warmup",
     "rollout_guidance": 6.018,
+    "enable_tiling": True,
     "dancegrpo_files": True,
     "train_log": True,
 }
@@ -71,6 +74,17 @@ def read_command(sources: Sequence[Given], ours: dict[str, str | None]) -> Given
         said = ", ".join(f"{name} {value}" for name, value in left_out.items())
         note += f"; its own defaults count for what the command leaves out: {said}"
     read.notes.append(note)
+    if "cfg" not in given:
+        read.notes.append(
+            f"{place} without --cfg drops a tenth of the prompts there, whose embeddings are zeros then; none is dropped here"
+        )
+    for source in sources:
+        if (schedule := source.values.get("lr_scheduler")) in _DECAYING:
+            source.values["lr_scheduler"] = "constant_with_warmup"
+            read.notes.append(
+                f"{source.where['lr_scheduler']} {schedule} is over 1,000,000 steps there, so it hardly decays: "
+                "--lr_scheduler constant_with_warmup"
+            )
     read.is_translated = True
     return read
 

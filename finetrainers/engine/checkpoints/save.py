@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.methods.registry import method_spec
 from finetrainers.parallel.slices import Slices
 from finetrainers.parallel.strategy import DEEPSPEED_FOLDER, Strategy, below_wrapper
 from finetrainers.utils.failures import ExpectedError
@@ -39,6 +40,7 @@ from ..state import TrainState
 from ..trainable import save_weights, shared_files, trainable_parameters, wanted_of
 from .async_save import BackgroundSave, Job
 from .find import FORMAT, SLICED_FORMAT, checkpoints_dir
+from .links import link_weights, unlink_weights
 from .publish import discarded_on_error, prune, publish, published_size, reserve, temporary_of
 from .staging import Staging, parts_of, tensors_in
 
@@ -213,7 +215,12 @@ def _wait_for_previous(state: TrainState, background: BackgroundSave) -> None:
 def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool) -> Job:
     """What is done with a snapshot. In the background with a copy, and no part of the state that changes."""
     run_dir, step, limit = state.run_dir, state.step, state.config.training.checkpointing_limit
-    shared, staging = state.shares_saving, state.staging
+    shared, staging, config = state.shares_saving, state.staging, state.config
+    folder = "" if config.training.training_type == "lora" else state.spec.facts.trained
+
+    def links(step: int) -> list[Path]:
+        return [run_dir.root / name for name in method_spec(config).weight_links(config, step)]
+
     writes = shared or state.parallel.is_main
     fill = _nothing
     if in_background and writes:
@@ -237,8 +244,10 @@ def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, 
         blocked = begun + staging.waited_s if in_background else now
         times = {"blocked_s": round(blocked - started, 3), "write_s": round(now - begun, 3)}
         run_dir.event("checkpoint", step=step, path=str(final), **times)
+        link_weights(final / folder, links(step))
         for path in prune(run_dir.root, step=step, limit=limit):
             run_dir.event("checkpoint_removed", path=str(path))
+            unlink_weights(links(int(path.name.removeprefix("step-"))))
 
     def write_all() -> None:
         with discarded_on_error(final):

@@ -121,6 +121,8 @@ def _terms(
 def best_of_n(advantages: Tensor, n: int, *, failed: Tensor) -> Tensor:
     """Indices of the n/2 best and the n/2 worst clips of every group, `[P, n]`, ascending in each row.
 
+    Of an odd n, one more of the best, as in DanceGRPO.
+
     DanceGRPO's best-of-n takes them from all clips of a rank, whatever their prompt; here no group loses its share. The
     advantages stay those that the whole group gave: they are not recomputed from those kept.
 
@@ -129,21 +131,21 @@ def best_of_n(advantages: Tensor, n: int, *, failed: Tensor) -> Tensor:
 
     Args:
         advantages: `[P, G]`; the indices are those of the flattened tensor.
-        n: clips kept of every group, even.
+        n: clips kept of every group.
         failed: as in `compute_advantages`.
 
     Raises:
-        ValueError: n is odd, below 2, or more than a group has.
+        ValueError: n is below 2, or more than a group has.
     """
     size = advantages.shape[1]
-    if n < 2 or n % 2 or n > size:
-        raise ValueError(f"best of {n}: must be even, at least 2 and at most the {size} clips of a group")
+    if n < 2 or n > size:
+        raise ValueError(f"best of {n}: must be at least 2 and at most the {size} clips of a group")
     values, lost = advantages.double().flatten().tolist(), failed.flatten().tolist()
     rows = []
     for group in torch.arange(advantages.numel()).view(-1, size).tolist():
         ranked = sorted((i for i in group if not lost[i]), key=lambda i: (values[i], i))
         if len(ranked) >= n:
-            kept = ranked[: n // 2] + ranked[-(n // 2) :]
+            kept = ranked[: n // 2] + ranked[n // 2 - n :]
         else:
             kept = ranked + [i for i in group if lost[i]][: n - len(ranked)]
         rows.append(sorted(kept))

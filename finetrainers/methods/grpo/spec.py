@@ -53,6 +53,12 @@ class RewardFinetuning(MethodSpec):
         if not plan.images:
             yield from super().plan_problems(plan, config, facts)
 
+    def weight_links(self, config: TrainConfig, step: int) -> list[str]:
+        """Return the names of DanceGRPO's checkpoints, which count rollouts."""
+        rollout, rest = divmod(step, config.grpo.updates_per_rollout)
+        kind = "lora-" if config.training.training_type == "lora" else ""
+        return [f"{kind}checkpoint-{rollout}-0"] if config.grpo.dancegrpo_files and not rest else []
+
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
         from .tables import check_noise
 

@@ -53,7 +53,6 @@ def test_a_plain_run_has_no_findings(family, options):
         ({"reward": ["a,p=1,q=2", "a=2,q=2,p=1"]}, "reward", "a is given twice"),
         ({"reward": ["a,every=2", "b=0"]}, "reward", "no reward with a weight scores every rollout"),
         ({"num_generations": 1, "batch_size": 8}, "num_generations", "one clip has no others"),
-        ({"best_of_n": 5}, "best_of_n", "5 is odd"),
         ({"best_of_n": 10}, "best_of_n", "10 of 8 clips"),
         ({"prompts_per_step": 1, "best_of_n": 2, "updates_per_rollout": 4}, "updates_per_rollout",
          "4 updates of 1 process x batches of 1 take at least 4 clips, and a rollout keeps 1 prompt x 2 clips = 2; use "

@@ -356,10 +356,11 @@ def test_what_their_other_trainers_say(caplog):
     assert (config.training.training_type, config.training.rank) == ("lora", 128)
     assert (config.grpo.advantage_clip, config.grpo.rollout_cfg) == (4.0, 5.0)
     assert [entry.name for entry in config.grpo.reward] == ["hpsv2", "pickscore"]
-    # Half of an odd number is rounded down there.
-    config = load(bestofn=5, num_generations=8)
-    assert config.grpo.best_of_n == 4
-    assert "bestofn 5 trains the best and the worst 2 clips, as in DanceGRPO: 4" in caplog.text
+    assert load(bestofn=5, num_generations=8).grpo.best_of_n == 5
+    caplog.clear()
+    config = load(bestofn=6, num_generations=8, train_batch_size=1, gradient_accumulation_steps=4)
+    assert config.grpo.updates_per_rollout == 2
+    assert "DanceGRPO would drop 2 clips" in caplog.text
 
 
 def test_the_rewards_lie_where_dancegrpo_has_them(tmp_path):

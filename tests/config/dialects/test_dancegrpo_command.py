@@ -29,7 +29,7 @@ def test_the_guides_command_for_six_gpus(caplog, tmp_path, monkeypatch):
         config = parsed(*DANCEGRPO_6GPUS)
     expected = {
         "method": "grpo", "training_type": "full-finetune", "model_name": "auto", "fsdp": "full", "fsdp_cpu_offload": True,
-        "sync_each_batch": True, "fit_gpu": True,
+        "sync_each_batch": True, "fit_gpu": True, "enable_tiling": True,
         "sp_size": 2, "selective_checkpointing": 0.3, "gradient_checkpointing": True, "prompts_per_step": 24,
         "num_generations": 12, "best_of_n": 6, "updates_per_rollout": 1, "train_steps": 202, "checkpointing_steps": 50,
         "lr": 8e-6, "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 10, "weight_decay": 1e-4, "beta2": 0.999,
@@ -89,3 +89,27 @@ def test_a_method_or_a_preset_makes_it_a_command_of_ours():
         assert (config.training.training_type, config.grpo.dancegrpo_files) == ("lora", False)
     with pytest.raises(ConfigError, match="the family is --model_name"):
         parsed("--model_type", "wan", "--pretrained_model_name_or_path", "x")
+
+
+def test_what_its_trainer_does_that_flags_do_not_say(caplog, monkeypatch):
+    """Schedules never decay there, prompts are dropped by default, and weights are reduced after every clip."""
+    at = DANCEGRPO.index("--cfg")
+    flags = [*DANCEGRPO[:at], *DANCEGRPO[at + 2 :]]
+    with caplog.at_level(logging.WARNING, logger="finetrainers"):
+        config = parsed(*flags, "--lr_scheduler", "cosine")
+    assert config.optimizer.lr_scheduler == "constant_with_warmup"
+    said = [message for message in caplog.messages if "there" in message]
+    assert any(message.startswith("--lr_scheduler cosine") for message in said)
+    assert any("without --cfg" in message for message in said)
+    caplog.clear()
+    assert parsed(*DANCEGRPO, "--lr_scheduler", "constant").optimizer.lr_scheduler == "constant"
+    assert not any(
+        "without --cfg" in message or "--lr_scheduler constant" in message for message in caplog.messages[1:]
+    )
+    for strategy, syncs in (("full", True), ("none", False)):
+        config = parsed(*DANCEGRPO, "--fsdp_sharding_startegy", strategy)
+        assert config.parallel.sync_each_batch is syncs
+    assert parsed(*DANCEGRPO, "--no-sync_each_batch").parallel.sync_each_batch is False
+    assert parsed(*DANCEGRPO, "--no-enable_tiling").model.enable_tiling is False
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert parsed(*DANCEGRPO).parallel.sync_each_batch is False

@@ -343,7 +343,16 @@ def test_best_of_n_avoids_failed_clips_but_keeps_the_count() -> None:
     assert best_of_n(values, 2, failed=failed).tolist() == [[0, 1]]
 
 
-@pytest.mark.parametrize("n", [0, 1, 3, 10])
+def test_of_an_odd_number_one_more_is_of_the_best() -> None:
+    """As DanceGRPO slices: `sorted[-n // 2:]` and `sorted[:n // 2]`."""
+    values = random(0, 1, 8)
+    ranked = values.flatten().argsort()
+    for n in (3, 5, 7):
+        expected = torch.cat([ranked[-n // 2 :], ranked[: n // 2]]).sort().values
+        assert best_of_n(values, n).tolist() == [expected.tolist()]
+
+
+@pytest.mark.parametrize("n", [0, 1, 10])
 def test_best_of_n_refuses_what_cannot_be(n: int) -> None:
-    with pytest.raises(ValueError, match=f"best of {n}: must be even, at least 2 and at most the 8 clips"):
+    with pytest.raises(ValueError, match=f"best of {n}: must be at least 2 and at most the 8 clips"):
         best_of_n(random(0, 2, 8), n)
