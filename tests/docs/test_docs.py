@@ -71,7 +71,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "env", "secret",  # of sky
     "build", "init", "shm", "stop", "network", "device", "ulimit",  # of docker
     "max", "nproc_per_node", "num_gpus", "input_folder", "output_folder",  # of torchrun and DeepSpeed
-    "nnodes", "node_rank", "master_addr", "master_port", "rdzv",  # of torchrun
+    "nnodes", "node_rank", "master_addr", "master_port", "rdzv", "rdzv_conf", "rdzv_timeout",  # of torchrun
     "include", "local",  # of hf download, as far as their first hyphen
     "load_fast", "reload_multifile",  # of tensorboard
     "command",  # of benchmarks/checkpoint_kills.py
