@@ -21,8 +21,6 @@ _PART = re.compile(
     r"(?P<name>\w+)=(?P<place>.*?)(?:,(?P<dtype>fp32|bf16|fp16|float8_e4m3fn|float8_e5m2))?", flags=re.ASCII
 )
 _RESOLUTION = re.compile(r"^(\d+)(?:x(\d+))?$")
-#: Memory of a GPU in GiB.
-_MAX_MEMORY = 10_000
 
 
 def _sizes(pattern: re.Pattern[str], wanted: str) -> Callable[[Any], Any]:

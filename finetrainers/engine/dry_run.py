@@ -12,6 +12,7 @@ from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits
+from finetrainers.methods.registry import method_spec
 from finetrainers.utils.text import plural
 
 from .init_distributed import check_strategy

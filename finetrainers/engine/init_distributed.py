@@ -11,13 +11,15 @@ from finetrainers.config.checks.kernels import kernel_problems
 from finetrainers.config.checks.options import quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.target import target_device
 from finetrainers.memory.advice import EXACT_SWITCHES
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.parallel.select import open_strategy, planned_strategy
 from finetrainers.parallel.strategy import Strategy
-from finetrainers.utils.device import device_problem, likely_device_type
+from finetrainers.utils.device import device_problem
+from finetrainers.utils.gpus import Capability
 from finetrainers.utils.process_state import leave_groups, process_groups
 
 from .guards.memory import refusal
@@ -49,7 +51,8 @@ def make_strategy(config: TrainConfig) -> Strategy:
         ConfigError: options that this device cannot serve, or a GPU that torch cannot use.
     """
     parallel = join(config)
-    problems = list(_problems(config, parallel))
+    capability = torch.cuda.get_device_capability(parallel.device) if parallel.device.type == "cuda" else None
+    problems = [*_problems(config, parallel, capability=capability), *_gpu_problems(config, parallel)]
     if problems:
         parallel.close()
         raise ConfigError(problems)
@@ -62,13 +65,29 @@ def check_strategy(config: TrainConfig) -> None:
     Raises:
         ConfigError: see `make_strategy`.
     """
-    parallel = planned_strategy(config, device_type=likely_device_type())
-    problems = list(_problems(config, parallel))
+    device = target_device(config)
+    parallel = planned_strategy(config, device_type=device.type)
+    problems = [
+        problem
+        for problem in _problems(config, parallel, capability=device.capability)
+        if not (device.is_elsewhere and problem.is_local)  # which is a warning already
+    ]
     if problems:
         raise ConfigError(problems)
 
 
-def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
+def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
+    """Refuse options that each machine has chosen for its own GPUs, where they differ."""
+    if config.memory.fit_gpu:
+        chosen = [str(config.get(name)) for switch in EXACT_SWITCHES for name in switch.options]
+        if any(other != chosen for other in parallel.gather_objects([chosen])):
+            message = (
+                "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
+            )
+            yield Problem("--fit_gpu", message)
+
+
+def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability | None) -> Iterator[Problem]:
     """What this device and this strategy cannot serve."""
     # Preflight guessed the device and knew one process; its warnings have been shown.
     errors, _ = optimizer_problems(
@@ -80,7 +99,6 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     yield from errors
     yield from quantization_problems(config, device_type=parallel.device.type)
     device_type, dtype_bytes = parallel.device.type, computed_bytes(config)
-    capability = torch.cuda.get_device_capability(parallel.device) if device_type == "cuda" else None
     yield from kernel_problems(config, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability).errors
     if config.memory.compile != "none" and not parallel.compiles_blocks:
         yield Problem("--compile", "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2")
@@ -111,13 +129,6 @@ def _problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
         )
         yield Problem("--enable_model_cpu_offload", message)
     yield from _swap_problems(config, parallel)
-    if config.memory.fit_gpu:
-        chosen = [str(config.get(name)) for switch in EXACT_SWITCHES for name in switch.options]
-        if any(other != chosen for other in parallel.gather_objects([chosen])):
-            message = (
-                "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
-            )
-            yield Problem("--fit_gpu", message)
     yield from _precision_problems(config, parallel)
 
 

@@ -88,7 +88,7 @@ CARDS: tuple[Card, ...] = (
 
 _SIZE = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(gi?b?)?\s*", re.IGNORECASE)
 #: More GiB than any machine has.
-_MOST = 1e6
+_MOST = 10_000
 #: Words of a card's full name that do not tell it from others.
 _NO_PART_OF_A_NAME = re.compile(
     r"nvidia|geforce|tesla|quadro|rtx|sxm\d*|pcie|hbm\w*|blackwell|generation|(?:workstation|server) edition"
