@@ -87,7 +87,7 @@ def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
             yield Problem("--fit_gpu", message)
 
 
-def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability | None) -> Iterator[Problem]:
+def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability | None = None) -> Iterator[Problem]:
     """What this device and this strategy cannot serve."""
     # Preflight guessed the device and knew one process; its warnings have been shown.
     errors, _ = optimizer_problems(
