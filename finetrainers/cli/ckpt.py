@@ -102,10 +102,24 @@ def _verify(arguments: argparse.Namespace) -> int:
     damaged = False
     for path in (found for given in arguments.path for found in _checkpoints(given)):
         copied = lacks_optimizer(path)
-        wrong = damage(path, contents=True, weights_only=copied)
+        wrong = damage(path, contents=True, weights_only=copied) or _lora_damage(path)
         damaged |= wrong is not None
         print(f"{path}: {wrong or _ok(path)}{f'; {_COPY}' if copied and wrong is None else ''}")
     return 1 if damaged else 0
+
+
+def _lora_damage(path: Path) -> str | None:
+    """Return what is wrong with the LoRA that a whole checkpoint's run began with, or None if it is as stored or there is none."""
+    from finetrainers.engine.initial_weights import stored_lora
+
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    sha256 = (state.get("initial") or {}).get("sha256")
+    try:
+        if sha256 is not None:
+            stored_lora(path, None, sha256)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _ok(path: Path) -> str:

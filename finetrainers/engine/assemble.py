@@ -38,6 +38,7 @@ from .callbacks.validation import Validation
 from .checkpoints.restore import check_restorable, restore
 from .checkpoints.save import shares_saving
 from .guards.memory import memory_advice
+from .initial_weights import INITIAL_LORA
 from .lineage import BEGAN_FROM, lineage_of
 from .load_work import load_texts, load_work
 from .memory_recorder import MemoryRecorder
@@ -47,7 +48,13 @@ from .sampling import EncodedPrompts
 from .start_report import loading, print_line
 from .state import TrainState
 from .throughput import measure_calls
-from .trainable import load_trainable_transformer, mapped_dtype, trainable_dtype, trainable_parameters
+from .trainable import (
+    load_trainable_transformer,
+    mapped_dtype,
+    store_initial_lora,
+    trainable_dtype,
+    trainable_parameters,
+)
 from .trainer import Trainer
 from .watchdog import Watchdog
 
@@ -81,6 +88,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
         MethodParts(
             config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler, geometry=spec.facts.geometry,
             vae_stats=vae_stats, source=source, parallel=parallel, network=network, weights_dtype=trainable_dtype(config),
+            initial_lora=start.initial_lora,
         )
     )  # fmt: skip
     fields = parallel.same_on_all(start.checkpoint_fields(config) if parallel.is_main else {})
@@ -97,6 +105,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     callbacks = _make_callbacks(state, resolved, source, scheduler=scheduler, encoded=encoded)
     restore(state, start)
     _start_records(state, checked)
+    _store_initial_lora(state, checked)
     begun = start.schedule_start
     schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - begun), first_step=begun)
     return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
@@ -231,6 +240,16 @@ def _start_records(state: TrainState, checked: Preflight) -> None:
         state.run_dir.event("origin", step=state.step, **parts)
     if state.parallel.is_main:
         checked.plan.write(root / "manifest.jsonl")
+
+
+def _store_initial_lora(state: TrainState, checked: Preflight) -> None:
+    """Store the LoRA of the reference model with the run, and let checkpoints have its digest; every rank must call it."""
+    parallel, origin = state.parallel, checked.start.origin
+    with parallel.raise_on_all_ranks(f"storing {state.run_dir.root / INITIAL_LORA}"):
+        sha256 = store_initial_lora(checked, state.spec) if parallel.is_main else None
+    sha256 = parallel.same_on_all(sha256)
+    if sha256 is not None:
+        state.checkpoint_fields = {**state.checkpoint_fields, "initial": {**(origin or {}), "sha256": sha256}}
 
 
 def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from finetrainers.config.sections import TrainingSection
 from finetrainers.models.lora_names import PREFIXES, kind_of
+from finetrainers.utils.files import file_sha256
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import plural
@@ -21,6 +22,8 @@ from .checkpoints.manifest import MANIFEST, damage
 
 #: Name under which diffusers looks for a LoRA in a folder.
 LORA_FILE = "pytorch_lora_weights.safetensors"
+#: Directory of a run with the LoRA that it began with, in diffusers' format.
+INITIAL_LORA = "initial_lora"
 #: Name of PEFT's settings, next to a LoRA in its format.
 PEFT_CONFIG = "adapter_config.json"
 _PART = re.compile(r"transformer(_\d+)?\.")
@@ -72,6 +75,30 @@ def find_initial_weights(given: str) -> InitialWeights:
     raise ValueError(
         f"{given} holds neither a transformer (transformer/ or config.json) nor {LORA_FILE} nor checkpoints/; it holds "
         f"{', '.join(sorted(inner.name for inner in path.iterdir())[:8]) or 'nothing'}"
+    )
+
+
+def stored_lora(checkpoint: Path, output_dir: Path | None, sha256: str) -> Path:
+    """Return the LoRA that a checkpoint's run began with, as that run or this one has stored it.
+
+    Args:
+        checkpoint: to be continued from.
+        output_dir: of this run, or None to look in the checkpoint's run alone.
+        sha256: of the file, as the checkpoint has it.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    roots = [checkpoint.resolve().parents[1], *([] if output_dir is None else [output_dir])]
+    paths = [root / INITIAL_LORA / LORA_FILE for root in roots]
+    there = [path for path in paths if path.is_file()]
+    for path in there:
+        if file_sha256(path) == sha256:
+            return path
+    problem = f"{there[0]} is damaged: it is not the file that was stored" if there else f"{paths[0]} is missing"
+    raise ValueError(
+        f"{problem}; it holds the LoRA that the run began with, which its reference model needs. Restore it from a copy of the "
+        "run, or start a new run from the checkpoint's weights with --init_from"
     )
 
 

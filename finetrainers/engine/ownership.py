@@ -17,7 +17,7 @@ from finetrainers.utils.text import listed, plural, printable
 from .checkpoints.find import checkpoints_dir, step_of
 from .checkpoints.manifest import read_manifest
 from .identity import IDENTITY, Identity, read_identity
-from .initial_weights import LORA_FILE
+from .initial_weights import INITIAL_LORA, LORA_FILE
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,7 +33,7 @@ _BEFORE_RECORDS = frozenset(
 _RECORDS = frozenset(
     (IDENTITY, CONFIG, "env.json", "README.md", "report.html", "metrics.jsonl", "events.jsonl", "manifest.jsonl")
 ) | frozenset(("dataset.toml", "curves.png", "rollouts.png", "vq_reward.txt", "mq_reward.txt"))
-_FOLDERS = frozenset(("checkpoints", "samples", "rollouts", "pairs", "export", "watch", "videos"))
+_FOLDERS = frozenset(("checkpoints", "samples", "rollouts", "pairs", "export", "watch", "videos", INITIAL_LORA))
 #: What a launcher, a scheduler or a shell writes next to a run that it starts, and configuration files.
 _NEXT_TO = (".log", ".out", ".err", ".toml")
 #: A file in an exported folder that says which run it is of, and which other files are of the export.

@@ -22,7 +22,14 @@ from finetrainers.utils.text import plural
 
 from .checkpoints.find import read_state, scan_checkpoints
 from .checkpoints.manifest import is_sealed, read_manifest
-from .initial_weights import InitialWeights, check_lora, find_initial_weights, read_lora_header
+from .initial_weights import (
+    INITIAL_LORA,
+    InitialWeights,
+    check_lora,
+    find_initial_weights,
+    read_lora_header,
+    stored_lora,
+)
 from .lineage import began_from, digest_of
 from .run_dir import package_versions
 
@@ -47,8 +54,10 @@ class Start:
         data_position: the way through the data.
         critical: settings and facts that the next checkpoint keeps.
         initial: first weights of a new run, or the base of one that is continued; None: those of the model.
-        origin: the weights that the run began with, by place and kind, through all continuations; None: the model's.
+        origin: the weights that the run began with, by place and kind, through all continuations; None: the model's. A LoRA
+            that the run has stored also has its `sha256`.
         checkpoint: to be continued from; None for a new run.
+        initial_lora: file of the LoRA with which the reference model begins, or None if it is the base model.
         resets: parts of the checkpoint that are left out, implied ones included.
         step: optimizer steps that count as taken.
         schedule_start: step at which the learning rate schedule begins.
@@ -61,6 +70,7 @@ class Start:
     initial: InitialWeights | None
     origin: Mapping[str, str] | None
     checkpoint: Path | None = None
+    initial_lora: Path | None = None
     resets: frozenset[str] = frozenset()
     step: int = 0
     schedule_start: int = 0
@@ -174,18 +184,16 @@ def new_run(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | No
         rows = [("weights", weights), ("optimizer, schedule, data, step", "new")]
         if config.training.use_ema:
             rows.append(("moving average", "new, from these weights"))
-    warnings = []
-    if initial is not None and initial.kind == "lora" and method_spec(config).uses_reference(config):
-        warnings.append(
-            "--init_from gives a LoRA, and the divergence from the reference is measured from the model without it"
-        )
+    keeps = initial is not None and initial.kind == "lora" and method_spec(config).reference == "start"
+    if keeps and method_spec(config).uses_reference(config):
+        rows.append(("reference model", f"the model with this LoRA, which the run stores in {INITIAL_LORA}/"))
     return Start(
         data_position=DataPosition.begin(config, data_size=data_size),
         critical=critical_state(config, plan),
         initial=initial,
+        initial_lora=initial.path if initial is not None and keeps else None,
         origin=None if initial is None else {"given": _place(initial.given), "kind": initial.kind},
         rows=rows,
-        warnings=warnings,
     )
 
 
@@ -216,7 +224,8 @@ def resume_run(
         data_position = DataPosition.begin(config, data_size=data_size, step=step)
     elif plan.cut_in_batches:
         data_position = data_position.resume(config, data_size=data_size, step=place)
-    problems = _refused(checkpoint, changed, resets)
+    initial_lora, lost = _stored_lora(config, checkpoint, state["initial"])
+    problems = lost + _refused(checkpoint, changed, resets)
     problems += _useless(asked, config, changed, saved)
     if "step" in asked and scan_checkpoints(config.run.output_dir):
         problems.append(
@@ -229,6 +238,7 @@ def resume_run(
         checkpoint=checkpoint,
         initial=initial,
         origin=state["initial"],
+        initial_lora=initial_lora,
         step=step,
         schedule_start=step if "scheduler" in resets else int(state["schedule_start"]),
         data_position=data_position,
@@ -237,6 +247,17 @@ def resume_run(
     )
     rows, warnings = _rows(start, state, config, manifest), _warnings(start, state, config, plan, manifest)
     return replace(start, rows=rows, warnings=warnings)
+
+
+def _stored_lora(
+    config: TrainConfig, checkpoint: Path, origin: Mapping[str, str] | None
+) -> tuple[Path | None, list[str]]:
+    """Return the LoRA that the checkpoint's run has stored, or None if it has stored none; and what is wrong with it."""
+    sha256 = None if origin is None else origin.get("sha256")
+    try:
+        return None if sha256 is None else stored_lora(checkpoint, config.run.output_dir, sha256), []
+    except ValueError as error:
+        return None, [str(error)]
 
 
 @dataclass(frozen=True)
@@ -329,6 +350,8 @@ def _rows(
     rows = [("weights", f"{here} of {start.checkpoint}")]
     if initial is not None and initial.kind == "full" and config.training.training_type == "lora":
         rows.append(("base of the LoRA", str(initial.path)))
+    if start.initial_lora is not None and method_spec(config).uses_reference(config):
+        rows.append(("reference model", f"the model with the LoRA {start.initial_lora}"))
     rows.append(("optimizer", "new, no moments" if "optimizer" in resets else here))
     begun = int(state["schedule_start"])
     since = f", begun at step {begun}" if begun else ""
@@ -376,6 +399,17 @@ def _warnings(
     if not is_sealed(manifest):
         found.append(
             "the checkpoint's manifest has no checksum of its own (it is of an earlier version): damage to it would not be seen"
+        )
+    method, origin = method_spec(config), start.origin or {}
+    if (
+        method.uses_reference(config)
+        and method.reference == "start"
+        and origin.get("kind") == "lora"
+        and start.initial_lora is None
+    ):
+        found.append(
+            f"the run began with the LoRA {origin['given']} in an earlier version, whose reference model is the base model without "
+            "it, and it stays so; a new run with --init_from has the model with the LoRA as its reference"
         )
     then, now = DataPosition.from_state(state["course"]).segments[-1], start.data_position.segments[-1]
     clips = then.batch_size * then.per_step, now.batch_size * now.per_step

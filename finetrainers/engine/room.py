@@ -20,6 +20,7 @@ from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import file_size
 
+from .initial_weights import INITIAL_LORA
 from .preflight import Preflight
 from .trainable import network_without_weights, trainable_parameters
 
@@ -38,17 +39,21 @@ class Needs:
         num_checkpoints: how many of them will be there besides those of today.
         result: the weights at the end.
         samples: all validation samples.
+        initial_lora: the LoRA of the reference model.
     """
 
     checkpoint: int
     num_checkpoints: int
     result: int
     samples: int
+    initial_lora: int = 0
 
     @property
     def least(self) -> int:
         """Without this much, the run cannot end well."""
-        return (self.checkpoint if self.num_checkpoints else 0) + self.result + self.samples + _SPARE
+        return (
+            (self.checkpoint if self.num_checkpoints else 0) + self.result + self.samples + self.initial_lora + _SPARE
+        )
 
     @property
     def most(self) -> int:
@@ -74,6 +79,7 @@ def disk_needs(checked: Preflight, transformer: nn.Module) -> Needs:
         num_checkpoints=_new_checkpoints(checked),
         result=result,
         samples=_samples_size(checked),
+        initial_lora=_initial_lora_size(checked),
     )
 
 
@@ -87,6 +93,7 @@ def room_warnings(checked: Preflight, needs: Needs) -> list[str]:
     there = next(path for path in (root, *root.parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     parts = [("a checkpoint", needs.checkpoint), ("the result", needs.result), ("samples", needs.samples)]
+    parts.append(("the LoRA that it begins with", needs.initial_lora))
     said = ", ".join(f"{name} {file_size(size)}" for name, size in parts if size)
     if free < needs.least:
         message = (
@@ -119,6 +126,12 @@ def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
     if problems:
         raise ConfigError(problems)
     return warnings
+
+
+def _initial_lora_size(checked: Preflight) -> int:
+    """Return the bytes of the LoRA that the run will store, or 0 if it has none or has it stored already."""
+    path, own = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
+    return 0 if path is None or not path.is_file() or path.resolve().parent == own.resolve() else path.stat().st_size
 
 
 def _new_checkpoints(checked: Preflight) -> int:

@@ -28,6 +28,7 @@ from .checkpoints.find import Found, checkpoints_dir, scan_checkpoints
 from .checkpoints.manifest import MANIFEST, is_optimizer_state, read_manifest
 from .copies import EVENTS, METRICS, copy_problem
 from .identity import IDENTITY, Identity, read_identity
+from .initial_weights import INITIAL_LORA
 from .lock import HOLDER, in_use, unused
 
 logger = logging.getLogger(__name__)
@@ -161,6 +162,7 @@ class Sync:
         files = [path for path in sorted(self.run.iterdir()) if path.suffix in _SMALL and path.is_file()]
         logs = self.run / "logs"
         files += [path for path in sorted(logs.rglob("*")) if path.is_file() and "wandb" not in path.parts]
+        files += (self.run / INITIAL_LORA).glob("*.safetensors")  # without which a copy could not be continued
         names = [path.relative_to(self.run).as_posix() for path in files if not path.name.startswith(".")]
         return [name for name in names if name != IDENTITY]  # the target's says that it is a copy
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from huggingface_hub import StateDictSplit
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -23,16 +27,19 @@ from finetrainers.memory.activation_plan import spread
 from finetrainers.memory.casting import cast_adapter_for_each_use, enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.quantization import quantizable_layers, quantize_frozen, summary
+from finetrainers.methods.reference import REFERENCE_ADAPTER
+from finetrainers.methods.registry import method_spec
 from finetrainers.models.registry import build_tiny
 from finetrainers.models.spec import DTYPES, ModelSpec, weight_files
 from finetrainers.parallel.strategy import Strategy, Wanted
 from finetrainers.utils.faults import fault_point
+from finetrainers.utils.files import file_sha256, fsync_dir, fsync_file
 from finetrainers.utils.hashed_files import Written
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import nearest
 
-from .initial_weights import LORA_FILE, InitialWeights, check_lora, is_expression, is_target, without_part
+from .initial_weights import INITIAL_LORA, LORA_FILE, InitialWeights, check_lora, is_expression, is_target, without_part
 from .preflight import Preflight, named_as_given
 from .start_report import print_line
 from .state import TrainState
@@ -107,6 +114,10 @@ def load_trainable_transformer(
     elif is_begun and initial is not None:
         with _named_init_from():
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
+    if has_reference_adapter(checked):
+        attach_reference(transformer)
+        if checkpoint is not None and checked.start.initial_lora is not None:
+            load_lora_weights(checked.start.initial_lora.parent, transformer, adapter=REFERENCE_ADAPTER)
     store_frozen_weights(transformer, config, spec, dtype=dtype, device=device)
     spec.split_tokens(transformer, sequence_group, config.parallel.sp_mode)
     blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
@@ -187,6 +198,8 @@ def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn
     else:
         transformer = checked.family.load(config).transformer_on_meta()
     attach(transformer, checked.config.training)
+    if has_reference_adapter(checked):
+        attach_reference(transformer)
     return transformer
 
 
@@ -200,24 +213,48 @@ def attach(transformer: nn.Module, training: TrainingSection) -> None:
         transformer.requires_grad_(True)
         return
     transformer.requires_grad_(False)
-    targets = lora_targets(transformer, training.target_modules)
+    settings = LoraConfig(
+        r=training.rank,
+        lora_alpha=training.lora_alpha,  # type: ignore[arg-type]
+        target_modules=lora_targets(transformer, training.target_modules),
+        lora_dropout=training.lora_dropout,
+        use_rslora=training.use_rslora,
+        use_dora=training.use_dora,
+        init_lora_weights=True,
+    )
+    _add_adapter(transformer, settings, "default", seed=derive_seed(training.seed, "lora"))
+
+
+def _add_adapter(transformer: nn.Module, settings: LoraConfig, name: str, *, seed: int) -> None:
+    """Add an adapter with fp32 weights, which are the only ones that then require gradients."""
     is_meta = next(transformer.parameters()).is_meta  # PEFT would make the adapter on the CPU, which takes seconds
     with torch.random.fork_rng(devices=[]), torch.device("meta") if is_meta else nullcontext():
-        torch.manual_seed(derive_seed(training.seed, "lora"))  # PEFT draws A from the global generator
-        transformer.add_adapter(  # type: ignore[operator]
-            LoraConfig(
-                r=training.rank,
-                lora_alpha=training.lora_alpha,  # type: ignore[arg-type]
-                target_modules=targets,
-                lora_dropout=training.lora_dropout,
-                use_rslora=training.use_rslora,
-                use_dora=training.use_dora,
-                init_lora_weights=True,
-            )
-        )
+        torch.manual_seed(seed)  # PEFT draws A from the global generator
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # a second adapter is meant
+            transformer.add_adapter(settings, adapter_name=name)  # type: ignore[operator]
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def has_reference_adapter(checked: Preflight) -> bool:
+    """Return whether the reference model of a run is the network with another LoRA."""
+    config = checked.config
+    if config.training.training_type != "lora" or checked.start.initial_lora is None:
+        return False
+    return method_spec(config).uses_reference(config)
+
+
+def attach_reference(transformer: nn.Module) -> None:
+    """Attach a frozen copy of the adapter that is trained, without dropout, for the reference model."""
+    settings: LoraConfig = deepcopy(transformer.peft_config["default"])  # type: ignore[union-attr, index, assignment]
+    layers = [re.escape(name) for name, module in transformer.named_modules() if isinstance(module, LoraLayer)]
+    settings.target_modules, settings.lora_dropout = "|".join(layers), 0.0
+    _add_adapter(transformer, settings, REFERENCE_ADAPTER, seed=0)
+    transformer.set_adapter("default")  # type: ignore[operator]
+    if not next(transformer.parameters()).is_meta:
+        set_peft_model_state_dict(transformer, get_peft_model_state_dict(transformer), adapter_name=REFERENCE_ADAPTER)
 
 
 def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
@@ -298,14 +335,45 @@ def wanted_of(files: StateDictSplit | None, parallel: Strategy) -> Wanted | None
     return {name for names in own for name in names}.__contains__
 
 
-def load_lora_weights(directory: Path, transformer: nn.Module) -> None:
-    """Load a LoRA of one of our checkpoints into the attached adapter, exactly.
+def load_lora_weights(directory: Path, transformer: nn.Module, *, adapter: str = "default") -> None:
+    """Load a LoRA that a run has written into an attached adapter, exactly.
 
     Raises:
         ValueError: the file does not fit the adapter.
     """
     state = load_file(directory / LORA_FILE)
-    _set_adapter({without_part(k): v for k, v in state.items()}, transformer, directory / LORA_FILE)
+    _set_adapter({without_part(k): v for k, v in state.items()}, transformer, directory / LORA_FILE, adapter=adapter)
+
+
+def store_initial_lora(checked: Preflight, spec: ModelSpec) -> str | None:
+    """Store the LoRA that a run began with in its directory; its SHA-256, or None if the run has no use for one.
+
+    A resumed run does not depend on the file that `--init_from` named, which may be gone or changed by then.
+
+    Raises:
+        ValueError: a LoRA that another run has stored has changed since it was read.
+    """
+    source, folder = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
+    if source is None:
+        return None
+    known = (checked.start.origin or {}).get("sha256")
+    if known is not None and source.resolve() == (folder / LORA_FILE).resolve():
+        return known
+    with tempfile.TemporaryDirectory(prefix=f".{INITIAL_LORA}.", dir=folder.parent) as made:
+        path = Path(made) / LORA_FILE
+        if known is None:
+            lora = spec.lora_of(source)
+            spec.save_lora(path.parent, lora.state(), lora.complete_settings())
+        else:
+            shutil.copyfile(source, path)
+        sha256 = file_sha256(path)
+        if known not in (None, sha256):
+            raise ValueError(f"{source} has changed since the run was checked")
+        fsync_file(path)
+        folder.mkdir(exist_ok=True)
+        path.replace(folder / LORA_FILE)
+    fsync_dir(folder)
+    return sha256
 
 
 def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, training: TrainingSection) -> None:
@@ -315,9 +383,7 @@ def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, trai
         ValueError: the file does not fit the adapter, or the transformer; with every difference.
     """
     if training.training_type == "full-finetune":
-        spec.load_lora(transformer, path)
-        transformer.fuse_lora()  # type: ignore[operator]
-        transformer.unload_lora()  # type: ignore[operator]
+        spec.merge_lora(transformer, path)
         transformer.requires_grad_(True)
         return
     _set_adapter(spec.read_lora(path)[0], transformer, path)
@@ -418,8 +484,8 @@ def put_averages(path: Path, transformer: nn.Module) -> None:
         parameters[name].data.copy_(average)
 
 
-def _set_adapter(state: dict[str, Tensor], transformer: nn.Module, path: Path) -> None:
-    expected = get_peft_model_state_dict(transformer)
+def _set_adapter(state: dict[str, Tensor], transformer: nn.Module, path: Path, *, adapter: str = "default") -> None:
+    expected = get_peft_model_state_dict(transformer, adapter_name=adapter)
     if state.keys() != expected.keys():
         odd = sorted(state.keys() ^ expected.keys())
         raise ValueError(f"{path} does not fit this adapter: {len(odd)} names differ, e.g. {odd[0]}")
@@ -429,4 +495,4 @@ def _set_adapter(state: dict[str, Tensor], transformer: nn.Module, path: Path) -
                 f"{path} does not fit this adapter: {name} is {list(tensor.shape)} in the file, "
                 f"{list(expected[name].shape)} here; is it a LoRA of this model?"
             )
-    set_peft_model_state_dict(transformer, state)
+    set_peft_model_state_dict(transformer, state, adapter_name=adapter)

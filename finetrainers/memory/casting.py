@@ -65,7 +65,10 @@ def castable_layers(transformer: nn.Module, *, skip_modules_pattern: Sequence[st
 
 
 def frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """The frozen layers with weights below `module`, by name, that no pattern matches; a match leaves out all below it."""
+    """Return the frozen layers with weights below `module`, by name, that no pattern matches; a match leaves out all below it.
+
+    Adapters are left out, including frozen ones: they are fp32.
+    """
     if any(pattern.search(prefix) for pattern in skip):
         return []
     if isinstance(module, _LAYERS):
@@ -73,6 +76,7 @@ def frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str = 
     return [
         found
         for name, child in module.named_children()
+        if name == "base_layer" or not isinstance(module, LoraLayer)
         for found in frozen_layers(child, skip, f"{prefix}.{name}" if prefix else name)
     ]
 

@@ -247,11 +247,12 @@ def shortened(network: nn.Module, depths: Mapping[str, int]) -> nn.Module:
 
 
 def fake_weights(network: nn.Module, shape: StepShape) -> None:
-    """Put fake tensors in the place of weights and buffers."""
-    for module in network.modules():
+    """Put fake tensors in the place of weights and buffers; frozen adapters have the dtype of trained ones."""
+    for prefix, module in network.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                dtype = shape.trained if parameter.requires_grad else shape.frozen
+                is_adapter = parameter.requires_grad or ".lora_" in f"{prefix}.{name}"
+                dtype = shape.trained if is_adapter else shape.frozen
                 empty = torch.empty(parameter.shape, dtype=dtype if parameter.is_floating_point() else parameter.dtype)
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in module._buffers.items():

@@ -244,7 +244,7 @@ def workload_of(
     kept = _method_memory(
         config, geometry, weights, bucket=bucket, clips=batch_size or config.dataloader.batch_size, split=split
     )
-    frozen, swap = _frozen_bytes(config, weights, spec)
+    frozen, swap = _frozen_bytes(config, weights, spec, adapters=width if split.zero_stage else 4)
     halved = trainable_bytes == _HALF or ((split.gathers or split.zero_stage > 0) and width == _HALF)
     gathered = gathered_bytes(
         weights, width=width, split=split, accumulates=accumulates,
@@ -351,14 +351,17 @@ def _optimizer_bytes_on_device(config: TrainConfig, split: Split) -> float:
     return optimizer_state_bytes(config) + (4 if split.zero_stage else 0)
 
 
-def _frozen_bytes(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> tuple[float, SwapSizes]:
-    """Bytes of the frozen weights that stay on the device, and of swapped blocks."""
+def _frozen_bytes(
+    config: TrainConfig, weights: NetworkWeights, spec: ModelSpec, *, adapters: int
+) -> tuple[float, SwapSizes]:
+    """Return bytes of the frozen weights that stay on the device, and of swapped blocks; `adapters`: of each number of an adapter."""
     memory, width = config.memory, DTYPE_BYTES[config.model.transformer_dtype]
     casts = "transformer" in memory.layerwise_upcasting_modules
     skip = memory.layerwise_upcasting_skip_modules_pattern
 
     def find() -> tuple[float, list[float]]:
-        sizes = {id(p): float(p.numel() * width) for p in weights.all if not p.requires_grad}
+        widths = dict.fromkeys(weights.frozen_adapters, adapters)
+        sizes = {id(p): float(p.numel() * widths.get(id(p), width)) for p in weights.all if not p.requires_grad}
         if casts:
             sizes |= weights.bytes_cast(skip)
         for weight, saved in _saved(config, weights, spec).items():
@@ -366,7 +369,7 @@ def _frozen_bytes(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec)
         return sum(sizes.values()), [sum(sizes.get(id(p), 0.0) for p in block) for block in weights.blocks]
 
     quantized = (memory.quantize_frozen, *memory.quantize_skip_modules)
-    total, of_blocks = weights.once(("frozen", width, (*skip,) if casts else None, quantized), find)
+    total, of_blocks = weights.once(("frozen", width, adapters, (*skip,) if casts else None, quantized), find)
     swap = swap_sizes(of_blocks, len(swapped_blocks(config, weights.blocks)))
     if casts and swap.slots:  # each layer leaves a copy in 8 bits behind, until its block has computed
         swap = replace(swap, slots=swap.slots + max(of_blocks))

@@ -20,6 +20,7 @@ class NetworkWeights:
         network: which may lie on the meta device.
         all: its weights.
         blocks: those of each of its repeated blocks.
+        frozen_adapters: `id` of each weight of adapters that are not trained, which is fp32 like those that are.
         total, trained: how many numbers they have.
         largest: numbers of the largest trained weight.
         trained_outside: share of the trained numbers that are in no block.
@@ -29,6 +30,8 @@ class NetworkWeights:
         self.network = network
         self.all = list(network.parameters())
         self.blocks = [list(block.parameters()) for block in spec.block_modules(network)]
+        named = network.named_parameters()
+        self.frozen_adapters = {id(p) for name, p in named if ".lora_" in name and not p.requires_grad}
         self.total = sum(p.numel() for p in self.all)
         self.trained = sum(p.numel() for p in self.all if p.requires_grad)
         self.largest = max((p.numel() for p in self.all if p.requires_grad), default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ class MethodParts(Generic[Source]):
         parallel: the processes of the run.
         network: the trained network below its wrappers, for what concerns its adapters.
         weights_dtype: in which its weights were loaded.
+        initial_lora: file of the LoRA that the reference model has, or None if it has none.
     """
 
     config: TrainConfig
@@ -52,6 +54,7 @@ class MethodParts(Generic[Source]):
     parallel: Any
     network: nn.Module
     weights_dtype: torch.dtype
+    initial_lora: Path | None = None
 
 
 @dataclass(frozen=True)

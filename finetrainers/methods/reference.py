@@ -1,4 +1,4 @@
-"""The reference model: the network before training, which losses hold the trained one close to."""
+"""The reference model: the network with which the run began, which losses hold the trained one close to."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from .base import MethodParts
 
+#: Name of the frozen adapter that holds the LoRA with which a run began.
+REFERENCE_ADAPTER = "reference_model"
 #: Gives, for the (wrapped) network in training, a context within which the returned network is the reference model.
 Reference = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 
 
 def reference_model(parts: MethodParts[Any]) -> Reference:
-    """A context within which the returned network is the model before training.
+    """Return a context within which the returned network is the reference model.
 
-    A LoRA is switched off; of a fully trained network a frozen copy is loaded, which takes as much memory as its weights.
+    A LoRA is switched off, or replaced by the frozen adapter if the run began with a LoRA. Of a fully trained network a frozen
+    copy is loaded, which takes as much memory as its weights; a LoRA that the run began with is merged into it.
     """
     network: Any = parts.network
     if parts.config.training.training_type == "lora":
+        if REFERENCE_ADAPTER in getattr(network, "peft_config", {}):
+            return _with_adapter(network)
 
         @contextlib.contextmanager
         def without_adapter(transformer: nn.Module) -> Iterator[nn.Module]:
@@ -36,6 +42,8 @@ def reference_model(parts: MethodParts[Any]) -> Reference:
 
     def load() -> nn.Module:
         copy = parts.spec.load_transformer(parts.weights_dtype)
+        if parts.initial_lora is not None:
+            parts.spec.merge_lora(copy, parts.initial_lora)
         parts.spec.split_tokens(copy, parts.parallel.sequence_group, parts.config.parallel.sp_mode)
         if parts.config.memory.compile == "regional":
             parts.spec.compile_blocks(copy)
@@ -49,3 +57,22 @@ def reference_model(parts: MethodParts[Any]) -> Reference:
             yield frozen
 
     return frozen_copy
+
+
+def _with_adapter(network: nn.Module) -> Reference:
+    """Return a context within which the layers of a LoRA compute with the frozen adapter."""
+    layers = [layer for layer in network.modules() if isinstance(layer, BaseTunerLayer)]
+
+    @contextlib.contextmanager
+    def initial_lora(transformer: nn.Module) -> Iterator[nn.Module]:
+        active = [layer._active_adapter for layer in layers]
+        # PEFT's own `set_adapter` would also change which weights require gradients, which strategies have taken note of.
+        for layer in layers:
+            layer._active_adapter = [REFERENCE_ADAPTER]
+        try:
+            yield transformer
+        finally:
+            for layer, names in zip(layers, active, strict=True):
+                layer._active_adapter = names
+
+    return initial_lora

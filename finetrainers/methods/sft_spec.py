@@ -26,7 +26,9 @@ _WAYS = (
 
 
 class SupervisedFinetuning(MethodSpec):
-    """Supervised finetuning trains on clips; with prior preservation it compares the network with the reference model."""
+    """Supervised finetuning trains on clips; with prior preservation it compares the network with the base model."""
+
+    reference = "base"  # what is preserved is what the model knew before any finetuning
 
     def survey(self, config: TrainConfig, geometry: Geometry, options: ProbeOptions | None = None) -> DatasetPlan:
         plan = super().survey(config, geometry, options)

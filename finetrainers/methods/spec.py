@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from finetrainers.config.checks.frames import length_problems
 from finetrainers.config.errors import Problem
@@ -223,6 +223,7 @@ class MethodSpec:
         size_options: options that set the sizes of clips; what is planned is not placed in sizes that are wrong.
         state_name: what `Method.state_dict` holds, in words.
         samples: whether it samples the clips that it trains on, so that a run has rollouts and rewards.
+        reference: the reference model of a run that begins with a LoRA: the network with it (`start`), or without it (`base`).
         source: address of the class of the `WorkSource`, which is made when clips can be encoded; all take what
             `TrainingData` takes.
     """
@@ -230,6 +231,7 @@ class MethodSpec:
     size_options: tuple[str, ...] = ("video_resolution_buckets", "image_resolution_buckets", "sliding_window_size")
     state_name = "state of the method"
     samples = False
+    reference: Literal["start", "base"] = "start"
     source = "finetrainers.data.loading.training_data:TrainingData"
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
@@ -337,7 +339,7 @@ class MethodSpec:
         return []
 
     def uses_reference(self, config: TrainConfig) -> bool:
-        """Whether the loss compares the network with the one before training, the reference model."""
+        """Return whether the loss compares the network with the one before training, the reference model."""
         return False
 
     def hacking_rule(self, config: TrainConfig) -> HackingRule | None:

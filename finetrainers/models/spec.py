@@ -555,6 +555,12 @@ class ModelSpec(ABC):
         state, metadata = self.read_lora(path)
         transformer.load_lora_adapter(state, adapter_name="default", prefix=None, metadata=metadata or None)  # type: ignore[operator]
 
+    def merge_lora(self, transformer: nn.Module, path: Path) -> None:
+        """Add a LoRA file to the weights for good; see `read_lora`."""
+        self.load_lora(transformer, path)
+        transformer.fuse_lora()  # type: ignore[operator]
+        transformer.unload_lora()  # type: ignore[operator]
+
     @property
     def lora_prefix(self) -> str:
         """What the trained part is called in LoRA files: the pipeline's loader, if it has one, knows one name for both experts."""

@@ -17,7 +17,7 @@ def parts(model: nn.Module, training_type: str, **changes: Any) -> Any:
     memory = SimpleNamespace(compile="regional")
     parallel = SimpleNamespace(sp_mode="ring")
     config = SimpleNamespace(training=SimpleNamespace(training_type=training_type), memory=memory, parallel=parallel)
-    return SimpleNamespace(config=config, network=model, **changes)
+    return SimpleNamespace(config=config, network=model, initial_lora=None, **changes)
 
 
 def test_a_lora_is_switched_off_meanwhile() -> None:

@@ -41,6 +41,8 @@ HYBRID = {"fsdp": "hybrid", "fsdp_group_size": 1, "sync_each_batch": True}
 MIXED = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp_cpu_offload": True, "train_steps": 2}
 #: The reference model is a frozen copy of the network, which is sharded as well.
 PAIRS = {"method": "dpo", **FULL, "gradient_accumulation_steps": 1, "eval_num_items": 1, "eval_steps": 2}
+#: The reference model is the network with a frozen adapter, which is sharded as well.
+SECOND_ROUND = {"method": "dpo", "dpo": {"beta": 50.0}, **LORA, "init_from": "{root}/lora"}
 #: Shards are of codes.
 QUANTIZED = {**LORA, "quantize_frozen": "int8"}
 JOBS: dict[str, dict[str, Any]] = {
@@ -66,6 +68,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "hybrid": {**LORA, **HYBRID, "dry_batches": "on"},
     "offloaded": MIXED,
     "pairs": PAIRS,
+    "second round": SECOND_ROUND,
     "prior": {
         **FULL,
         "prior_preservation_weight": 5.0,
@@ -158,6 +161,16 @@ def test_same_training_as_one_process(name: str, jobs: Any, single: dict[str, Pa
     torch.testing.assert_close(curve(found, *columns), curve(expected, *columns), rtol=1e-5, atol=0)
     torch.testing.assert_close(curve(found, "eval_loss"), curve(expected, "eval_loss"), rtol=1e-5, atol=0)
     close(weights(root / name), weights(single[name]))
+
+
+def test_a_second_round_begins_at_its_reference(jobs: Any, options: Callable[..., dict], tmp_path: Path) -> None:
+    root, (rank, other) = jobs
+    train(load_config(**options(tmp_path, **{**SECOND_ROUND, "init_from": str(root / "lora"), "batch_size": 2})))
+    assert rank["second round"]["digest"] == other["second round"]["digest"]
+    found, expected, columns = rank["second round"]["metrics"], read(tmp_path), ("loss", "margin", "grad_norm")
+    assert curve(found, "margin")[0] == 0
+    torch.testing.assert_close(curve(found, *columns), curve(expected, *columns), rtol=1e-4, atol=1e-6)
+    close(weights(root / "second round"), weights(tmp_path), rtol=1e-4, atol=1e-5)
 
 
 def test_swapped_blocks_change_nothing(jobs: Any) -> None:
