@@ -48,7 +48,7 @@ def is_run(directory: Path) -> bool:
     return (
         read_identity(directory) is not None
         or _has_checkpoint(directory)
-        or {"python", "packages"} <= _json(directory / "env.json").keys()
+        or _has_environment(directory / "env.json")
         or _has_events(directory / "events.jsonl")
     )
 
@@ -68,12 +68,17 @@ def _has_checkpoint(directory: Path) -> bool:
     return False
 
 
+def _has_environment(path: Path) -> bool:
+    packages = _json(path).get("packages")
+    return isinstance(packages, dict) and "finetrainers" in packages
+
+
 def _has_events(path: Path) -> bool:
     try:
         records = read_jsonl(path)[0]
     except OSError:
         return False
-    return any({"time", "event"} <= record.keys() for record in records[:1])
+    return any(record.get("event") == "start" and "step" in record for record in records[:1])
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -66,6 +66,10 @@ def test_a_directory_of_other_files_is_refused_with_their_names(
     names: list[str], lost: list[str], options: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     fill(tmp_path / "run", *names)
+    for name in set(names) & {"env.json", "events.jsonl"}:  # those of another program
+        (tmp_path / "run" / name).write_text(
+            '{"time": 1, "event": "click", "python": "3.11", "packages": {"torch": "2"}}'
+        )
     (message,) = problems(options(), resume_from_checkpoint=None if "checkpoints/step-5/" not in names else "auto")[:1]
     assert all(name in message for name in lost)
     assert "train.log" not in message

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.utils.seeding import derive_seed, generator
-from finetrainers.utils.text import plural, quoted
+from finetrainers.utils.text import plural, printable, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -285,6 +285,26 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
             prompts.append(Prompt(text, where, files[0], files[1], image))
     notes += _left_out(path, "keys", unused)
     return prompts
+
+
+def overwritten_embeddings(folder: Path, prompts: Sequence[Prompt]) -> str | None:
+    """Return why encoded prompts must not be written into a folder, or None if it is new, empty, or has those prompts."""
+    if not folder.is_dir():
+        return None
+    ours = {ENCODED_LIST, *ENCODED_KEYS.values()}
+    others = [path.name for path in sorted(folder.iterdir()) if path.name not in ours and not path.name.startswith(".")]
+    if others:
+        return f"{folder} holds other files, such as {printable(others[0])}; give a new or empty directory"
+    try:
+        rows = json.loads((folder / ENCODED_LIST).read_text(encoding="utf-8"))
+        captions = [row["caption"] for row in rows]
+    except FileNotFoundError:  # a preparation that was stopped has not written it yet
+        return None
+    except (OSError, ValueError, TypeError, KeyError):
+        captions = []
+    if captions != [prompt.text for prompt in prompts]:
+        return f"{folder} holds other encoded prompts, which would be overwritten; give a new directory, or remove it"
+    return None
 
 
 def _text(value: Any, where: str, problems: list[str]) -> str:

@@ -23,6 +23,7 @@ from finetrainers.utils.text import plural
 
 from .gradient_plan import learns_in_rollout, passes, sampled_clips, waiting_memory
 from .plan import PromptPlan, image_problems, plan_prompts
+from .prompts import overwritten_embeddings
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
@@ -47,6 +48,9 @@ class RewardFinetuning(MethodSpec):
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
         if not isinstance(plan, PromptPlan):  # sizes alone are planned
             return
+        folder = config.grpo.prompt_embeddings_dir
+        if folder is not None and (problem := overwritten_embeddings(folder, plan.prompts)) is not None:
+            yield Problem("--prompt_embeddings_dir", problem)
         yield from image_problems(plan, facts)
         if config.grpo.reward_on_error == "raise":
             yield from _scoring_problems(plan, config)
