@@ -108,7 +108,8 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
             return exit_codes.DONE
         return exit_codes.GUARDED if state.stopped_by == HACKING_GUARD else exit_codes.STOPPED
 
-    return _run(train, argv, prog=prog, interrupted="stopped before the first step; nothing was saved")
+    interrupted = "stopped before the first step, without a new checkpoint; what is encoded is kept, and the same command continues"
+    return _run(train, argv, prog=prog, interrupted=interrupted)
 
 
 def _run_sampling(command: str, argv: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import os
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.utils.exit_codes import killed_by
 
@@ -36,7 +37,7 @@ _ONE_WISH_S = 1.0
 
 
 class StopSignals:
-    """Notes the first of `SIGNALS`; a second one ends the process at once.
+    """Notes the first of `SIGNALS`; a second one ends the process at once, or is left to the host program.
 
     A thread reads the signals, so that the second is obeyed even while the main thread waits for other ranks.
     """
@@ -46,30 +47,42 @@ class StopSignals:
         speaks: whether this process says what it noted (one of all ranks should).
         resume_command: what continues the run, to be said then.
         """
+        self._second_exits = True
+        self._again: int | None = None  # left to the host program
+        self._handlers: dict[int, Any] = {}
+        self._wakeup = -1
         self.speaks = speaks
         self.resume_command = resume_command
         self.noted: int | None = None
         self._noted_at = 0.0
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self, *, second_exits: bool = True) -> Iterator[None]:
         """Within the block, signals are handled here; afterwards as before. Python allows it in the main thread only.
+
+        Args:
+            second_exits: whether a second signal ends the process, even one that is stuck. Else the handler of the host
+                program gets it: that of Ctrl-C raises KeyboardInterrupt in the main thread.
 
         Raises:
             ValueError: called in another thread.
         """
+        self._second_exits = second_exits
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        handlers = {number: signal.signal(number, _leave_to_the_thread) for number in SIGNALS}
-        wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        # A handler that was not installed from Python cannot be restored, so it stays.
+        self._handlers = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not None}
+        self._wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in self._handlers:
+            signal.signal(number, self._hand_over)
         thread = threading.Thread(target=self._read, args=(reader,), name="stop-signals", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in handlers.items():
+            for number, handler in self._handlers.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(self._wakeup)
             # Not `close`: forked workers hold the same socket, and the thread would wait for them too.
             writer.shutdown(socket.SHUT_RDWR)
             thread.join()
@@ -79,8 +92,11 @@ class StopSignals:
     def _read(self, reader: socket.socket) -> None:
         while received := reader.recv(64):
             for number in received:
-                if number in SIGNALS:  # others, of which Python tells this socket too, have handlers of their own
+                if number in self._handlers:
                     self._take(number)
+                elif self._wakeup != -1:  # the host program's event loop waits for it there
+                    with contextlib.suppress(OSError):
+                        os.write(self._wakeup, bytes([number]))
 
     def _take(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -91,14 +107,19 @@ class StopSignals:
                 logger.warning(
                     "%s: stopping after this step, with a checkpoint; a second one stops at once%s", name, how
                 )
-        elif time.monotonic() - self._noted_at > _ONE_WISH_S:
+        elif self._again is None and time.monotonic() - self._noted_at > _ONE_WISH_S:
             logger.warning("%s again: stopping at once", name)
-            sys.stderr.flush()
-            os._exit(killed_by(number))
+            if self._second_exits:
+                sys.stderr.flush()
+                os._exit(killed_by(number))
+            self._again = number
+            _thread.interrupt_main(signal.Signals(number))  # `_hand_over` may have been called before this was known
 
-
-def _leave_to_the_thread(_number: int, _frame: FrameType | None) -> None:
-    """A handler must be there for Python to pass the signal on."""
+    def _hand_over(self, number: int, _frame: FrameType | None) -> None:
+        """Let the host program handle a second signal; the first one is read by the thread."""
+        if self._again == number:
+            signal.signal(number, self._handlers[number])
+            signal.raise_signal(number)
 
 
 class ControlFiles:
@@ -190,7 +211,7 @@ class Requests:
         return self._noted
 
     def stop_by(self, who: str) -> None:
-        """Stop the run with a checkpoint after the next step; every rank must call it."""
+        """Stop the run with a checkpoint at the next place where it can be resumed; every rank must call it."""
         if self.stop is None:
             self.stop = who
             self._run_dir.event("stop_requested", by=who)

@@ -36,12 +36,19 @@ from .trainer import Trainer
 from .watchdog import Watchdog
 
 
-def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence[Callback] = ()) -> TrainState | None:
+def run(
+    checked: Preflight,
+    *,
+    handle_signals: bool = False,
+    second_exits: bool = True,
+    callbacks: Sequence[Callback] = (),
+) -> TrainState | None:
     """Train a checked configuration; the state of the run, finished or stopped, or None after a dry run.
 
     Args:
         checked: what to train.
         handle_signals: whether a signal (`control.SIGNALS`) stops the run with a checkpoint; only in the main thread.
+        second_exits: see `StopSignals.listening`.
         callbacks: what watches the run besides its own, after these.
     """
     checked = within_budget(checked)
@@ -87,7 +94,8 @@ def run(checked: Preflight, *, handle_signals: bool = False, callbacks: Sequence
             if parallel.is_main and (planned := planned_peaks(checked)):
                 state.run_dir.event("memory_planned", step=state.step, gib=planned)
             # Until here a signal ends the process as always: there is nothing to save yet.
-            with state.requests.signals.listening() if handle_signals else contextlib.nullcontext():
+            signals = state.requests.signals.listening(second_exits=second_exits)
+            with signals if handle_signals else contextlib.nullcontext():
                 trainer.run()
                 _conclude(trainer, checked)
     return state

@@ -162,4 +162,6 @@ def _print(what: str | Table) -> None:
     """Rank 0 speaks for all."""
     if launched_rank() == 0:
         for file in (None, PrintedLines()):
-            Console(file=file, soft_wrap=True, highlight=False).print(what, markup=False)
+            # In a notebook rich displays what it prints, and ignores the file.
+            console = Console(file=file, soft_wrap=True, highlight=False, force_jupyter=False)
+            console.print(what, markup=False)

@@ -30,6 +30,7 @@ from .guards.memory import Attempt, memory_advice
 from .guards.memory_probe import probe_memory, wants_memory_probe
 from .guards.rollback import roll_back
 from .hardware import hardware_monitor
+from .start_report import print_stopped
 from .state import TrainState
 from .throughput import peak_flops, rates
 
@@ -66,6 +67,8 @@ class Trainer:
         self._peak_flops = peak_flops(state.parallel.device)
         self._hardware = hardware_monitor(state.parallel)
         self._expects_save = True  # no step and no save yet
+        self._saved_step = state.step  # of the checkpoint that the run resumed from, or wrote last
+        self._is_changing = False  # weights and step do not belong together
         self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
     def run(self) -> None:
@@ -73,7 +76,8 @@ class Trainer:
         self.state.transformer.train()
         with self._stopping():
             watching = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
-            with self.state.requests.watched(), self.saving.running(), watching, phase(TRAINING_STEP):
+            requests = self.state.requests
+            with requests.watched(), self.saving.running(), watching, phase(TRAINING_STEP), self._interruptible():
                 self._run()
 
     @contextlib.contextmanager
@@ -91,6 +95,47 @@ class Trainer:
             raise
         for callback in self.callbacks:
             callback.on_stop(self.state)
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Save the last complete step if an exception of the host program's signal handlers ends the block; raise it again."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            if self.state.requests.signals.noted is None:  # else this is the second signal, which ends the run at once
+                self._save_interrupted(type(interrupt).__name__)
+            raise
+
+    def _save_interrupted(self, by: str) -> None:
+        """Save the last complete step, or log which steps are lost."""
+        state, step = self.state, self.state.step
+        problem = self._interrupted_problem()
+        if step > self._saved_step and problem is None:
+            logger.warning("%s: saving a checkpoint of step %d; a second interrupt stops at once", by, step)
+            state.requests.stop = by  # not in the background
+            self._save()
+        if step > self._saved_step:
+            lost = f"steps {self._saved_step + 1} to {step} are not saved: {problem}"
+            newest = (
+                f"the newest checkpoint is of step {self._saved_step}" if self._saved_step else "there is no checkpoint"
+            )
+            logger.warning("%s within step %d; %s; %s", by, step + 1, lost, newest)
+        elif not step:
+            logger.warning("%s before the first step was complete; there is nothing to save yet", by)
+        else:
+            state.run_dir.event("stopped", step=step, by=by)
+            print_stopped(step=step, by=by, resume_command=state.run_dir.resume_command)
+
+    def _interrupted_problem(self) -> str | None:
+        """Return why an interrupted step leaves a state that cannot be saved, or None if it can."""
+        state, parallel = self.state, self.state.parallel
+        if parallel.world_size > 1 or not parallel.weights_are_plain or parallel.writes_own_files:
+            return "other processes have continued; let the run handle signals (handle_signals=True)"
+        if self._is_changing or (state.ema is not None and state.ema.is_applied):
+            return "weights were being changed"
+        if not state.method.can_stop_after(state.step) or state.method.state_dict():
+            return f"--method {state.config.training.method} resumes between rollouts only"
+        return None
 
     @memory_advice("training")
     def _run(self) -> None:
@@ -133,6 +178,10 @@ class Trainer:
             if state.stopped_by is not None:
                 return
             self._sample_if_due()
+            if _is_save_requested(self.state):  # by the hooks that have just run
+                self._save()
+            if state.stopped_by is not None:
+                return
             state.watchdog.enter("step")
             started = self._begin_interval()
 
@@ -160,6 +209,7 @@ class Trainer:
             set_lr(state.optimizer, self.lr_at(state.step))
             early = in_backward(state.optimizer)
             if early is not None:  # weights change from here on
+                self._is_changing = True
                 self._blocked_s += state.staging.wait()
             for attempt in self._attempts(step):
                 started = time.perf_counter()
@@ -177,6 +227,7 @@ class Trainer:
         # The step's one wait for the device, before the update: NaN must not get into the weights.
         record = parallel.mean(totals)
         self._measure(step, record, seconds=time.perf_counter() - started)
+        self._is_changing = True
         action = guards.nonfinite.judge(state.step + 1, record)
         if action == "update" and len(step):
             record |= guards.spikes.look(state.step + 1, record)
@@ -188,6 +239,7 @@ class Trainer:
         if action == "rollback":
             return None
         state.step += 1
+        self._is_changing = False
         return record
 
     def _attempts(self, step: Step[Any]) -> Iterable[Attempt]:
@@ -243,6 +295,7 @@ class Trainer:
         self.state.watchdog.enter("checkpoint")  # which is waited for, verified and read
         self.saving.wait()  # it may be the newest
         roll_back(self.state)
+        self._saved_step, self._is_changing = self.state.step, False
         for callback in self.callbacks:
             callback.on_back(self.state)
         self.state.parallel.barrier()
@@ -250,20 +303,28 @@ class Trainer:
     @memory_advice("saving a checkpoint", _SAVING_TAKES)
     def _save_if_due(self) -> None:
         """Save every N steps and at the end; on request, and to stop, after the next step that can be resumed from."""
-        state, requests = self.state, self.state.requests
+        state = self.state
         every = state.config.training.checkpointing_steps
         is_due = state.step == state.total_steps or (every > 0 and state.step % every == 0)
-        asked = (requests.save or requests.stop is not None) and state.method.can_stop_after(state.step)
-        if not (asked or is_due):
+        if is_due or _is_save_requested(self.state):
+            self._save()
+        else:
             self._expect_save()
-            return
-        state.watchdog.enter("checkpoint", "save")
-        started = time.perf_counter()
-        with phase(CHECKPOINT):
-            save_checkpoint(state, self.saving)
-        self._blocked_s += time.perf_counter() - started
+
+    @memory_advice("saving a checkpoint", _SAVING_TAKES)
+    def _save(self) -> None:
+        """Save this step, unless that is done, and end the run if a stop was requested."""
+        state, requests = self.state, self.state.requests
+        stops = _is_save_requested(self.state) and requests.stop is not None
+        if self._saved_step != state.step:
+            state.watchdog.enter("checkpoint", "save")
+            started = time.perf_counter()
+            with phase(CHECKPOINT):
+                save_checkpoint(state, self.saving)
+            self._blocked_s += time.perf_counter() - started
+            self._saved_step = state.step
         requests.save = self._expects_save = False
-        if asked and requests.stop is not None and state.step < state.total_steps:
+        if stops and state.step < state.total_steps:
             state.stopped_by = requests.stop
 
     def _expect_save(self) -> None:
@@ -279,13 +340,16 @@ class Trainer:
     def _sample_if_due(self) -> None:
         """Let the callbacks sample and evaluate."""
         requests = self.state.requests
-        if requests.sample and not any(callback.samples for callback in self.callbacks):
-            logger.warning("control/sample: nothing to sample; there are no validation prompts and no held-out items")
+        requested = requests.sample
+        if requested and not any(callback.samples for callback in self.callbacks):
+            logger.warning("samples requested: there are no validation prompts and no held-out items")
         self.state.watchdog.enter("sampling")
         for callback in self.callbacks:
             work(None)
             self._log(callback.on_step(self.state))
-        requests.sample = False
+        # What these hooks have requested is sampled after the next step: some of the callbacks have had their turn.
+        # After the last step everything is sampled anyway.
+        requests.sample = requests.sample and not requested and self.state.step < self.state.total_steps
         self._log(self.state.memory.record_of_validation(is_last=self.state.step == self.state.total_steps))
 
     def _log_interval(self, records: list[Record], seconds: float) -> None:
@@ -323,6 +387,14 @@ class Trainer:
             if self.state.watchdog.section != "exporting":
                 self.state.watchdog.enter("exporting")
             callback.on_end(self.state)
+        if self.state.requests.sample and self.state.parallel.is_main:
+            logger.warning("samples requested: none are drawn any more, since the run has ended")
+
+
+def _is_save_requested(state: TrainState) -> bool:
+    """Return whether a checkpoint or a stop was requested, and the run can be resumed from this step."""
+    requests = state.requests
+    return (requests.save or requests.stop is not None) and state.method.can_stop_after(state.step)
 
 
 def _largest(step: Step[Any]) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,18 +95,28 @@ class TrainResult:
             return pipeline.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def train(config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> TrainResult:
+def train(
+    config: TrainConfig, *, callbacks: Sequence[Callback] = (), handle_signals: bool | None = None
+) -> TrainResult:
     """Check a configuration and train.
 
-    Random generators, precision flags, environment and log levels of the process are afterwards as before.
+    The state of the host program (see `restored`) does not change the run, and is afterwards as before.
 
     Args:
         config: from `load_config`.
         callbacks: what watches the run besides the run's own callbacks, after these.
+        handle_signals: whether SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM and SIGUSR1 stop the run with a checkpoint
+            once it trains; `stopped_by` names the signal then, and a second one goes to the host program's handler.
+            None: if called in the main thread, as only there Python allows it. False: the host program's handlers stay;
+            a KeyboardInterrupt or SystemExit that they raise is raised again after a checkpoint of the last step.
 
     Raises:
         ConfigError: the configuration cannot run; all reasons at once.
+        ValueError: `handle_signals` is True in another thread than the main one.
     """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if handle_signals and not in_main_thread:
+        raise ValueError("handle_signals=True requires the main thread; use None or False in other threads")
     with environment_restored():
         use_expandable_segments()
         check_callbacks(callbacks)
@@ -117,10 +128,14 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> TrainRe
 
             if set_aside:
                 print_line(f"note: settings of this program that do not apply to the run: {', '.join(set_aside)}")
-            state = run(checked, callbacks=callbacks)
+            handles = in_main_thread if handle_signals is None else handle_signals
+            state = run(checked, handle_signals=handles, second_exits=False, callbacks=callbacks)
             if state is None:
                 return TrainResult(checked.config, step=0)
             result = TrainResult(state.config, step=state.step, stopped_by=state.stopped_by)
+            if state.stopped_by is not None:
+                resume = f'load_config({str(result.run_dir / "config.toml")!r}, resume_from_checkpoint="latest")'
+                print_line(f"in Python:\n  train({resume})")
             del state
             gc.collect()  # networks and callbacks refer to each other, and the caller may want the memory now
             return result

@@ -33,12 +33,12 @@ class EMA:
         self._decay = decay
         self._start = update_after_step
         self._num_updates = 0
-        self._is_applied = False
+        self.is_applied = False
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the current weights; call it once after every optimizer step."""
-        assert not self._is_applied, "the averages themselves must not be averaged"
+        assert not self.is_applied, "the averages themselves must not be averaged"
         self._num_updates += 1
         s = self._num_updates - self._start - 1
         d = min((1 + s) / (10 + s), self._decay) if s > 0 else 0.0
@@ -58,15 +58,15 @@ class EMA:
 
         The weights wait on the CPU, so that a swap needs no second copy on the device.
         """
-        assert not self._is_applied, "already applied"
+        assert not self.is_applied, "already applied"
         kept = [p.detach().to("cpu", copy=True) for p in self._parameters.values()]
-        self._put(self._averages)
-        self._is_applied = True
+        self.is_applied = True
         try:
+            self._put(self._averages)
             yield
         finally:
             self._put(kept)
-            self._is_applied = False
+            self.is_applied = False
 
     def _put(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self._parameters.values(), values, strict=True):
