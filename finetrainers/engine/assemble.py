@@ -166,7 +166,11 @@ def _make_callbacks(
     if state.parallel.is_main:
         callbacks += [MetricsFile(), ProgressLine(headline=headline)]
         if config.run.train_log:
-            callbacks.append(ProgressLine(headline=headline, console=Console(file=PrintedLines(), force_jupyter=False)))
+            callbacks.append(
+                ProgressLine(
+                    headline=headline, console=Console(file=PrintedLines(), force_jupyter=False, force_terminal=False)
+                )
+            )
         callbacks += trackers
         callbacks += [RewardFiles()] if "reward/" in headline else []
     if state.guards.hacking is not None:

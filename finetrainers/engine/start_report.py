@@ -161,7 +161,9 @@ def print_line(text: str) -> None:
 def _print(what: str | Table) -> None:
     """Rank 0 speaks for all."""
     if launched_rank() == 0:
-        for file in (None, PrintedLines()):
-            # In a notebook rich displays what it prints, and ignores the file.
-            console = Console(file=file, soft_wrap=True, highlight=False, force_jupyter=False)
+        # In a notebook rich displays what it prints, and ignores the file. FORCE_COLOR, set there, is not for the log file.
+        for file, is_terminal in ((None, None), (PrintedLines(), False)):
+            console = Console(
+                file=file, soft_wrap=True, highlight=False, force_jupyter=False, force_terminal=is_terminal
+            )
             console.print(what, markup=False)

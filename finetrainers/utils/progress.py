@@ -55,7 +55,7 @@ class Meter:
         self.enabled = enabled
         self.bar = bar
         self.transient = transient
-        self.console = Console(stderr=True, soft_wrap=True, force_jupyter=False)
+        self.console = Console(stderr=True, soft_wrap=True)
         self._begun = self._told = time.monotonic()
         self._progress: Bar | None = None
         self._counted = ExitStack()

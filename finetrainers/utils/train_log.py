@@ -28,8 +28,12 @@ def train_log(path: Path | None) -> Iterator[None]:
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(_Format("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     loggers = (logging.getLogger(), PRINTED)
+    # Without handlers Python prints warnings to stderr by its last resort, which any handler would replace.
+    last_resort = None if loggers[0].handlers else logging.lastResort
     for logger in loggers:
         logger.addHandler(handler)
+    if last_resort is not None:
+        loggers[0].addHandler(last_resort)
     try:
         yield
     except BaseException as error:
@@ -38,6 +42,8 @@ def train_log(path: Path | None) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
+        if last_resort is not None:
+            loggers[0].removeHandler(last_resort)
         handler.close()
 
 

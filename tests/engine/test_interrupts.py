@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import socket
 import threading
@@ -213,7 +214,13 @@ def test_lines_are_printed_once_in_a_notebook(
     options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    result = train(load_config(**options(train_steps=1, train_log=True)))
-    printed, logged = capsys.readouterr().out, (result.run_dir / "train.log").read_text()
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as kernels do
+    monkeypatch.setattr(logging.root, "handlers", [])
+    warns = At(on_log=(1, lambda _: logging.getLogger("finetrainers.test").warning("a warning")))
+    result = train(load_config(**options(train_steps=1, train_log=True)), callbacks=[warns])
+    (printed, errors), logged = capsys.readouterr(), (result.run_dir / "train.log").read_text()
+    assert (errors.count("a warning"), logged.count("a warning")) == (1, 1)
+    assert logging.root.handlers == []
     for line in ("done; results:", "step 1/1", "peak memory, GiB"):
         assert (printed.count(line), logged.count(line)) == (1, 1)
+    assert "\x1b" not in logged

@@ -49,7 +49,7 @@ class ProgressLine(Callback):
         console: where to; default: standard output.
         """
         self.headline = tuple(headline)
-        self.console = console or Console(soft_wrap=True, highlight=False, force_jupyter=False)
+        self.console = console or Console(soft_wrap=True, highlight=False)
         self._live: Live | None = None
         self._latest: Record = {}  # of the headline
         self._record: Record = {}  # the last one of training
