@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finetrainers.config.frame_conditioning import chosen_kinds, draw_frames
-from finetrainers.data.buckets.windows import is_first
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.models.spec import Batch, VideoMeta
@@ -248,15 +247,16 @@ class SFT:
         Windows from within a clip are given their context, and all other samples what is drawn for them.
         """
 
-        def drawn(key: tuple[int, int]) -> Collection[int]:
-            if self.window_context and not is_first(key[1]):
+        def drawn(key: tuple[int, int], is_inner_window: bool) -> Collection[int]:
+            if self.window_context and is_inner_window:
                 return range(self.window_context)
             if not self.given_kinds:
                 return ()
             rng = random.Random(derive_seed(self.seed, purpose, "first_frame", *key))
             return draw_frames(self.given_kinds, frames, self.temporal, rng)
 
-        return [drawn(key) for key in batch.sample_keys]
+        inner_windows = batch.inner_windows or [False] * len(batch)
+        return [drawn(key, inner) for key, inner in zip(batch.sample_keys, inner_windows, strict=True)]
 
     @property
     def evaluates(self) -> bool:

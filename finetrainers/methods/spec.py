@@ -14,6 +14,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.hacking import HackingRule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.buckets.windows import is_window
 from finetrainers.parallel.sharding import Split
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ class MethodSpec:
         """What a checkpoint cannot do with the plan. It is asked about checkpoints whose configs are known."""
         yield from rewards_without_images(self.rewards(config))
         if plan.encodes_clips:
-            windows = {clip.bucket for clip in getattr(plan, "clips", ()) if clip.start is not None}
+            windows = {clip.bucket for clip in getattr(plan, "clips", ()) if is_window(clip)}
             for option, reason in length_problems(config.data, facts, plan.buckets, windows):
                 yield Problem(f"--{option}", reason)
 

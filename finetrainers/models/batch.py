@@ -155,6 +155,7 @@ class Batch:
         weight: this micro-batch's share of the optimizer step, so that the step's losses sum to its mean.
         prior: text conditioning of the samples' prior prompts, where there are any.
         mask: weight of each latent in its sample's loss, from 0 to 1, `[B, 1, T, H, W]`; None: no clip of the run has a mask.
+        inner_windows: whether each sample is a sliding window from within a clip; empty if none is.
     """
 
     moments: Tensor
@@ -165,6 +166,7 @@ class Batch:
     weight: float = 1.0
     prior: Conditions | None = None
     mask: Tensor | None = None
+    inner_windows: Sequence[bool] = ()
 
     def __len__(self) -> int:
         return self.moments.shape[0]
@@ -187,6 +189,7 @@ class Batch:
             weight=weight,
             prior=None if self.prior is None else self.prior.rows(rows),
             mask=None if self.mask is None else self.mask[rows],
+            inner_windows=self.inner_windows[rows],
         )
 
     def split(self, pieces: int) -> list[Batch]:

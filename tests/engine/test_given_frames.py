@@ -117,6 +117,39 @@ def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
     )
 
 
+def test_only_windows_are_given_context(
+    options: Callable[..., Any],
+    run: Callable[..., Any],
+    make_clips: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not the later chunks of another dataset."""
+    given: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+    condition = LTXVideoSpec.condition
+
+    def record(spec: Any, batch: Any, x0: Any, frames: Any, stats: Any) -> Any:
+        for (_, index), row in zip(batch.sample_keys, frames, strict=True):
+            given.setdefault((index & 0xFFFF, index >> 32), set()).add(tuple(row))
+        return condition(spec, batch, x0, frames, stats)
+
+    monkeypatch.setattr(LTXVideoSpec, "condition", record)
+    clips = make_clips(1, frames=34)
+    (tmp_path / "data.toml").write_text(
+        f'[[dataset]]\ndata_root = "{clips}"\nsliding_window_size = 17\nsliding_window_stride = 8\n'
+        'video_resolution_buckets = ["33x64x64"]\n'
+        f'[[dataset]]\ndata_root = "{clips}"\nframe_selection = "chunk"\nvideo_resolution_buckets = ["17x64x64"]\n'
+    )
+    values = options(
+        "ltx_video", dataset=str(tmp_path / "data.toml"), frame_conditioning="", window_context=1,
+        train_steps=5,
+    )  # fmt: skip
+    del values["data_root"], values["video_resolution_buckets"]
+    run(**values)
+    within = {(0, 1): {(0,)}, (0, 2): {(0,)}}
+    assert given == {(0, 0): {()}, **within, (1, 0): {()}, (1, 1): {()}}
+
+
 @pytest.mark.parametrize("family", ["cogvideox", "hunyuan_video"])
 def test_image_to_video_weights_are_given_frames_on_their_channels(
     family: str, options: Callable[..., dict], run: Callable[..., Any], make_clips: Callable[..., Path], media: Path,

@@ -69,9 +69,14 @@ class Setting:
 
 
 def make_batch(
-    setting: Setting, *, frames: int = 3, keys: Sequence[tuple[int, int]] = KEYS, weight: float = 1.0
+    setting: Setting,
+    *,
+    frames: int = 3,
+    keys: Sequence[tuple[int, int]] = KEYS,
+    weight: float = 1.0,
+    within: Sequence[tuple[int, int]] = (),
 ) -> Batch:
-    """Random moments, each row's a function of its key."""
+    """Return random moments, each row's a function of its key; the samples `within` are windows from within a clip."""
     channels = setting.spec.configs["transformer"]["out_channels"]
 
     def rows(t: int) -> Tensor:
@@ -85,6 +90,7 @@ def make_batch(
         sample_keys=keys,
         clip={"first_frame_moments": rows(1)},
         weight=weight,
+        inner_windows=[key in within for key in keys],
     )
 
 

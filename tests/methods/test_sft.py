@@ -199,7 +199,7 @@ def test_frames_of_every_kind_are_clean_and_leave_the_loss(kind: str, tiny_repo:
     assert set(GIVEN) == set(KINDS) - {"prefix", "suffix"} | {"prefix", "prefix:5", "suffix", "suffix:4"}
     setting.method.temporal = 2
     within = (1, 4 + (3 << 32))  # the fourth window of item 4
-    batch = make_batch(setting, frames=5, keys=[(0, 0), (0, 1), (0, 2), (3, 0), within])
+    batch = make_batch(setting, frames=5, keys=[(0, 0), (0, 1), (0, 2), (3, 0), within], within=[within])
     loss, _ = setting.method.loss(torch.nn.Identity(), batch)
     loss.backward()
     ((x, t, _, meta),), (answers,) = setting.seen, setting.answers
@@ -358,7 +358,7 @@ def test_frames_of_every_kind_are_told_on_channels_and_stay_in_the_loss(
     for kind, known in GIVEN.items():
         setting = Setting(repository, family, given=f"{kind}=1", window_context=2, window=9)
         setting.method.temporal = 2
-        batch = make_batch(setting, frames=5, keys=keys)
+        batch = make_batch(setting, frames=5, keys=keys, within=[within])
         loss, _ = setting.method.loss(torch.nn.Identity(), batch)
         ((x, t, _, meta),) = setting.seen
         errors = []

@@ -55,6 +55,16 @@ def is_first(index: int) -> bool:
     return index >> _ITEM_BITS == 0
 
 
+def is_window(clip: Clip) -> bool:
+    """Return whether an example is a sliding window of a clip. A chunk is not: it follows on no other example."""
+    return clip.start is not None and clip.frame_selection != "chunk"
+
+
+def is_inner_window(clip: Clip) -> bool:
+    """Return whether an example is a sliding window from within a clip, so that context comes before it."""
+    return is_window(clip) and not is_first(clip.index)
+
+
 def windows_by_item(clips: Sequence[Clip]) -> list[list[int]]:
     """Return the places of each item's windows among all clips, in order; a clip without windows, or a chunk, is alone."""
     items: dict[int, list[int]] = {}

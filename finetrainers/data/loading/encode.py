@@ -17,7 +17,7 @@ from finetrainers.models.spec import MOMENTS, Batch, Conditions, VideoMeta
 from finetrainers.utils.device import to_device
 from finetrainers.utils.seeding import generator
 
-from ..buckets.windows import cut_latents
+from ..buckets.windows import cut_latents, is_inner_window
 from ..reading.prior_prompts import PriorPrompts
 from .loader import RawBatch
 
@@ -106,6 +106,7 @@ class Encoder:
             weight=raw.weight,
             prior=None if self.prior is None else self._prior(raw, self.prior).trimmed().to(self.device),
             mask=self._mask(raw, moments) if self.is_masked else None,
+            inner_windows=[is_inner_window(clip) for clip in raw.clips],
         )
 
     def _mask(self, raw: RawBatch, moments: Tensor) -> Tensor:
