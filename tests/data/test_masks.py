@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -90,6 +91,23 @@ def test_beside_clips(tmp_path: Path) -> None:
         read_dataset(DataSection(data_root=tmp_path))
 
 
+@pytest.mark.parametrize("name", ["a.mask.tiff", "a.mask.TIF", "a.mask.png/", "a.mask.d/", "a.mask.npy"])
+@pytest.mark.parametrize("column", [None, "m"])
+def test_what_is_named_as_a_mask_and_cannot_be_read_is_an_error(name: str, column: str | None, tmp_path: Path) -> None:
+    touch(tmp_path, "a.mp4", "b.mp4", "c.mask.tiff", "m/c.tiff")
+    data = DataSection(data_root=tmp_path, mask_column=column)
+    assert not read_dataset(data).masks  # of no clip
+    path = tmp_path / (name if column is None else f"m/{name.replace('.mask', '')}")
+    if name.endswith("/") and (column is None or name == "a.mask.png/"):
+        path.mkdir()
+    else:
+        path.write_bytes(b"II*")
+    with pytest.raises(DataError, match=re.escape(path.name)):
+        read_dataset(data)
+    path.rename(path.with_name("z.mask"))
+    assert len(read_dataset(data).items) == 2
+
+
 def test_a_folder_of_masks(tmp_path: Path) -> None:
     touch(tmp_path, "a.mp4", "in/b.mp4", "c.mp4", "m/a.png", "m/in/b.mp4", "m/none.png")
     inside = read_dataset(DataSection(data_root=tmp_path, mask_column="m"))
@@ -157,6 +175,7 @@ def test_a_list_beside_the_two_text_files_and_members_of_a_tar(tmp_path: Path) -
         read_dataset(data)
 
     members = [("0.mp4", b"zero"), ("0.mask.png", b"mask"), ("0.txt", b"a"), ("1.mp4", b"one"), ("1.txt", b"b")]
+    members += [("2.mp4", b"two"), ("2.mask.tiff", b"II*"), ("2.txt", b"c")]
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for name, content in members:
             info = tarfile.TarInfo(name)
@@ -164,8 +183,11 @@ def test_a_list_beside_the_two_text_files_and_members_of_a_tar(tmp_path: Path) -
             archive.addfile(info, io.BytesIO(content))
     data = DataSection(dataset_file=tmp_path / "a.tar", mask_column="mask", caption_missing="error")
     reading = read_dataset(data, media_dir=tmp_path / "media")
-    assert [item.path.read_bytes() for item in reading.items] == [b"zero", b"one"]
-    assert {index: mask.path.read_bytes() for index, mask in reading.masks.items()} == {0: b"mask"}
+    assert [item.path.read_bytes() for item in reading.items] == [b"zero", b"one", b"two"]
+    mask, unreadable = reading.masks.pop(0), reading.masks.pop(2)
+    assert (mask.path.read_bytes(), mask.unusable) == (b"mask", None)
+    assert "mask.tiff" in unreadable.unusable.reason
+    assert not reading.masks
     assert not read_dataset(DataSection(dataset_file=tmp_path / "a.tar"), media_dir=tmp_path / "media").masks
 
 

@@ -12,7 +12,7 @@ from finetrainers.utils.text import nearest, plural, quoted
 
 from ..status import Unusable, UnusableError
 from .captions import captions_of_text
-from .masks import is_beside, listed_masks, masks_inside, masks_root, match_masks
+from .masks import find_unreadable_masks, is_beside, listed_masks, masks_inside, masks_root, match_masks
 from .paths import Root
 from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, read_lines, shown
 
@@ -131,7 +131,7 @@ def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
     of_further = tuple(os.path.normpath(column) + os.sep for column in columns if column is not None)
     walked = [name for name in _media_files(root, others, found) if not name.startswith(of_further)]
     names = sorted((name for name in walked if not is_beside(name)), key=lambda name: name.split(os.sep))
-    masks = _masks(names, [name for name in walked if is_beside(name)], root, data, found)
+    masks = _masks(names, [name for name in walked if is_beside(name)], others, root, data, found)
     sharing: dict[str, list[str]] = {}
     rows = []
     for name in names:
@@ -147,7 +147,7 @@ def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
         else:
             rows.append(Row("", name, captions))
         rows[-1] = rows[-1]._replace(mask=masks.get(name, ""))
-    for name in sorted(name for name in others if name not in sharing):
+    for name in sorted(name for name in others if name not in sharing and not name.endswith(os.sep)):
         found.note("in the folder, neither media nor a caption of one", shown(name))
     for sidecar, both in sharing.items():
         if len(both) > 1:
@@ -156,16 +156,20 @@ def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
 
 
 def _masks(
-    names: Sequence[str], beside: Sequence[str], root: Root, data: DataSection, found: Findings
+    names: Sequence[str], beside: Sequence[str], others: Sequence[str], root: Root, data: DataSection, found: Findings
 ) -> dict[str, str]:
-    """The mask of each clip that has one: of those beside clips, or of the folder that is named."""
+    """Return the mask of each clip that has one: of those beside clips, or of the folder that is named."""
     if data.mask_column is None:
+        find_unreadable_masks(names, (name.rstrip(os.sep) for name in others), found, beside=True)
         return match_masks(names, beside, found, beside=True)
     for name in beside:
         found.note("beside a clip and named as its mask, not read because of --mask_column", shown(name))
     if not data.mask_column:
         return {}
-    return match_masks(names, _media_files(masks_root(data, root), [], found), found, beside=False)
+    unreadable: list[str] = []
+    masks = [*_media_files(masks_root(data, root), unreadable, found)]
+    find_unreadable_masks(names, (name.rstrip(os.sep) for name in unreadable), found, beside=False)
+    return match_masks(names, masks, found, beside=False)
 
 
 def _read_caption(root: Root, name: str) -> str:
@@ -185,7 +189,7 @@ def _read_caption(root: Root, name: str) -> str:
 
 
 def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str]:
-    """Names below the root that look like media; those of other files go to `others`."""
+    """Yield names below the root that look like media; others, and directories named so (with a `/`), go to `others`."""
     top = os.fspath(root.folder)
     walked = {os.path.realpath(top)}
     waiting = [top]
@@ -202,11 +206,13 @@ def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str
         for entry in entries:
             if entry.name.startswith("."):
                 continue
+            is_media = os.path.splitext(entry.name)[1].lower() in MEDIA_SUFFIXES
+            name = os.path.relpath(entry.path, top)
             if entry.is_dir(follow_symlinks=False) or _is_link_to_follow(entry, root, walked, found):
                 waiting.append(entry.path)
+                if is_media or is_beside(entry.name):
+                    others.append(name + os.sep)
             elif not _is_dir(entry):
-                is_media = os.path.splitext(entry.name)[1].lower() in MEDIA_SUFFIXES
-                name = os.path.relpath(entry.path, top)
                 if is_media:
                     yield name
                 else:

@@ -22,6 +22,8 @@ from .rows import DataError, Findings, shown
 MASK = "mask"
 #: Folders of a table's clips that are looked into for masks.
 _FOLDERS = 100
+#: Suffixes of what people keep beside masks.
+_TEXT = (".txt", ".json", "")
 
 
 def is_beside(name: str) -> bool:
@@ -80,6 +82,27 @@ def match_masks(names: Sequence[str], masks: Iterable[str], found: Findings, *, 
         if stem not in clips:
             found.note("named as a mask, but there is no clip of its name", shown(mask))
     return {name: of_stem[stem][0] for name, stem in stems.items() if stem in of_stem}
+
+
+def find_unreadable_masks(names: Sequence[str], others: Iterable[str], found: Findings, *, beside: bool) -> None:
+    """Find files and directories that are named as the mask of a clip and cannot be read, so that it would train unmasked.
+
+    Args:
+        names: of the clips, relative to their folder.
+        others: names of directories and of files without a suffix of media, relative to the folder of the masks.
+        found: gets them as problems.
+        beside: whether masks are `NAME.mask.png` and not `NAME.png`.
+    """
+    stems = {os.path.splitext(name)[0] for name in names}
+    for other in sorted(others):
+        stem, suffix = os.path.splitext(other)
+        if suffix.lower() in _TEXT or (beside and not is_beside(other)):
+            continue
+        if (stem[: -len(f".{MASK}")] if beside else stem) in stems:
+            found.problems.append(
+                f"{shown(other)} is named as the mask of a clip, and is not an image or video that can be read; save it as "
+                "PNG, or rename it"
+            )
 
 
 def note_unread_masks(names: Iterable[str], folder: Path, found: Findings) -> None:

@@ -138,6 +138,9 @@ class _Reader:
         # A clip is `000.mp4`, and its control video `000.control_video.mp4`.
         before = f"{self.columns.media.lower()}." if self.columns.is_further else ""
         media = [name for name in members if name.startswith(before) and f".{name[len(before) :]}" in MEDIA_SUFFIXES]
+        odd = [name for name in members if before and name.startswith(before) and name not in media]
+        if odd and not media:
+            return Row(where, key, refused=f"{odd[0]} is not an image or video that can be read")
         if not media:
             return Row(where, key, refused="it has no media file")
         if len(media) > 1:
