@@ -142,16 +142,37 @@ def test_quiet_files_are_put_together_and_old_ones_go(clip: Path, monkeypatch: p
     for path in (old, foreign, stale):
         os.utime(path, (1, 1))
     names = [clip.with_name(f"{k}.mp4") for k in range(12)]
-    assert all(memory_of(clip).of(name, stat) != NOTHING for name in names)
+    memory_of(clip).tidy()
     assert len(segments(clip)) == 2  # one that is put together, and the one in which another process may be writing
     assert all(memory_of(clip).of(name, stat) != NOTHING for name in names)
     assert (old.exists(), foreign.exists(), stale.exists()) == (False, True, False)
 
-    for file in segments(clip):
-        os.utime(file, (hour_ago, hour_ago))
-    monkeypatch.setattr(file_facts, "_MOST_FACTS", 3)
-    memory_of(clip)
-    assert sum(memory_of(clip).of(name, stat) != NOTHING for name in names) == 3
+
+def test_starts_forget_no_file_that_they_use(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Datasets of more files than are stored otherwise, two of one directory in turn; what none of them uses goes first."""
+    monkeypatch.setattr(file_facts, "_MOST_FACTS", 4)
+    stat = clip.stat()
+
+    def start(names: range) -> int:
+        """Return how many files are unknown; they are probed, and an hour passes."""
+        facts, unknown = memory_of(clip), 0
+        for name in (clip.with_name(f"{k}.mp4") for k in names):
+            if facts.of(name, stat) == NOTHING:
+                unknown += 1
+                facts.keep(name, stat, Facts(header=PROBE))
+        facts.tidy()
+        for file in segments(clip):
+            os.utime(file, (stat.st_mtime - 7200, stat.st_mtime - 7200))
+        return unknown
+
+    assert [start(range(10)) for _ in range(4)] == [10, 0, 0, 0]
+    assert [start(names) for names in [range(10, 20), range(10)] * 2] == [10, 0, 0, 0]
+    assert start(range(30, 39)) == 9
+    assert len(memory_of(clip)) == 18  # twice as many as were used
+    for _ in range(2):
+        start(range(30, 31))
+    assert len(memory_of(clip)) == 4  # the newest
+    assert start(range(36, 39)) == 0
 
 
 def test_without_recall_everything_is_new_and_remembered(clip: Path) -> None:

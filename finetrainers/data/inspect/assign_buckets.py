@@ -123,6 +123,7 @@ def _probe(reading: Reading, data: DataSection, options: ProbeOptions) -> list[P
     probe_masks(
         probed, reading.masks, facts=facts, max_pixels=data.max_pixels, options=options, lowest=data.unmasked_weight
     )
+    facts.tidy()
     return probed
 
 

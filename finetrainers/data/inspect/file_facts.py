@@ -36,7 +36,8 @@ from .probe import PROBE_VERSION, Probe
 
 logger = logging.getLogger(__name__)
 
-_MOST_FACTS = 500_000  # of one folder; 60 MB on disk, and 200 MB of memory
+#: Facts of one directory that are stored; twice as many as a start uses, if that is more. 60 MB on disk, and 200 MB of memory.
+_MOST_FACTS = 500_000
 _FEW_FILES = 8
 _NAME = 32  # hexadecimal digits that name a version of a file, or a dataset's folder
 _DIGEST = 64
@@ -82,18 +83,18 @@ class FileFacts:
         self.root = root
         self._log = AppendLog(directory, prefix=version)
         self._facts: dict[bytes, Facts] = {}
+        self._used: set[bytes] = set()
         self._lock = threading.Lock()
         self._recall = recall
         self._is_writable = True
 
     @classmethod
     def of_dataset(cls, directory: Path, root: Path, *, recall: bool = True) -> FileFacts:
-        """The facts of a dataset's folder, in a directory of all datasets; old folders are removed."""
+        """Return the facts of a dataset's directory, below the directory of all datasets."""
         folder = directory / hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:_NAME]
         # The version of the libraries as well: another one may read what this one cannot.
         facts = cls(folder, version=f"v{PROBE_VERSION}-{av.__version__}-", root=root, recall=recall)
         facts.refresh()
-        facts._tidy()
         return facts
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,8 +109,12 @@ class FileFacts:
         return len(self._facts)
 
     def of(self, path: Path, stat: os.stat_result | None) -> Facts:
-        """The facts of a file, unless it has changed since; none of one without a `stat`."""
-        return NOTHING if stat is None else self._facts.get(_name(*file_version(path, stat)), NOTHING)
+        """Return the facts of a file, unless it has changed since; none of one without a `stat`."""
+        if stat is None:
+            return NOTHING
+        name = _name(*file_version(path, stat))
+        self._used.add(name)
+        return self._facts.get(name, NOTHING)
 
     def keep(self, path: Path, stat: os.stat_result, facts: Facts) -> None:
         """Store further facts of a file."""
@@ -206,8 +211,12 @@ class FileFacts:
                 facts = known._replace(**{part: value for part, value in facts._asdict().items() if value is not None})
             self._facts[name] = facts
 
-    def _tidy(self) -> None:
-        """Compact old log files once there are several, and remove what was not used for long."""
+    def tidy(self) -> None:
+        """Compact old log files once there are several, and remove what was not used for long.
+
+        To be called when all files of a dataset were looked up: those are kept, however many there are, and of others the
+        newest. So no start forgets what the next one needs, and two datasets of one directory do not evict each other.
+        """
         if not self._recall or not self.directory.is_dir():
             return
         try:
@@ -219,9 +228,12 @@ class FileFacts:
                 if age[name] > _FORGOTTEN_S:
                     (self.directory / name).unlink(missing_ok=True)
             quiet = [name for name in mine if age.get(name, 0.0) > _QUIET_S]
-            if len(quiet) > _FEW_FILES or (quiet and len(self._facts) > _MOST_FACTS):
-                kept = list(self._facts.items())[-_MOST_FACTS:]
-                self._log.replace((_line(*one) for one in kept), quiet)
+            limit = max(_MOST_FACTS, 2 * len(self._used))
+            if len(quiet) > _FEW_FILES or (quiet and len(self._facts) > limit):
+                used = [name for name in self._facts if name in self._used]
+                others = [name for name in self._facts if name not in self._used]
+                kept = [*others[max(0, len(self._facts) - limit) :], *used]
+                self._log.replace((_line(name, self._facts[name]) for name in kept), quiet)
             for folder in self.directory.parent.iterdir():
                 # `probe_dir` may hold other things: only what has the name of such a folder is one.
                 ours = len(folder.name) == _NAME and set(folder.name) <= set("0123456789abcdef")
