@@ -53,13 +53,13 @@ setup(
             "utils/*.html",
         ]
     },
-    # Lower bounds are the versions of .ci/lowest.txt, which CI installs and tries, all together. That of torch is the
-    # first version with all that is called: CI has no builds but the newest.
+    # Lower bounds are the versions of .ci/lowest.txt, which CI tries all together, and one a day beside the newest of the
+    # others. That of torch is the first version with all that is called: CI has no builds but the newest.
     install_requires=[
         "torch>=2.6",
         "diffusers>=0.40",
         "transformers>=5.4",
-        "peft>=0.18",
+        "peft>=0.19",
         "accelerate>=1.10",
         "safetensors>=0.8",
         "huggingface_hub>=1.30",
@@ -71,7 +71,7 @@ setup(
         "jinja2>=3",
         "av>=17.1",
         "bitsandbytes>=0.50",
-        "torchao>=0.15",
+        "torchao>=0.16",
         "sentencepiece>=0.2",
         "protobuf>=4.25",
         "numpy>=2.0",

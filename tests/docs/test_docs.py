@@ -66,7 +66,7 @@ mixed_precision
 LEGACY_FLAGS = _LEGACY.split()
 
 #: Flags of other programs, and of other versions, that the pages mention.
-FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "check", "extra"} | {
+FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "check", "extra", "each"} | {
     "nodes", "gpus", "time", "signal", "requeue", "num",  # of sbatch and sky, as far as their first hyphen
     "env", "secret",  # of sky
     "build", "init", "shm", "stop", "network", "device", "ulimit",  # of docker
