@@ -39,8 +39,10 @@ FULL = {"train_steps": 2, "training_type": "full-finetune", "gradient_accumulati
 #: Groups of one: each process holds all weights, and gradients are averaged over the groups.
 HYBRID = {"fsdp": "hybrid", "fsdp_group_size": 1, "sync_each_batch": True}
 MIXED = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp_cpu_offload": True, "train_steps": 2}
-#: The reference model is a frozen copy of the network, which is sharded as well.
-PAIRS = {"method": "dpo", **FULL, "gradient_accumulation_steps": 1, "eval_num_items": 1, "eval_steps": 2}
+#: The reference model is a frozen copy of the network, which is sharded as well. A larger beta multiplies what rounds.
+PAIRS = {
+    "method": "dpo", "dpo": {"beta": 50.0}, **FULL, "gradient_accumulation_steps": 1, "eval_num_items": 1, "eval_steps": 2,
+}  # fmt: skip
 #: The reference model is the network with a frozen adapter, which is sharded as well.
 SECOND_ROUND = {"method": "dpo", "dpo": {"beta": 50.0}, **LORA, "init_from": "{root}/lora"}
 #: Shards are of codes.
