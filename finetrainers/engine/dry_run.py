@@ -7,6 +7,7 @@ from dataclasses import replace
 import tomli_w
 from torch import nn
 
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.config.target import planned_gpu, target_device
@@ -19,8 +20,8 @@ from .init_distributed import check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
 from .preflight import Preflight
-from .ready import check_classes, examine_weights
-from .room import disk_needs, room_warnings
+from .ready import check_classes, collected, examine_weights
+from .room import check_trainable, disk_needs, room_warnings
 from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
 from .trainable import network_without_weights, num_quantizable, trainable_parameters
 
@@ -58,12 +59,21 @@ def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
         ConfigError: the model's parts do not go with the options.
     """
     unseen = why_unseen(checked)
-    check_strategy(checked.config)
+    problems: list[Problem] = []
+    with collected(problems):
+        check_strategy(checked.config, checked.start)
+    with collected(problems):
+        if unseen is None:
+            checked = examine_weights(checked)
+        else:
+            check_classes(checked)
+    with collected(problems):
+        transformer = network_without_weights(checked, stand_in=unseen is not None)
+        check_trainable(checked.config, transformer)
+    if problems:
+        raise ConfigError(problems)
     if unseen is not None:
-        check_classes(checked)
-        return checked, network_without_weights(checked, stand_in=True)
-    checked = examine_weights(checked)
-    transformer = network_without_weights(checked)
+        return checked, transformer
     warnings = room_warnings(checked, disk_needs(checked, transformer))
     return replace(checked, warnings=[*checked.warnings, *warnings]), transformer
 

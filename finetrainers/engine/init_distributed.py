@@ -20,9 +20,12 @@ from finetrainers.parallel.select import open_strategy, planned_strategy
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.device import device_problem
 from finetrainers.utils.gpus import Capability
+from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.process_state import leave_groups, process_groups
 
+from .checkpoints.restore import layout_problem
 from .guards.memory import refusal
+from .resume_plan import Start
 
 
 def join(config: TrainConfig) -> Strategy:
@@ -59,11 +62,15 @@ def make_strategy(config: TrainConfig) -> Strategy:
     return parallel
 
 
-def check_strategy(config: TrainConfig) -> None:
+def check_strategy(config: TrainConfig, start: Start | None = None) -> None:
     """Check what `make_strategy` would, as far as it is known without joining other processes.
 
+    Args:
+        config: the run.
+        start: where it begins; None: nothing is resumed.
+
     Raises:
-        ConfigError: see `make_strategy`.
+        ConfigError: see `make_strategy`; or the optimizer's state is that of another strategy.
     """
     device = target_device(config)
     parallel = planned_strategy(config, device_type=device.type)
@@ -72,6 +79,9 @@ def check_strategy(config: TrainConfig) -> None:
         for problem in _problems(config, parallel, capability=device.capability)
         if not (device.is_elsewhere and problem.is_local)  # which is a warning already
     ]
+    # One process may only plan, for others that are launched together.
+    if start is not None and launched_processes() > 1 and (problem := layout_problem(start, parallel)) is not None:
+        problems.append(problem)
     if problems:
         raise ConfigError(problems)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,15 +112,28 @@ def examine_weights(checked: Preflight) -> Preflight:
     return replace(checked, warnings=[*checked.warnings, *warnings])
 
 
+@contextmanager
+def collected(problems: list[Problem]) -> Iterator[None]:
+    """Within the block, the problems of a configuration are added to a list."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
 def check_classes(checked: Preflight) -> None:
     """Check the classes that a run is about to use, and the servers of its rewards (imports torch).
 
     Raises:
         ConfigError: everything that is wrong.
     """
+    from finetrainers.optim.factory import optimizer_class_problem
+
     config = checked.config
     problem = method_class_problem(config)
     problems = [] if problem is None else [Problem("--method", problem)]
+    if (problem := optimizer_class_problem(config.optimizer)) is not None:
+        problems.append(Problem("--optimizer", problem))
     for option in ("reward", "eval_reward"):
         entries = [entry for entry in config.get(option) if entry.reward.startswith(("http://", "https://"))]
         if entries:
@@ -149,9 +163,11 @@ def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
     config, spec = checked.config, checked.family.load(checked.config.model)
 
     def check_scheduler() -> None:
-        scheduler = spec.load_scheduler()
         try:
+            scheduler = spec.load_scheduler()
             spec.process(scheduler)
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError([Problem("--pretrained_model_name_or_path", str(error))]) from error
         if config.diffusion.flow_resolution_shifting:
@@ -161,18 +177,18 @@ def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
                 raise ConfigError([Problem("--flow_resolution_shifting", str(error))]) from error
 
     checks = [
-        lambda: spec.check_attention_choice(),
-        lambda: check_split(spec, config.parallel.sp_size, config.parallel.sp_mode),
+        spec.check_attention_choice,
+        lambda: check_split(
+            spec, config.parallel.sp_size, config.parallel.sp_mode, dropout=config.training.lora_dropout
+        ),
         lambda: check_number_of_blocks(config, spec),
         check_scheduler,
         *([lambda: method_spec(config).check(checked.plan, config, spec=spec)] if plan_known else []),
     ]
     problems: list[Problem] = []
     for check in checks:
-        try:
+        with collected(problems):
             check()
-        except ConfigError as error:
-            problems += error.problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 

@@ -16,6 +16,7 @@ from finetrainers.data.buckets.windows import windows_by_item
 from finetrainers.memory.estimate import optimizer_state_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import DTYPES
+from finetrainers.optim.factory import check_weights
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import file_size
@@ -109,17 +110,32 @@ def room_warnings(checked: Preflight, needs: Needs) -> list[str]:
     return []
 
 
+def check_trainable(config: TrainConfig, network: nn.Module) -> None:
+    """Check that the optimizer can update what is trained of a network, which may lie on the meta device.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        check_weights(network.parameters(), config.optimizer)
+    except ValueError as error:
+        raise ConfigError([Problem("--optimizer", str(error))]) from error
+
+
 def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
     """Refuse a run that the disk cannot hold, as rank 0 sees it; warnings. Every rank must call it.
 
     Raises:
-        ConfigError: the disk has too little room, or LoRA targets match nothing; on every rank.
+        ConfigError: the disk has too little room, LoRA targets match nothing, or the optimizer cannot update their weights; on
+            every rank.
     """
     warnings: list[str] = []
     problems: list[Problem] = []
     if parallel.is_main:
         try:
-            warnings = room_warnings(checked, disk_needs(checked, network_without_weights(checked)))
+            network = network_without_weights(checked)
+            check_trainable(checked.config, network)
+            warnings = room_warnings(checked, disk_needs(checked, network))
         except ConfigError as error:
             problems = error.problems
     problems = parallel.same_on_all(problems)

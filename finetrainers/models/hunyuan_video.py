@@ -23,13 +23,14 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, LlamaModel, LlamaTokenizerFast
 
+from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Activations
 
 from . import common, hunyuan_image_text
 from .attention import Attend, set_processors
 from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype, unwrap
-from .files import read_configs
+from .files import folder_on_disk, option_of, read_configs, read_json
 from .flops import Attends
 from .sequence import TokenPlan
 from .spec import ModelSpec
@@ -39,6 +40,12 @@ TRAINING_GUIDANCE = 1.0
 
 #: Both embedders expect their scalars, the noise level and the guidance scale, in thousandths.
 EMBEDDING_SCALE = 1000.0
+
+
+_PADS_LEFT = (
+    "the tokenizer pads prompts on the left, but HunyuanVideo crops its prompt template from the left; set "
+    '"padding_side": "right" in its tokenizer_config.json'
+)
 
 
 class HunyuanAttnProcessor(HunyuanVideoAttnProcessor2_0):
@@ -175,6 +182,16 @@ class HunyuanVideoSpec(ModelSpec):
 
     text_varies = True  # at batch size 1
 
+    def examine(self) -> tuple[list[Problem], list[str]]:
+        """See `ModelSpec.examine`; also of the tokenizer, how it pads."""
+        problems, warnings = super().examine()
+        folder = folder_on_disk(self.config, "tokenizer")
+        path = None if folder is None else folder / "tokenizer_config.json"
+        settings = read_json(path) if path is not None and path.is_file() else {"padding_side": "right"}
+        if settings.get("padding_side", LlamaTokenizerFast.padding_side) != "right":
+            problems.append(Problem(option_of(self.config, "tokenizer"), _PADS_LEFT))
+        return problems, warnings
+
     def load_text_encoders(self) -> Parts:
         """LLaMA and CLIP with their tokenizers.
 
@@ -183,10 +200,7 @@ class HunyuanVideoSpec(ModelSpec):
         """
         tokenizer = common.load_part(LlamaTokenizerFast.from_pretrained, self.config, "tokenizer")
         if tokenizer.padding_side != "right":
-            raise ValueError(
-                "the tokenizer pads prompts on the left, but HunyuanVideo crops its prompt template from the left; "
-                'set "padding_side": "right" in its tokenizer_config.json'
-            )
+            raise ValueError(_PADS_LEFT)
         return super().load_text_encoders()
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:

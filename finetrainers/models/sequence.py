@@ -35,7 +35,7 @@ from finetrainers.config.parallel import SpMode, heads_problem, ring_problem
 from .attention import Attend, set_processors
 from .batch import even_bounds
 from .ring import ring_attention
-from .sequence_dropout import split_dropout
+from .sequence_dropout import no_streams, split_dropout
 
 
 @dataclass(frozen=True)
@@ -192,13 +192,14 @@ class SplitAttend(Attend):
         return got.unflatten(0, (size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
-def check_split(spec: Any, size: int, mode: SpMode = "ulysses") -> None:
+def check_split(spec: Any, size: int, mode: SpMode = "ulysses", *, dropout: float = 0.0) -> None:
     """Refuse to split clips over `size` processes where the network cannot be; before it is loaded.
 
     Args:
         spec: of the model.
         size: how many processes share a clip.
         mode: what they exchange.
+        dropout: of a LoRA.
 
     Raises:
         ConfigError: the family has no `token_plan`, the heads of its network do not divide, or its attention does not go
@@ -208,6 +209,8 @@ def check_split(spec: Any, size: int, mode: SpMode = "ulysses") -> None:
     if size > 1 and spec.token_plan is None:
         message = f"{spec.name} does not tell where its network can be split (`ModelSpec.token_plan`); leave it out"
         raise ConfigError([Problem("--sp_size", message)])
+    if size > 1 and dropout > 0 and not spec.streams:
+        raise ConfigError([Problem("--sp_size", no_streams(spec, "the LoRA"))])
     if mode == "ulysses" and heads is not None and heads % size:
         raise ConfigError([Problem("--sp_size", heads_problem(heads, size))])
     if mode == "ring" and size > 1 and (problem := ring_problem(spec.config.attn_backend)) is not None:

@@ -50,6 +50,11 @@ class SplitDropout(nn.Dropout):
         return (tokens * kept * (1 / (1 - self.p))).view_as(x)
 
 
+def no_streams(spec: Any, name: str) -> str:
+    """Return why a layer with dropout cannot be split."""
+    return f"{spec.name} does not tell which tokens go through {name} (`ModelSpec.streams`); leave dropout out"
+
+
 def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
     """Put `SplitDropout` in the place of each dropout that sees parts of clips, a LoRA's included; in place.
 
@@ -66,10 +71,7 @@ def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
         if not isinstance(module, nn.Dropout) or module.p == 0:
             continue
         if not spec.streams:
-            message = (
-                f"{spec.name} does not tell which tokens go through {name} (`ModelSpec.streams`); leave dropout out"
-            )
-            raise ConfigError([Problem("--sp_size", message)])
+            raise ConfigError([Problem("--sp_size", no_streams(spec, name))])
         stream = stream_of(name, spec.streams)
         if stream not in ("text", "prompt") and not name.startswith(tuple(f"{output}." for output in plan.outputs)):
             split = SplitDropout(module.p, sequence, stream, text_first=bool(plan.text_first))

@@ -44,12 +44,9 @@ def create_optimizer(
         ImportError: its package is not installed; the message names the pip extra.
     """
     weights = [p for p in parameters if p.requires_grad]
-    if not weights:
-        raise ValueError("no trainable parameters: check target_modules and training_type")
+    check_weights(weights, config)
     name = resolve_name(config)
     recipe = RECIPES[name]
-    if recipe.matrices_only:
-        _check_matrices(weights, name)
     if config.use_cpu_offload_optimizer:
         return _offloaded(weights, name, recipe, config=config, lr=lr)
 
@@ -72,9 +69,27 @@ def create_optimizer(
     return optimizer
 
 
-def _check_matrices(weights: list[Parameter], name: str) -> None:
+def optimizer_class_problem(config: OptimizerSection) -> str | None:
+    """Return why the class of an optimizer cannot be had, or None if it can; imports its library."""
+    name = resolve_name(config)
+    try:
+        _import_class(name, RECIPES[name], RECIPES[name].target)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def check_weights(parameters: Iterable[Parameter], config: OptimizerSection) -> None:
+    """Check that an optimizer can update these weights, of which only the shapes are read.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    weights, name = [p for p in parameters if p.requires_grad], resolve_name(config)
+    if not weights:
+        raise ValueError("no trainable parameters: check target_modules and training_type")
     others = sum(p.ndim != 2 for p in weights)
-    if others:
+    if RECIPES[name].matrices_only and others:
         raise ValueError(
             f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
             "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"

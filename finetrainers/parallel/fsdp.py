@@ -75,8 +75,8 @@ class FSDP(Strategy):
         shape, names = (self.world_size // size, size)[first:], ("copy", "shard")[first:]
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
-    def _apply(self, options: ParallelSection) -> None:
-        super()._apply(options)
+    def _apply(self, config: TrainConfig, options: ParallelSection) -> None:
+        super()._apply(config, options)
         size, processes = options.fsdp_group_size or self.world_size, self.world_size
         if processes % size and processes > 1:  # one process may only plan
             message = f"{processes} processes do not divide into groups of {size}; use a divisor"

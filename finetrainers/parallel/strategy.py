@@ -130,7 +130,7 @@ class Strategy(Ranks):
             # Neighbors, which are on one machine where their number divides its processes.
             shape, names = (self.data_size, options.sp_size), ("data", "sequence")
             self.sequence_group = init_device_mesh(self.device.type, shape, mesh_dim_names=names).get_group("sequence")
-        self._apply(options)
+        self._apply(config, options)
 
     @classmethod
     def planned(cls, config: TrainConfig, options: ParallelSection, *, device_type: str) -> Strategy:
@@ -152,10 +152,10 @@ class Strategy(Ranks):
             mixed_precision=_mixed_precision(config) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
             state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=backend)),
         )
-        strategy._apply(options)
+        strategy._apply(config, options)
         return strategy
 
-    def _apply(self, options: ParallelSection) -> None:
+    def _apply(self, config: TrainConfig, options: ParallelSection) -> None:
         """Set the attributes that depend on options and on the number of processes."""
         if options.sp_size > 1:
             self.why_no_retry = (

@@ -164,11 +164,6 @@ class ZeRO(Strategy):
         shared_memory = [] if torch.cuda.is_available() else ["deepspeed_shm_comm"]
         note_compiling([*shared_memory, *(["cpu_adam"] if options.zero_offload else [])])
         super().__init__(config, options)
-        stage = self._plugin.zero_stage
-        self.optimizer_shards = self.world_size
-        # Each process has a part of its own.
-        self.optimizer_layout = _LAYOUT.format(stage=stage, processes=self.world_size)
-        self._reshards = config.optimizer.optimizer in _RESHARDED and not config.optimizer.use_8bit_bnb
         complete_settings(
             self._plugin.deepspeed_config, batch_size=config.dataloader.batch_size, accumulation=self.accumulation,
             processes=self.world_size, max_grad_norm=self.max_grad_norm,
@@ -182,14 +177,18 @@ class ZeRO(Strategy):
         _check_environment()
         return super().planned(config, options, device_type=device_type)
 
-    def _apply(self, options: ParallelSection) -> None:
-        super()._apply(options)
+    def _apply(self, config: TrainConfig, options: ParallelSection) -> None:
+        super()._apply(config, options)
         # A launcher's file may name a file of DeepSpeed, which accelerate has read.
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         stage = options.zero_stage if plugin is None else plugin.zero_stage
         if not stage:
             message = "ZeRO stage 0 splits nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
             raise ConfigError([Problem("DeepSpeed", message)])
+        self.optimizer_shards = self.world_size
+        # Each process has a part of its own.
+        self.optimizer_layout = _LAYOUT.format(stage=stage, processes=self.world_size)
+        self._reshards = config.optimizer.optimizer in _RESHARDED and not config.optimizer.use_8bit_bnb
         self._splits_weights = stage == 3
         self.forward_is_collective = self._splits_weights
         self.weights_are_whole = self.takes_integer_weights = self.compiles_blocks = not self._splits_weights

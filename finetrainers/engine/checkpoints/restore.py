@@ -39,15 +39,22 @@ def check_restorable(start: Start, parallel: Strategy) -> None:
             f"rank {parallel.rank} would start from {wanted}, rank 0 from {agreed}; do all see one disk?"
         )
     parallel.raise_if_any_failed(error, "choosing a checkpoint")
+    if (problem := layout_problem(start, parallel)) is not None:
+        raise ConfigError([problem])
+
+
+def layout_problem(start: Start, parallel: Strategy) -> Problem | None:
+    """Return why a strategy, joined or planned, cannot read the optimizer's state of a checkpoint, or None if it can."""
     if start.checkpoint is None or "optimizer" in start.resets:
-        return
+        return None
     then, now = read_state(start.checkpoint)["engine"], parallel.optimizer_layout
-    if not parallel.reads_optimizer_of(then):
-        message = (
-            f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same way, or "
-            "start the optimizer from scratch with --reset optimizer"
-        )
-        raise ConfigError([Problem("--resume_from_checkpoint", message)])
+    if parallel.reads_optimizer_of(then):
+        return None
+    message = (
+        f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same way, or "
+        "start the optimizer from scratch with --reset optimizer"
+    )
+    return Problem("--resume_from_checkpoint", message)
 
 
 def find_damage(start: Start, parallel: Ranks) -> dict[Path, str]:

@@ -19,20 +19,30 @@ from .prompts import ENCODED_KEYS, ENCODED_LIST, IMAGE_KEY, Prompt
 _OPTION = "--prompt_embeddings_dir"
 
 
-def embeddings_writer(
-    folder: Path, plan: PromptPlan, *, spec: ModelSpec, parallel: Any
-) -> Callable[[TextConditioning], None]:
-    """What writes the training prompts into a folder once they are encoded; all ranks call it, and share the work.
+def check_embeddings(plan: PromptPlan, *, writes: bool, spec: ModelSpec) -> None:
+    """Check that the family reads prompts that were encoded elsewhere, and writes them, where it has to.
 
     Raises:
-        ConfigError: the prompts are encoded already, or the family has no such format.
+        ConfigError: it has no such format, or the prompts to be written are encoded already.
     """
-    if any(prompt.embedding is not None for prompt in plan.prompts):
+    encoded = any(prompt.embedding is not None for prompt in (*plan.prompts, *plan.eval_prompts))
+    if encoded and type(spec).given_text is ModelSpec.given_text:
+        message = f"{spec.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl"
+        raise ConfigError([Problem("--prompts", message)])
+    if not writes:
+        return
+    if encoded:
         raise ConfigError([Problem(_OPTION, "the prompts are encoded already; give --prompts a .txt or .jsonl file")])
     try:
         spec.to_given_text(Conditions({n: torch.zeros(1, *shape) for n, shape in spec.text_shapes().items()}))
     except ValueError as error:
         raise ConfigError([Problem(_OPTION, f"{error}; remove it")]) from None
+
+
+def embeddings_writer(
+    folder: Path, plan: PromptPlan, *, spec: ModelSpec, parallel: Any
+) -> Callable[[TextConditioning], None]:
+    """Return what writes the training prompts into a folder once they are encoded; all ranks call it, and share the work."""
 
     def write(texts: TextConditioning) -> None:
         with parallel.raise_on_all_ranks(f"writing {_OPTION}"):

@@ -13,7 +13,6 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from finetrainers.config.errors import ConfigError
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.clip import Picture
 from finetrainers.data.cache.store import CacheError
@@ -25,7 +24,7 @@ from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats, dec
 from finetrainers.utils.text import plural
 
 from .images import Given, Pictures, encode_images
-from .plan import PromptPlan, image_problems
+from .plan import PromptPlan
 from .prompts import Prompt, PromptOrder
 from .selective_rollouts import SelectiveRollouts
 
@@ -90,13 +89,7 @@ class PromptSource:
         self._row = lru_cache(maxsize=max(1, _MEMORY // row))(self._cut_row)
 
     def _take_images(self, config: TrainConfig, clip_encoders: Parts) -> None:
-        """Encode the prompts' images.
-
-        Raises:
-            ConfigError: the model, which for those of the hub is known only now, cannot be given them.
-        """
-        if problems := [*image_problems(self.plan, self.spec.facts)]:
-            raise ConfigError(problems)
+        """Encode the prompts' images."""
         pictures = [
             image for prompt in (*self.plan.prompts, *self.plan.eval_prompts) if (image := self.plan.picture(prompt))
         ]

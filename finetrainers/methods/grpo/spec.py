@@ -64,8 +64,10 @@ class RewardFinetuning(MethodSpec):
         return [f"{kind}checkpoint-{rollout}-0"] if config.grpo.dancegrpo_files and not rest else []
 
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
+        from .prompt_embeddings import check_embeddings
         from .tables import check_noise
 
+        check_embeddings(plan, writes=config.grpo.prompt_embeddings_dir is not None, spec=spec)
         section, steps = config.grpo, config.training.train_steps
         rollouts = None if steps is None else steps // section.updates_per_rollout
         if section.selective_rollouts < 1 and rollouts and rollouts * section.prompts_per_step <= len(plan.prompts):
