@@ -16,14 +16,14 @@ from finetrainers.memory.fit import fits
 from finetrainers.methods.registry import method_spec
 from finetrainers.utils.text import plural
 
-from .init_distributed import check_strategy
+from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
 from .preflight import Preflight
 from .ready import check_classes, collected, examine_weights
 from .room import check_trainable, disk_needs, room_warnings
 from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
-from .trainable import network_without_weights, num_quantizable, trainable_parameters
+from .trainable import network_without_weights, num_quantizable, trainable_dtype, trainable_parameters
 
 #: Asked of this invocation, not of the run.
 _OF_THIS_COMMAND = ("dry_run", "gpu", "verbose")
@@ -61,7 +61,13 @@ def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
     unseen = why_unseen(checked)
     problems: list[Problem] = []
     with collected(problems):
-        check_strategy(checked.config, checked.start)
+        is_here = not target_device(checked.config).is_elsewhere
+        if is_here:
+            check_device()
+        parallel = check_strategy(checked.config, checked.start)
+        if unseen is None and is_here:
+            spec, dtype = checked.family.load(checked.config.model), trainable_dtype(checked.config)
+            spec.check_attention(parallel.device, parallel.compute_dtype(dtype))
     with collected(problems):
         if unseen is None:
             checked = examine_weights(checked)
@@ -69,7 +75,8 @@ def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
             check_classes(checked)
     with collected(problems):
         transformer = network_without_weights(checked, stand_in=unseen is not None)
-        check_trainable(checked.config, transformer)
+        if unseen is None:
+            check_trainable(checked.config, transformer, checked.family.load(checked.config.model))
     if problems:
         raise ConfigError(problems)
     if unseen is not None:

@@ -34,9 +34,7 @@ def join(config: TrainConfig) -> Strategy:
     Raises:
         ConfigError: a GPU that torch cannot use.
     """
-    unusable = device_problem()
-    if unusable is not None:
-        raise ConfigError([Problem("GPU", unusable)])
+    check_device()
     torch.backends.cuda.matmul.allow_tf32 = config.run.allow_tf32
     torch.backends.cudnn.allow_tf32 = config.run.allow_tf32
     groups = process_groups()
@@ -62,12 +60,26 @@ def make_strategy(config: TrainConfig) -> Strategy:
     return parallel
 
 
-def check_strategy(config: TrainConfig, start: Start | None = None) -> None:
+def check_device() -> None:
+    """Refuse to train on the CPU of a machine whose GPU torch cannot use.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    unusable = device_problem()
+    if unusable is not None:
+        raise ConfigError([Problem("GPU", unusable)])
+
+
+def check_strategy(config: TrainConfig, start: Start | None = None) -> Strategy:
     """Check what `make_strategy` would, as far as it is known without joining other processes.
 
     Args:
         config: the run.
         start: where it begins; None: nothing is resumed.
+
+    Returns:
+        The strategy, which has joined no process: its attributes alone can be used.
 
     Raises:
         ConfigError: see `make_strategy`; or the optimizer's state is that of another strategy.
@@ -84,6 +96,7 @@ def check_strategy(config: TrainConfig, start: Start | None = None) -> None:
         problems.append(problem)
     if problems:
         raise ConfigError(problems)
+    return parallel
 
 
 def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:

@@ -13,9 +13,10 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.windows import windows_by_item
+from finetrainers.memory.casting import castable_layers
 from finetrainers.memory.estimate import optimizer_state_bytes
 from finetrainers.methods.registry import method_spec
-from finetrainers.models.spec import DTYPES
+from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.factory import check_weights
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.launch import launched_processes
@@ -23,7 +24,7 @@ from finetrainers.utils.text import file_size
 
 from .initial_weights import INITIAL_LORA
 from .preflight import Preflight
-from .trainable import network_without_weights, trainable_parameters
+from .trainable import network_without_weights, num_quantizable, trainable_parameters
 
 #: Of a sampled video: bytes a pixel and frame of H.264, and of the eight frames of its contact sheet.
 _VIDEO_BYTES, _SHEET_BYTES, _SHEET_FRAMES = 0.1, 1.5, 8
@@ -110,16 +111,23 @@ def room_warnings(checked: Preflight, needs: Needs) -> list[str]:
     return []
 
 
-def check_trainable(config: TrainConfig, network: nn.Module) -> None:
-    """Check that the optimizer can update what is trained of a network, which may lie on the meta device.
+def check_trainable(config: TrainConfig, network: nn.Module, spec: ModelSpec) -> None:
+    """Check that a network can be trained as the options say, from its layers; it may lie on the meta device.
 
     Raises:
         ConfigError: it cannot.
     """
+    memory = config.memory
     try:
         check_weights(network.parameters(), config.optimizer)
     except ValueError as error:
         raise ConfigError([Problem("--optimizer", str(error))]) from error
+    skip = memory.layerwise_upcasting_skip_modules_pattern
+    if memory.layerwise_upcasting_modules and not castable_layers(network, skip_modules_pattern=skip):
+        message = f"leaves no layer to store in 8 bits: {' '.join(skip)}; name fewer modules"
+        raise ConfigError([Problem("--layerwise_upcasting_skip_modules_pattern", message)])
+    if memory.quantize_frozen != "none":
+        num_quantizable(network, config, spec)
 
 
 def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
@@ -134,7 +142,7 @@ def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
     if parallel.is_main:
         try:
             network = network_without_weights(checked)
-            check_trainable(checked.config, network)
+            check_trainable(checked.config, network, checked.family.load(checked.config.model))
             warnings = room_warnings(checked, disk_needs(checked, network))
         except ConfigError as error:
             problems = error.problems
