@@ -40,9 +40,9 @@ AFTER = {
         engine/checkpoints/publish.py: reserve
         engine/checkpoints/restore.py: check_restorable
         engine/export.py: upload
-        engine/init_distributed.py: make_strategy
+        engine/init_distributed.py: _gpu_problems, make_strategy
         engine/load_work.py: _check_same_plan
-        engine/lock.py: exclusive 2
+        engine/lock.py: exclusive 2, unused
         engine/once_per_node.py: _ask 2
         engine/ready.py: check_rewards 2
         engine/room.py: check_room
@@ -50,6 +50,7 @@ AFTER = {
         models/family.py: _fetch 2
         models/hub_help.py: fetch_config 3
         parallel/fsdp.py: FSDP.__init__ 2
+        parallel/pulse.py: Pulse.waiting
         parallel/ranks.py: Ranks.raise_if_any_failed, _host_group
         parallel/strategy.py: Strategy.__init__ 3
         parallel/zero.py: ZeRO.__init__ 2
@@ -75,7 +76,8 @@ AFTER = {
     """,
     "The values of weights and of other large files, which are read when they are loaded.": """
         engine/checkpoints/restore.py: _restore_optimizer
-        engine/trainable.py: _set_adapter 2, load_trainable_transformer, put_averages
+        engine/initial_weights.py: stored_lora
+        engine/trainable.py: _set_adapter 2, load_trainable_transformer, put_averages, store_initial_lora
         methods/dpo/method.py: DPO.load_state_dict
         methods/grpo/nft.py: NFT.load_state_dict
         methods/grpo/rollout_method.py: RolloutMethod.load_state_dict
@@ -124,7 +126,7 @@ AFTER = {
     """,
     "A mistake of whoever calls the function, which no configuration makes; or a call from Python that is no run.": """
         data/loading/training_data.py: TrainingData._as_neighbors
-        engine/sizes_plan.py: plan_sizes
+        engine/sizes_plan.py: plan_sizes 2
         engine/training.py: TrainResult.pipeline
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
