@@ -34,7 +34,10 @@ def load_texts(
     config, plan = checked.config, checked.plan
     _check_same_plan(plan, parallel)
     shown = plan.shown_texts() if spec.facts.text_sees_image else None
-    texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel, shown=shown)
+    texts = TextCache(
+        plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel, shown=shown,
+        needs_empty=plan.needs_empty_text,
+    )  # fmt: skip
     write = method_spec(config).text_writer(plan, config, spec=spec, parallel=parallel)
     conditioning, prompts = _conditioned(checked, spec, parallel, watchdog, texts=texts, samples_in=samples_in)
     if write is not None:
@@ -56,7 +59,8 @@ def _conditioned(
     cached = method_spec(config).caches_texts(config)
     sampling = samples_in if checked.sampled else None
     if cached and sampling is None and (recalled := texts.recall()) is not None:
-        print_line("text encoders are not loaded: every caption is in the cache")
+        where = "is in the cache" if checked.needs_text else "came encoded"
+        print_line(f"text encoders are not loaded: every caption {where}")
         return recalled, None
     with loading(checked, "text encoder"):
         encoders = parallel.in_turns(

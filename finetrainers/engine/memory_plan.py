@@ -78,6 +78,7 @@ class RunMemory:
             parts={part: size for part, size in parts.items() if size is not None},
             rewards=rewards,
             scoring=scoring,
+            encodes_text=checked.needs_text,
             checkpoint_bytes=needs.checkpoint,
             total=weights.total,
             trained=weights.trained,

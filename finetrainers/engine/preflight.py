@@ -76,6 +76,11 @@ class Preflight:
         return [*self.prompts, *self.scored]
 
     @property
+    def needs_text(self) -> bool:
+        """Whether a text must be encoded, or found in the cache: not if all came encoded."""
+        return bool(self.sampled or self.plan.needs_empty_text or self.plan.all_captions())
+
+    @property
     def sizes(self) -> list[tuple[int, int, int]]:
         """Of all clips that are trained on, and of all samples."""
         return _sizes(self.plan, self.sampled)

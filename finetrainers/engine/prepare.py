@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from finetrainers.data.loading.precompute import Encoded
 from finetrainers.data.loading.text_conditioning import cache_directory
+from finetrainers.methods.registry import method_spec
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.utils.faults import arm_faults
 from finetrainers.utils.phases import LOADING, phase
-from finetrainers.utils.text import duration, file_size
+from finetrainers.utils.text import duration, file_size, plural
 
 from .dry_run import dry_run_report
 from .guards.memory import memory_advice
@@ -44,8 +46,15 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
             encoded = _encode(checked, parallel, watchdog)
         for what, counts in encoded.items():
             print_line(_summary(what, counts))
-        seconds = time.monotonic() - started
-        print_line(f"done in {duration(seconds)}; cache: {cache_directory(config)}{_how_to_train(checked)}")
+        done = f"done in {duration(time.monotonic() - started)}"
+        scratch = method_spec(config).scratch_cache(config)
+        if scratch is None:
+            print_line(f"{done}; cache: {cache_directory(config)}{_how_to_train(checked)}")
+        else:
+            parallel.barrier()
+            if parallel.is_main:
+                shutil.rmtree(scratch)
+            print_line(f"{done}; {plural(checked.plan.count, checked.plan.noun)} in {scratch.parent}")
     return encoded
 
 

@@ -47,8 +47,10 @@ def print_first_line(checked: Preflight, *, before: str = "") -> None:
 
 
 def sizes_on_disk(checked: Preflight) -> dict[str, int | None]:
-    """Bytes of each network's weight files, by what it is called; None where they are not on this disk."""
-    return {part_name(part): size for part, size in checked.family.weights_on_disk(checked.config.model).items()}
+    """Bytes of the weight files of each network that is loaded, by what it is called; None where they are not on this disk."""
+    sizes = checked.family.weights_on_disk(checked.config.model).items()
+    left_out = () if checked.needs_text else checked.facts.text_parts
+    return {part_name(part): size for part, size in sizes if part not in left_out}
 
 
 def part_name(part: str) -> str:

@@ -58,6 +58,7 @@ class Surroundings:
         parts: bytes of each frozen network as it is loaded, by part; what is not known is not in it.
         rewards: bytes of the networks of rewards; None: not known.
         scoring: bytes that rewards take while they score, besides; None: not known.
+        encodes_text: whether text encoders are loaded at all.
         text_bytes: bytes that encoding a batch of captions takes besides the encoders.
         checkpoint_bytes: of a checkpoint.
         total, trained: weights of the network, and how many of them are trained.
@@ -73,6 +74,7 @@ class Surroundings:
     parts: Mapping[str, float] = field(default_factory=dict)
     rewards: float | None = 0.0
     scoring: float | None = 0.0
+    encodes_text: bool = True
     text_bytes: float = 0.0
     checkpoint_bytes: float = 0.0
     total: int = 0
@@ -186,7 +188,7 @@ class _Phases:
         self.samples = method.samples
         self.cached = method.caches_texts(config)
         self.precomputed = config.data.precompute_conditions and bool(around.encoded)
-        self.texts = {name: parts[name] for name in facts.text_parts if name in parts}
+        self.texts = {name: parts[name] for name in facts.text_parts if name in parts and around.encodes_text}
         self.clip_parts = {name: parts[name] for name in facts.clip_parts if name in parts}
         self.vae = {"vae": parts["vae"]} if "vae" in parts else {}
         #: On the GPU while clips are sampled, otherwise in host memory.
@@ -220,7 +222,9 @@ class _Phases:
 
     def on_gpu(self) -> dict[str, Mapping[str, float]]:
         """What each phase holds, by phase; those that the run does not have are left out."""
-        found = {LOADING: self._loading(), ENCODING_TEXT: self._encoding_text(), TRAINING_STEP: self._training()}
+        found = {LOADING: self._loading(), TRAINING_STEP: self._training()}
+        if self.around.encodes_text:
+            found[ENCODING_TEXT] = self._encoding_text()
         if self.around.encoded:
             found[ENCODING_CLIPS] = self._encoding_clips()
         if self.samples:

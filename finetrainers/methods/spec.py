@@ -117,6 +117,11 @@ class WorkPlan(Protocol):
         """All texts that the text encoders may be given."""
         ...
 
+    @property
+    def needs_empty_text(self) -> bool:
+        """Whether the text encoders must have seen the empty prompt."""
+        ...
+
     def shown_texts(self) -> Sequence[tuple[str, Any]]:
         """The same, each with the clip or the image that it is encoded with; see `Facts.text_sees_image`."""
         ...
@@ -304,6 +309,14 @@ class MethodSpec:
         Raises:
             ConfigError: they cannot be written.
         """
+        return None
+
+    def needs_text(self, config: TrainConfig) -> bool:
+        """Whether text encoders are needed for training, as far as the options say; validation samples need them, too."""
+        return True
+
+    def scratch_cache(self, config: TrainConfig) -> Path | None:
+        """Return a cache that a preparation only works in and that goes when it is done, or None if the cache is the result."""
         return None
 
     def for_preparing(self, config: TrainConfig) -> TrainConfig:

@@ -138,6 +138,11 @@ class DatasetPlan:
         """All clips that the VAE may encode: in every bucket, and each segment that windows share once."""
         return list(encoded_clips((*all_cuts(self.clips), *self.eval_clips)))
 
+    @property
+    def needs_empty_text(self) -> bool:
+        """Whether the text encoders must have seen the empty prompt, as caption dropout needs."""
+        return True
+
     def all_captions(self) -> list[str]:
         """All captions that may be encoded, and all prior prompts."""
         captions = [caption for clip in (*self.clips, *self.eval_clips) for caption in clip.all_captions]

@@ -42,20 +42,22 @@ class TextCache:
 
     def __init__(
         self, texts: Sequence[str], noun: str, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks,
-        shown: Sequence[tuple[str, Shown]] | None = None,
+        shown: Sequence[tuple[str, Shown]] | None = None, needs_empty: bool = True,
     ) -> None:  # fmt: skip
         """Args:
-        texts: all texts; the empty prompt comes in addition.
+        texts: all texts.
         noun: what they are, in words.
         config: the run.
         spec: of the model.
         parallel: the processes of the run, which share the work.
         shown: the texts with what each is encoded with, where text encoders see images; else None.
+        needs_empty: whether the empty prompt is needed besides.
         """
         self.texts = texts if shown is None else ()
         self.shown = set(shown or ())
         if self.shown and config.data.caption_dropout_p > 0 and config.data.caption_dropout_technique == "empty":
             self.shown |= {("", one) for _, one in self.shown}
+        self.empty = ("",) if needs_empty else ()
         self.noun = noun
         self.config = config
         self.spec = spec
@@ -69,9 +71,11 @@ class TextCache:
         The encoders are known by their files, as long as these are as they were when they were loaded for this cache.
         """
         self._keys.cache.hold()
+        wanted: set[tuple[str, Shown | None]] = {(text, None) for text in (*self.empty, *self.texts)} | self.shown
+        if not wanted:  # every text came encoded
+            return TextConditioning(self._keys, None, Encoded())
         found = recall_files(self._directory, self.spec)
         keys = replace(self._keys, text_identity=found or "")
-        wanted: set[tuple[str, Shown | None]] = {(text, None) for text in ("", *self.texts)} | self.shown
         if found is not None:
             keys.digests.learn({one.path for _, one in self.shown})
             if keys.cache.missing(keys.text(*one) for one in wanted):

@@ -31,6 +31,8 @@ class PromptPlan:
         size: of every clip, frames x height x width.
         num_tokens: video tokens of a clip, by which some schedules shift noise levels.
         fps: frame rate at which rewards see the clips.
+        guided: whether clips are sampled with guidance, which needs the empty prompt.
+        empty: the encoded empty prompt, if it came with encoded prompts.
     """
 
     prompts: tuple[Prompt, ...]
@@ -41,6 +43,8 @@ class PromptPlan:
     fingerprint: str
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    guided: bool = True
+    empty: Prompt | None = None
 
     noun = "prompt"
     fingerprint_of = "prompts"
@@ -89,6 +93,11 @@ class PromptPlan:
     def all_captions(self) -> list[str]:
         """The prompts that are not given as tensors."""
         return [prompt.text for prompt in (*self.prompts, *self.eval_prompts) if prompt.embedding is None]
+
+    @property
+    def needs_empty_text(self) -> bool:
+        """Whether the text encoders must have seen the empty prompt."""
+        return bool(self.all_captions()) or (self.guided and self.empty is None)
 
     def encoded_clips(self) -> tuple[()]:
         """None: clips are sampled."""
@@ -168,4 +177,6 @@ def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:
         fingerprint=train.fingerprint,
         warnings=train.warnings + (held.warnings if held else ()),
         notes=train.notes + (held.notes if held else ()),
+        guided=section.rollout_cfg != 1.0,
+        empty=train.empty,
     )

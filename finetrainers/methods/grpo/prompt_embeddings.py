@@ -14,7 +14,7 @@ from finetrainers.models.spec import Conditions, ModelSpec
 from finetrainers.utils.files import write_json_atomic
 
 from .plan import PromptPlan
-from .prompts import ENCODED_KEYS, ENCODED_LIST, IMAGE_KEY, Prompt
+from .prompts import EMPTY_FILE, ENCODED_KEYS, ENCODED_LIST, IMAGE_KEY, Prompt
 
 _OPTION = "--prompt_embeddings_dir"
 
@@ -49,7 +49,9 @@ def embeddings_writer(
             for number in range(parallel.rank, len(plan.prompts), parallel.world_size):
                 prompt = plan.prompts[number]
                 shown = plan.picture(prompt) if texts.keys.texts_see_images else None
-                _write(folder, number, prompt, texts, texts.keys.text(prompt.text, shown), spec)
+                _write(folder, f"{number}.pt", prompt, texts, texts.keys.text(prompt.text, shown), spec)
+            if parallel.rank == 0:
+                _write(folder, EMPTY_FILE, Prompt("", ""), texts, texts.keys.text(""), spec)
         if parallel.rank == 0:  # the others have written theirs, or have failed here, too
             rows = [
                 {**dict.fromkeys(ENCODED_KEYS, f"{number}.pt"), "caption": prompt.text, **_image(prompt)}
@@ -66,7 +68,7 @@ def _image(prompt: Prompt) -> dict[str, str]:
 
 
 def _write(
-    folder: Path, number: int, prompt: Prompt, texts: TextConditioning, key: str, spec: ModelSpec
+    folder: Path, file: str, prompt: Prompt, texts: TextConditioning, key: str, spec: ModelSpec
 ) -> None:  # fmt: skip
     """Write a prompt's two files; the cache has it under the key."""
     cache = texts.keys.cache
@@ -74,7 +76,7 @@ def _write(
     if entry is None:
         raise FileNotFoundError(f"{prompt.text!r} has gone from {cache.directory}; run the same command again")
     for name, tensor in zip(ENCODED_KEYS.values(), spec.to_given_text(Conditions(entry)), strict=True):
-        path = folder / name / f"{number}.pt"
+        path = folder / name / file
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")
         torch.save(tensor, unfinished)

@@ -30,6 +30,8 @@ IMAGE_KEY = "image"
 ENCODED_KEYS = {"prompt_embed_path": "prompt_embed", "prompt_attention_mask": "prompt_attention_mask"}
 #: The file itself, as DanceGRPO's preprocessing names it.
 ENCODED_LIST = "videos2caption.json"
+#: The file of the empty prompt in these folders, which guidance needs; the list does not name it.
+EMPTY_FILE = "empty_prompt.pt"
 
 _SHOWN = 3  # repeated prompts named in a warning
 
@@ -64,12 +66,14 @@ class PromptFile:
         fingerprint: hex digest that changes with any text, their order, and the names and sizes of embeddings and images.
         notes: what was left out, with counts.
         warnings: what the user should know, with counts.
+        empty: the encoded empty prompt, if it lies beside encoded prompts.
     """
 
     prompts: tuple[Prompt, ...]
     fingerprint: str
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    empty: Prompt | None = None
 
 
 def read_prompts(path: Path) -> PromptFile:
@@ -98,7 +102,21 @@ def read_prompts(path: Path) -> PromptFile:
         raise DataError(f"{path}: {plural(len(problems), 'problem')}", problems)
     if not prompts:
         raise DataError(f"{path} holds no prompts{f' ({notes[0]})' if notes else ''}")
-    return PromptFile(tuple(prompts), _fingerprint(prompts), tuple(notes), tuple(_repeated(path, prompts)))
+    return PromptFile(
+        tuple(prompts), _fingerprint(prompts), tuple(notes), tuple(_repeated(path, prompts)), empty_beside(path)
+    )
+
+
+def empty_beside(path: Path) -> Prompt | None:
+    """Return the encoded empty prompt beside a list of encoded prompts, or None if there is none."""
+    if path.suffix.lower() != ".json":
+        return None
+    embedding, mask = (path.parent / folder / EMPTY_FILE for folder in ENCODED_KEYS.values())
+    return (
+        Prompt("", f"the empty prompt of {path.name}", embedding, mask)
+        if embedding.is_file() and mask.is_file()
+        else None
+    )
 
 
 class PromptOrder:

@@ -80,12 +80,13 @@ class PromptSource:
         self._guided = config.grpo.rollout_cfg != 1.0
         self._keys = texts.keys
         self._cache = texts.keys.cache
+        self._has_empty = plan.needs_empty_text or plan.empty is not None
         self._length = self._longest()
         self._image: Callable[[Picture], Given] | None = None
         self._pictures: Pictures | None = None
         if plan.images:
             self._take_images(config, clip_encoders)
-        row = sum(tensor.nbytes for tensor in self._cut_row(None).tensors.values())
+        row = sum(tensor.nbytes for tensor in self._cut_row(self._any).tensors.values())
         self._row = lru_cache(maxsize=max(1, _MEMORY // row))(self._cut_row)
 
     def _take_images(self, config: TrainConfig, clip_encoders: Parts) -> None:
@@ -102,6 +103,11 @@ class PromptSource:
         start = self._image(pictures[0])[1]
         self.start_frames = 0 if start is None else start.shape[2]
 
+    @property
+    def _any(self) -> Prompt | None:
+        """Return a prompt that can be read whatever was encoded; None stands for the empty one."""
+        return None if self._has_empty else self.plan.prompts[0]
+
     def _longest(self) -> int | None:
         """Tokens of the longest prompt, on all ranks; None where prompts have no mask.
 
@@ -111,8 +117,8 @@ class PromptSource:
         failure: Exception | None = None
         lengths, damaged = [0], list[str]()
         try:
-            if _MASK in self._read(None).tensors:
-                prompts = (*self.plan.prompts, *self.plan.eval_prompts, None)
+            if _MASK in self._read(self._any).tensors:
+                prompts = (*self.plan.prompts, *self.plan.eval_prompts, self._any)
                 for prompt in prompts[self.parallel.rank :: self.parallel.world_size]:
                     try:
                         lengths.append(self._length_of(prompt))
@@ -127,6 +133,7 @@ class PromptSource:
 
     def _length_of(self, prompt: Prompt | None) -> int:
         """Tokens of a prompt, rounded up as batches are."""
+        prompt = self.plan.empty if prompt is None else prompt
         if prompt is not None and prompt.embedding is not None:
             mask = self._given(prompt, mapped=True)[_MASK]  # which finds the end of a file of embeddings, too
         else:
@@ -201,6 +208,7 @@ class PromptSource:
 
     def _read(self, prompt: Prompt | None) -> Conditions:
         """One row as it is on disk."""
+        prompt = self.plan.empty if prompt is None else prompt
         if prompt is not None and prompt.embedding is not None:
             return self._given(prompt)
         return Conditions(self._found(prompt, self._cache.get(self._key_of(prompt))))

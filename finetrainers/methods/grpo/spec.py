@@ -23,7 +23,7 @@ from finetrainers.utils.text import plural
 
 from .gradient_plan import learns_in_rollout, passes, sampled_clips, waiting_memory
 from .plan import PromptPlan, image_problems, plan_prompts
-from .prompts import overwritten_embeddings
+from .prompts import empty_beside, overwritten_embeddings
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: A size that every family takes.
 _ANY_SIZE = (1, 256, 256)
+#: In `prompt_embeddings_dir`, the cache that a preparation works in.
+_SCRATCH = ".encoding"
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -107,6 +109,16 @@ class RewardFinetuning(MethodSpec):
 
         return embeddings_writer(folder, plan, spec=spec, parallel=parallel)
 
+    def needs_text(self, config: TrainConfig) -> bool:
+        prompts, held_out = config.grpo.prompts, config.validation.eval_prompts
+        if prompts is None or any(path is not None and path.suffix.lower() != ".json" for path in (prompts, held_out)):
+            return True
+        return config.grpo.rollout_cfg != 1.0 and prompts.is_file() and empty_beside(prompts) is None
+
+    def scratch_cache(self, config: TrainConfig) -> Path | None:
+        folder = config.grpo.prompt_embeddings_dir
+        return folder / _SCRATCH if folder and config.data.precompute_dir == folder / _SCRATCH else None
+
     def for_preparing(self, config: TrainConfig) -> TrainConfig:
         """Prompts are encoded whatever clips are sampled for them, how these are scored, and how often."""
         section, training = config.grpo, config.training
@@ -114,8 +126,12 @@ class RewardFinetuning(MethodSpec):
             "reward": section.reward or [RewardEntry(name="brightness")],
             "rollout_size": section.rollout_size or _ANY_SIZE,
         }
+        data, folder = config.data, section.prompt_embeddings_dir
+        if folder is not None and data.precompute_dir is None and not config.changed("output_dir"):
+            data = data.model_copy(update={"precompute_dir": folder / _SCRATCH})  # no place for a cache was named
         return config.model_copy(
             update={
+                "data": data,
                 "grpo": section.model_copy(update=grpo),
                 "training": training.model_copy(
                     update={"train_steps": training.train_steps or section.updates_per_rollout}
