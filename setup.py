@@ -46,6 +46,8 @@ setup(
             "py.typed",
             "demo/weights/*/*",
             "demo/weights/*/*/*",
+            "models/configs/*/*.json",
+            "models/configs/*/*/*.json",
             "data/inspect/*.html",
             "engine/report/*.html",
             "engine/sample/*.html",

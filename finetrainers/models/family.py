@@ -25,6 +25,7 @@ from .files import (
     read_configs,
     replacement_of,
     single_file,
+    tokenizer_problems,
     trained_part,
     weights_size,
 )
@@ -164,6 +165,8 @@ class Family:
         missing = self.configs_not_here(config)
         if missing and away is None:
             _fetch(config, missing)
+        if away and not missing and (problems := tokenizer_problems(config, self.facts_of(config).parts)):
+            raise ConfigError(problems)
         lacking = dict.fromkeys(root for _, root in missing) if away else ()
         return Fetched(repositories, new=bool(missing) and away is None, away=away, missing=tuple(lacking))
 

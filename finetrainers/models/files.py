@@ -20,7 +20,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.config.values import split_part
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.headers import Header, read_header
-from finetrainers.utils.packaged import model_path
+from finetrainers.utils.packaged import model_path, packaged_configs
 
 from .hub import away
 
@@ -113,10 +113,24 @@ def places_of(config: ModelSection, part: str, folder: Path | None = None) -> li
         replacement = None
     root = model_path(replacement or config.pretrained_model_name_or_path)
     if replacement is None:
-        return [(root, part, config.revision)]
+        packaged = _packaged_configs(config, part, root)
+        return [(root, part, config.revision)] if packaged is None else [(str(packaged), part, None)]
     if Path(root).is_dir():
         return [(root, part if (Path(root) / part).is_dir() else "", None)]
     return [(root, part, None), (root, "", None)]
+
+
+def _packaged_configs(config: ModelSection, part: str, root: str) -> Path | None:
+    """Return the packaged folder that a part's config is read from, or None if it is read from the repository.
+
+    So it is where the transformer and the VAE are single files, and the part needs a config alone that the hub's cache lacks.
+    """
+    alone = part == "scheduler" or (is_network(part) and single_file(config, part) is not None)
+    if not alone or not is_hub_id(root) or (folder := packaged_configs(root)) is None:
+        return None
+    if any(single_file(config, network) is None for network in ("vae", trained_part(config))):
+        return None
+    return None if _on_disk(root, config, config.revision, part, _config_name(part)) is not None else folder
 
 
 def component_file(config: ModelSection, part: str, name: str) -> Path | None:
@@ -312,6 +326,20 @@ def file_problems(
     return [
         Problem(option_of(config, part), text) for part in parts for text in _examine(config, part, weights, on_cuda)
     ]
+
+
+def tokenizer_problems(config: ModelSection, parts: Sequence[str]) -> list[Problem]:
+    """Return a problem for each tokenizer that is not on this disk while the configs are packaged and the hub is away."""
+    problems = []
+    for part in (one for one in parts if one.startswith("tokenizer")):
+        place = places_of(config, part)[0][0]
+        if is_hub_id(place) and packaged_configs(place) is not None and folder_on_disk(config, part) is None:
+            encoder = part.replace("tokenizer", "text_encoder")
+            message = f"the {part} of {place} is not on this disk, and the hub cannot be asked; give a folder with "
+            problems.append(
+                Problem(f"--{part}_id", f"{message}tokenizer.json, such as that of the {encoder} if it has one")
+            )
+    return problems
 
 
 def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> Iterator[str]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
+from published_networks import NETWORKS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from finetrainers.engine.ready import examine_weights
 from finetrainers.engine.training import train
 from finetrainers.models.layouts import stored_tensors
 from finetrainers.models.original import layouts_of
+from finetrainers.models.registry import get_family
+from finetrainers.utils import packaged
 
 NETWORK = "diffusion_pytorch_model.safetensors"
 #: As diffusion-pipe's documents have it, with the least that a small machine needs.
@@ -83,14 +87,25 @@ def files(tiny_repo: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def test_the_seed_trains_from_single_files(
-    tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], files: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """With folders of encoders, whose repository has the rest, and with single files for all; both as from folders."""
+    tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], files: Path, tmp_path: Path, capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With folders of encoders, whose repository has the rest, with such folders alone, and with single files for all."""
+    configs = without_weights(tiny_repo("hunyuan_video"), tmp_path / "configs" / "hunyuan_video")
+    for folder in ("tokenizer", "tokenizer_2"):
+        shutil.rmtree(configs / folder)
+    index = json.loads((configs / "model_index.json").read_text())
+    (configs / "model_index.json").write_text(json.dumps({**index, "_name_or_path": "nobody/of-this-name"}))
+    monkeypatch.setattr(packaged, "_CONFIGS", configs.parent)
+    for encoder, tokenizer in (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")):
+        for folder in (encoder, tokenizer):
+            shutil.copytree(tiny_repo("hunyuan_video") / folder, tmp_path / "alone" / encoder, dirs_exist_ok=True)
     repo = without_weights(tiny_repo("hunyuan_video"), tmp_path / "repo", keep=("text_encoder", "text_encoder_2"))
     bare = without_weights(repo, tmp_path / "bare")
     places = {
         "folders": (tiny_repo("hunyuan_video") / "text_encoder", tiny_repo("hunyuan_video") / "text_encoder_2", ()),
         "encoders": (repo / "text_encoder", repo / "text_encoder_2", ()),
+        "alone": (tmp_path / "alone" / "text_encoder", tmp_path / "alone" / "text_encoder_2", ()),
         "files": (files / "llava_llama3_fp16.safetensors", files / "clip_l.safetensors",
                   ("--pretrained_model_name_or_path", str(bare))),
     }  # fmt: skip
@@ -116,8 +131,16 @@ def test_the_seed_trains_from_single_files(
             [record["loss"] for record in map(json.loads, lines) if "loss" in record],
             load_file(tmp_path / name / "pytorch_lora_weights.safetensors"),
         )
+    monkeypatch.setattr("finetrainers.models.family.ask", lambda repositories: "offline")
+    (tmp_path / "alone" / "text_encoder" / "tokenizer.json").unlink()
+    (tmp_path / "alone" / "text_encoder" / "tokenizer_config.json").unlink()
+    config, _ = parse_flags(["--config", str(tmp_path / "main_alone.toml"), "--output_dir", str(tmp_path / "again")])
+    assert config is not None
+    with pytest.raises(ConfigError) as error:
+        train(config)
+    assert [problem.where for problem in error.value.problems] == ["--tokenizer_id"]
     losses, lora = found["folders"]
-    for name in ("encoders", "files"):
+    for name in ("encoders", "alone", "files"):
         assert found[name][0] == losses
         assert [key for key in lora if not torch.equal(lora[key], found[name][1][key])] == []
     card = (tmp_path / "files" / "README.md").read_text()
@@ -125,6 +148,30 @@ def test_the_seed_trains_from_single_files(
         f'load_single_file(HunyuanVideoTransformer3DModel, settings, Path("{files / "transformer.safetensors"}")'
         in card
     )
+
+
+def test_packaged_configs_are_those_of_the_published_repository(tiny_repo: Callable[..., Path]) -> None:
+    """Their networks have its numbers of weights, and the scheduler is the one that the tiny repository has from it."""
+    folder = packaged.packaged_configs("hunyuanvideo-community/HunyuanVideo")
+    assert folder is not None
+    family = get_family(folder.name)
+    assert packaged.published_base(family.name) in family.published
+
+    def config(part: str, root: Path = folder) -> dict[str, Any]:
+        [path] = (root / part).glob("*config.json")
+        return dict(json.loads(path.read_text()))
+
+    published = NETWORKS["HunyuanVideo"]
+    assert config("transformer") == {"_class_name": family.transformer, **published.config}
+    with torch.device("meta"):
+        network = HunyuanVideoTransformer3DModel.from_config(config("transformer"))
+        vae, default = AutoencoderKLHunyuanVideo.from_config(config("vae")), AutoencoderKLHunyuanVideo()
+    assert sum(one.numel() for one in network.parameters()) == published.num_parameters
+    assert {n: t.shape for n, t in vae.state_dict().items()} == {n: t.shape for n, t in default.state_dict().items()}
+    theirs = config("scheduler", tiny_repo("hunyuan_video"))
+    assert config("scheduler").items() <= theirs.items()
+    found = family.read({part: config(part) for part in ("transformer", "vae", "scheduler")})
+    assert (found.geometry, found.heads) == (family.facts.geometry, family.facts.heads)
 
 
 def test_what_is_wrong_with_single_files_is_said_at_once(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetrainers.utils.packaged import published_base
 from finetrainers.utils.text import nearest
 
 from ..errors import Problem
@@ -272,8 +273,20 @@ class _Translation:
                 self.put(key, tokenizer, str(place))
             if base is None:
                 base = next((f for f in (place.parent, place) if (f / "model_index.json").is_file()), None)
-        if base is not None and "pretrained_model_name_or_path" not in {*self.given.values, *self.own}:
+        if "pretrained_model_name_or_path" in {*self.given.values, *self.own}:
+            return
+        published = published_base(str(self.given.values.get("model_name")))
+        if base is not None:
             self.put("model.transformer_path", "pretrained_model_name_or_path", str(base))
+        elif published is not None:
+            self.put("model.transformer_path", "pretrained_model_name_or_path", published)
+            message = (
+                f"configs are those of {published}, which are part of this program; tokenizers are looked for there"
+            )
+            self.note("model.transformer_path", f"{message} unless llm_path and clip_path have them")
+        elif "model.transformer_path" in self.theirs:
+            message = "is not in a repository in diffusers layout; add diffusers_path = 'FOLDER or hub id' to [model]"
+            self.note("model.transformer_path", f"{message}, which has the configs, the tokenizers and the scheduler")
 
     def _windows(self) -> None:
         wanted, has_size = self.theirs.get("model.framepack"), "model.framepack_window_size" in self.theirs
