@@ -77,7 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.command not in _DIAGNOSES and _cannot_start(joining=False):
             return exit_codes.CONFIGURATION
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as with `| head`; what is still buffered has no reader either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exit_codes.DONE
     except ConfigError as error:
         told = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
         print(f"error: {told}", file=sys.stderr)

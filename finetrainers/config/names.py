@@ -121,7 +121,13 @@ _INSTEAD = {
     "before training, and keeps them on disk": "preprocessed_data_root",
     "--precompute_conditions encodes clips and captions once, before training, and keeps them on disk":
         "cache_latents cache_latents_to_disk cache_text_encoder_outputs cache_text_encoder_outputs_to_disk "
-        "cache_text_embeddings cache_text_embeds precompute_latents precompute_text_embeddings",
+        "cache_text_embeddings cache_text_embeds precompute_latents precompute_text_embeddings load_tensors dump_tensors",
+    "a table or list of clips is --dataset_file FILE, and a folder of clips is --data_root FOLDER":
+        "data_path data_file csv_path csv_file",
+    "sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768, instead of a list for each side":
+        "height_buckets width_buckets",
+    "optimizers of torchao are --optimizer adamw-torchao-8bit, adamw-torchao-4bit or adamw-torchao-fp8":
+        "use_torchao use_4bit",
     "the cache is in --precompute_dir, with --precompute_conditions": "cache_directory latent_cache_dir",
     "prior preservation needs no clips of the class: the base model is the teacher; use --prior_preservation_weight 1 and "
     "--class_prompt":

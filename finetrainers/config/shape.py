@@ -28,10 +28,9 @@ def choices(annotation: Any) -> tuple[str, ...]:
     if origin is Literal:
         return get_args(annotation)
     if origin in (list, Union, UnionType, Annotated):
-        for argument in get_args(annotation):
-            found = choices(argument)
-            if found:
-                return (*found, "N") if any(kind(other) == "integer" for other in get_args(annotation)) else found
+        arguments = get_args(annotation)
+        found = tuple(choice for argument in arguments for choice in choices(argument))
+        return (*found, "N") if found and any(kind(other) == "integer" for other in arguments) else found
     return ()
 
 

@@ -33,6 +33,8 @@ from .initial_weights import (
 from .lineage import began_from, digest_of
 from .run_dir import package_versions
 
+#: Learning rates that differ by less than this share count as the same.
+_SAME_RATE = 1e-3
 #: What else must be the same: facts about the model and the data, which are not options.
 _FACTS: dict[str, str | None] = {
     "base": None, "noise_process": None, "vae": "data", "text_encoders": "data", "data": "data",
@@ -419,12 +421,41 @@ def _warnings(
             f"optimizer steps had {plural(clips[0], 'clip')} and have {clips[1]} from here "
             f"on; each clip still comes once an epoch.{_way_back(then.batch_size, then.per_step, world)}"
         )
+    found += _rate_change(state, config, manifest, resets)
     if "scheduler" in resets and "step" not in resets and config.optimizer.lr_scheduler == "constant":
         found.append("--reset scheduler has no effect with --lr_scheduler constant")
     steps = config.training.train_steps
     if steps is not None and "step" not in resets and steps <= step:
         found.append(f"nothing is left to train: the checkpoint is of step {step}, and --train_steps is {steps}")
     return found
+
+
+def _rate_change(
+    state: Mapping[str, Any], config: TrainConfig, manifest: Mapping[str, Any], resets: frozenset[str]
+) -> list[str]:
+    """Warn if another number of steps moves the run on its learning rate schedule."""
+    from finetrainers.optim.schedules import lr_schedule  # needs torch
+
+    before = (manifest.get("config") or {}).get("training") or {}
+    then, now, step, start = (
+        before.get("train_steps"),
+        config.training.train_steps,
+        state["step"],
+        state["schedule_start"],
+    )
+    if resets & {"scheduler", "step"} or None in (then, now) or then == now or now <= step:
+        return []
+    rates = [
+        lr_schedule(config.optimizer, lr=config.optimizer.lr, total_steps=total - start, first_step=start)(step)
+        for total in (then, now)
+    ]
+    rates = [max(0.0, rate) for rate in rates]
+    if abs(rates[0] - rates[1]) <= _SAME_RATE * max(rates):
+        return []
+    return [
+        f"--train_steps was {then} and is {now}: on the {config.optimizer.lr_scheduler} schedule the learning rate of step "
+        f"{step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}; --reset scheduler starts the schedule again"
+    ]
 
 
 def _way_back(batch_size: int, per_step: int, world: int) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -404,3 +405,12 @@ def test_config_files_that_cannot_be_read_are_refused(tmp_path, capsys):
     ):
         assert train_command(["--config", str(path)], prog="train.py") == 2
         assert said in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_any_more_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `finetrainers schema | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["schema"]) == 0

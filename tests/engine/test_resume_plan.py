@@ -187,6 +187,17 @@ def test_what_a_reset_allows_and_what_has_no_effect(
     assert any("nothing is left to train" in text for text in checked.warnings)
 
 
+def test_more_steps_raise_the_rate_of_a_schedule_and_that_is_told(halfway: Callable[..., dict]) -> None:
+    values = halfway()
+
+    def warnings(**changes: Any) -> str:
+        return "\n".join(preflight(load_config(**{**values, **changes})).start.warnings)
+
+    assert "--train_steps" not in warnings()
+    assert f"is {0.95 * values['lr']:.3g} instead of {0.5 * values['lr']:.3g}" in warnings(train_steps=40)
+    assert "--train_steps" not in warnings(train_steps=40, reset=["scheduler"])
+
+
 def test_other_packages_and_other_batches_are_told(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
