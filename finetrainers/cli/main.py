@@ -77,12 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.command not in _DIAGNOSES and _cannot_start(joining=False):
             return exit_codes.CONFIGURATION
-        code = arguments.run(arguments)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # as with `| head`; what is still buffered has no reader either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exit_codes.DONE
+        return _run_command(arguments)
     except ConfigError as error:
         told = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
         print(f"error: {told}", file=sys.stderr)
@@ -91,6 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _say_failure(error):
             raise
         return exit_codes.FAILED
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    """Run a parsed command; returns an exit code. That nobody reads its output any more, as with `| head`, is no failure."""
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # what is still buffered has no reader either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exit_codes.DONE
+    return code
 
 
 def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> int:
