@@ -434,9 +434,7 @@ def _rate_change(
     state: Mapping[str, Any], config: TrainConfig, manifest: Mapping[str, Any], resets: frozenset[str]
 ) -> list[str]:
     """Warn if another number of steps moves the run on its learning rate schedule."""
-    from finetrainers.optim.schedules import lr_schedule  # needs torch
-
-    before = (manifest.get("config") or {}).get("training") or {}
+    before = manifest.get("config") or {}
     then, now, step, start = (
         before.get("train_steps"),
         config.training.train_steps,
@@ -445,6 +443,8 @@ def _rate_change(
     )
     if resets & {"scheduler", "step"} or None in (then, now) or then == now or now <= step:
         return []
+    from finetrainers.optim.schedules import lr_schedule  # needs torch, so only where the steps have changed
+
     rates = [
         lr_schedule(config.optimizer, lr=config.optimizer.lr, total_steps=total - start, first_step=start)(step)
         for total in (then, now)
