@@ -57,16 +57,6 @@ def test_what_is_written_is_what_the_encoders_gave(tmp_path: Path, tiny_repo, mo
         for name, tensor in spec.given_text(embedding, mask).tensors.items():
             torch.testing.assert_close(tensor, wanted[name][number : number + 1], rtol=1e-5, atol=1e-5)
     assert [path.name for path in folder.glob("*/.*")] == []
-    # The same prompts are written again; others, and other files, are not written over.
-    preflight(config, preparing=True)
-    (tmp_path / "prompts.txt").write_text("a dog runs\n")
-    for remedy in (folder / "videos2caption.json", folder / "notes.txt"):
-        remedy.touch()
-        with pytest.raises(ConfigError) as refused:
-            preflight(config, preparing=True)
-        assert [problem.where for problem in refused.value.problems] == ["--prompt_embeddings_dir"]
-        remedy.unlink()
-    preflight(config, preparing=True)
 
     monkeypatch.setattr(type(spec), "load_text_encoders", lambda _: pytest.fail("loaded the text encoders"))
     run = {
@@ -89,6 +79,17 @@ def test_what_is_written_is_what_the_encoders_gave(tmp_path: Path, tiny_repo, mo
     assert ENCODING_TEXT in RunMemory(guided).plan().phases
     with pytest.raises(pytest.fail.Exception, match="loaded the text encoders"):
         train(guided.config)
+
+    # The same prompts are written again; others, and other files, are not written over.
+    preflight(config, preparing=True)
+    (tmp_path / "prompts.txt").write_text("a dog runs\n")
+    for remedy in (folder / "videos2caption.json", folder / "notes.txt"):
+        remedy.touch()
+        with pytest.raises(ConfigError) as refused:
+            preflight(config, preparing=True)
+        assert [problem.where for problem in refused.value.problems] == ["--prompt_embeddings_dir"]
+        remedy.unlink()
+    preflight(config, preparing=True)
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path: Path, tiny_repo) -> None:
