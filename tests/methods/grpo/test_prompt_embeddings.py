@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_of import OneOf
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
@@ -17,7 +16,7 @@ from finetrainers.engine.prepare import prepare
 from finetrainers.engine.start_report import sizes_on_disk
 from finetrainers.engine.training import train
 from finetrainers.methods.grpo.plan import PromptPlan
-from finetrainers.methods.grpo.prompt_embeddings import embeddings_writer
+from finetrainers.methods.grpo.prompt_embeddings import check_embeddings
 from finetrainers.methods.grpo.prompts import Prompt, read_prompts
 from finetrainers.models.registry import get_family
 from finetrainers.utils.phases import ENCODING_TEXT
@@ -101,5 +100,5 @@ def test_what_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path: P
         config = load_config(method="grpo", model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)))
         plan = PromptPlan((prompt,), (), (9, 64, 64), 8, 8.0, "f")
         with pytest.raises(ConfigError, match=message):
-            embeddings_writer(tmp_path / "out", plan, spec=get_family(family).load(config.model), parallel=OneOf(0, 2))
+            check_embeddings(plan, writes=True, spec=get_family(family).load(config.model))
     assert not (tmp_path / "out").exists()
