@@ -202,7 +202,9 @@ def _begins_with(config: TrainConfig, result: Path, trained: str) -> str | None:
         return None
     result = result.resolve()
     places = {name: [config.get(name)] for name, option in fields().items() if option.place == "model"}
-    places |= {"part": [split_part(text)[1] for text in config.model.part], "init_from": [config.training.init_from]}
+    # A run that is continued writes over its own result, which a repeated command may name.
+    initial = None if config.training.resume_from_checkpoint else config.training.init_from
+    places |= {"part": [split_part(text)[1] for text in config.model.part], "init_from": [initial]}
     for option, values in places.items():
         for value in values:
             path = Path(os.path.realpath(value)) if value else None

@@ -184,7 +184,10 @@ def test_steps_of_reward_finetuning(
 
     def check(golden: list[dict[str, float]]) -> None:
         for now, then in zip(found, golden, strict=True):
-            # The loss of a policy gradient is a difference of clips and nearly zero.
-            assert now == pytest.approx(then, rel=1e-3, abs=1e-3 * min(1.0, then["grad_norm"]))
+            # The loss of a policy gradient is a difference of clips and nearly zero. The clips' scores are divided by their
+            # small deviation, which amplifies the rounding of another processor (1.1 % of a loss was seen on an EPYC).
+            for name, value in now.items():
+                rel = 2e-2 if name == "loss" else 1e-3
+                assert value == pytest.approx(then[name], rel=rel, abs=1e-3 * min(1.0, then["grad_norm"])), name
 
     compare("reward_steps.json", f"{method} {family} {training_type}", found, check)

@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-#: Metrics that are not the same each time: durations.
-_MEASURED = ("time", "seconds/", "phase_s/", "step_s", "checkpoint_s")
+#: Metrics that are not the same each time, by the beginning and by the end of their names: durations, speed and memory.
+_MEASURED = ("time", "seconds/", "phase_s/"), ("_s", "_gib")
 STOPPED_AT, TOTAL = 4, 7
 _COMMON = """\
 [model]
@@ -97,18 +97,38 @@ name = "high"
 init = { stage = "low" }
 train_steps = 7
 """,
+    "datasets.toml": """\
+[data]
+dataset = "two.toml"
+""",
+    "two.toml": """\
+video_resolution_buckets = ["9x32x64"]
+
+[[dataset]]
+name = "all"
+data_root = "clips"
+
+[[dataset]]
+name = "windows"
+data_root = "clips"
+num_repeats = 2
+sliding_window_size = 5
+sliding_window_stride = 4
+video_resolution_buckets = ["5x32x64"]
+""",
     "prompts.txt": "a red ball moving left\na blue box moving up\n",
 }
 #: How each run was begun; the first argument of the program is the command.
 COMMANDS: dict[str, list[str]] = {
     name: ["train", "--config", f"{name}.toml", "--output_dir", f"runs/{name}", "--train_steps", str(TOTAL)]
-    for name in ("sft", "grpo", "dpo")
+    for name in ("sft", "grpo", "dpo", "datasets")
 } | {"stages/high": ["run", "stages.toml"]}
 #: What is added to a command to resume: `auto` takes the run's checkpoint instead of the weights of `init_from`.
 RESUME = {
     "sft": ["--resume_from_checkpoint", "latest"],
     "grpo": ["--resume_from_checkpoint", "latest"],
     "dpo": ["--resume_from_checkpoint", "auto"],
+    "datasets": ["--resume_from_checkpoint", "latest"],
     "stages/high": [],
 }
 #: A run records the absolute path of the weights that it began with, so runs are made where no path tells anything.
@@ -142,7 +162,11 @@ def metrics(run: Path, *, after: int) -> list[dict[str, Any]]:
     """Return the records of the steps after `after` that are the same each time."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {name: value for name, value in record.items() if not name.startswith(_MEASURED)}
+        {
+            name: value
+            for name, value in record.items()
+            if not (name.startswith(_MEASURED[0]) or name.endswith(_MEASURED[1]))
+        }
         for record in records
         if record["step"] > after and "loss" in record
     ]
@@ -161,7 +185,7 @@ def write_data() -> None:
     pairs = [{"prompt": "a red ball", "chosen": f"clips/{i}.mp4", "rejected": f"clips/{i + 2}.mp4"} for i in (0, 1)]
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     for name, text in FILES.items():
-        Path(name).write_text(merged(text) if name.endswith(".toml") else text)
+        Path(name).write_text(merged(text) if name.endswith(".toml") and name != "two.toml" else text)
 
 
 def program(*arguments: str, **environment: str) -> int:

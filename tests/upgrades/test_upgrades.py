@@ -25,7 +25,10 @@ from finetrainers.engine.checkpoints.save import take_snapshot
 
 HERE = Path(__file__).parent
 VERSIONS = sorted(path.parent.name for path in HERE.glob("*/expected.json"))
-RUNS = ["sft", "grpo", "dpo", "stages/high"]
+RUNS = ["sft", "grpo", "dpo", "datasets", "stages/high"]
+#: Methods that now compute otherwise, and why: preferences are compared per element before the mean, to 8e-8 of the loss
+#: in float64 where means of errors were subtracted, to 4e-4.
+CHANGED = {"dpo"}
 #: What a checkpoint holds that is not the same when it is written again: sizes and hashes of the files themselves.
 WRITTEN_AGAIN = {"manifest.json"}
 
@@ -46,7 +49,8 @@ def assert_continued(directory: Path, name: str) -> None:
     assert [record["step"] for record in continued] == [*range(STOPPED_AT + 1, TOTAL + 1)]
     for record, wanted in zip(continued, expected["metrics"][name], strict=True):
         values = {key: record.get(key) for key in wanted}
-        assert values == (wanted if is_same_machine else pytest.approx(wanted, rel=1e-4, abs=1e-6))
+        is_exact = is_same_machine and name not in CHANGED
+        assert values == (wanted if is_exact else pytest.approx(wanted, rel=1e-4, abs=1e-6))
 
 
 class Restored(Callback):
@@ -76,9 +80,14 @@ def assert_equal(value: Any, expected: Any) -> None:
     torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def assert_keeps(value: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check that JSON has all that it had, with the same values; it may have more."""
-    assert {key: value.get(key) for key in expected} == expected
+def assert_keeps(value: Any, expected: Any) -> None:
+    """Check that JSON has all that it had, with the same values; objects may have more."""
+    if isinstance(expected, dict):
+        assert expected.keys() <= value.keys()
+        for key in expected:
+            assert_keeps(value[key], expected[key])
+    else:
+        assert value == expected
 
 
 @pytest.mark.parametrize("name", RUNS)

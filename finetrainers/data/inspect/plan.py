@@ -23,6 +23,8 @@ from .item_report import ItemReport, crop_loss, is_enlarged
 
 #: Options that decide what is cut from the clips; with the fingerprint, a resumed run must have the same.
 CRITICAL: Mapping[str, str | None] = critical_options("data")
+#: Those in the fingerprint of several datasets, which must not change. Younger ones of a whole run are compared without it.
+FINGERPRINTED = tuple(name for name in CRITICAL if name != "sliding_window_batching")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from .assign_buckets import Part, assign_buckets
 from .batch_counts import count_batches
 from .item_report import ItemReport, report_item
 from .masks import describe_masks
-from .plan import CRITICAL, DatasetPlan
+from .plan import FINGERPRINTED, DatasetPlan
 from .probe_all import ProbeOptions
 
 
@@ -237,7 +237,7 @@ def _fingerprint(
         add("masks", masks)
     for dataset, times in zip((part.dataset for part in parts), repeats, strict=True):
         if dataset.name:  # one that has options of its own, which the run's cannot tell
-            add(dataset.name, times, *(getattr(dataset.data, option) for option in CRITICAL))
+            add(dataset.name, times, *(getattr(dataset.data, option) for option in FINGERPRINTED))
     return digest.hexdigest()
 
 
