@@ -69,7 +69,8 @@ def test_the_networks_are_as_the_configs_tell(name, version, tiny_repo):
     assert len(spec.block_modules(network)) > 0
     assert any(spec.width(network) in parameter.shape for parameter in network.parameters())
 
-    frames, height, width = geometry.temporal + 1, 2 * geometry.size_multiple, geometry.size_multiple
+    height, width = geometry.sides or (2 * geometry.size_multiple, geometry.size_multiple)
+    frames = geometry.temporal + 1
     assert geometry.problems(frames, height, width) == []
     pixels = torch.zeros(1, 3, frames, height, width)
     clip = spec.encode_clip(spec.load_clip_encoders(), pixels, None, dict.fromkeys(spec.facts.media, pixels))

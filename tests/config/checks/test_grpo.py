@@ -227,7 +227,7 @@ OF_CLIPS = {
     "data_root": "x", "dataset_file": "x", "video_column": "x", "caption_column": "x", "id_token": "x",
     "image_resolution_buckets": ["64x64"], "video_resolution_buckets": ["17x64x64"], "video_reshape_mode": "none",
     "frame_selection": "middle", "video_backend": "pyav", "sliding_window_size": 17, "sliding_window_stride": 4,
-    "sliding_window_latents": "slice", "target_fps": 8, "caption_dropout_p": 0.5, "caption_dropout_technique": "zero",
+    "sliding_window_latents": "slice", "sliding_window_batching": "clip", "target_fps": 8, "caption_dropout_p": 0.5, "caption_dropout_technique": "zero",
     "remove_common_llm_caption_prefixes": True, "precompute_conditions": True, "precompute_batch_size": 2, "first_frame_conditioning_p": 0.5,
     "first_frame_noise": False, "frame_conditioning": "last=0.1", "window_context": 1,
     "max_bad_samples": 1, "max_pixels": 10**9, "probe_dir": "x", "max_bad_share": 0.5, "eval_num_items": 1, "flow_resolution_shifting": True, "flow_base_seq_len": 10,
