@@ -31,6 +31,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+#: Lines of a TOML file: a part of a key, the header of a table, and a key with its value.
+_PART = r"""[\w-]+|"[^"]*"|'[^']*'"""
+_PATH = rf"(?:{_PART})(?:\s*\.\s*(?:{_PART}))*"
+_HEADER = re.compile(rf"\s*\[+\s*({_PATH})\s*\]+\s*(?:#.*)?$")
+_KEY = re.compile(rf"\s*({_PATH})\s*=")
 #: Names that are not ours, each read or refused by a dialect.
 OTHER_NAMES = frozenset((*SAME, *INSTEAD, *FOREIGN, *DEPENDENT))
 
@@ -120,19 +125,33 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def line_of(text: str, name: str | None, table: str | None) -> int:
-    """Line number of `name = ` (in `[table]` if given), or of the table's header; 1 when not found."""
-    inside = not table
-    for number, line in enumerate(text.splitlines(), start=1):
-        header = re.match(r"\s*\[+\s*([\w.-]+)\s*\]+", line)
-        if header:
-            if name is None and header[1] == table:
-                return number
-            inside = not table or header[1] == table
-        elif name is not None:
-            key = re.match(r"\s*[\"']?(?:([\w-]+)\.)?([\w-]+)[\"']?\s*=", line)
-            if key and key[2].replace("-", "_") == name.replace("-", "_") and (inside or key[1] == table):
+    """Return the line number of `name` (in `table` if given), or of the table itself; 1 if it is not found.
+
+    A name may begin a dotted key or a header: `mask_ratios.random = 0.1` and `[data.mask_ratios]` give `mask_ratios`.
+    """
+    wanted = [*(table.split(".") if table else []), *([name] if name is not None else [])]
+    wanted = [part.replace("-", "_") for part in wanted]
+    paths = _paths(text) if wanted else []
+    for start in (0, 1, 2):  # a key at the top wins over one of its name in a table
+        for number, path in paths:
+            if path[start : start + len(wanted)] == wanted:
                 return number
     return 1
+
+
+def _paths(text: str) -> list[tuple[int, list[str]]]:
+    """Return line number and parts of each header and, below its header, of each key; with `_` for `-`."""
+    paths: list[tuple[int, list[str]]] = []
+    header: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        opened = _HEADER.match(line)
+        match = opened or _KEY.match(line)
+        if match is None:
+            continue
+        parts = [part.strip("\"'").replace("-", "_") for part in re.findall(_PART, match[1])]
+        header = parts if opened else header
+        paths.append((number, parts if opened else [*header, *parts]))
+    return paths
 
 
 def build_config(sources: Sequence[Given]) -> TrainConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,9 @@ class WatchSection(Section):
         description="names joined by commas: `run` (as the run's validation), lowNs or highNs, such as "
         "low4s (4 seconds at half or all of the run's resolution), and your own [run]",
     )
-    preset: list[str] = Field([], description="presets of your own: NAME=49x512x768,steps=30,guidance=5")
+    preset: list[str] = Field(
+        [], description="presets of your own: NAME=49x512x768,steps=30,guidance=5; a name alone is as in --presets"
+    )
     presets_file: Path | None = Field(None, description="a TOML file with tables [presets.NAME]: size, steps, guidance")
     prompts: str | None = Field(
         None, description="as --prompts of `finetrainers sample` [the run's validation prompts]"
@@ -86,34 +88,46 @@ def read_presets(section: WatchSection) -> dict[str, Preset | None]:
     """
     problems: list[Problem] = []
     own = _of_file(section.presets_file, problems)
+    wanted: list[tuple[str, str]] = []  # the option and the name
     for text in section.preset:
         match = _OWN.fullmatch(text.strip())
-        if match is None:
+        if match is not None:
+            more = [part.partition("=") for part in (match["more"] or "").split(",") if part.strip()]
+            values = {"size": match["size"].strip(), **{key.strip(): value.strip() for key, _, value in more}}
+            name = match["name"].strip()
+            _add(own, name, values, f"--preset {name}", problems)
+            wanted += [("--preset", name)] * (name in own)
+        elif "=" in text or not (names := _names(text)):
             problems.append(Problem("--preset", f"{text!r} is not NAME=FRAMESxHEIGHTxWIDTH[,steps=N][,guidance=X]"))
-            continue
-        more = [part.partition("=") for part in (match["more"] or "").split(",") if part.strip()]
-        values = {"size": match["size"].strip(), **{key.strip(): value.strip() for key, _, value in more}}
-        _add(own, match["name"].strip(), values, f"--preset {match['name'].strip()}", problems)
+        else:  # `--preset low4s` is `--presets low4s`
+            wanted += [("--preset", name) for name in names]
+    # A preset that is written on the command line is wanted.
+    if section.presets != AS_VALIDATION or not section.preset:
+        wanted = [*(("--presets", name) for name in _names(section.presets)), *wanted]
     found: dict[str, Preset | None] = {}
-    for name in [part.strip() for part in section.presets.split(",") if part.strip()]:
-        if name in own:
-            found[name] = own[name]
-        elif (match := _CLASS.fullmatch(name)) and not 1 <= int(match["seconds"][:12]) <= _MAX_SECONDS:
-            problems.append(Problem("--presets", f"{shortened(name)}: seconds must be from 1 to {_MAX_SECONDS}"))
-        elif name == AS_VALIDATION or match:
-            found[name] = Preset() if name == AS_VALIDATION else None
+    for option, name in wanted:
+        message = None if name in own else _name_problem(name, own)
+        if message is None:
+            found[name] = own.get(name, Preset() if name == AS_VALIDATION else None)
         else:
-            problems.append(Problem("--presets", f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}"))
+            problems.append(Problem(option, message))
     if not found and not problems:
         problems.append(Problem("--presets", "names none"))
-    # A preset that is written on the command line is wanted.
-    written = {text.partition("=")[0].strip() for text in section.preset}
-    if written and section.presets == AS_VALIDATION:
-        found = {}
-    found |= {name: preset for name, preset in own.items() if name in written and name not in found}
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _name_problem(name: str, own: Iterable[str]) -> str | None:
+    """Return why a name is not one of the presets that follow from the run, or None if it is."""
+    match = _CLASS.fullmatch(name)
+    if match and not 1 <= int(match["seconds"][:12]) <= _MAX_SECONDS:
+        return f"{shortened(name)}: seconds must be from 1 to {_MAX_SECONDS}"
+    return None if match or name == AS_VALIDATION else f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}"
 
 
 def _of_file(path: Path | None, problems: list[Problem]) -> dict[str, Preset]:

@@ -86,6 +86,22 @@ def test_value_errors_from_a_file_name_its_line(tmp_path):
         parse_flags([*FLAGS, "--config", str(file)])
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("rank = 4\n[data.mask_ratios]\nrandom = 0.5\n", 2),
+        ("rank = 4\n[data]\nmask_ratios.random = 0.5\n", 3),
+        ("rank = 4\ndata.mask_ratios = {random = 0.5}\n", 2),
+        ("rank = 4\n[data]\nmax_items = 1\n'mask_ratios' = {random = 0.5}\n", 4),
+    ],
+)
+def test_a_note_names_the_line_of_a_table_or_dotted_key(tmp_path, caplog, text, line):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    parse_flags([*FLAGS, "--config", str(file)])
+    assert f"mask_ratios ({file}:{line})" in caplog.text
+
+
 def test_broken_toml_and_missing_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("rank = \n")

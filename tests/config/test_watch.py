@@ -34,20 +34,23 @@ def test_presets_are_read_from_names_flags_and_a_file(tmp_path: Path) -> None:
     assert list(read_presets(section)) == ["low4s", "wide", "run", "tiny"]
     assert read_presets(WatchSection(preset=["tiny=9x32x64,guidance=5"])) == {"tiny": tiny}
     assert read_presets(WatchSection()) == {"run": Preset()}
+    names = WatchSection(presets_file=file, preset=["low4s", "wide, high4s", "tiny=9x32x64,guidance=5"])
+    assert read_presets(names) == {"low4s": None, "wide": wide, "high4s": None, "tiny": tiny}
+    assert list(read_presets(WatchSection(presets="run,low4s", preset=["high4s"]))) == ["run", "low4s", "high4s"]
 
 
 def test_all_that_is_wrong_is_told(tmp_path: Path) -> None:
     file = tmp_path / "presets.toml"
     file.write_text('[presets.a]\nsteps = 0\nstep = 1\n[presets."b/c"]\n[presets.low4s]\n')
     section = WatchSection(
-        presets="lwo4s,mid4s,low0s,high99999999999s", presets_file=file, preset=["x", "y=9x9", "run=9x32x32"]
+        presets="lwo4s,mid4s,low0s,high99999999999s", presets_file=file, preset=["x", "", "y=9x9", "run=9x32x32"]
     )
     with pytest.raises(ConfigError) as refused:
         read_presets(section)
     text = str(refused.value)
     for part in (
         "unknown preset 'lwo4s'; did you mean 'low4s'?", "unknown preset 'mid4s'", "low0s: seconds", "high99999999999s: seconds",
-        "'x' is not NAME=", "--preset y: size:",
+        "--preset: unknown preset 'x'", "'' is not NAME=", "--preset y: size:",
         "run has a meaning already", "presets.a: steps", "unknown key 'step'; did you mean 'steps'?", "presets.b/c: the name",
         "low4s has a meaning already",
     ):  # fmt: skip

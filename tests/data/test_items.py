@@ -63,6 +63,21 @@ def test_one_of_two_files_missing_suggests_the_nearest(root: Path) -> None:
         read_dataset(DataSection(data_root=root, video_column="videos.txt", caption_column="prompts.txt"))
 
 
+def test_lists_that_no_option_names_are_shown_with_their_options(root: Path) -> None:
+    data = two_files(root, "a.mp4\n./b.mov\nc.PNG\n\n", "first\nsecond\nthird\n")
+    (root / "notes.txt").write_text("one line")
+    bare = DataSection(data_root=root)
+    for item in read_dataset(bare).items:
+        assert item.unusable is not None
+        assert item.unusable.status == "caption_missing"
+        assert item.unusable.reason.endswith(
+            "or with --video_column videos.txt --caption_column prompts.txt in prompts.txt"
+        )
+    assert [caption for _, caption, _ in listed(data)] == ["first", "second", "third"]
+    (root / "prompts.txt").write_text("first\nsecond")
+    assert not any("--video_column" in str(item.unusable) for item in read_dataset(bare).items)
+
+
 def test_columns_that_are_given_are_there(root: Path) -> None:
     """Both misspelt, the captions beside the clips would be trained on, and nobody would know."""
     for name in ("a", "b", "c"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -152,7 +154,30 @@ def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
     for sidecar, both in sharing.items():
         if len(both) > 1:
             found.note("sharing a caption file", f"{' and '.join(map(shown, both))} ({shown(sidecar)})")
+    lists = _unread_lists(root, names, others) if all(row.captions is None for row in rows) else None
+    if lists is not None:
+        flags = " ".join(f"--{option} {shlex.quote(name)}" for option, name in zip(LISTS, lists, strict=True))
+        rows = [row._replace(expected=f"{row.expected}, or with {flags} in {lists[1]}") for row in rows]
     return rows
+
+
+def _unread_lists(root: Root, media: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
+    """Return the names of two text files that could be the lists of media and captions, or None if there are none."""
+    texts: dict[str, list[str]] = {}
+    for name in sorted(name for name in others if name.endswith(".txt") and os.sep not in name):
+        with contextlib.suppress(DataError, UnusableError, OSError):
+            texts[name] = "\n".join(read_lines(root.find(name))).rstrip("\n").split("\n")
+    known = {"", *media}
+    listing = [
+        name
+        for name, lines in texts.items()
+        if {os.path.normpath(root.relative(line)) for line in lines if line} <= known
+    ]
+    for name in (name for name in listing if any(texts[name])):
+        for other, lines in texts.items():
+            if other not in listing and len(lines) == len(texts[name]):
+                return name, other
+    return None
 
 
 def _masks(
