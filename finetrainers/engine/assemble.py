@@ -115,7 +115,8 @@ def _print_notes(checked: Preflight, spec: ModelSpec) -> None:
     """What the model's own files have decided, and which frames samples are given."""
     data = checked.config.data
     kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
-    if kinds and checked.plan.encodes_clips:
+    chosen_by = "first_frame_conditioning_p" if data.frame_conditioning is None else "frame_conditioning"
+    if kinds and checked.plan.encodes_clips and chosen_by not in method_spec(checked.config).unread:
         if data.frame_conditioning is not None:
             shares = ", ".join(f"{kind.label} {kind.p:.3g}" for kind in kinds)
             print_line(f"note: samples are given clean frames, in shares of: {shares}")

@@ -348,8 +348,9 @@ def option_findings(
         device: that it trains on.
         updates_parts: see `optimizer_problems`.
     """
-    found = check_config(config, facts=facts, prompts=prompts, scored=scored)
     method = method_spec(config) if config.training.method in method_names() else None
+    unread = {} if method is None else method.unread
+    found = check_config(config, facts=facts, prompts=prompts, scored=scored, unread=unread)
     errors, warnings = optimizer_problems(
         config, device_type=device.type, num_processes=launched_processes(), updates_parts=updates_parts
     )

@@ -170,7 +170,7 @@ def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
             raise
         except ValueError as error:
             raise ConfigError([Problem("--pretrained_model_name_or_path", str(error))]) from error
-        if config.diffusion.flow_resolution_shifting:
+        if config.diffusion.flow_resolution_shifting and "flow_resolution_shifting" not in method_spec(config).unread:
             try:
                 resolution_shift(config.diffusion, scheduler.config)
             except ValueError as error:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import TrainConfig, fields
 from finetrainers.utils.addresses import resolve, same_name
+from finetrainers.utils.text import nearest
 
 from .spec import MethodSpec, WorkPlan
 
@@ -95,7 +96,8 @@ def spec_problem(name: str) -> str | None:
         return f"the spec of {name} cannot be imported: {error}"
     if not (isinstance(found, type) and issubclass(found, MethodSpec)):
         return f"the spec of {name} must be a subclass of MethodSpec, got {found!r}"
-    return None
+    unknown = [f"{option!r}{nearest(option, fields())}" for option in found.unread if option not in fields()]
+    return f"the spec of {name} has unknown options in `unread`: {', '.join(unknown)}" if unknown else None
 
 
 def load_source(config: TrainConfig) -> Any:

@@ -13,7 +13,7 @@ from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.hacking import HackingRule
 from finetrainers.config.rewards import RewardEntry
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import TrainConfig, fields
 from finetrainers.data.buckets.windows import is_window
 from finetrainers.parallel.sharding import Split
 
@@ -228,6 +228,8 @@ class MethodSpec:
     Attributes:
         size_options: options that set the sizes of clips; what is planned is not placed in sizes that are wrong.
         state_name: what `Method.state_dict` holds, in words.
+        unread: options that every method may be given and this one does not read, such as those of noise levels or of given
+            frames, each with what to use instead, or ''. A run warns of them where they are set, and announces none.
         samples: whether it samples the clips that it trains on, so that a run has rollouts and rewards.
         reference: the reference model of a run that begins with a LoRA: the network with it (`start`), or without it (`base`).
         source: address of the class of the `WorkSource`, which is made when clips can be encoded; all take what
@@ -236,6 +238,7 @@ class MethodSpec:
 
     size_options: tuple[str, ...] = ("video_resolution_buckets", "image_resolution_buckets", "sliding_window_size")
     state_name = "state of the method"
+    unread: Mapping[str, str] = {}
     samples = False
     reference: Literal["start", "base"] = "start"
     source = "finetrainers.data.loading.training_data:TrainingData"
@@ -261,13 +264,20 @@ class MethodSpec:
         """
         from finetrainers.data.reading.datasets import media_dir, read_all, read_datasets
 
+        config = self.as_read(config)
         read_all(read_datasets(config.data), media_dir(config))
 
     def survey(self, config: TrainConfig, geometry: Geometry, options: ProbeOptions | None = None) -> DatasetPlan:
         """What becomes of every file of the configured data, whether it can be trained on or not; see `survey_dataset`."""
         from finetrainers.data.inspect.survey import survey_dataset
 
-        return survey_dataset(config, geometry, options=options)
+        return survey_dataset(self.as_read(config), geometry, options=options)
+
+    def as_read(self, config: TrainConfig) -> TrainConfig:
+        """Return the configuration without options of data that are not read; without `mask_column`, no masks are."""
+        options = [option for name, option in fields().items() if name in self.unread and option.section == "data"]
+        changes = {option.key: "" if option.key == "mask_column" else option.default for option in options}
+        return config.model_copy(update={"data": config.data.model_copy(update=changes)}) if changes else config
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         """What is wrong with options that a registry has to be asked about: by default, with rewards."""

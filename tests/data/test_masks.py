@@ -85,7 +85,7 @@ def test_beside_clips(tmp_path: Path) -> None:
     none = read_dataset(DataSection(data_root=tmp_path, mask_column=""))
     assert len(none.items) == 4
     assert not none.masks
-    assert "not read because of --mask_column" in none.warnings[0]
+    assert "no masks are read" in none.warnings[0]
     touch(tmp_path, "a.mask.mp4")
     with pytest.raises(DataError, match=r"a\.mask\.mp4 and a\.mask\.png are masks of one clip"):
         read_dataset(DataSection(data_root=tmp_path))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,8 +18,11 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.sections import ModelSection
-from finetrainers.engine.preflight import preflight
+from finetrainers.config.target import TargetDevice
+from finetrainers.engine.preflight import option_findings, preflight
 from finetrainers.engine.sampling import sample_prompts
+from finetrainers.methods import registry
+from finetrainers.methods.sft_spec import SupervisedFinetuning
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
 from finetrainers.utils.video import comment_of, write_mp4
@@ -115,6 +119,74 @@ def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
     assert ValidationPrompt(prompt="a", video_prefix="x/clip.mp4:17", last_image="y/last.png").given == (
         "continues the last 17 frames of clip.mp4, last frame last.png"
     )
+
+
+class ReadsNone(SupervisedFinetuning):
+    """A method that gives no frames, reads no masks, and has noise levels of its own."""
+
+    unread: ClassVar = {
+        "frame_conditioning": "", "first_frame_conditioning_p": "", "window_context": "", "mask_column": "",
+        "unmasked_weight": "weigh the rewards instead", "flow_shift": "",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the method `mine`, which is that of clips but for what it declares that it does not read."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    registry.register_method("mine", "finetrainers.methods.sft:SFT", spec=ReadsNone)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"frame_conditioning": "last=0.5"}, {"first_frame_conditioning_p": 0.5}, {"window_context": 1},
+        {"mask_column": ""}, {"unmasked_weight": 0.5}, {"flow_shift": 3.0},
+        {"method": "grpo", "frame_conditioning": "last=0.5", "window_context": 1, "unmasked_weight": 0.5, "flow_weighting_scheme": "mode"},
+        {"method": "nft", "init_same_noise": False, "first_frame_conditioning_p": 0.5, "mask_column": "m"},
+        {"method": "refl", "num_generations": 1, "caption_dropout_p": 0.5, "loss_weight_max": 2.0},
+        {"method": "dpo", "dataset_file": "pairs.csv", "window_context": 1, "sliding_window_batching": "clip"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_a_method_does_not_read_are_warned_of(unread: None, given: dict[str, Any]) -> None:
+    """By the declaration of the method, once each; those that are not set, and those that it reads, are not."""
+    facts, method = get_family("ltx_video").facts, given.get("method", "mine")
+    model = {"model_name": "ltx_video", "pretrained_model_name_or_path": "demo://ltx"}
+    sampled = {"prompts": "p.txt", "reward": ["brightness"], "rollout_size": "17x64x64", "train_steps": 100}
+    clips = {"data_root": "clips", "video_resolution_buckets": ["17x64x64"]}
+    values = {**model, **(clips if method in ("mine", "dpo") else sampled), "method": method, **given}
+    found = option_findings(load_config(**values), facts, [], [], device=TargetDevice("cpu"))
+    assert found.errors == []
+    warned = [text.split()[0] for text in found.warnings if f"has no effect with --method {method}" in text]
+    options = {f"--{name}" for name in given} & {
+        f"--{name}" for name in registry.method_spec(load_config(**values)).unread
+    }
+    assert options
+    assert sorted(warned) == sorted(options)
+    assert not [
+        text for text in found.warnings if text.split()[0] in options and "has no effect with --method" not in text
+    ]
+    if method == "mine":
+        read = option_findings(load_config(**{**values, "method": "sft"}), facts, [], [], device=TargetDevice("cpu"))
+        assert not [text for text in read.warnings if "has no effect with --method" in text]
+
+
+@pytest.mark.parametrize("method", ["sft", "mine"])
+def test_what_is_not_read_is_not_announced(
+    unread: None, method: str, options: Callable[..., dict], run: Callable[..., Any], make_clips: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path,
+) -> None:  # fmt: skip
+    shutil.copytree(make_clips(1, frames=33), tmp_path / "clips")
+    [clip] = (tmp_path / "clips").glob("*.mp4")
+    Image.new("L", (64, 64), 128).save(clip.with_suffix(".mask.png"))
+    run(**options(
+        data_root=str(tmp_path / "clips"), video_resolution_buckets=["33x64x64"], sliding_window_size=17, sliding_window_stride=16,
+        frame_conditioning="last=0.5", window_context=1, method=method, train_steps=1,
+    ))  # fmt: skip
+    said = capsys.readouterr().out
+    announced = [text in said for text in ("clean frames", "of context", "a mask, which")]
+    assert announced == [method == "sft"] * 3
 
 
 def test_only_windows_are_given_context(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from finetrainers.cli.main import main
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.engine import check_upload, export, ready
 from finetrainers.methods import registry as methods
+from finetrainers.methods.spec import MethodSpec
 from finetrainers.utils import fetch
 
 Refused = Callable[..., list[str]]
@@ -246,13 +247,19 @@ class Halfway:
     def steps(self, start: int, transformer: Any) -> None: ...
 
 
+class Misspelled(MethodSpec):
+    """Declares an option that there is none of."""
+
+    unread: ClassVar = {"flow_shfit": ""}
+
+
 def test_methods_of_the_wrong_kind_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
     for method in (Halfway, "collections:nothing", "no.such.module:Method", "math:pi"):
         methods.register_method("mine", method)
         assert refused(method="mine") == ["--method"]
         del methods._METHODS["mine"]
-    for spec in ("no.such.module:Spec", "collections:OrderedDict"):
+    for spec in ("no.such.module:Spec", "collections:OrderedDict", Misspelled):
         methods.register_method("mine", Halfway, spec=spec)
         assert refused(method="mine") == ["--method"]
         del methods._METHODS["mine"]

@@ -14,7 +14,7 @@ from ..geometry import Geometry
 from ..grpo import COMPARING_METHODS, GRPOSection, kernel, step_range, trained_steps, why_no_rollout_gradients
 from ..hacking import hacking_rule, held_out_rewards
 from ..rewards import RewardEntry
-from ..root import TrainConfig, fields
+from ..root import TrainConfig
 from .findings import Findings
 
 #: Fewer clips per optimizer step learn little or nothing (reports of users of DanceGRPO: 8 failed, 16 to 32 worked).
@@ -23,18 +23,11 @@ FEW_CLIPS = 16
 _MUCH_NOISE = 1.5
 
 #: Options of training on clips that are an error here, and what to use instead.
-_OF_CLIPS = {
+OF_CLIPS = {
     **dict.fromkeys(("data_root", "dataset_file", "dataset", "hf_dataset"), "clips are sampled; use --prompts FILE"),
     "video_resolution_buckets": "clips are sampled at one size; use --rollout_size FxHxW",
     "image_resolution_buckets": "clips are sampled at one size; use --rollout_size 1xHxW",
     "validation_epochs": "there are no epochs; use --validation_steps",
-}
-#: Options without effect, with a hint for some.
-_HINTS = {
-    "target_fps": "--reward_fps is the rate at which clips are scored",
-    "precompute_conditions": "prompts are always encoded once and cached",
-    "flow_shift": "--shift shifts the sampler's noise levels",
-    "id_token": "write it into the prompts",
 }
 
 
@@ -83,7 +76,7 @@ def check_grpo(config: TrainConfig, facts: Facts, found: Findings, *, world_size
     _check_evaluation(config, found)
     _check_hacking(config, found)
     _check_memory(config, found)
-    _check_unused(config, found)
+    _check_of_clips(config, found)
 
 
 def _check_inputs(section: GRPOSection, geometry: Geometry, found: Findings) -> None:
@@ -373,13 +366,7 @@ def _check_reward_device(config: TrainConfig, found: Findings, *, local_processe
         )
 
 
-def _check_unused(config: TrainConfig, found: Findings) -> None:
-    for name, hint in _OF_CLIPS.items():
+def _check_of_clips(config: TrainConfig, found: Findings) -> None:
+    for name, hint in OF_CLIPS.items():
         if config.changed(name):
             found.error(name, f"has no meaning with --method {config.training.method}: {hint}")
-    read = {"precompute_dir", "batch_size"}  # encoded prompts are in `precompute_dir`, too
-    for name, option in fields().items():
-        of_clips = option.section in ("data", "diffusion", "dataloader") or name == "eval_num_timesteps"
-        if of_clips and name not in (*read, *_OF_CLIPS) and config.changed(name):
-            hint = f"; {_HINTS[name]}" if name in _HINTS else ""
-            found.warnings.append(f"--{name} has no effect with --method {config.training.method}{hint}")

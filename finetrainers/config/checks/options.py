@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
 from finetrainers.utils.launch import launched_processes
@@ -36,6 +36,7 @@ def check_config(
     prompts: list[ValidationPrompt],
     scored: Sequence[ValidationPrompt] = (),
     world_size: int | None = None,
+    unread: Mapping[str, str] | None = None,
 ) -> Findings:
     """Check all rules between options for a given model.
 
@@ -45,6 +46,7 @@ def check_config(
         prompts: to be sampled during training.
         scored: to be sampled and scored besides.
         world_size: how many processes train together; default: what the launcher says.
+        unread: options that the method does not read, each with what to use instead, or ''; default: none.
     """
     found = Findings()
     geometry = facts.geometry
@@ -60,7 +62,7 @@ def check_config(
     _check_scored(config, facts, prompts, scored, found)
     _check_run(config, found)
     _check_method(config, found)
-    _check_needs(config, found)
+    _check_needs(config, unread or {}, found)
     if facts.media and config.training.method != "sft":
         takes = " and ".join(facts.media)
         found.error("method", f"this checkpoint takes {takes} with each clip, which only --method sft reads")
@@ -108,16 +110,19 @@ def _check_method(config: TrainConfig, found: Findings) -> None:
             found.error("method", f"{method} has no use for {', '.join(given)}; {way_out}")
 
 
-def _check_needs(config: TrainConfig, found: Findings) -> None:
-    """Warn of options that their method does not read, and of those without another one that they need."""
+def _check_needs(config: TrainConfig, unread: Mapping[str, str], found: Findings) -> None:
+    """Warn of options that the method does not read, and of those without another one that they need."""
     method = config.training.method
     for name, option in fields().items():
-        if method in REWARD_METHODS and option.section in ("data", "dataloader", "diffusion"):
-            continue  # read for clips alone
-        if option.scope == "dataset" or not config.changed(name):
-            continue
         needed = (option.needs or name).partition("=")[0]
-        if option.method is not None and method not in option.method.split("|"):
+        if not config.changed(name):
+            continue
+        if name in unread:
+            hint = f"; {unread[name]}" if unread[name] else ""
+            found.warnings.append(f"--{name} has no effect with --method {method}{hint}")
+        elif option.scope == "dataset" or needed in unread:
+            continue  # `check_data` checks those of datasets; an option that is read although its need is not, needs nothing
+        elif option.method is not None and method not in option.method.split("|"):
             if method in sections()[option.section].methods:
                 found.warnings.append(f"--{name} has no effect with --method {method}")
         elif config.data.dataset is None or fields()[needed].scope == "run":  # else each dataset may have its own

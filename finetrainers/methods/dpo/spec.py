@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import TrainConfig, fields
 from finetrainers.methods.spec import MethodMemory, MethodSpec
 
 from .pairs import CHOSEN, PROMPT, REJECTED, PairPlan, of_column, survey_pairs
@@ -35,6 +35,13 @@ _NOT_OF_PAIRS = {
 
 class PreferencePairs(MethodSpec):
     """Direct preference optimization trains on pairs of clips, and compares the network with the reference model."""
+
+    #: Options of what pairs refuse, since advice to set that would lead to an error.
+    unread: Mapping[str, str] = {
+        name: ""
+        for name, option in fields().items()
+        if option.scope == "run" and option.needs in _NOT_OF_PAIRS and name not in _NOT_OF_PAIRS
+    }
 
     def survey(self, config: TrainConfig, geometry: Geometry, options: ProbeOptions | None = None) -> PairPlan:
         return survey_pairs(config, geometry, options)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.checks.grpo import OF_CLIPS
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.grpo import trained_steps, why_no_rollout_gradients
 from finetrainers.config.hacking import HackingRule, hacking_rule, measures_kl
 from finetrainers.config.rewards import RewardEntry
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import TrainConfig, fields
 from finetrainers.methods.spec import MethodMemory, MethodSpec, Variant, WorkPlan
 from finetrainers.parallel.sharding import Split
 from finetrainers.utils.text import plural
@@ -34,6 +35,15 @@ _ANY_SIZE = (1, 256, 256)
 #: In `prompt_embeddings_dir`, the cache that a preparation works in.
 _SCRATCH = ".encoding"
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: What to use instead of options of training on clips.
+_INSTEAD = {
+    "target_fps": "--reward_fps is the rate at which clips are scored",
+    "precompute_conditions": "prompts are always encoded once and cached",
+    "flow_shift": "--shift shifts the sampler's noise levels",
+    "id_token": "write it into the prompts",
+}
+#: Options of those tables that are read: encoded prompts are in `precompute_dir`, too.
+_READ = ("precompute_dir", "batch_size")
 
 
 class RewardFinetuning(MethodSpec):
@@ -42,6 +52,12 @@ class RewardFinetuning(MethodSpec):
     size_options = ("rollout_size",)
     state_name = "sampling policy"
     samples = True
+    unread: Mapping[str, str] = {
+        name: _INSTEAD.get(name, "")
+        for name, option in fields().items()
+        if (option.section in ("data", "dataloader", "diffusion") or name == "eval_num_timesteps")
+        and name not in (*_READ, *OF_CLIPS)
+    }
     source = "finetrainers.methods.grpo.source:PromptSource"
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:

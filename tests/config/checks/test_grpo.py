@@ -12,6 +12,7 @@ from finetrainers.config.hacking import HackingRule, hacking_rule
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.root import fields
+from finetrainers.methods.registry import method_names, method_spec
 
 MODEL = {"model_name": "m", "pretrained_model_name_or_path": "repo"}
 BASE = {
@@ -27,7 +28,8 @@ VP = Facts(GEOMETRY, is_flow=False, first_frame="none")
 def findings(family=FLOW, world_size=1, base=BASE, **options):
     config = load_config(**{**base, **options})
     prompts = parse_validation_prompts(config.validation)
-    return check_config(config, facts=family, prompts=prompts, world_size=world_size)
+    unread = method_spec(config).unread if config.training.method in method_names() else {}
+    return check_config(config, facts=family, prompts=prompts, world_size=world_size, unread=unread)
 
 
 @pytest.mark.parametrize(

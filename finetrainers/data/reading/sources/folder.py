@@ -187,8 +187,9 @@ def _masks(
     if data.mask_column is None:
         find_unreadable_masks(names, (name.rstrip(os.sep) for name in others), found, beside=True)
         return match_masks(names, beside, found, beside=True)
+    unused = "not read because of --mask_column" if data.mask_column else "and no masks are read"
     for name in beside:
-        found.note("beside a clip and named as its mask, not read because of --mask_column", shown(name))
+        found.note(f"beside a clip and named as its mask, {unused}", shown(name))
     if not data.mask_column:
         return {}
     unreadable: list[str] = []
