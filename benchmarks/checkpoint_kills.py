@@ -99,6 +99,8 @@ class Network(nn.Sequential):
 class Spec:
     """Writes the network."""
 
+    facts = SimpleNamespace(trained="transformer")
+
     def save_full(
         self, directory: Path, transformer: nn.Module, state_dict: dict[str, torch.Tensor], files: Any = None
     ) -> dict[Path, Written]:

@@ -25,6 +25,7 @@ from .activation_memory import ActivationPlanner
 from .callbacks.base import Callback, Record
 from .callbacks.metrics import summarized
 from .checkpoints.async_save import BackgroundSave
+from .checkpoints.find import checkpoints_dir
 from .checkpoints.save import reserve_memory, save_checkpoint
 from .guards.memory import Attempt, memory_advice
 from .guards.memory_probe import probe_memory, wants_memory_probe
@@ -113,7 +114,11 @@ class Trainer:
         if step > self._saved_step and problem is None:
             logger.warning("%s: saving a checkpoint of step %d; a second interrupt stops at once", by, step)
             state.requests.stop = by  # not in the background
-            self._save()
+            try:
+                self._save()
+            except Exception as error:  # the interrupt is what ends the run
+                problem = repr(error)
+                logger.error("saving %s failed", checkpoints_dir(state.run_dir.root) / f"step-{step}", exc_info=error)
         if step > self._saved_step:
             lost = f"steps {self._saved_step + 1} to {step} are not saved: {problem}"
             newest = (
@@ -179,7 +184,7 @@ class Trainer:
                 return
             self._sample_if_due()
             if _is_save_requested(self.state):  # by the hooks that have just run
-                self._save()
+                self._save(again=True)
             if state.stopped_by is not None:
                 return
             state.watchdog.enter("step")
@@ -312,11 +317,15 @@ class Trainer:
             self._expect_save()
 
     @memory_advice("saving a checkpoint", _SAVING_TAKES)
-    def _save(self) -> None:
-        """Save this step, unless that is done, and end the run if a stop was requested."""
+    def _save(self, *, again: bool = False) -> None:
+        """Save this step, and end the run if a stop was requested.
+
+        Args:
+            again: whether to replace this step's checkpoint, which lacks what hooks have changed since, as of a guard.
+        """
         state, requests = self.state, self.state.requests
         stops = _is_save_requested(self.state) and requests.stop is not None
-        if self._saved_step != state.step:
+        if again or self._saved_step != state.step:
             state.watchdog.enter("checkpoint", "save")
             started = time.perf_counter()
             with phase(CHECKPOINT):

@@ -227,7 +227,7 @@ def to_run(line: str) -> str:
     """The command that stands for a line: itself, a dry run, or none."""
     for start in (*NOT_RUN, *ELSEWHERE, *DRY):
         if line.startswith(start):
-            return f"{line} --dry_run" if start in DRY else ""
+            return f"{line} --dry_run --gpu 24GB" if start in DRY else ""
     for start, code in FAILS.items():
         if line.startswith(start):
             return f"code=0; {line} || code=$?; test $code = {code}"

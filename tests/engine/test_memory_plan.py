@@ -113,7 +113,9 @@ def test_processes_share(checked: Callable[..., Preflight], monkeypatch: pytest.
     host = found.plan
     assert "planned for 1 process" not in "\n".join(memory_lines(memory, found))
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "planned for 1 process" in "\n".join(memory_lines(memory, found))
+    assert "planned for 1 process" not in "\n".join(memory_lines(memory, found))  # one process can offload so
+    alone_on_gpu = RunMemory(checked(**{**options, "fsdp_cpu_offload": False}))
+    assert "planned for 1 process" in "\n".join(memory_lines(alone_on_gpu, alone_on_gpu.choose()))
     assert host.host["training_step"] > eight.host["training_step"]
     assert host.peaks["checkpoint"] < eight.peaks["checkpoint"]
 

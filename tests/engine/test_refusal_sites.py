@@ -230,6 +230,7 @@ def configurations(folder: Path) -> Iterator[dict[str, Any]]:
     yield {"family": "cogvideox"}
     yield {"family": "cogvideox", "version": "i2v", "validation_prompts": "a"}
     yield {"family": "hunyuan_video", "version": "token_replace"}
+    yield {"family": "hunyuan_video", "pretrained_model_name_or_path": "hunyuanvideo-community/HunyuanVideo"}
     yield {"init_from": str(folder)}
     for path in ("finished/checkpoints/step-1", "finished/pytorch_lora_weights.safetensors"):
         yield {"init_from": str(folder / path)}

@@ -220,7 +220,7 @@ def _killed_later(processes: Sequence[BaseProcess]) -> Iterator[None]:
             process.join(2 * _ENDING_S)  # even a killed one is not gone while its file system does not answer
     finally:
         timer.cancel()
-        _kill(processes)
+        _kill([process for process in processes if process.is_alive()])
 
 
 class _Lost(Exception):

@@ -71,11 +71,11 @@ def test_a_hacked_run_is_stopped_and_can_go_on(
     assert found["trained_now"] > found["trained_before"]
     assert found["checkpoint"] == (f"run/checkpoints/step-{found['best_step']}" if found["best_step"] else None)
     assert "reward hacking: the held-out reward opposites:down has fallen from" in caplog.text
-    assert f"stopped by --hacking_guard after step {found['step'] + 1}" in (printed := capsys.readouterr().out)
+    assert f"stopped by --hacking_guard after step {found['step']}" in (printed := capsys.readouterr().out)
     assert f"--resume_from_checkpoint {found['checkpoint'] or 'latest'}" in printed
     assert not events(root, "stopped")  # which would have a cluster's script start it again
     (end,) = events(root, "stopped_by_guard")
-    assert end["step"] == found["step"] + 1 < 12
+    assert end["step"] == found["step"] < 12
     assert read_run(root).status == "stopped"
     shown = events_of(read_run(root))
     assert shown is not None
