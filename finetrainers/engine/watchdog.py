@@ -88,11 +88,14 @@ class _Durations:
         self.longest, self.median = max(self.longest, seconds), statistics.median(self.seconds)
 
     def limits(self) -> tuple[float, float]:
-        """Return the seconds after which an occurrence is slow, and hung; what was once survived is neither."""
+        """Return the seconds after which an occurrence is slow, and hung; what was once survived is neither.
+
+        A run is ended after ten minutes at the earliest, and always reports the section at half of its time.
+        """
         if len(self.seconds) < _LEARNED:
             return math.inf, math.inf
-        least = ten_minutes()
-        return max(least, _WARNS * self.median, self.longest), max(least, _ENDS * self.median, 2 * self.longest)
+        ends = max(ten_minutes(), _ENDS * self.median, 2 * self.longest)
+        return ends * _WARNS / _ENDS, ends
 
 
 class Watchdog:

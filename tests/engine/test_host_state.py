@@ -43,6 +43,13 @@ def global_state() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _no_accelerate_state() -> None:
+    """Other tests start runs without `train`, which leaves accelerate's state of them in this process."""
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(dtype)

@@ -230,7 +230,13 @@ def configurations(folder: Path) -> Iterator[dict[str, Any]]:
     yield {"family": "cogvideox"}
     yield {"family": "cogvideox", "version": "i2v", "validation_prompts": "a"}
     yield {"family": "hunyuan_video", "version": "token_replace"}
-    yield {"family": "hunyuan_video", "pretrained_model_name_or_path": "hunyuanvideo-community/HunyuanVideo"}
+    published, networks = "hunyuanvideo-community/HunyuanVideo", str(folder / "networks")  # tokenizers are elsewhere
+    yield {
+        "family": "hunyuan_video",
+        "pretrained_model_name_or_path": published,
+        "vae_id": networks,
+        "transformer_id": networks,
+    }
     yield {"init_from": str(folder)}
     for path in ("finished/checkpoints/step-1", "finished/pytorch_lora_weights.safetensors"):
         yield {"init_from": str(folder / path)}
@@ -245,8 +251,9 @@ LAUNCHED: tuple[dict[str, str], ...] = (
 
 
 def test_every_refusal_is_reached_by_a_dry_run_or_says_why_not(
-    options: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: Callable[..., dict], tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "networks").symlink_to(tiny_repo("hunyuan_video"))
     train(load_config(**options(output_dir=str(tmp_path / "finished"), train_steps=1)))
 
     def check(changes: dict[str, Any]) -> None:

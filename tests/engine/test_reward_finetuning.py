@@ -307,7 +307,9 @@ def test_dancegrpos_published_command_passes_a_dry_run(
         (encoded / folder / "0.pt").touch()
     entry = {"caption": "a cat", "prompt_embed_path": "0.pt", "prompt_attention_mask": "0.pt"}
     (encoded / "videos2caption.json").write_text(json.dumps([entry]))
-    config, _ = parse_flags(["--method", "grpo", "--model_name", "hunyuan_video", "--dry_run", "--gpu", "80GB", *DANCEGRPO])
+    config, _ = parse_flags(
+        ["--method", "grpo", "--model_name", "hunyuan_video", "--dry_run", "--gpu", "80GB", *DANCEGRPO]
+    )
     assert config is not None
     train(config)
     printed = capsys.readouterr().out
