@@ -118,7 +118,7 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
     if root.is_dir() and not is_run(root):
         foreign = _foreign(root, written, used=_used(config, root))
         if foreign:
-            lost = [name for name in foreign if name in written]
+            lost = [name for name in foreign if name in written - {LORA_FILE, trained} | {Path(result).parts[0]}]
             overwritten = f", and the run would overwrite {_named(lost)}" if lost else ""
             yield (
                 f"{root} is not the directory of a run: it holds {_named(foreign)}{overwritten}; give a new or empty "
