@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from finetrainers.utils.svg_chart import COLORS, Chart, Series
+from finetrainers.utils.text import plural
 
 from ..doctor.health import Rises
 from .charts import event_step
@@ -47,7 +48,7 @@ def health_of(run: RunRecords) -> RunHealth | None:
         charts=_charts(run, by_host, risen),
         rises=_rise_rows(run, risen),
         silent=[(host, len(failed), str(failed[-1]["error"])) for host, failed in silent.items() if failed],
-        total=f"{max(map(len, by_host.values()))} readings of {len(by_host)} machines",
+        total=f"{plural(max(map(len, by_host.values())), 'reading')} of {plural(len(by_host), 'machine')}",
     )
 
 
