@@ -140,7 +140,8 @@ def as_python(name: str, arguments: list[str], environment: dict[str, str]) -> l
     if count is None or count[1] == "1":
         return program
     environment.update(WORLD_SIZE=count[1], RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    return [*program, "--dry_run", "--gpu", "80GB"]  # weights of rewards are on the machine that trains
+    planned = ["--gpu", "80GB"] if program[0] == "train.py" else []  # weights of rewards are on the machine that trains
+    return [*program, "--dry_run", *planned]
 
 
 def substituted(text: str, table: dict[str, str]) -> str:

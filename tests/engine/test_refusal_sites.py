@@ -139,6 +139,7 @@ AFTER = {
         parallel/strategy.py: Strategy.shapes
         parallel/zero.py: ZeRO.load_optimizer
         rewards/base.py: Reward.differentiate
+        rewards/registry.py: register_reward.add 2
     """,
 }
 
