@@ -17,9 +17,13 @@ _CHATTER = (
     "diffusers.quantizers.torchao.torchao_quantizer",
     "diffusers.utils.torch_utils",
 )
-#: Warnings of torch about what is meant: the prediction is a view, which nobody changes in place, and norms get fp32 weights
-#: or inputs on purpose.
-_NO_NEWS = ("FSDP2-wrapped module .* returned a view tensor", "Mismatch dtype between input and weight")
+#: Warnings of torch about what is meant: the prediction is a view, which nobody changes in place, norms get fp32 weights or
+#: inputs on purpose, and the compiled step of torchao's quantized optimizers is not kept on disk.
+_NO_NEWS = (
+    "FSDP2-wrapped module .* returned a view tensor",
+    "Mismatch dtype between input and weight",
+    "OptimState.* does not implement _stable_hash_for_caching",
+)
 #: Logger of what a command has to say to its user besides results: `note: ...`, without level and module.
 NOTES = logging.getLogger("finetrainers").getChild("notes")
 

@@ -17,6 +17,7 @@ from finetrainers.utils.video import write_mp4
 def search(tiny_repo: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     def run(*flags: str) -> tuple[int, str, str]:
         model = ("--pretrained_model_name_or_path", str(tiny_repo("ltx_video")))
+        capsys.readouterr()  # what libraries print while the model is made, if nothing has imported them yet
         code = main(["search-batch", *model, "--video_resolution_buckets", "9x64x64", *flags])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
