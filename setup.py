@@ -78,6 +78,9 @@ setup(
         "protobuf>=4.25",
         "numpy>=2.0",
         "psutil>=5.9.6",
+        # What `export_to_video` and `load_video` of diffusers write and read with.
+        "imageio>=2.35",
+        "imageio-ffmpeg>=0.6",
         "pillow>=10.1",
         "tomli-w>=1.0",
         "tomli>=2; python_version < '3.11'",

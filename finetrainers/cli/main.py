@@ -21,7 +21,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.exit_in_time import exit_in_time
 from finetrainers.utils.failures import sentence_of
-from finetrainers.utils.launch import launch_problems, launched_rank
+from finetrainers.utils.launch import launch_problems, launched_rank, print_refusal
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
 from finetrainers.utils.versions import __version__, version_problem
@@ -213,11 +213,10 @@ def _run(
             print(interrupted, file=sys.stderr)
         return exit_codes.killed_by(signal.SIGINT)
     except ConfigError as error:
-        if launched_rank() == 0:  # all processes find the same; one says it
-            print(f"error: {_with_the_rest(error, preparing=preparing)}", file=sys.stderr)
-            if not argv and not preparing:
-                more = f"{prog} --help lists the options. New here? finetrainers quickstart needs none."
-                print(more, file=sys.stderr)
+        message = f"error: {_with_the_rest(error, preparing=preparing)}"
+        if not argv and not preparing:
+            message += f"\n{prog} --help lists the options. New here? finetrainers quickstart needs none."
+        print_refusal(message)
         return exit_codes.refused([problem.where for problem in error.problems])
     except Exception as error:
         if config is None or not _say_failure(error, None if preparing else config.run.output_dir, config.run.verbose):

@@ -12,7 +12,7 @@ from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sample import SampleSection
 from finetrainers.utils import exit_codes
-from finetrainers.utils.launch import launched_rank
+from finetrainers.utils.launch import launched_rank, print_refusal
 from finetrainers.utils.text import plural
 
 from .options import options_parser, read_arguments
@@ -67,8 +67,7 @@ def sample_command(argv: Sequence[str]) -> int:
         plan, dry_run = _planned(argv)
         return _dry_run(plan) if dry_run else _sample(plan)
     except ConfigError as error:
-        if launched_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        print_refusal(f"error: {error}")
         return exit_codes.CONFIGURATION
     except KeyboardInterrupt:
         if launched_rank() == 0:

@@ -18,7 +18,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import write_json_atomic
 from finetrainers.utils.gpus import read_gpu
-from finetrainers.utils.launch import launched_rank
+from finetrainers.utils.launch import launched_rank, print_refusal
 from finetrainers.utils.process_state import environment_restored, planning
 
 from .demo import positive_integer
@@ -125,8 +125,7 @@ def search_batch_command(argv: Sequence[str]) -> int:
             print("stopped", file=sys.stderr)
         return exit_codes.killed_by(signal.SIGINT)
     except ConfigError as error:
-        if launched_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        print_refusal(f"error: {error}")
         return exit_codes.refused([problem.where for problem in error.problems])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ _COUNTS = {
 }  # fmt: skip
 _ZERO_STAGES = ("0", "1", "2", "3")
 _PRECISIONS = ("no", "fp16", "bf16")
+_FIRST_PRINTS_S = 10.0
 
 
 def launch_problems(environment: Mapping[str, str] = os.environ, *, joining: bool = True) -> list[tuple[str, str]]:
@@ -97,6 +100,18 @@ def launched_processes() -> int:
 def launched_rank() -> int:
     """Rank of this process; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
+
+
+def print_refusal(text: str) -> None:
+    """Print to standard error in the first process, before every process exits; all of them have found the same.
+
+    The others wait for the launcher to end them: it ends all processes as soon as one exits with an error, and one that is
+    quicker than the first would keep it from printing. On a machine without the first process they exit after a few seconds.
+    """
+    if launched_rank() == 0:
+        sys.stderr.write(f"{text}\n")
+    else:
+        time.sleep(_FIRST_PRINTS_S)
 
 
 def local_world_size() -> int:

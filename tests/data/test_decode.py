@@ -9,6 +9,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from diffusers.utils import export_to_video, load_video
 from PIL import Image
 
 from finetrainers.data.buckets.clip import Clip
@@ -18,6 +19,7 @@ from finetrainers.data.video.decode import load_clip, read_frames, read_image, r
 from finetrainers.data.video.pyav import PyavReader
 from finetrainers.models.spec import to_unit_range
 from finetrainers.utils.seeding import generator
+from finetrainers.utils.video import write_mp4
 
 
 def full_decode(path: Path) -> np.ndarray:
@@ -29,6 +31,20 @@ def full_decode(path: Path) -> np.ndarray:
 def clip_of(path: Path, bucket: tuple[int, int, int], *, fps: float | None = None, kind: str = "video") -> Clip:
     found = probe(path, kind=kind)
     return Clip(0, path, "", kind, bucket, fps or found.fps, found.frames, found.fps, found.width, found.height)
+
+
+def test_videos_written_by_diffusers_are_read_and_it_reads_ours(tmp_path: Path) -> None:
+    """`export_to_video` and `load_video` work with what is installed; in both directions colors differ by compression only."""
+    shades = [40, 80, 120, 160, 200]
+    frames = np.stack([np.full((64, 96, 3), shade, np.uint8) for shade in shades])
+    export_to_video([Image.fromarray(frame) for frame in frames], str(tmp_path / "theirs.mp4"), fps=8)
+    found = probe(tmp_path / "theirs.mp4", kind="video")
+    assert (found.frames, found.fps, found.width, found.height) == (5, 8, 96, 64)
+    assert abs(full_decode(tmp_path / "theirs.mp4").mean(axis=(1, 2, 3)) - shades).max() < 3
+    write_mp4(tmp_path / "ours.mp4", frames, fps=8)
+    read = load_video(str(tmp_path / "ours.mp4"))
+    assert [frame.size for frame in read] == [(96, 64)] * 5
+    assert abs(np.stack(read).mean(axis=(1, 2, 3)) - shades).max() < 3
 
 
 @pytest.mark.parametrize("first", [0, 3, 30, 117, 200, 249])

@@ -20,6 +20,7 @@ from finetrainers.engine import export as module
 from finetrainers.engine.callbacks.samples import write_sample
 from finetrainers.engine.card_facts import write_grid
 from finetrainers.engine.preflight import preflight
+from finetrainers.utils.video import write_mp4
 
 
 class LTXVideoTransformer3DModel:
@@ -177,8 +178,8 @@ def test_the_cards_code_runs(options, run, tmp_path, monkeypatch, family, versio
     code = card.split("```python")[1].split("```")[0]
     assert 'pipe.to("cuda")' in code
     Image.new("RGB", (64, 64), (200, 90, 30)).save(tmp_path / "first_frame.png")
-    # diffusers reads videos by imageio, which is no requirement of training.
-    monkeypatch.setattr("diffusers.utils.load_video", lambda name: [Image.new("RGB", (64, 64), "white")] * 9)
+    if version == "control":
+        write_mp4(tmp_path / "control_video.mp4", np.full((9, 64, 64, 3), 255, np.uint8), fps=8)
     monkeypatch.chdir(tmp_path)
     code = code.replace('"cuda"', '"cpu"').replace("bfloat16", "float32")
     exec(code if not version else code.replace("width=64,", "width=64, num_inference_steps=2,"), {})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from finetrainers.cli.main import main
+from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launch_problems, restart_warning
 
 TORCHRUN = {
@@ -37,6 +39,22 @@ def test_restarts_that_will_fail_are_said() -> None:
     for change in ({"TORCHELASTIC_MAX_RESTARTS": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}):
         assert restart_warning(TORCHRUN | AGENT | change) is None
     assert restart_warning(TORCHRUN) is None
+
+
+@pytest.mark.parametrize("command", ["train", "prepare", "sample", "search-batch"])
+def test_a_refusal_is_printed_by_the_first_process_and_the_others_wait_for_it(command, monkeypatch, capsys):
+    """The launcher ends all processes once one has failed, and the first may be the last to find what is wrong."""
+    waits: list[float] = []
+    monkeypatch.setattr("finetrainers.utils.launch.time.sleep", waits.append)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert main([command, "--no_such_option", "1"]) == exit_codes.CONFIGURATION
+    assert (capsys.readouterr().err, len(waits)) == ("", 1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main([command, "--no_such_option", "1"]) == exit_codes.CONFIGURATION
+    assert "no_such_option" in capsys.readouterr().err
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize(
