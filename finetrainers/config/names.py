@@ -69,7 +69,7 @@ _SAME = {
     "init_from": "network_weights init_lora init_from_existing lora_weights ckpt_path",
     "use_ema": "ema",
     "optimizer": "optimizer_type optim",
-    "use_8bit_bnb": "use_8bit_adam",
+    "use_8bit_bnb": "use_8bit_adam use_8bit",
     "lr": "learning_rate",
     "lr_scheduler": "scheduler_type lr_scheduler_type lr_schedule",
     "lr_warmup_steps": "warmup_steps lr_warmup num_warmup_steps",
@@ -139,7 +139,10 @@ _INSTEAD = {
     "a single file takes the place of one part of --pretrained_model_name_or_path: name it as --transformer_id, and as "
     "--vae_id too if it holds the VAE": "single_file_path",
     "the family is --model_name, and LoRA or all weights is --training_type lora or full-finetune": "model_type",
-    "the family is --model_name, and the checkpoint decides between text and image to video": "task",
+    "the family is --model_name, and the checkpoint decides between text and image to video":
+        "task image_to_video",
+    "clips are read from this machine (--data_root, --dataset_file) or from a dataset on the hub (--hf_dataset)":
+        "remote_video",
     "there is LoRA (--training_type lora, also --use_dora, --use_rslora) and no other adapter; modules are named by "
     "--target_modules": "use_lora lora lora_type lycoris_config network_module network_args network_type peft",
     "use --training_type full-finetune": "full_finetune full_finetuning finetune_type",

@@ -116,6 +116,12 @@ def test_with_reward_finetuning_the_same_words_have_another_meaning(monkeypatch)
         (["--caption_ext", ".txt"], "--caption_ext: unknown flag; captions are .txt files"),
         (["--data-path", "a.csv"], "--data_path: unknown flag; a table or list of clips is --dataset_file"),
         (["--height_buckets", "256"], "--height_buckets: unknown flag; sizes are --video_resolution_buckets"),
+        (
+            ["--image_to_video"],
+            "--image_to_video: unknown flag; the family is --model_name, and the checkpoint decides",
+        ),
+        (["--remote_video"], "--remote_video: unknown flag; clips are read from this machine"),
+        (["--use_deepspeed"], "--use_deepspeed: unknown flag; did you mean --deepspeed?"),
         (["--load_tensors"], "--load_tensors: unknown flag; --precompute_conditions"),
         (["--use_torchao"], "--use_torchao: unknown flag; optimizers of torchao are --optimizer adamw-torchao-8bit"),
         (["--cache_latents"], "--cache_latents: unknown flag; --precompute_conditions"),
