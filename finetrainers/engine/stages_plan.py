@@ -12,6 +12,7 @@ from finetrainers.config.stages import Stage
 from finetrainers.utils.text import file_size, listed, plural
 
 from .automatic import within_budget
+from .check_upload import check_upload
 from .dry_run import build_without_weights, why_unseen
 from .memory_plan import RunMemory
 from .ownership import inside_problem
@@ -83,6 +84,7 @@ def _check(standing: Standing, warnings: list[tuple[str, str]], *, trains: bool)
         preflight(config)
         return _Checked(config)
     checked = preflight_by_model(config)
+    check_upload(checked.config)
     if config.memory.memory_budget is not None:
         print_line(f"stage {standing.name}:")
     checked = check_rewards(within_budget(checked))

@@ -151,6 +151,7 @@ def test_mistakes_of_all_stages_are_found_before_the_first(
         data_root = "{clips}"
         init = {{ stage = "low" }}
         rank = 8
+        push_to_hub = true
         [[stage]]
         name = "high"
         data_root = "{clips}"
@@ -161,6 +162,9 @@ def test_mistakes_of_all_stages_are_found_before_the_first(
     )
     assert main(["run", "stages.toml", "--plan"]) == 2
     found = [line.strip(" -") for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    uploads = [one for one in found if one.startswith("stage mid, --push_to_hub")]  # no hub answers in tests
+    assert len(uploads) == 1
+    found.remove(uploads[0])
     assert found == [
         "stage low, stages.toml:8: unknown option 'ranks'; did you mean 'rank'?",
         *[one for one in found if one.startswith("stage low, data: data_root 'nowhere' does not exist")],
@@ -168,7 +172,7 @@ def test_mistakes_of_all_stages_are_found_before_the_first(
     ]
     assert [one.partition(":")[0] for one in found][1:] == ["stage low, data", "stage high, --target_modules"]
     text = Path("stages.toml").read_text().replace("ranks = 4", "").replace("nowhere", str(clips))
-    Path("stages.toml").write_text(text.replace('target_modules = ["nothing"]', ""))
+    Path("stages.toml").write_text(text.replace('target_modules = ["nothing"]', "").replace("push_to_hub = true", ""))
     assert main(["run", "stages.toml", "--plan"]) == 2
     printed = capsys.readouterr().err
     assert "stage mid, init: the LoRA of stage low does not fit: rank: 64 there, 8 here" in printed
