@@ -30,6 +30,7 @@ from loopback_hub import hub  # noqa: F401
 from real_process import Python
 from shares import in_shares
 
+pytest_plugins = ["rotation"]
 torch.set_num_threads(1)
 with contextlib.suppress(ImportError):  # the tests of `gpu` need none
     import hypothesis
@@ -53,6 +54,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Several workers begin with what takes long; tests marked `gpu` skip where there is no CUDA device."""
     if hasattr(config, "workerinput"):

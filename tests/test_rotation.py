@@ -1,0 +1,60 @@
+"""Rotating tests: every one of them has its turn within ten days, and a run that names tests takes them all."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from rotation import TURNS, turns_of
+
+SETTINGS = """
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+addopts = '--strict-markers -m "not rotating or today"'
+pythonpath = ["{folder}"]
+markers = ["rotating", "today"]
+"""
+TESTS = """
+import pytest
+
+def test_always(): pass
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("case", range(20))
+def test_alone(case): pass
+
+@pytest.mark.rotating("pair")
+@pytest.mark.parametrize("case", range(2))
+def test_together(case): pass
+"""
+
+
+def test_each_group_has_one_turn() -> None:
+    turns = turns_of([f"test_{number}" for number in range(25)] * 2)
+    assert len(turns) == 25
+    assert sorted(list(turns.values()).count(turn) for turn in range(TURNS)) == [2] * 5 + [3] * 5
+
+
+def test_a_run_takes_a_tenth_unless_it_names_tests(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pyproject.toml").write_text(SETTINGS.format(folder=Path(__file__).parent))
+    (tmp_path / "tests" / "conftest.py").write_text('pytest_plugins = ["rotation"]\n')
+    (tmp_path / "tests" / "test_it.py").write_text(TESTS)
+
+    def passed(*arguments: str) -> int:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        passed = re.search(r"(\d+) passed", result.stdout)
+        assert passed is not None, result.stdout + result.stderr
+        return int(passed.group(1))
+
+    # Of 21 groups turn 0 has three, turn 1 two; one group is a pair.
+    tenths = [passed("--rotation", turn) for turn in "01"]
+    assert tenths[0] in (4, 5)
+    assert tenths[1] in (3, 4)
+    assert passed("--rotation", "1", "-n", "2") == tenths[1]
+    assert passed() in (3, 4, 5)
+    for named in (["-m", ""], ["tests/test_it.py"], ["-k", "test"]):
+        assert passed(*named) == 23
