@@ -45,8 +45,6 @@ from .watch import add_watch, watch_command
 
 #: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
 _TRACEBACK = "FINETRAINERS_TRACEBACK"
-#: Commands with options of a section of their own and of the model.
-_SAMPLING = {"sample": sample_command, "watch": watch_command}
 #: Commands that say themselves which libraries are too old.
 _DIAGNOSES = ("doctor",)
 
@@ -60,10 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     yield_idle_threads()
     with_options_of_a_run = {
         "train": train_command, "check": check_command, "prepare": prepare_command, "estimate": estimate_command,
-        "run": _run_stages, "search-batch": _search_batch_sizes,
     }  # fmt: skip
-    if argv and argv[0] in _SAMPLING:
-        return _run_sampling(argv[0], argv[1:])
+    if argv and argv[0] in _UNPARSED:
+        return _run_unparsed(argv[0], argv[1:])
     if argv and argv[0] in with_options_of_a_run:
         return with_options_of_a_run[argv[0]](argv[1:])
     parser = _parser()
@@ -123,39 +120,26 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
     return _run(train, argv, prog=prog, interrupted=interrupted)
 
 
-def _run_sampling(command: str, argv: Sequence[str]) -> int:
-    """Sample, or watch a run, with these flags; returns an exit code."""
-    if command == "sample":  # a watch chooses its device first
+#: Commands that parse their arguments themselves, and whether they join the processes of a launcher.
+_UNPARSED: dict[str, tuple[Callable[[Sequence[str]], int], bool]] = {
+    "sample": (sample_command, True),
+    "watch": (watch_command, True),
+    "search-batch": (search_batch_command, True),
+    "run": (lambda argv: run_command(argv, train_command), False),
+}
+#: Those of them that allocate on the GPU at once; a watch chooses its device first.
+_ON_A_GPU = ("sample", "search-batch")
+
+
+def _run_unparsed(command: str, argv: Sequence[str]) -> int:
+    """Run a command of `_UNPARSED`; returns an exit code."""
+    work, joins = _UNPARSED[command]
+    if command in _ON_A_GPU:
         use_expandable_segments()
-    if _cannot_start():
+    if _cannot_start(joining=joins):
         return exit_codes.CONFIGURATION
     try:
-        return _SAMPLING[command](argv)
-    except Exception as error:
-        if not _say_failure(error):
-            raise
-        return exit_codes.FAILED
-
-
-def _run_stages(argv: Sequence[str]) -> int:
-    """Train the stages of a file; returns an exit code."""
-    if _cannot_start(joining=False):
-        return exit_codes.CONFIGURATION
-    try:
-        return run_command(argv, train_command)
-    except Exception as error:
-        if not _say_failure(error):
-            raise
-        return exit_codes.FAILED
-
-
-def _search_batch_sizes(argv: Sequence[str]) -> int:
-    """Find the batch sizes of a run; returns an exit code."""
-    use_expandable_segments()
-    if _cannot_start():
-        return exit_codes.CONFIGURATION
-    try:
-        return search_batch_command(argv)
+        return work(argv)
     except Exception as error:
         if not _say_failure(error):
             raise
