@@ -113,13 +113,22 @@ class StopSignals:
                 sys.stderr.flush()
                 os._exit(killed_by(number))
             self._again = number
-            _thread.interrupt_main(signal.Signals(number))  # `_hand_over` may have been called before this was known
+            _send_to_main_thread(number)  # `_hand_over` may have been called before this was known
 
     def _hand_over(self, number: int, _frame: FrameType | None) -> None:
         """Let the host program handle a second signal; the first one is read by the thread."""
         if self._again == number:
             signal.signal(number, self._handlers[number])
             signal.raise_signal(number)
+
+
+def _send_to_main_thread(number: int) -> None:
+    """Send a signal to the main thread; a system call in which it waits ends, where the system can do that."""
+    main = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and main is not None:
+        signal.pthread_kill(main, number)
+    else:
+        _thread.interrupt_main(signal.Signals(number))
 
 
 class ControlFiles:
