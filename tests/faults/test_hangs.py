@@ -6,48 +6,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from real_process import Python
 
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import read_jsonl
 
 
-@pytest.mark.parametrize(
-    ("fault", "limit", "place", "left"),
-    [
-        ("hang@data:3", "step_timeout", "in load_clips", [1, 2]),
-        ("hang@save.write:2", "checkpoint_timeout", "in save_checkpoint", [1]),
-    ],
-)
-def test_a_section_that_hangs_is_ended(
-    fault: str, limit: str, place: str, left: list[int], train: Callable[..., Any], files: Any
-) -> None:
-    hanging = train(fault, **{limit: 2})
-    assert hanging.wait() == exit_codes.HUNG, hanging.stderr
-    assert f"took longer than its limit of 2 s (--{limit})" in hanging.stderr
-    assert place in (files.root / "hangs" / "rank-0.txt").read_text()
-    assert files.checkpoints == left
-    done = train(resume=True, train_steps=3)
-    assert done.wait() == 0, done.stderr
-    assert files.checkpoints == [2, 3]
+def test_a_section_that_hangs_is_ended(train: Callable[..., Any], files: Any, tmp_path: Path) -> None:
+    sections = {
+        "step_timeout": ("hang@data:3", "in load_clips", [1, 2]),
+        "checkpoint_timeout": ("hang@save.write:2", "in save_checkpoint", [1]),
+    }
+    runs = {limit: train(fault, output_dir=tmp_path / limit, **{limit: 2}) for limit, (fault, *_) in sections.items()}
+    for limit, (_, place, left) in sections.items():
+        left_by = type(files)(tmp_path / limit)
+        assert runs[limit].wait() == exit_codes.HUNG, runs[limit].stderr
+        assert f"took longer than its limit of 2 s (--{limit})" in runs[limit].stderr
+        assert place in (left_by.root / "hangs" / "rank-0.txt").read_text()
+        assert left_by.checkpoints == left
+        runs[limit] = train(resume=True, train_steps=3, output_dir=left_by.root)
+    for limit, done in runs.items():
+        assert done.wait() == 0, done.stderr
+        assert type(files)(tmp_path / limit).checkpoints == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("fault", "limit", "section", "place", "changes"),
-    [
-        ("hang@load", "loading_timeout", "loading", "in load_trainable_transformer", {}),
-        ("hang@precompute:3", "step_timeout", "encoding", "in precompute_text", {"precompute_conditions": True}),
-        ("hang@export", "checkpoint_timeout", "exporting", "in export", {"train_steps": 1}),
-    ],
-)
-def test_what_hangs_before_the_first_step_or_after_the_last_is_ended(
-    fault: str, limit: str, section: str, place: str, changes: dict[str, Any], train: Callable[..., Any], files: Any
-) -> None:
-    hanging = train(fault, **{limit: 2}, **changes)
-    assert hanging.wait() == exit_codes.HUNG, hanging.stderr
-    assert f"the section '{section}' took longer than its limit of 2 s (--{limit})" in hanging.stderr
-    assert place in (files.root / "hangs" / "rank-0.txt").read_text()
+def test_what_hangs_before_the_first_step_or_after_the_last_is_ended(train: Callable[..., Any], tmp_path: Path) -> None:
+    sections: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+        "loading": ("hang@load", "loading_timeout", "in load_trainable_transformer", {}),
+        "encoding": ("hang@precompute:3", "step_timeout", "in precompute_text", {"precompute_conditions": True}),
+        "exporting": ("hang@export", "checkpoint_timeout", "in export", {"train_steps": 1}),
+    }
+    runs = {
+        section: train(fault, output_dir=tmp_path / section, **{limit: 2}, **changes)
+        for section, (fault, limit, _, changes) in sections.items()
+    }
+    for section, (_, limit, place, _) in sections.items():
+        hanging = runs[section]
+        assert hanging.wait() == exit_codes.HUNG, hanging.stderr
+        assert f"the section '{section}' took longer than its limit of 2 s (--{limit})" in hanging.stderr
+        assert place in (tmp_path / section / "hangs" / "rank-0.txt").read_text()
 
 
 def test_a_worker_that_hangs_on_a_batch_that_nobody_needs_does_not_keep_a_finished_run(

@@ -45,7 +45,7 @@ def test_a_rank_that_is_stopped_ends_the_wait_of_the_others_and_one_at_work_does
     """In a save, where they may wait for a day; the store that they look into is of rank 0."""
     faults = {0: "hang@save.write:1:rank=0", 1: "hang@save:1:rank=1"}
     runs = {
-        busy: train(fault, ranks=2, train_steps=2, nccl_timeout=5, output_dir=tmp_path / f"stopped-{busy}")
+        busy: train(fault, ranks=2, train_steps=2, nccl_timeout=3, output_dir=tmp_path / f"stopped-{busy}")
         for busy, fault in faults.items()
     }
     for busy, both in runs.items():
@@ -54,7 +54,7 @@ def test_a_rank_that_is_stopped_ends_the_wait_of_the_others_and_one_at_work_does
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for process in (process for both in runs.values() for process in both):
             process.send_signal(number)
-        time.sleep(6.5)
+        time.sleep(4)
     assert [process.returncode for both in runs.values() for process in both] == [None] * 4
     for busy, both in runs.items():
         both[busy].send_signal(signal.SIGSTOP)
