@@ -171,7 +171,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     while True:
         now = time.time()
         answers = [replace(nodes[0], facts=health_facts())] if arguments.hosts is None else fleet.ask(nodes)
-        records = [reading(node, now) for node in answers]
+        records = [reading(node.host, node.facts, now, error=node.error) for node in answers]
         if run is not None:
             _append(run / FILE, records)
         lines = list(round_lines(records, [rises.of(record) for record in records]))

@@ -23,8 +23,7 @@ from finetrainers.utils.gpus import Capability
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.process_state import leave_groups, process_groups
 
-from .checkpoints.restore import layout_problem
-from .guards.memory import refusal
+from .checkpoints.find import read_state
 from .resume_plan import Start
 
 
@@ -99,6 +98,35 @@ def check_strategy(config: TrainConfig, start: Start | None = None) -> Strategy:
     return parallel
 
 
+def layout_problem(start: Start, parallel: Strategy) -> Problem | None:
+    """Return why a strategy, joined or planned, cannot read the optimizer's state of a checkpoint, or None if it can."""
+    if start.checkpoint is None or "optimizer" in start.resets:
+        return None
+    then, now = read_state(start.checkpoint)["engine"], parallel.optimizer_layout
+    if parallel.reads_optimizer_of(then):
+        return None
+    message = (
+        f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same way, or "
+        "start the optimizer from scratch with --reset optimizer"
+    )
+    return Problem("--resume_from_checkpoint", message)
+
+
+def retry_refusal(option: str, *, parallel: Strategy, in_backward: bool = False) -> str | None:
+    """Return why a step that ran out of memory cannot be retried, or None if it can.
+
+    Args:
+        option: `--oom_retry`.
+        parallel: the processes of the run.
+        in_backward: whether weights are updated during backward.
+    """
+    if option == "off":
+        return "--oom_retry is off"
+    if in_backward:
+        return "--optimizer_in_backward has changed weights in this step already"
+    return parallel.why_no_retry
+
+
 def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     """Refuse options that each machine has chosen for its own GPUs, where they differ."""
     if config.memory.fit_gpu:
@@ -135,7 +163,7 @@ def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability
     if config.memory.dry_batches == "on" and not parallel.can_drop_gradients:
         message = "DeepSpeed sums gradients in buffers of its own, where those of a trial would stay; leave it out"
         yield Problem("--dry_batches on", message)
-    why_not = refusal(config.memory.oom_retry, parallel=parallel)
+    why_not = retry_refusal(config.memory.oom_retry, parallel=parallel)
     if config.memory.oom_retry == "on" and why_not is not None:
         yield Problem("--oom_retry on", why_not)
     if training.use_ema and not parallel.weights_are_whole:

@@ -19,10 +19,11 @@ from finetrainers.parallel.strategy import Strategy
 from .checkpoints.staging import Staging
 from .control import Requests
 from .guards.hacking import HackingGuard
-from .guards.memory import MemoryGuard, refusal
+from .guards.memory import MemoryGuard
 from .guards.nonfinite import NonFiniteGuard
 from .guards.spikes import SpikeDetector
 from .guards.straggler import StragglerMonitor
+from .init_distributed import retry_refusal
 from .memory_recorder import MemoryRecorder
 from .run_dir import RunDirectory
 from .watchdog import Watchdog
@@ -45,7 +46,9 @@ class Guards:
             run_dir=run_dir,
         )
         self.spikes = SpikeDetector(window=training.spike_window, sigma=training.spike_sigma, run_dir=run_dir)
-        why = refusal(config.memory.oom_retry, parallel=parallel, in_backward=config.optimizer.optimizer_in_backward)
+        why = retry_refusal(
+            config.memory.oom_retry, parallel=parallel, in_backward=config.optimizer.optimizer_in_backward
+        )
         self.memory = MemoryGuard(parallel=parallel, run_dir=run_dir, refusal=why)
         self.straggler = StragglerMonitor(parallel=parallel, run_dir=run_dir)
         rule = method_spec(config).hacking_rule(config)

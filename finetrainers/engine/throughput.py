@@ -11,8 +11,6 @@ from torch import nn
 
 from finetrainers.models.spec import FlopMeter, ModelSpec
 
-from .callbacks.base import Record
-
 #: Peak of dense products of bf16 matrices with fp32 sums, in TFLOPS, as the makers' data sheets publish it, by what is in the
 #: device's name. The first that fits counts.
 PEAK_TFLOPS: Mapping[str, float] = {
@@ -55,7 +53,7 @@ def measure_calls(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) -> F
     return meter
 
 
-def rates(record: Record, *, num_ranks: int, peak: float | None) -> Record:
+def rates(record: dict[str, float], *, num_ranks: int, peak: float | None) -> dict[str, float]:
     """The record with rates in the place of `flops` and `tokens`, the means of a step and a rank.
 
     Args:

@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.errors import ConfigError
 from finetrainers.optim.table import RECIPES, resolve_name
 from finetrainers.parallel.ranks import Ranks
 from finetrainers.parallel.slices import SLICES_FOLDER
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.faults import fault_point
 
+from ..init_distributed import layout_problem
 from ..resume_plan import Start
 from ..state import TrainState
 from .find import read_state
@@ -41,20 +42,6 @@ def check_restorable(start: Start, parallel: Strategy) -> None:
     parallel.raise_if_any_failed(error, "choosing a checkpoint")
     if (problem := layout_problem(start, parallel)) is not None:
         raise ConfigError([problem])
-
-
-def layout_problem(start: Start, parallel: Strategy) -> Problem | None:
-    """Return why a strategy, joined or planned, cannot read the optimizer's state of a checkpoint, or None if it can."""
-    if start.checkpoint is None or "optimizer" in start.resets:
-        return None
-    then, now = read_state(start.checkpoint)["engine"], parallel.optimizer_layout
-    if parallel.reads_optimizer_of(then):
-        return None
-    message = (
-        f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same way, or "
-        "start the optimizer from scratch with --reset optimizer"
-    )
-    return Problem("--resume_from_checkpoint", message)
 
 
 def find_damage(start: Start, parallel: Ranks) -> dict[Path, str]:

@@ -13,7 +13,6 @@ from typing import Any
 from finetrainers.utils.text import plural
 
 from .gpus import gpu_facts
-from .hosts import Node
 
 #: The file of a run directory that readings are appended to.
 HEALTH = "health.jsonl"
@@ -63,21 +62,27 @@ def link_errors(facts: Mapping[str, Any]) -> dict[str, int]:
     return {name: count for name, count in sums.items() if count}
 
 
-def reading(node: Node, when: float) -> dict[str, Any]:
+def reading(host: str, facts: Mapping[str, Any] | None, when: float, *, error: str | None = None) -> dict[str, Any]:
     """Return the record of a machine: numbers of its GPUs and ports, or `error`, why there are none.
 
     Values of a type that is not expected are left out: the answer comes from another machine.
+
+    Args:
+        host: name of the machine.
+        facts: as `health_facts` gives them, or None if there are none.
+        when: the time, in seconds since the epoch.
+        error: why there are no facts.
     """
-    record: dict[str, Any] = {"time": round(when, 3), "host": node.host}
-    if node.facts is None:
-        return {**record, "error": node.error or "no answer"}
-    gpus, ports = node.facts.get("gpus"), node.facts.get("ports")
+    record: dict[str, Any] = {"time": round(when, 3), "host": host}
+    if facts is None:
+        return {**record, "error": error or "no answer"}
+    gpus, ports = facts.get("gpus"), facts.get("ports")
     gpus = [_numbers(gpu, _GPU_NUMBERS) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
     ports = ports if isinstance(ports, dict) else {}
     record["gpus"] = [gpu for gpu in gpus if "index" in gpu]
     record["ports"] = {name: _numbers(port, port) for name, port in ports.items() if isinstance(port, dict)}
-    if node.facts.get("gpu_error"):
-        record["gpu_error"] = str(node.facts["gpu_error"])
+    if facts.get("gpu_error"):
+        record["gpu_error"] = str(facts["gpu_error"])
     return record
 
 

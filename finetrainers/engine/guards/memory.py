@@ -187,21 +187,6 @@ class MemoryGuard:
         self.sizes = {tuple(latent_size): size for latent_size, size in state}
 
 
-def refusal(option: str, *, parallel: Strategy, in_backward: bool = False) -> str | None:
-    """Why a step that ran out of memory cannot be retried; None if it can.
-
-    Args:
-        option: `--oom_retry`.
-        parallel: the processes of the run.
-        in_backward: whether weights are updated during backward.
-    """
-    if option == "off":
-        return "--oom_retry is off"
-    if in_backward:
-        return "--optimizer_in_backward has changed weights in this step already"
-    return parallel.why_no_retry
-
-
 def peak_gib(device: torch.device) -> float | None:
     """Most memory that was taken on a CUDA device since the last call; None on others."""
     if device.type != "cuda":

@@ -20,7 +20,6 @@ from finetrainers.utils.phases import PHASES
 
 from ..checkpoints.find import checkpoints_dir
 from ..doctor.health import HEALTH, reading
-from ..doctor.hosts import Node
 from ..lock import in_use
 
 if sys.version_info >= (3, 11):
@@ -181,8 +180,10 @@ def read_run(root: Path, *, name: str = "") -> RunRecords:
 def _health(root: Path) -> list[dict[str, Any]]:
     """Return the readings of machines, checked as those of a machine's answer: the file may have been edited."""
     records = [r for r in _lines(root / HEALTH) if is_number(r.get("time")) and isinstance(r.get("host"), str)]
-    nodes = [(Node(r["host"], error=str(r["error"])) if "error" in r else Node(r["host"], facts=r), r) for r in records]
-    return sorted((reading(node, record["time"]) for node, record in nodes), key=lambda record: record["time"])
+    readings = [
+        reading(r["host"], None if "error" in r else r, r["time"], error=str(r.get("error", ""))) for r in records
+    ]
+    return sorted(readings, key=lambda record: record["time"])
 
 
 def run_status(root: Path) -> str:
