@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import StateDictSplit
@@ -177,9 +177,14 @@ def num_quantizable(transformer: nn.Module, config: TrainConfig, spec: ModelSpec
     return sum(layer.weight.numel() for _, layer in layers)
 
 
-@lru_cache(maxsize=1)
+#: The last result of `network_without_weights`, after what it was built from.
+_last_network: list[Any] = []
+
+
 def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn.Module:
     """The transformer on the meta device, with what is trained attached; not to be changed, since the same is returned again.
+
+    Runs that differ in other options, such as those that save memory, share it.
 
     Args:
         checked: the run.
@@ -188,6 +193,16 @@ def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn
     Raises:
         ConfigError: a LoRA target matches nothing.
     """
+    config, family = checked.config, checked.family
+    trained = None if stand_in else family.load(config.model).configs.get(family.facts.trained)
+    built_from = [family, stand_in, has_reference_adapter(checked), config.model, config.training, deepcopy(trained)]
+    if _last_network[:-1] != built_from:
+        _last_network[:] = [*built_from, _build_without_weights(checked, stand_in=stand_in)]
+    network: nn.Module = _last_network[-1]
+    return network
+
+
+def _build_without_weights(checked: Preflight, *, stand_in: bool) -> nn.Module:
     config = checked.config.model
     if stand_in:
         with tempfile.TemporaryDirectory() as directory:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,9 +22,14 @@ def frozen_bytes(spec: Any, part: str) -> float | None:
 
 def num_weights(spec: Any, part: str) -> int | None:
     """How many weights a network has, by its config; None: that is not on this disk."""
-    config, cls = spec.configs.get(part), spec.parts[part]
-    if config is None:
-        return None
+    config = spec.configs.get(part)
+    return None if config is None else _count_parameters(spec.parts[part], json.dumps(config))
+
+
+@lru_cache(maxsize=32)
+def _count_parameters(cls: Any, config_json: str) -> int:
+    """Count the parameters of a network of this class and config; many estimates of one process ask for the same."""
+    config = json.loads(config_json)
     with torch.device("meta"):
         is_diffusers = issubclass(cls, ModelMixin)
         network = cls.from_config(config) if is_diffusers else cls(cls.config_class.from_dict(config))

@@ -249,7 +249,7 @@ def test_the_network_is_built_once(
     checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At the start of a run its disk, its memory, and how it samples are planned with one network without weights."""
-    run = checked(validation_prompts="a cat@@@9x64x64", validation_steps=1)
+    run = checked(validation_prompts="a cat@@@9x64x64", validation_steps=1, seed=5)  # no earlier run has built this one
     built, original = [], ModelSpec.transformer_on_meta
     monkeypatch.setattr(ModelSpec, "transformer_on_meta", lambda spec: built.append(1) or original(spec))
     disk_needs(run, network_without_weights(run))
