@@ -92,9 +92,13 @@ FEW = {"HunyuanVideo": (5, 9), "CogVideoX-2b": (10,)}
 def counted_cases(name: str, training_type: str) -> list[tuple[ActivationMemory, float | None, int]]:
     """What blocks store, a share of them, and clips, of one network: all settings where they differ in code."""
     lora = training_type == "lora"
-    if name == "CogVideoX-5b":  # the class of 2b, with other positions
-        return [("none", None, 1 if lora else 4), ("checkpoint", None, 4 if lora else 1)]
-    cases: list[tuple[ActivationMemory, float | None, int]] = list(product(("none", "checkpoint"), (None,), (1, 4)))
+    # Every network stores with one clip and with four; CogVideoX-5b has the class of 2b, and the other pairs.
+    few = lora == (name in ("CogVideoX-5b", "LTX-Video"))
+    cases: list[tuple[ActivationMemory, float | None, int]] = [
+        ("none", None, 1 if few else 4), ("checkpoint", None, 4 if few else 1),
+    ]  # fmt: skip
+    if name == "CogVideoX-5b":
+        return cases
     if lora or name == "CogVideoX-2b":
         cases.append(("keep_attention", None, 1))
     if lora and name in FEW:
@@ -152,12 +156,13 @@ def test_processes_that_share_a_clip_store_activations_of_their_part(
             video_resolution_buckets=["x".join(map(str, network.bucket))], optimizer="adamw", sp_size=sharing,
             activation_memory=stored, sp_mode=mode,
         )  # fmt: skip
-        family = get_family(network.family)
-        geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
-        meta = spec.transformer_on_meta()
-        attach(meta, config.training)
-        weights = sum((12 if p.requires_grad else 2) * p.numel() for p in meta.parameters())
-        latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
+        if not totals:
+            family = get_family(network.family)
+            geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
+            meta = spec.transformer_on_meta()
+            attach(meta, config.training)
+            weights = sum((12 if p.requires_grad else 2) * p.numel() for p in meta.parameters())
+            latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
         planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket).total
         if sharing > 1:
             found = count_step(spec, meta, StepShape(latent, stored=stored, sharing=sharing, sp_mode=mode))

@@ -186,14 +186,14 @@ def test_the_estimate_agrees_with_counting(
     frozen = sum(p.nbytes for p in meta.parameters() if not p.requires_grad)
     assert sizes["frozen weights"] == pytest.approx(frozen / GIB, rel=1e-6)
     trained = sum(p.numel() for p in meta.parameters() if p.requires_grad)
+    unquantized = _unquantized(spec, config)
     for stored in ("checkpoint", "none"):
         shape = StepShape((meta.config.out_channels, *geometry.denoised_shape(*network.bucket)), 1, stored)
         found = count_step(spec, meta, shape)
         counted = (frozen + (4 + 8) * trained + max(found.forward, found.backward)) / GIB
         memory = config.memory.model_copy(update={"activation_memory": stored})
         planned = estimate_for(
-            config.model_copy(update={"memory": memory}), geometry, _unquantized(spec, config), spec=spec,
-            bucket=network.bucket,
+            config.model_copy(update={"memory": memory}), geometry, unquantized, spec=spec, bucket=network.bucket,
         ).total  # fmt: skip
         assert planned == pytest.approx(counted, rel=0.05), stored
 
@@ -201,8 +201,7 @@ def test_the_estimate_agrees_with_counting(
         memory = config.memory.model_copy(update={"quantize_frozen": quantize})
         split = Split(weights=2, gradients=2, optimizer=2, gathers=True)
         changed = config.model_copy(update={"memory": memory})
-        network_on_meta = _unquantized(spec, config)
-        plan = estimate_for(changed, geometry, network_on_meta, spec=spec, bucket=network.bucket, split=split)
+        plan = estimate_for(changed, geometry, unquantized, spec=spec, bucket=network.bucket, split=split)
         return plan.parts["gathered weights"]
 
     assert gathered(kind) < 0.95 * gathered("none")  # by FSDP2, for two blocks
