@@ -93,7 +93,8 @@ def test_bf16_costs_little(fitted, clips, tmp_path):
     vae = fitted
     vae.save_pretrained(tmp_path)
     half = AutoencoderKLLTXVideo.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
-    assert psnr(round_trip(half, clips[0]), clips[0]) > 50
+    clip = clips[0][:, :9, 16:48, 16:48]  # CPUs compute slowly in bf16
+    assert psnr(round_trip(half, clip), clip) > 50
 
 
 def test_same_clips_same_weights_and_no_random_numbers(fitted, clips):
