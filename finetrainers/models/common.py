@@ -24,6 +24,7 @@ from finetrainers.config.sections import ModelSection
 
 from . import hub
 from .batch import Parts
+from .cpu_convolutions import compute_in_fp32_on_cpu
 from .files import dtype_of, file_problems, option_of, places_of, replacement_of, single_file
 from .hub_help import hub_help
 from .single_file import load_single_file
@@ -181,6 +182,7 @@ def _loadable(dtype: torch.dtype) -> torch.dtype:
 
 def _frozen(model: Any, dtype: torch.dtype) -> nn.Module:
     model.requires_grad_(False).eval()
+    compute_in_fp32_on_cpu(model)
     if dtype in _FLOAT8:
         # 8-bit floats cannot be multiplied directly: weights are stored in 8 bits and upcast layer by layer.
         apply_layerwise_casting(
