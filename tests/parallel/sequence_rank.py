@@ -34,12 +34,13 @@ from finetrainers.models.ring import ring_attention
 Pair = tuple[nn.Module, nn.Module]
 
 
-def differences(spec: Any, pair: Pair, *calls: dict[str, Any]) -> tuple[float, float, float]:
-    """Of a network that each process calls alone and one whose calls are shared; gradients are means over all processes.
+def differences(spec: Any, pair: Pair, group: Any, *calls: dict[str, Any]) -> tuple[float, float, float]:
+    """Of a network that each process calls alone and one whose calls are shared; gradients are means over the group.
 
     Args:
         spec: of the model.
         pair: both networks.
+        group: the processes that share the second one's calls.
         calls: arguments of `predict`; the loss is of all of them together.
     """
     found = []
@@ -51,8 +52,8 @@ def differences(spec: Any, pair: Pair, *calls: dict[str, Any]) -> tuple[float, f
         loss.backward()
         gradients = torch.cat([_gradient(p) for p in network.parameters() if p.requires_grad])
         if network is pair[1]:
-            dist.all_reduce(gradients)
-            gradients /= dist.get_world_size()
+            dist.all_reduce(gradients, group=group)
+            gradients /= dist.get_world_size(group)
         found.append((torch.cat([one.detach().flatten() for one in predictions]), loss.detach(), gradients))
     (out, loss, gradients), (other_out, other_loss, others) = found
     relative = (gradients - others).norm() / gradients.norm()
@@ -89,54 +90,69 @@ def compiling_allowed() -> Iterator[None]:
 
 @contextmanager
 def compiled(spec: Any, network: nn.Module) -> Iterator[None]:
-    """Compile the blocks of a network on the processes of the first group."""
+    """Compile the blocks of a network within the block."""
     with compiling_allowed():
-        if dist.get_rank() < 2:
-            spec.compile_blocks(network)
+        spec.compile_blocks(network)
         yield
 
 
 def cases(repositories: dict[str, str], group: Any) -> dict[str, Any]:
-    """What `cases.json` has."""
+    """What `cases.json` has: each group of two computes half of the models' cases, and all four processes the others."""
     found: dict[str, Any] = {}
-    for name, repository in repositories.items():
+    for number, (name, repository) in enumerate(repositories.items()):
         family, _, version = name.partition(" ")
         spec = spec_of(Path(repository), family, "auto")
         odd: dict[str, Any] = {"size": (96, 96) if family == "ltx_video" else (48, 80), "frames": 17}
-        pair = networks(spec, group)
-        found[name] = differences(spec, pair, {}, {"batch": 2})
-        if name != "cogvideox i2v":  # whose positions are learned for one size
-            found[f"{name}, odd"] = differences(spec, pair, odd, {"batch": 2, **odd})
+        if number % 2 == dist.get_rank() // 2:
+            found |= group_cases(name, spec, odd, group)
         if family == "ltx_video":
-            per_frame = {"batch": 2, "times_per_frame": True, **odd}
-            found["noise levels per frame"] = differences(spec, pair, per_frame)
-            odd = per_frame  # whose noise levels are split as well
-        if version in ("", "t2v", "1.5"):
-            layers = [one for one, module in pair[0].named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
-            adapted = networks(spec, group, adapted="|".join(layers))
-            set_activation_memory(adapted[1], "checkpoint")  # which drops the same places again
-            found[f"{name}, dropout of a LoRA of every layer"] = differences(spec, adapted, {**odd, "batch": 2})
-        if family == "ltx_video":
-            with compiled(spec, pair[1]):
-                found["compiled"] = differences(spec, pair, {"batch": 2})
-                found["graph breaks"] = (float(len(counters["graph_break"])),)
+            odd = {"batch": 2, "times_per_frame": True, **odd}  # whose noise levels are split as well
         if version == "1.5":
-            found["four processes"] = differences(spec, networks(spec, dist.group.WORLD), odd)
-        if version == "t2v":
-            # The second size is computed before blocks of the first one are recomputed in backward.
-            sizes = ({}, {"batch": 2, **odd})
-            for setting in ("checkpoint", "keep_attention", "offload"):
-                for network in pair:
-                    set_activation_memory(network, setting, blocks=spec.block_modules(network))
-                found[f"two sizes, {setting}"] = differences(spec, pair, *sizes)
-            with torch.autocast("cpu", torch.bfloat16):
-                found["bf16"] = differences(spec, pair, *sizes)
-            try:
-                networks(spec, dist.group.WORLD)
-            except ConfigError as error:
-                found["refused"] = str(error)
+            found["four processes"] = differences(spec, networks(spec, dist.group.WORLD), dist.group.WORLD, odd)
         if version in ("", "t2v", "1.5"):
             found |= {f"{name}, {case}": one for case, one in ring_cases(spec, odd).items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return {**every[2], **every[0]}
+
+
+def group_cases(name: str, spec: Any, odd: dict[str, Any], group: Any) -> dict[str, Any]:
+    """The cases of one model by a group of two, by exchanges of heads; `odd`: a size that does not divide."""
+    family, _, version = name.partition(" ")
+    pair = networks(spec, group)
+    found: dict[str, Any] = {name: differences(spec, pair, group, {}, {"batch": 2})}
+    if name != "cogvideox i2v":  # whose positions are learned for one size
+        found[f"{name}, odd"] = differences(spec, pair, group, odd, {"batch": 2, **odd})
+    if family == "ltx_video":
+        odd = {"batch": 2, "times_per_frame": True, **odd}
+        found["noise levels per frame"] = differences(spec, pair, group, odd)
+    if version in ("", "t2v", "1.5"):
+        layers = [one for one, module in pair[0].named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
+        adapted = networks(spec, group, adapted="|".join(layers))
+        set_activation_memory(adapted[1], "checkpoint")  # which drops the same places again
+        found[f"{name}, dropout of a LoRA of every layer"] = differences(spec, adapted, group, {**odd, "batch": 2})
+    if family == "ltx_video":
+        with compiled(spec, pair[1]):
+            found["compiled"] = differences(spec, pair, group, {"batch": 2})
+            found["graph breaks"] = (float(len(counters["graph_break"])),)
+    if version == "t2v":
+        found |= t2v_cases(spec, pair, group, ({}, {"batch": 2, **odd}))
+    return found
+
+
+def t2v_cases(spec: Any, pair: Pair, group: Any, sizes: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """The second size is computed before blocks of the first one are recomputed in backward."""
+    found: dict[str, Any] = {}
+    for setting in ("checkpoint", "keep_attention", "offload"):
+        for network in pair:
+            set_activation_memory(network, setting, blocks=spec.block_modules(network))
+        found[f"two sizes, {setting}"] = differences(spec, pair, group, *sizes)
+    with torch.autocast("cpu", torch.bfloat16):
+        found["bf16"] = differences(spec, pair, group, *sizes)
+    try:
+        networks(spec, dist.group.WORLD)
+    except ConfigError as error:
+        found["refused"] = str(error)
     return found
 
 
@@ -146,9 +162,9 @@ def ring_cases(spec: Any, odd: dict[str, Any]) -> dict[str, Any]:
     for setting in ("none", "checkpoint", "keep_attention", "offload"):
         for network in pair:
             set_activation_memory(network, setting, blocks=spec.block_modules(network))
-        found[f"ring, {setting}"] = differences(spec, pair, odd, {**odd, "batch": 2})
+        found[f"ring, {setting}"] = differences(spec, pair, dist.group.WORLD, odd, {**odd, "batch": 2})
     with torch.autocast("cpu", torch.bfloat16):
-        found["ring, bf16"] = differences(spec, pair, odd)
+        found["ring, bf16"] = differences(spec, pair, dist.group.WORLD, odd)
     return found
 
 

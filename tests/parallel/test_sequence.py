@@ -31,12 +31,15 @@ LORA = {
 FULL = {"training_type": "full-finetune", "train_steps": 2, "max_grad_norm": 0.02}
 SAMPLES = {"validation_prompts": "one@@@9x64x64:::two@@@9x64x64:::three@@@9x64x64", "validation_inference_steps": 2}
 PROMPTS = {
-    "reward": ["brightness"], "rollout_size": "9x64x64", "num_generations": 4, "sampling_steps": 4, "optimizer": "adamw",
+    "reward": ["brightness"], "rollout_size": "9x64x64", "num_generations": 4, "sampling_steps": 3, "optimizer": "adamw",
 }  # fmt: skip
 #: By the default, the loss has what is rounded 2000 times as large; a ring rounds in forward, too.
 DPO = {**FULL, "method": "dpo", "dpo.beta": 50.0, "fsdp": "hybrid", "fsdp_group_size": 2}
 ZERO = {**FULL, "deepspeed": True, "zero_stage": 3}
-NFT = {**PROMPTS, "method": "nft", "prompts_per_step": 2, "init_same_noise": False, "train_steps": 1}
+NFT = {
+    **PROMPTS, "method": "nft", "prompts_per_step": 2, "num_generations": 2, "nft_timesteps": 1, "init_same_noise": False,
+    "train_steps": 1,
+}  # fmt: skip
 #: Options of four processes in groups of two. One process with whole clips has twice the batch.
 JOBS: dict[str, dict[str, Any]] = {
     "lora": LORA,
@@ -55,13 +58,10 @@ JOBS: dict[str, dict[str, Any]] = {
         "activation_memory": "keep_attention",
     },
     "ring, grpo": {
-        **PROMPTS, "method": "grpo", "sp_mode": "ring", "fsdp": "full", "prompts_per_step": 2, "kl_coef": 0.1, "train_steps": 1,
+        **PROMPTS, "method": "grpo", "sp_mode": "ring", "fsdp": "full", "prompts_per_step": 2, "num_generations": 2, "kl_coef": 0.1, "train_steps": 1,
     },
     "ring, groups": {**DPO, "sp_mode": "ring"},
-    "ring, zero-3": {**ZERO, "sp_mode": "ring"},
-    "ring, nft": {**NFT, "sp_mode": "ring"},
     "fsdp2": {**SAMPLES, "fsdp": "full", "train_steps": 2, "max_grad_norm": 0.02},
-    "groups": DPO,
     "zero-3": ZERO,
     "grpo": {**PROMPTS, "method": "grpo", "prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1, "keep_rollouts_every": 1},
     "nft": NFT,
