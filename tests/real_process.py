@@ -11,14 +11,17 @@ as ever.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import runpy
+import shlex
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -33,6 +36,7 @@ request=$(mktemp -d "${_REQUESTS}/XXXXXX")
 printf '%s\0' "$@" > "$request/arguments"
 env -0 > "$request/environment"
 pwd > "$request/directory"
+echo $$ > "$request/asker"
 mkfifo "$request/exit"
 touch "$request/asked"
 read -r code < "$request/exit"
@@ -43,16 +47,21 @@ exit "$code"
 class RealProcess:
     """A program that has been started; killed with its whole process group by `kill`."""
 
-    def __init__(self, arguments: list[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, arguments: list[str], *, cwd: Path, env: Mapping[str, str], log: Path, like: int | None = None
+    ) -> None:
         """Args:
         arguments: as after `python` on a command line.
         cwd, env: its directory and its whole environment.
         log: `LOG.out` and `LOG.err` get its output.
+        like: a process whose output and network are those of this one; `log` stays empty.
         """
         self._output, self._errors = log.with_suffix(".out"), log.with_suffix(".err")
-        self._process = _CONTEXT.Process(
-            target=_become, args=(arguments, str(cwd), dict(env), str(self._output), str(self._errors))
-        )
+        streams = (str(self._output), str(self._errors))
+        if like is not None:
+            streams = (f"/proc/{like}/fd/1", f"/proc/{like}/fd/2")
+        network = None if like is None else f"/proc/{like}/ns/net"
+        self._process = _CONTEXT.Process(target=_become, args=(arguments, str(cwd), dict(env), streams, network))
         _start_server()
         self._process.start()
         assert self._process.pid is not None
@@ -117,10 +126,10 @@ class Python:
         self.directory = directory
         self.started: list[RealProcess] = []
 
-    def __call__(self, *arguments: str, cwd: Path = ROOT, **environment: str) -> RealProcess:
+    def __call__(self, *arguments: str, cwd: Path = ROOT, like: int | None = None, **environment: str) -> RealProcess:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment}
         log = self.directory / f"process-{len(self.started)}"
-        process = RealProcess([str(argument) for argument in arguments], cwd=cwd, env=env, log=log)
+        process = RealProcess([str(argument) for argument in arguments], cwd=cwd, env=env, log=log, like=like)
         self.started.append(process)
         return process
 
@@ -153,28 +162,66 @@ class Python:
         written = [launcher]
         deadline = time.monotonic() + timeout
         while launcher.returncode is None:
-            for asked in requests.glob("*/asked"):
-                asked.unlink()
-                running[asked.parent] = self._asked_for(asked.parent)
-                written.append(running[asked.parent])
-            for request, process in [*running.items()]:
-                if (code := process.returncode) is not None:
-                    del running[request]
-                    with contextlib.suppress(OSError):  # the launcher has killed who asked
-                        answer = os.open(request / "exit", os.O_WRONLY | os.O_NONBLOCK)
-                        os.write(answer, f"{code % 256}\n".encode())
-                        os.close(answer)
+            written += self._answer(requests, running)
             if time.monotonic() > deadline:
                 raise TimeoutError("".join(one.stderr[-3000:] for one in written))
             time.sleep(0.02)
         return "".join(one.stdout + one.stderr for one in written)
 
-    def _asked_for(self, request: Path) -> RealProcess:
+    @contextlib.contextmanager
+    def stand_ins(self, command: str, *before: str) -> Iterator[dict[str, str]]:
+        """Within the block, forks take the place of a command and of what it starts; the environment that this needs.
+
+        Args:
+            command: its name on the PATH.
+            before: arguments of the interpreter that do the same, in front of the command's own.
+        """
+        requests = self.directory / f"stand-ins-{len(self.started)}"
+        requests.mkdir()
+        stand_in, named = _stand_in(requests), self.directory / f"{requests.name}-path" / command
+        named.parent.mkdir()
+        for path, text in ((stand_in, _STAND_IN), (named, f'#!/bin/sh\nexec "{stand_in}" {shlex.join(before)} "$@"\n')):
+            path.write_text(text)
+            path.chmod(0o755)
+        ended = threading.Event()
+        thread = threading.Thread(target=self._answer_until, args=(ended, requests))
+        thread.start()
+        try:
+            yield {_REQUESTS: str(requests), "PATH": f"{named.parent}{os.pathsep}{os.environ['PATH']}"}
+        finally:
+            ended.set()
+            thread.join()
+
+    def _answer_until(self, ended: threading.Event, requests: Path) -> None:
+        running: dict[Path, RealProcess] = {}
+        while not ended.wait(0.02):
+            self._answer(requests, running, like_asker=True)
+
+    def _answer(
+        self, requests: Path, running: dict[Path, RealProcess], *, like_asker: bool = False
+    ) -> list[RealProcess]:
+        """Fork what was asked for, and hand over the exit codes of what has ended; the processes that were started."""
+        started = []
+        for asked in requests.glob("*/asked"):
+            asked.unlink()
+            running[asked.parent] = self._asked_for(asked.parent, like_asker=like_asker)
+            started.append(running[asked.parent])
+        for request, process in [*running.items()]:
+            if (code := process.returncode) is not None:
+                del running[request]
+                with contextlib.suppress(OSError):  # the launcher has killed who asked
+                    answer = os.open(request / "exit", os.O_WRONLY | os.O_NONBLOCK)
+                    os.write(answer, f"{code % 256}\n".encode())
+                    os.close(answer)
+        return started
+
+    def _asked_for(self, request: Path, *, like_asker: bool) -> RealProcess:
         arguments = (request / "arguments").read_text().split("\0")[:-1]
         environment = dict(entry.split("=", 1) for entry in (request / "environment").read_text().split("\0")[:-1])
         return self(
             *(one for one in arguments if one != "-u"),
             cwd=Path((request / "directory").read_text().strip()),
+            like=int((request / "asker").read_text()) if like_asker else None,
             **environment,
         )
 
@@ -209,14 +256,17 @@ def _start_server() -> None:
             os.environ["PYTHONPATH"] = before
 
 
-def _become(arguments: list[str], cwd: str, env: dict[str, str], output: str, errors: str) -> None:
+def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: tuple[str, str], network: str | None) -> None:
     """In the forked process: be `python ARGUMENTS`."""
     assert "preloaded" in sys.modules, "the server did not import what it should have"
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    for stream, path in ((1, output), (2, errors)):
+    if network is not None:
+        with open(network) as namespace:
+            assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+    for stream, path in enumerate(streams, start=1):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(descriptor, stream)
         os.close(descriptor)

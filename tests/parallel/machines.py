@@ -32,7 +32,7 @@ class Machines:
 
     def start(self, machine: int, *command: str, log: str, **environment: str) -> subprocess.Popen[bytes]:
         """A command on a machine; its output is in `LOGS/LOG-MACHINE`."""
-        with (self.logs / f"{log}-{machine}").open("wb") as output:
+        with (self.logs / f"{log}-{machine}").open("ab") as output:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[machine], *command],
                 cwd=ROOT,
