@@ -35,6 +35,13 @@ LORA = {
     "eval_num_items": 1, "eval_steps": 2,
 }  # fmt: skip
 SAMPLES = {"validation_prompts": "one@@@9x64x64:::two@@@9x64x64:::three@@@9x64x64", "validation_inference_steps": 2}
+WHOLE = {
+    "family": "hunyuan_video",
+    **LORA,
+    "gradient_accumulation_steps": 1,
+    **SAMPLES,
+    "validation_prompts": "one@@@9x64x64",
+}
 FULL = {"train_steps": 2, "training_type": "full-finetune", "gradient_accumulation_steps": 2, "max_grad_norm": 0.02}
 #: Groups of one: each process holds all weights, and gradients are averaged over the groups.
 HYBRID = {"fsdp": "hybrid", "fsdp_group_size": 1, "sync_each_batch": True}
@@ -44,13 +51,24 @@ PAIRS = {
     "method": "dpo", "dpo": {"beta": 50.0}, **FULL, "gradient_accumulation_steps": 1, "eval_num_items": 1, "eval_steps": 2,
 }  # fmt: skip
 #: The reference model is the network with a frozen adapter, which is sharded as well.
-SECOND_ROUND = {"method": "dpo", "dpo": {"beta": 50.0}, **LORA, "init_from": "{root}/lora"}
+SECOND_ROUND = {
+    "method": "dpo", "dpo": {"beta": 50.0}, "train_steps": 2, "gradient_checkpointing": True, "max_grad_norm": 0.02,
+    "init_from": "{root}/lora",
+}  # fmt: skip
+#: In files of another dtype; how they are loaded is what differs.
+OF_BF16 = {"training_type": "full-finetune", "train_steps": 1, "pretrained_model_name_or_path": "{bf16}"}
 #: Shards are of codes.
 QUANTIZED = {**LORA, "quantize_frozen": "int8"}
 JOBS: dict[str, dict[str, Any]] = {
     "lora": {**LORA, **SAMPLES},
     "full": {**FULL, "checkpointing_steps": 1, "async_checkpointing": True, "_least_file_bytes": 1000},
-    "a part fails": {**FULL, "checkpointing_steps": 1, "async_checkpointing": True, "_fail_saving_on": 1},
+    "a part fails": {
+        **FULL,
+        "train_steps": 1,
+        "checkpointing_steps": 1,
+        "async_checkpointing": True,
+        "_fail_saving_on": 1,
+    },
     "gathered": {**FULL, "checkpointing_steps": 1, "sharded_checkpoints": False},
     "resumed": {
         **FULL,
@@ -65,22 +83,15 @@ JOBS: dict[str, dict[str, Any]] = {
         "resume_from_checkpoint": "latest",
         "_damaged": "{root}/gathered/checkpoints/step-2/optimizer.pt",
     },
-    "widened": {**FULL, "pretrained_model_name_or_path": "{bf16}"},
-    "copied": {**FULL, "pretrained_model_name_or_path": "{bf16}", "_copied": True},
+    "widened": OF_BF16,
+    "copied": {**OF_BF16, "_copied": True},
     "hybrid": {**LORA, **HYBRID, "dry_batches": "on"},
     "offloaded": MIXED,
     "pairs": PAIRS,
     "second round": SECOND_ROUND,
-    "prior": {
-        **FULL,
-        "prior_preservation_weight": 5.0,
-        "class_prompt": "a pattern",
-        "eval_num_items": 1,
-        "eval_steps": 2,
-    },
     "quantized": {**QUANTIZED, "activation_memory": "auto", "memory_budget": 100, "_measured_on": 1},
-    "whole": {"family": "hunyuan_video", **LORA, **SAMPLES},
-    "swapped": {"family": "hunyuan_video", **LORA, **SAMPLES, "blocks_to_swap": 3, "activation_memory": "offload"},
+    "whole": WHOLE,
+    "swapped": {**WHOLE, "blocks_to_swap": 3, "activation_memory": "offload"},
     "refused": {"use_ema": True, "optimizer": "lion"},
     "uneven": {"fsdp": "hybrid", "fsdp_group_size": 3},
 }
@@ -122,7 +133,6 @@ def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactor
         "full": {**FULL, "gradient_accumulation_steps": 4},
         "offloaded": bf16,
         "pairs": {**PAIRS, "batch_size": 2},
-        "prior": {**JOBS["prior"], "batch_size": 2},
         "quantized": {**QUANTIZED, "batch_size": 2},
     }
     for name, changes in larger.items():
@@ -150,7 +160,7 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], *, rtol: float = 1e-5, a
         torch.testing.assert_close(value, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("name", ["lora", "full", "hybrid", "pairs", "prior", "quantized"])
+@pytest.mark.parametrize("name", ["lora", "full", "hybrid", "pairs", "quantized"])
 def test_same_training_as_one_process(name: str, jobs: Any, single: dict[str, Path]) -> None:
     root, (rank, other) = jobs
     kind = "fsdp2 in groups of 1" if name == "hybrid" else "fsdp2"
@@ -184,7 +194,7 @@ def test_swapped_blocks_change_nothing(jobs: Any) -> None:
         assert torch.equal(curve(swapped, "loss", "grad_norm"), curve(whole, "loss", "grad_norm"))
         assert torch.equal(curve(swapped, "eval_loss"), curve(whole, "eval_loss"))
     samples = sorted(path.relative_to(root / "whole") for path in (root / "whole").rglob("*.mp4"))
-    assert len(samples) == 3
+    assert len(samples) == 1
     for sample in samples:
         assert (root / "swapped" / sample).read_bytes() == (root / "whole" / sample).read_bytes()
 
@@ -213,7 +223,7 @@ def test_weights_of_files_become_fp32_part_by_part(
     for name in ("widened", "copied"):
         if name == "copied":
             monkeypatch.setattr("finetrainers.engine.assemble.mapped_dtype", lambda *_: None)
-        values = options(tmp_path / name, **FULL, pretrained_model_name_or_path=str(bf16_repo))
+        values = options(tmp_path / name, **{**OF_BF16, "pretrained_model_name_or_path": str(bf16_repo)})
         train(load_config(**values))
         found[name] = weights(tmp_path / name)
     close(found["widened"], found["copied"], rtol=0, atol=0)

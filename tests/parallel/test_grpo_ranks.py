@@ -36,9 +36,9 @@ JOBS: dict[str, dict[str, Any]] = {
         "selective_rollouts": 1e-9,
         "advantage_std_floor": 1e-3,
     },
-    "refl": {"prompts_per_step": 2, "method": "refl", "draft_k": 2, "batch_size": 2, "kl_coef": 0.1},
+    "refl": {"prompts_per_step": 2, "method": "refl", "draft_k": 2, "batch_size": 2, "kl_coef": 0.1, "train_steps": 1},
     "full": {"prompts_per_step": 2, "training_type": "full-finetune", "kl_coef": 0.1, "lr": 1e-3},
-    "kept": {"prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "lr": 1e-3},
+    "kept": {"prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "lr": 1e-3, "train_steps": 1},
     "shared": {"prompts_per_step": 1, "best_of_n": 2, "batch_size": 1, "lr": 1e-3},
     "drawn": {
         "prompts_per_step": 2,
@@ -47,6 +47,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "window_size": 1,
         "window_range": [0.0, 0.8],
         "window_per_prompt": True,
+        "train_steps": 1,
     },
 }
 #: Of `best of`, ranks keep different numbers of clips, and the network is called for the reference between a forward
@@ -94,7 +95,7 @@ def jobs(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
         "rollout_size": "9x64x64",
         "num_generations": 4,
         "batch_size": 4,
-        "sampling_steps": 5,
+        "sampling_steps": 4,
         "transformer_dtype": "fp32",
         "vae_dtype": "fp32",
         "text_encoder_dtype": "fp32",
