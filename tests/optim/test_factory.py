@@ -52,7 +52,8 @@ def _no_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def _quick_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where DeepSpeed compiles its Adam: its own sources, as one file and hardly optimized; kept for the next session.
 
-    Nearly all of the two minutes that it takes otherwise goes into PyTorch's headers, once per file, and into -O3 -g.
+    Nearly all of the two minutes that it takes otherwise goes into PyTorch's headers, once per file, and into -O3 -g. Of the
+    headers, these sources need tensors and what passes them from Python.
     """
     if "adamw-deepspeed-cpu" not in request.node.name:
         return
@@ -62,11 +63,19 @@ def _quick_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     builder, cxx_args = CPUAdamBuilder(), CPUAdamBuilder.cxx_args
     sources = [Path(builder.deepspeed_src_path(source)).absolute() for source in builder.sources()]
     together = directory / "together.cpp"
-    text = "".join(f'#include "{source}"\n' for source in sources)
-    if not together.is_file() or together.read_text() != text:  # else ninja would compile it again
-        together.write_text(text)
+    headers = directory / "headers" / "torch" / "extension.h"
+    headers.parent.mkdir(parents=True, exist_ok=True)
+    texts = {
+        together: "".join(f'#include "{source}"\n' for source in sources),
+        headers: "#include <torch/types.h>\n#include <torch/csrc/utils/pybind.h>\n",
+    }
+    for path, text in texts.items():
+        if not path.is_file() or path.read_text() != text:  # else ninja would compile it again
+            path.write_text(text)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
-    monkeypatch.setattr(CPUAdamBuilder, "cxx_args", lambda self: [*cxx_args(self), "-O1", "-g0"])
+    monkeypatch.setattr(
+        CPUAdamBuilder, "cxx_args", lambda self: [*cxx_args(self), "-O1", "-g0", f"-I{headers.parents[1]}"]
+    )
     monkeypatch.setattr(CPUAdamBuilder, "sources", lambda self: [str(together)])
 
 
