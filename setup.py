@@ -79,7 +79,7 @@ setup(
         "numpy>=2.0",
         "psutil>=5.9.6",
         # What `export_to_video` and `load_video` of diffusers write and read with.
-        "imageio>=2.35",
+        "imageio>=2.35.1",
         "imageio-ffmpeg>=0.6",
         "pillow>=10.1",
         "tomli-w>=1.0",
