@@ -1,7 +1,8 @@
 """Rotating tests: a run of the whole suite takes a tenth of those marked `rotating`, another tenth on each day.
 
-They repeat a mechanism, which other tests cover in every run, with another engine, family, launcher or benchmark. A run that
-names files, tests or keywords takes all that it names. `--rotation N` takes the tenth with this number, `-m ""` all tests.
+They repeat a mechanism with another family, strategy, launcher or benchmark. Of the cases of a parametrized test every run
+takes at least one. A run that names files, tests or keywords takes all that it names. `--rotation N` takes the tenth with
+this number, `-m ""` all tests.
 """
 
 from __future__ import annotations
@@ -33,27 +34,43 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the rotating tests that have their turn with `today`; pytest deselects the others by `-m` of pyproject.toml."""
     turn = _turn(config)
-    groups = {item: group for item in items if (group := _group(item)) is not None}
-    turns = turns_of(groups.values())
-    for item, group in groups.items():
-        if turn is None or turns[group] == turn:
-            item.add_marker("today")
+    rotating: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if (name := _name(item)) is not None:
+            rotating.setdefault(name, []).append(item)
+    whole = [name for name, group in rotating.items() if _is_named(group[0]) or len(group) == 1]
+    turns = turns_of(whole)
+    for name, group in rotating.items():
+        for number, item in enumerate(group):
+            if turn is None or (turns[name] == turn if name in turns else has_turn(number, len(group), turn)):
+                item.add_marker("today")
 
 
-def turns_of(groups: Iterable[str]) -> dict[str, int]:
-    """Return the turn of each group of tests, from 0 to `TURNS` - 1; the turns have as many groups each, or one more."""
-    return {group: number % TURNS for number, group in enumerate(sorted(set(groups)))}
+def turns_of(names: Iterable[str]) -> dict[str, int]:
+    """Return the turn of each test or group, from 0 to `TURNS` - 1; the turns have as many each, or one more."""
+    return {name: number % TURNS for number, name in enumerate(sorted(set(names)))}
 
 
-def _group(item: pytest.Item) -> str | None:
-    """Return the name of the tests that run together with a rotating one, or None if it does not rotate.
+def has_turn(number: int, cases: int, turn: int) -> bool:
+    """Return whether a case of a parametrized test has its turn: one case in every run, or a tenth of more than ten."""
+    cycle = min(cases, TURNS)
+    return number % cycle == turn % cycle
 
-    `rotating("name")` names the group, such as tests that share an expensive fixture; without a name, a test is its own.
+
+def _name(item: pytest.Item) -> str | None:
+    """Return the name of the group of a rotating test, else that of its function, or None if it does not rotate.
+
+    `rotating("name")` names a group, such as tests that share an expensive fixture, which has its turn on one day of ten.
     """
     mark = item.get_closest_marker("rotating")
     if mark is None:
         return None
-    return str(mark.args[0]) if mark.args else item.nodeid
+    return str(mark.args[0]) if mark.args else item.nodeid.partition("[")[0]
+
+
+def _is_named(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("rotating")
+    return mark is not None and bool(mark.args)
 
 
 def _turn(config: pytest.Config) -> int | None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.rotating
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "checkpoint_async.py"
 SMALL = ["--layers", "2", "--width", "64", "--rounds", "2", "--steps", "2"]
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from real_process import RealProcess
+
+pytestmark = pytest.mark.rotating
 
 SMALL = """
 import runpy

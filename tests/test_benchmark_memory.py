@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.rotating
+
 
 @pytest.fixture(scope="module")
 def script(benchmark_script: Callable[[str], ModuleType]) -> Any:

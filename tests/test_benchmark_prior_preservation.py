@@ -6,8 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from finetrainers.demo.world import NEW_WORD
 from finetrainers.engine.preflight import preflight
+
+pytestmark = pytest.mark.rotating
 
 
 def test_only_the_prior_differs(benchmark_script: Callable[[str], ModuleType], tmp_path: Path) -> None:

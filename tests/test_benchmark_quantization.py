@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.rotating
+
 
 def test_each_layer_has_a_row(
     benchmark_script: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rotating
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "scale.py"
 
 

@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 from real_process import Python
 
+pytestmark = pytest.mark.rotating
+
 
 @pytest.fixture(scope="module")
 def overhead(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:

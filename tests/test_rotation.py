@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rotation import TURNS, turns_of
+import pytest
+from rotation import TURNS, has_turn, turns_of
 
 SETTINGS = """
 [tool.pytest.ini_options]
@@ -22,8 +23,15 @@ import pytest
 def test_always(): pass
 
 @pytest.mark.rotating
+def test_alone(): pass
+
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", range(20))
-def test_alone(case): pass
+def test_twenty(case): pass
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("case", range(3))
+def test_three(case): pass
 
 @pytest.mark.rotating("pair")
 @pytest.mark.parametrize("case", range(2))
@@ -35,6 +43,13 @@ def test_each_group_has_one_turn() -> None:
     turns = turns_of([f"test_{number}" for number in range(25)] * 2)
     assert len(turns) == 25
     assert sorted(list(turns.values()).count(turn) for turn in range(TURNS)) == [2] * 5 + [3] * 5
+
+
+@pytest.mark.parametrize("cases", [2, 3, 10, 25])
+def test_each_case_has_a_turn_and_each_turn_a_case(cases: int) -> None:
+    taken = [[number for number in range(cases) if has_turn(number, cases, turn)] for turn in range(TURNS)]
+    assert all(taken)
+    assert {number for turn in taken for number in turn} == set(range(cases))
 
 
 def test_a_run_takes_a_tenth_unless_it_names_tests(tmp_path: Path) -> None:
@@ -50,11 +65,9 @@ def test_a_run_takes_a_tenth_unless_it_names_tests(tmp_path: Path) -> None:
         assert passed is not None, result.stdout + result.stderr
         return int(passed.group(1))
 
-    # Of 21 groups turn 0 has three, turn 1 two; one group is a pair.
-    tenths = [passed("--rotation", turn) for turn in "01"]
-    assert tenths[0] in (4, 5)
-    assert tenths[1] in (3, 4)
-    assert passed("--rotation", "1", "-n", "2") == tenths[1]
-    assert passed() in (3, 4, 5)
+    # Of 20 cases two, of three one; the pair and the one alone have a turn each.
+    assert (passed("--rotation", "0"), passed("--rotation", "1"), passed("--rotation", "2")) == (6, 5, 4)
+    assert passed("--rotation", "1", "-n", "2") == 5
+    assert passed() in (4, 5, 6)
     for named in (["-m", ""], ["tests/test_it.py"], ["-k", "test"]):
-        assert passed(*named) == 23
+        assert passed(*named) == 27

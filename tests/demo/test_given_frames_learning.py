@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from finetrainers.config.frame_conditioning import KINDS, read_frame_conditioning
@@ -42,6 +43,7 @@ class HeldOut(Callback):
         self.losses.append(found)
 
 
+@pytest.mark.rotating
 def test_a_held_out_loss_improves_with_every_kind_of_given_frames(tmp_path: Path) -> None:
     write_clips(tmp_path / "clips", training_scenes(48, seed=5))
     held_out = HeldOut()

@@ -117,6 +117,7 @@ def test_a_lora_learns_a_word_and_keeps_the_rest(
     assert not any(np.array_equal(a, b) for a, b in zip(from_disk[:2], plain, strict=True))
 
 
+@pytest.mark.rotating
 def test_full_finetuning_learns_it_too(before: Score, config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     trained = train(config(tmp_path / "run", steps=FULL_STEPS, training_type="full-finetune", lr=FULL_LR))
     transformer = LTXVideoTransformer3DModel.from_pretrained(trained.directory, subfolder="transformer")

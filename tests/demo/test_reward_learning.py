@@ -40,7 +40,7 @@ def curve(run_dir: Path, name: str) -> dict[int, float]:
     return {record["step"]: record[name] for record in records if name in record}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.rotating(name)) for name in RUNS])
 def test_scores_of_held_out_captions_rise(name: str, tmp_path: Path) -> None:
     steps, changes = RUNS[name]
     run(preflight(reward_config(tmp_path, steps=steps, eval_steps=steps, checkpointing_steps=0, **changes)))

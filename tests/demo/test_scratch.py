@@ -11,6 +11,7 @@ from finetrainers.demo.clips import EXCERPTS, cut_excerpts
 from finetrainers.demo.scratch import from_scratch
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(180)
 def test_training_from_scratch_leaves_its_results(tmp_path, capsys):
     scores = from_scratch(tmp_path, steps=20)

@@ -113,6 +113,7 @@ def test_it_loads_through_the_familys_own_spec(weights: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in pipeline.transformer.state_dict().items())
 
 
+@pytest.mark.rotating("build")
 def test_what_is_not_trained_is_what_the_build_makes(weights: Path, built: Built) -> None:
     """The text encoder and the VAE come from code, so the weights in the package can be made again."""
     untrained, shipped = (LTXPipeline.from_pretrained(path) for path in (built.directory / "base", weights))
@@ -143,6 +144,7 @@ def test_the_vae_reconstructs_both_worlds(weights: Path, built: Built) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.rotating
 def test_it_follows_captions_that_it_was_never_trained_on(weights: Path) -> None:
     captions = [caption(scene, phrasing=i) for i, scene in enumerate(held_out_scenes(40))]
     found = measure(load_pipeline(weights), captions, steps=8)  # as many samples are right as with twenty
@@ -160,6 +162,7 @@ def test_the_card_stands_by_itself(weights: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.rotating("build")
 def test_a_build_goes_on_where_it_was(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
     assert "writing 20 clips" in built.said
     assert "writing the untrained model" in built.said

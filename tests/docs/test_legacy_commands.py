@@ -29,6 +29,7 @@ else:
 """
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("family", ["ltx_video", "hunyuan_video"])
 def test_published_command_trains(family, tiny_repo, tmp_path, python):

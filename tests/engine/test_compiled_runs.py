@@ -38,6 +38,7 @@ class Graphs(Callback):
         return [after - before for before, after in zip(self.totals, self.totals[1:], strict=False)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "graphs"), [("ltx_video", 2), ("hunyuan_video", 4)])
 def test_the_first_step_of_a_size_compiles_and_later_ones_do_not(
     family: str, graphs: int, options: Callable[..., dict]

@@ -70,6 +70,7 @@ def test_clipping_bounds_the_step(options: Callable[..., dict], run: Callable[..
     assert free.curve("loss")[1] != clipped.curve("loss")[1]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "version", "changes"),
     [
@@ -168,6 +169,7 @@ def test_compiling(
             torch.testing.assert_close(other.weights[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lora_without_autocast(
     family: str, options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path

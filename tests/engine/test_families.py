@@ -60,6 +60,7 @@ LEARNED = [
 ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "training_type", "batch_size"), LEARNED)
 def test_learns_and_reloads(
     family: str, training_type: str, batch_size: int, options: Callable[..., dict], run: Callable[..., Any]

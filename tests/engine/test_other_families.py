@@ -235,6 +235,7 @@ def wan(tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Monk
     return tmp_path / "wan"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("expert", "training_type"),
     [("high", "lora"), ("low", "lora"), ("low", "full-finetune"), ("high", "full-finetune")],

@@ -28,6 +28,7 @@ def write_pairs(path: Path, clips: Path, *, count: int = 3) -> str:
 CASES = [(family, [*KINDS][place % len(KINDS)]) for place, family in enumerate(FAMILIES)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_resuming_changes_nothing(
     family: str,

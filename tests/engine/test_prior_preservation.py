@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "kind"), [*((family, "lora") for family in FAMILIES), ("ltx_video", "full")])
 def test_resuming_changes_nothing(
     family: str, kind: str, options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path

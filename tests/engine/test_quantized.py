@@ -20,6 +20,7 @@ from finetrainers.engine.training import TrainResult
 from finetrainers.memory.quantization import QuantizedLinear
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "kind"), [("ltx_video", "int8"), ("hunyuan_video", "fp8")])
 def test_a_run_samples_saves_resumes_and_leaves_a_plain_adapter(
     family: str,

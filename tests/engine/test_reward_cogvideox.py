@@ -15,6 +15,7 @@ from finetrainers.methods.grpo.source import PromptSource
 from finetrainers.models.cogvideox import CogVideoXSpec
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("color", ["red", "cyan"])
 def test_clips_turn_to_the_color_that_is_rewarded(color: str, tiny_repo: Callable[..., Path], tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def curve(directory: str | Path) -> list[dict[str, Any]]:
     return [record for record in untimed if len(record) > 1]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "training_type"), [(family, ("lora", "full-finetune")[k % 2]) for k, family in enumerate(FAMILIES)]
 )

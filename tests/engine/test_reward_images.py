@@ -145,6 +145,7 @@ def check_density_and_samples(state: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "version"), FROM_IMAGES)
 def test_clips_of_a_prompt_start_from_its_image(
     family: str, version: str | None, options: Any, expected: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -84,6 +84,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
     return found
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_is_that_of_replay(

@@ -54,6 +54,7 @@ def test_full_size(name: str, options: dict[str, Any], script: Any, tmp_path: Pa
     assert planned / 2 < peak < 2 * planned, report
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "options"), RUNS)
 def test_same_code_at_tiny_size(name: str, options: dict[str, Any], script: Any, tmp_path: Path) -> None:
     _skip_without_library(options)

@@ -93,6 +93,7 @@ def passes(spec: ModelSpec, conditions: Conditions, network: Any) -> list[Tensor
     return found + [p.grad for p in network.parameters() if p.requires_grad]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("stored", get_args(ActivationMemory))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_are_the_same_bit_for_bit(family: str, stored: ActivationMemory, spec_of: Callable[..., Any]) -> None:

@@ -97,6 +97,7 @@ def passes(
     return Passes(gradients, len(held), forward.number, backward.number)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_the_same(family: str, tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots of the arena that are free hold NaN: what was offloaded is there until it is read, and then gone."""

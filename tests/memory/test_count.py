@@ -108,6 +108,7 @@ def counted_cases(name: str, training_type: str) -> list[tuple[ActivationMemory,
     return cases
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
     """Within 5 % for LoRA and full finetuning, whatever blocks store, one clip and four."""
@@ -143,6 +144,7 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
             assert planned.total == pytest.approx(counted, rel=0.05), (training_type, stored, share, batch_size)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["LTX-Video", "CogVideoX-2b"])
 def test_processes_that_share_a_clip_store_activations_of_their_part(
     name: str, tiny_repo: Callable[..., Path], tmp_path: Path
@@ -172,6 +174,7 @@ def test_processes_that_share_a_clip_store_activations_of_their_part(
     assert totals[2, "none"] == pytest.approx(totals[1, "none"] / 2, rel=0.1)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "saved"), [("LTX-Video", 0.14), ("HunyuanVideo", 0.17), ("CogVideoX-5b", 0.30)])
 def test_a_lora_without_autocast_stores_less(
     name: str, saved: float, tiny_repo: Callable[..., Path], tmp_path: Path

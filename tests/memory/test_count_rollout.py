@@ -39,6 +39,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.rotating
 def test_the_estimate_agrees_with_counting(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
     """Within 5 %, on a network of few blocks: what waits takes several times what one pass does."""
     network = NETWORKS["LTX-Video"]

@@ -20,6 +20,7 @@ from finetrainers.parallel.fsdp import shard
 from finetrainers.parallel.sharding import expected_split
 
 
+@pytest.mark.rotating
 @dataclass(frozen=True)
 class Case:
     """A sharded run: network, blocks of each list, what is trained, processes, and their options."""

@@ -14,6 +14,7 @@ from finetrainers.memory.count_text import count_encoder, text_working_bytes
 from finetrainers.models.registry import get_family
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("network", "part", "tokens", "keeps_layers"),
     [

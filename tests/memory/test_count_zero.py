@@ -97,6 +97,7 @@ def planned_and_counted(
     return planned, counted, host, weights
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_estimate_agrees_with_counting(
     case: Case, tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -163,6 +163,7 @@ def test_the_estimate_knows_what_quantization_saves(kind: Any) -> None:
     assert "base_layer" not in said[1]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "kind"), [("LTX-Video", "nf4"), ("CogVideoX-5b", "int8")])
 def test_the_estimate_agrees_with_counting(
     name: str, kind: Any, tiny_repo: Callable[..., Path], tmp_path: Path

@@ -41,6 +41,7 @@ def steps(spec: Any, network: Any, calls: list[dict[str, Any]], dtype: torch.dty
     return [*(out.detach() for out in outputs), *(p.grad for p in network.parameters() if p.grad is not None)]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_are_one_graph_each_and_compute_the_same(family: str, tiny_repo: Callable[..., Path]) -> None:
     """Full finetuning with gradient checkpointing: outputs and gradients bit for bit."""

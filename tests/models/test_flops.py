@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "training_type"), CASES)
 def test_formula_agrees_with_the_counter(
     name: str, training_type: str, tiny_repo: Callable[..., Path], tmp_path: Path

@@ -72,6 +72,7 @@ def test_the_estimate_is_what_the_published_networks_take(
     assert most == pytest.approx(spec.vae_bytes(size), rel=0.1)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "size"), [("ltx_video", (9, 64, 64)), ("hunyuan_video", (17, 64, 64)), ("cogvideox", (9, 64, 64))]
 )
@@ -119,6 +120,7 @@ def test_large_clips_are_tiled_and_small_ones_are_not(
         assert not load(family, tmp_path, enable_tiling=asked).tiles_by_size(tiled)  # it is said, one way or the other
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_vae_is_set_before_every_use(
     family: str, tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def test_clips(reward: str, vision: dict[str, object], dtype: str) -> None:
     assert working_bytes(entry, (49, 512, 768), fps=24.0) == pytest.approx(counted, rel=0.05)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("reward", "vision", "layers"), [("clipscore", L, 24), ("pickscore", H, 32)])
 def test_gradients_of_clips(reward: str, vision: dict[str, object], layers: int) -> None:
     """Of all layers of the network at one frame of each clip, each of which keeps what its backward needs."""

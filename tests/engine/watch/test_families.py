@@ -42,6 +42,7 @@ def checkpoint(run: Path, spec: Any, *, step: int) -> None:
     publish.publish(temporary, final, facts={"step": step})
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_watch_of_every_family(
     family: str, tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],

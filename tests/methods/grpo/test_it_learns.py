@@ -43,6 +43,7 @@ def nft(model: nn.Module, **options: Any) -> Any:
     return make_nft(model, nft_decay=[0.0, 0.05, 0.5], nft_beta=0.1, **options)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kernel", "eta", "process"), [("flow", 0.7, flow), ("dance", 0.5, flow), ("cps", 0.7, flow), ("ddim", 0.5, vp)]
 )
@@ -63,6 +64,7 @@ def test_nft_learns() -> None:
     assert gain(train(nft(model), model, rollouts=30)) > 0.15
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("algorithm", ["grpo", "nft"])
 def test_a_reward_that_knows_nothing_teaches_nothing(algorithm: str) -> None:
     """The signed brightness is only logged; what is trained on is noise."""
