@@ -39,17 +39,17 @@ class Case:
 CASES = {
     "LTX-Video full": Case("LTX-Video", (4,), "full-finetune", 8),
     "LTX-Video LoRA": Case("LTX-Video", (4,), "lora", 2),
-    "HunyuanVideo full": Case("HunyuanVideo", (2, 4), "full-finetune", 8),
+    "HunyuanVideo full": Case("HunyuanVideo", (4, 8), "full-finetune", 8),
     "HunyuanVideo LoRA": Case("HunyuanVideo", (2, 2), "lora", 4),
     "HunyuanVideo full, activations stored": Case("HunyuanVideo", (1, 2), "full-finetune", 8, checkpointing=False),
-    "CogVideoX-5b full, whole gradients": Case("CogVideoX-5b", (4,), "full-finetune", 2, keeps=True),
-    "CogVideoX-5b LoRA, activations stored": Case("CogVideoX-5b", (4,), "lora", 8, checkpointing=False),
+    "CogVideoX-5b full, whole gradients": Case("CogVideoX-5b", (8,), "full-finetune", 2, keeps=True),
+    "CogVideoX-5b LoRA, activations stored": Case("CogVideoX-5b", (8,), "lora", 8, checkpointing=False),
     "groups": Case("LTX-Video", (4,), "full-finetune", 16, group_size=4),
-    "groups, LoRA": Case("CogVideoX-5b", (4,), "lora", 16, group_size=4),
+    "groups, LoRA": Case("CogVideoX-5b", (8,), "lora", 16, group_size=4),
     "gathered until backward": Case("HunyuanVideo", (2, 4), "full-finetune", 8, reshard=False),
-    "gathered until backward, LoRA": Case("LTX-Video", (4,), "lora", 4, reshard=False),
+    "gathered until backward, LoRA": Case("LTX-Video", (6,), "lora", 4, reshard=False),
     "host": Case("HunyuanVideo", (2, 4), "full-finetune", 8, offload=True),
-    "host, LoRA": Case("CogVideoX-5b", (4,), "lora", 4, offload=True),
+    "host, LoRA": Case("CogVideoX-5b", (8,), "lora", 4, offload=True),
     "host, whole gradients": Case("LTX-Video", (4,), "full-finetune", 4, keeps=True, offload=True),
     "host, groups, gathered until backward": Case(
         "CogVideoX-5b", (8,), "full-finetune", 8, group_size=4, reshard=False, offload=True
