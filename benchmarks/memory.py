@@ -45,12 +45,8 @@ from finetrainers.engine.resume_plan import new_run  # noqa: E402
 from finetrainers.engine.run_dir import RunDirectory  # noqa: E402
 from finetrainers.engine.state import TrainState  # noqa: E402
 from finetrainers.engine.throughput import measure_calls, peak_flops  # noqa: E402
-from finetrainers.engine.trainable import (  # noqa: E402
-    attach,
-    load_trainable_transformer,
-    trainable_dtype,
-    trainable_parameters,
-)
+from finetrainers.engine.trainable import attach, trainable_dtype, trainable_parameters  # noqa: E402
+from finetrainers.engine.trained_weights import load_trainable_transformer  # noqa: E402
 from finetrainers.engine.trainer import Trainer  # noqa: E402
 from finetrainers.engine.watchdog import Watchdog  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402

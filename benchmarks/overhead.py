@@ -41,7 +41,8 @@ from finetrainers.engine.init_distributed import make_strategy  # noqa: E402
 from finetrainers.engine.memory_recorder import MemoryRecorder  # noqa: E402
 from finetrainers.engine.preflight import preflight  # noqa: E402
 from finetrainers.engine.state import TrainState  # noqa: E402
-from finetrainers.engine.trainable import load_trainable_transformer, trainable_dtype  # noqa: E402
+from finetrainers.engine.trainable import trainable_dtype  # noqa: E402
+from finetrainers.engine.trained_weights import load_trainable_transformer  # noqa: E402
 from finetrainers.engine.watchdog import Watchdog  # noqa: E402
 from finetrainers.methods.base import standard_normal  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402

@@ -41,7 +41,8 @@ from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.loading.batch_sampler import BatchSampler
 from finetrainers.data.loading.position import Segment
 from finetrainers.engine.checkpoints.manifest import share_of
-from finetrainers.engine.trainable import LEAST_FILE_BYTES, attach
+from finetrainers.engine.trainable import attach
+from finetrainers.engine.trained_weights import LEAST_FILE_BYTES
 from finetrainers.memory.count import StepShape
 from finetrainers.memory.count_sharded import Processes, count_sharded
 from finetrainers.models.registry import build_tiny, get_family

@@ -48,13 +48,8 @@ from .sampling import EncodedPrompts
 from .start_report import loading, print_line
 from .state import TrainState
 from .throughput import measure_calls
-from .trainable import (
-    load_trainable_transformer,
-    mapped_dtype,
-    store_initial_lora,
-    trainable_dtype,
-    trainable_parameters,
-)
+from .trainable import trainable_dtype, trainable_parameters
+from .trained_weights import load_trainable_transformer, mapped_dtype, store_initial_lora
 from .trainer import Trainer
 from .watchdog import Watchdog
 

@@ -18,7 +18,7 @@ from .model_card import model_card
 from .preflight import Preflight
 from .start_report import print_line
 from .state import TrainState
-from .trainable import save_weights, shared_files, wanted_of
+from .trained_weights import save_weights, shared_files, wanted_of
 
 
 class UploadError(ExpectedError, RuntimeError):

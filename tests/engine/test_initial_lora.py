@@ -23,7 +23,8 @@ from finetrainers.engine.memory_plan import RunMemory
 from finetrainers.engine.preflight import preflight
 from finetrainers.engine.room import disk_needs
 from finetrainers.engine.sync import Sync
-from finetrainers.engine.trainable import attach, attach_reference, network_without_weights, start_from_lora
+from finetrainers.engine.trainable import attach, attach_reference, network_without_weights
+from finetrainers.engine.trained_weights import start_from_lora
 from finetrainers.memory.count import StepShape, count_step
 from finetrainers.methods.dpo.method import DPO, Pairs
 from finetrainers.models.registry import get_family

@@ -26,7 +26,8 @@ from finetrainers.engine.sampling import (
     prompt_request,
     sample_prompts,
 )
-from finetrainers.engine.trainable import attach, load_lora_weights
+from finetrainers.engine.trainable import attach
+from finetrainers.engine.trained_weights import load_lora_weights
 from finetrainers.models.families import ltx_video
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.spec import Parts, SampleRequest

@@ -21,7 +21,8 @@ import finetrainers
 from finetrainers.config.sections import TrainingSection
 from finetrainers.engine.checkpoints import publish
 from finetrainers.engine.checkpoints.find import find_checkpoint
-from finetrainers.engine.trainable import LORA_FILE, attach, load_lora_weights
+from finetrainers.engine.trainable import LORA_FILE, attach
+from finetrainers.engine.trained_weights import load_lora_weights
 
 
 def crafted(header: object, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -84,7 +84,7 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     save_weights, loss = saving.save_weights, SFT.loss
     patch = pytest.MonkeyPatch()
     if "_least_file_bytes" in options:
-        patch.setattr("finetrainers.engine.trainable.LEAST_FILE_BYTES", options.pop("_least_file_bytes"))
+        patch.setattr("finetrainers.engine.trained_weights.LEAST_FILE_BYTES", options.pop("_least_file_bytes"))
     if options.pop("_copied", False):
         patch.setattr("finetrainers.engine.assemble.mapped_dtype", lambda *_: None)
     hashed: list[str] = []

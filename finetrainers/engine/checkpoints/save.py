@@ -37,7 +37,8 @@ from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensor
 from ..identity import RUN
 from ..run_dir import package_versions
 from ..state import TrainState
-from ..trainable import save_weights, shared_files, trainable_parameters, wanted_of
+from ..trainable import trainable_parameters
+from ..trained_weights import save_weights, shared_files, wanted_of
 from .async_save import BackgroundSave, Job
 from .find import FORMAT, SLICED_FORMAT, checkpoints_dir
 from .links import link_weights, unlink_weights

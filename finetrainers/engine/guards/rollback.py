@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from finetrainers.engine.trainable import load_lora_weights, trainable_dtype
+from finetrainers.engine.trainable import trainable_dtype
+from finetrainers.engine.trained_weights import load_lora_weights
 
 from ..checkpoints.find import find_checkpoint, read_state
 from ..checkpoints.restore import load_checkpoint

@@ -21,7 +21,8 @@ from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.process_state import free_memory
 
 from ..sampling import EncodedPrompts, PromptRequest, SamplingParts, encode_prompts, sample_prompts
-from ..trainable import attach_lora, put_averages, replace_lora, store_frozen_weights, trainable_dtype
+from ..trainable import trainable_dtype
+from ..trained_weights import attach_lora, put_averages, replace_lora, store_frozen_weights
 from .weights import Weights
 
 
